@@ -1,0 +1,48 @@
+# make demo   run the demo: digits by default; `make demo ARGS="--task imdb --limit 2000"` for the other one
+# make test   lint, types and tests
+# make lint   lint and types only
+# make bench  the overhead of a step against the hand-written loop
+#
+# The environment is made once in .venv, from constraints.txt, and again when that file or pyproject.toml changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+# Test processes that run side by side. Each is kept to one thread, so that they do not fight for the cores.
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint bench clean
+
+help:
+	@sed -n '/^# make/s/^# //p' Makefile
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "hasten needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/hasten demo $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+		$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache hasten-demo
