@@ -1,0 +1,10 @@
+"""The one exception class of our own."""
+
+from __future__ import annotations
+
+
+class MisconfigurationException(ValueError):
+    """The program asks for something that cannot work; the message says what to change.
+
+    It is a ``ValueError``, and has the field's name because programs catch it by that name.
+    """

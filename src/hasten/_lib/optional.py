@@ -1,0 +1,42 @@
+"""Packages that only some features need, imported where they are used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+# The package to install where it is not called like the module.
+_PACKAGES = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
+
+
+def installed(name: str) -> bool:
+    """Say whether a module can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def need(name: str, *, purpose: str) -> ModuleType:
+    """Import and return a module.
+
+    Args:
+        name: the module, for instance ``"matplotlib.pyplot"``.
+        purpose: what needs it, for the message.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the message has the line that installs it.
+
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] != name.split(".")[0]:
+            raise
+        top = name.split(".")[0]
+        package = _PACKAGES.get(top, top)
+        raise ModuleNotFoundError(
+            f"{purpose} needs the package {package}, which is not installed. Run: pip install {package}",
+            name=top,
+        ) from error

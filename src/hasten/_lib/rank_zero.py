@@ -1,0 +1,69 @@
+"""Say and do things once, on the first process only."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+log = logging.getLogger("hasten")
+
+
+def _rank() -> int:
+    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        value = os.environ.get(name)
+        if value is not None and value.isdigit():
+            return int(value)
+    return 0
+
+
+def rank_zero_only(function: _F) -> _F:
+    """Return ``function`` such that it does nothing (returns None) on other processes than the first."""
+
+    @functools.wraps(function)
+    def on_first(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if rank_zero_only.rank == 0 else None  # type: ignore[attr-defined]
+
+    return on_first  # type: ignore[return-value]
+
+
+rank_zero_only.rank = _rank()  # type: ignore[attr-defined]
+
+
+@rank_zero_only
+def rank_zero_info(message: str, *args: Any) -> None:
+    """Log a message at level INFO, once."""
+    log.info(message, *args)
+
+
+@rank_zero_only
+def rank_zero_debug(message: str, *args: Any) -> None:
+    """Log a message at level DEBUG, once."""
+    log.debug(message, *args)
+
+
+@rank_zero_only
+def rank_zero_warn(message: str, category: type[Warning] = UserWarning, stacklevel: int = 4) -> None:
+    """Warn, on the first process."""
+    warnings.warn(message, category, stacklevel=stacklevel)
+
+
+@rank_zero_only
+def rank_zero_deprecation(message: str, stacklevel: int = 5) -> None:
+    """Warn of something that will go away."""
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
+
+
+_said: set[str] = set()
+
+
+def warn_once(key: str, message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, once a process for each ``key``."""
+    if key not in _said:
+        _said.add(key)
+        rank_zero_warn(message, category, stacklevel=5)
