@@ -1,0 +1,66 @@
+"""hasten: PyTorch training as fast as the hardware allows, by changing one line.
+
+The public names are loaded when they are first used, so that ``import hasten`` costs almost nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hasten._lib.version import VERSION as __version__  # noqa: N811 - the name Python looks for
+
+if TYPE_CHECKING:
+    from hasten.callback import Callback as Callback
+    from hasten.datamodule import LightningDataModule as LightningDataModule
+    from hasten.fabric import Fabric as Fabric
+    from hasten.module import LightningModule as LightningModule
+    from hasten.report.plots import plot_logs as plot_logs
+    from hasten.seed import seed_everything as seed_everything
+    from hasten.trainer import Trainer as Trainer
+
+_HOME = {
+    "Callback": "hasten.callback",
+    "Fabric": "hasten.fabric",
+    "LightningDataModule": "hasten.datamodule",
+    "LightningModule": "hasten.module",
+    "Trainer": "hasten.trainer",
+    "plot_logs": "hasten.report.plots",
+    "seed_everything": "hasten.seed",
+}
+
+_ROOMS = (
+    "accelerators",
+    "callbacks",
+    "data",
+    "loggers",
+    "plugins",
+    "strategies",
+)
+
+__all__ = [
+    "Callback",
+    "Fabric",
+    "LightningDataModule",
+    "LightningModule",
+    "Trainer",
+    "__version__",
+    "plot_logs",
+    "seed_everything",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    if name in _ROOMS:
+        return importlib.import_module(f"hasten.{name}")
+    from hasten._lib.names import did_you_mean
+
+    raise AttributeError(f"module 'hasten' has no attribute {name!r}.{did_you_mean(name, [*_HOME, *_ROOMS])}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_ROOMS])

@@ -1,0 +1,264 @@
+"""EarlyStopping: end the training when a value no longer improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.rank_zero import log, rank_zero_warn
+from hasten.callback import Callback
+from hasten.callbacks.monitored import Origin, check_mode, check_monitor, not_logged, validates
+from hasten.loops.states import TrainerFn
+
+if TYPE_CHECKING:
+    from hasten.module import LightningModule
+    from hasten.trainer import Trainer
+
+
+class EarlyStoppingReason(Enum):
+    """Why a training was stopped early."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
+
+class EarlyStopping(Callback):
+    """Stop training when a logged value no longer improves.
+
+    The value is checked when it is new: after the validation that logs it, or when a training epoch ends.
+    Its state is part of checkpoints, so a resumed run stops when the uninterrupted one would.
+
+    Args:
+        monitor: name of the value, as given to ``self.log``.
+        min_delta: smallest change that counts as an improvement, in the value's own unit.
+        patience: number of checks in a row without improvement after which training stops.
+        verbose: say when the value improves and why training stops.
+        mode: "min" when lower is better, "max" when higher is.
+        strict: an absent value is an error; otherwise the check is left out.
+        check_finite: stop when the value is NaN or infinite.
+        stopping_threshold: stop when the value is better than this.
+        divergence_threshold: stop when the value is worse than this.
+        check_on_train_epoch_end: check when a training epoch ends (True) or when a validation ends (False);
+            by default where the value is new.
+        log_rank_zero_only: with ``verbose``, speak on the first process only.
+
+    Raises:
+        MisconfigurationException: an argument is out of range.
+        RuntimeError: with ``strict``, the value was not logged by the time it should be there.
+
+    Example::
+
+        >>> stopper = EarlyStopping("val_loss", patience=2)
+        >>> stopper.state_key
+        "EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}"
+
+    Source: L. Prechelt, Early Stopping - But When?, 1998.
+
+    """
+
+    runs_last: ClassVar[bool] = True
+    mode_dict: ClassVar[dict[str, Callable[..., Tensor]]] = {"min": torch.lt, "max": torch.gt}
+    order_dict: ClassVar[dict[str, str]] = {"min": "<", "max": ">"}
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        self.monitor = check_monitor("EarlyStopping", monitor)
+        self.mode = check_mode("EarlyStopping", mode)
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise MisconfigurationException(
+                f"EarlyStopping(patience={patience!r}): use a whole number of checks, at least 0."
+            )
+        if not isinstance(min_delta, (int, float)) or math.isnan(min_delta):
+            raise MisconfigurationException(f"EarlyStopping(min_delta={min_delta!r}): use a number.")
+        for name, threshold in (
+            ("stopping_threshold", stopping_threshold),
+            ("divergence_threshold", divergence_threshold),
+        ):
+            if threshold is not None and not isinstance(threshold, (int, float, Tensor)):
+                raise MisconfigurationException(f"EarlyStopping({name}={threshold!r}): use a number, or None.")
+        # Signed as the comparison needs it: value - min_delta must beat the best one.
+        self.min_delta = min_delta if mode == "max" else -min_delta
+        self.patience = patience
+        self.verbose = verbose
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.log_rank_zero_only = log_rank_zero_only
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.best_score = torch.tensor(math.inf if mode == "min" else -math.inf)
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
+        self._check_on_train_epoch_end = check_on_train_epoch_end
+        self._origin = Origin(self.monitor)
+        self._checked_validations = 0
+
+    @property
+    def state_key(self) -> str:
+        """Name of the state in a checkpoint; two of them differ in ``monitor`` or ``mode``."""
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+
+    @property
+    def monitor_op(self) -> Callable[..., Tensor]:
+        """The comparison that says "better": ``torch.lt`` or ``torch.gt``."""
+        return self.mode_dict[self.mode]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, the checks without improvement, and the reason for stopping."""
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self.best_score,
+            "patience": self.patience,
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
+            "origin": self._origin.place,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` returned."""
+        self.wait_count = state_dict["wait_count"]
+        self.stopped_epoch = state_dict["stopped_epoch"]
+        self.best_score = torch.as_tensor(state_dict["best_score"])
+        self.patience = state_dict["patience"]
+        self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
+        self.stopping_reason_message = state_dict.get("stopping_reason_message")
+        self._origin.place = state_dict.get("origin")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to watch the value."""
+        self._origin.start(trainer)
+        self._checked_validations = 0
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Learn where the value comes from."""
+        if self._in_fit(trainer):
+            self._origin.during_training(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check, if this is where the value is new."""
+        if not self._in_fit(trainer):
+            return
+        self._origin.after_validation(trainer)
+        if self._checks_after_epoch(trainer):
+            return
+        # The first epoch of training may still bring the value; one without an end cannot.
+        if self._origin.place is None and not math.isinf(trainer.num_training_batches):
+            return
+        self._run_early_stopping_check(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check, if this is where the value is new."""
+        if not self._in_fit(trainer):
+            return
+        origin = self._origin
+        origin.after_train_epoch(trainer)
+        if origin.place is None and not origin.validations and validates(trainer):
+            return  # the first validation is still to come
+        if origin.place is not None and not self._checks_after_epoch(trainer):
+            return
+        if origin.place == "validate" and origin.validations == self._checked_validations:
+            return  # no validation since the last check: the value is not new, so it does not cost patience
+        self._run_early_stopping_check(trainer)
+
+    def _checks_after_epoch(self, trainer: Trainer) -> bool:
+        """Say whether the end of a training epoch is the moment to check."""
+        if self._origin.place == "epoch" or not validates(trainer):
+            return True
+        if self._check_on_train_epoch_end is not None:
+            return self._check_on_train_epoch_end
+        return bool(trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1)
+
+    @staticmethod
+    def _in_fit(trainer: Trainer) -> bool:
+        return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not trainer.fast_dev_run
+
+    def _run_early_stopping_check(self, trainer: Trainer) -> None:
+        metrics = trainer.callback_metrics
+        if self.monitor not in metrics:
+            error = not_logged("EarlyStopping", self.monitor, metrics)
+            if self.strict:
+                raise error
+            if self.verbose:
+                rank_zero_warn(str(error), RuntimeWarning)
+            return
+        self._checked_validations = self._origin.validations
+        # A copy on the host: the value must stay what it is now, and is compared with numbers only.
+        current = metrics[self.monitor].detach().squeeze().cpu().clone()
+        should_stop, reason = self._evaluate_stopping_criteria(current)
+        if trainer.world_size > 1:
+            should_stop = bool(trainer.strategy.reduce_boolean_decision(should_stop, all=False))
+        trainer.should_stop = trainer.should_stop or should_stop
+        if should_stop:
+            self.stopped_epoch = trainer.current_epoch
+            self.stopping_reason_message = reason
+        if reason and self.verbose:
+            self._say(trainer, reason)
+
+    def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
+        better = self.monitor_op
+        if self.check_finite and not torch.isfinite(current):
+            self.stopping_reason = EarlyStoppingReason.NON_FINITE_METRIC
+            return True, (
+                f"{self.monitor} = {current} is not finite; the best value was {self.best_score:.3f}. "
+                "Training stops."
+            )
+        if self.stopping_threshold is not None and better(current, self.stopping_threshold):
+            self.stopping_reason = EarlyStoppingReason.STOPPING_THRESHOLD
+            return True, (
+                f"{self.monitor} = {current} {self.order_dict[self.mode]} {self.stopping_threshold}: the stopping "
+                "threshold is reached. Training stops."
+            )
+        if self.divergence_threshold is not None and better(-current, -self.divergence_threshold):
+            self.stopping_reason = EarlyStoppingReason.DIVERGENCE_THRESHOLD
+            return True, (
+                f"{self.monitor} = {current} is worse than divergence_threshold={self.divergence_threshold}. "
+                "Training stops."
+            )
+        if better(current - self.min_delta, self.best_score.to(current.device)):
+            reason = self._improvement_message(current)
+            self.best_score = current
+            self.wait_count = 0
+            return False, reason
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return False, None
+        self.stopping_reason = EarlyStoppingReason.PATIENCE_EXHAUSTED
+        return True, (
+            f"{self.monitor} did not improve in the last {self.wait_count} checks; the best value is "
+            f"{self.best_score:.3f}. Training stops."
+        )
+
+    def _improvement_message(self, current: Tensor) -> str:
+        if not torch.isfinite(self.best_score):
+            return f"{self.monitor} improved to {current:.3f}."
+        change = abs(self.best_score - current)
+        return f"{self.monitor} improved by {change:.3f} >= min_delta = {abs(self.min_delta)}, to {current:.3f}."
+
+    def _say(self, trainer: Trainer, reason: str) -> None:
+        if trainer.world_size == 1:
+            log.info(reason)
+        elif not self.log_rank_zero_only or trainer.global_rank == 0:
+            log.info(f"[rank: {trainer.global_rank}] {reason}")

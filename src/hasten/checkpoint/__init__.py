@@ -1,0 +1,1 @@
+"""What is remembered: what a checkpoint holds, and files that are whole or not there."""

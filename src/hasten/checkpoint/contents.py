@@ -1,0 +1,298 @@
+"""What a checkpoint holds: ``collect`` and ``restore``, the same keys in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.version import FIELD_FORMAT, VERSION
+from hasten.checkpoint.weights import load_weights
+from hasten.seed import collect_rng_state, restore_rng_state
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+class HasState(Protocol):
+    """Anything with ``state_dict`` and ``load_state_dict``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Take the state back."""
+
+
+class Parts(Protocol):
+    """What a checkpoint is taken of. The Trainer's run fills it in; nothing here knows a Trainer."""
+
+    module: nn.Module
+    optimizers: list[Any]
+    schedulers: list[Any]
+    scaler: Any
+    precision_name: str
+    epoch: int
+    global_step: int
+    progress: HasState
+
+    def weights(self) -> dict[str, Any]:
+        """Return the weights of the user's module."""
+
+    def callback_states(self) -> dict[str, Any]:
+        """Return the state of each callback by its key."""
+
+    def load_callback_states(self, states: Mapping[str, Any]) -> None:
+        """Give each callback its state back."""
+
+    def hyper_parameters(self) -> Iterable[tuple[str, Any]]:
+        """Return keys and values describing how module and datamodule were made."""
+
+    def datamodule_state(self) -> tuple[str, dict[str, Any]] | None:
+        """Return the datamodule's key and state."""
+
+    def load_datamodule_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the datamodule its state back."""
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what differs between processes: data position, values logged, random states."""
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Return every process's ``mine``, in the order of ranks."""
+
+
+def collect(parts: Parts, *, weights_only: bool) -> dict[str, Any]:
+    """Return everything a run needs to go on exactly where it is.
+
+    Args:
+        parts: the run.
+        weights_only: leave out what only training needs.
+
+    """
+    checkpoint: dict[str, Any] = {
+        "epoch": parts.epoch,
+        "global_step": parts.global_step,
+        "pytorch-lightning_version": FIELD_FORMAT,
+        "hasten_version": VERSION,
+        "state_dict": parts.weights(),
+        "loops": {"fit": parts.progress.state_dict()},
+    }
+    if not weights_only:
+        checkpoint["callbacks"] = parts.callback_states()
+        checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in parts.optimizers]
+        checkpoint["lr_schedulers"] = [scheduler_state(config.scheduler) for config in parts.schedulers]
+        if parts.scaler is not None:
+            checkpoint[parts.precision_name] = parts.scaler.state_dict()
+        checkpoint["hasten"] = {
+            "gradients": gradients(parts.optimizers) if _mid_accumulation(parts) else None,
+            "metric_states": metric_states(parts.module),
+            "ranks": parts.gather(parts.own_state()),
+        }
+    for key, value in parts.hyper_parameters():
+        checkpoint[key] = value
+    datamodule = parts.datamodule_state()
+    if datamodule is not None:
+        checkpoint[datamodule[0]] = datamodule[1]
+    return checkpoint
+
+
+def restore_model(parts: Parts, checkpoint: dict[str, Any], *, strict: bool, source: str) -> None:
+    """Restore the weights and the datamodule: what fit, validate, test and predict all need."""
+    load_weights(parts.module, checkpoint["state_dict"], strict=strict, source=source)
+    parts.load_datamodule_state(checkpoint)
+
+
+def restore_training(
+    parts: Parts, checkpoint: dict[str, Any], *, rank: int, source: str
+) -> dict[str, Any] | None:
+    """Restore what only training needs; return this process's own state, or None if the file has none.
+
+    Raises:
+        ValueError: the file holds weights only, or was written with other optimizers or schedulers.
+
+    """
+    if "optimizer_states" not in checkpoint:
+        raise ValueError(
+            f"{source} holds weights only, so training cannot go on from it. "
+            "Load it with Model.load_from_checkpoint(path), or save with save_weights_only=False."
+        )
+    _same_number("optimizers", checkpoint["optimizer_states"], parts.optimizers, source)
+    _same_number("lr_schedulers", checkpoint["lr_schedulers"], parts.schedulers, source)
+    loops = checkpoint.get("loops", {})
+    if "fit" in loops:
+        parts.progress.load_state_dict(loops["fit"])
+    parts.load_callback_states(checkpoint.get("callbacks") or {})
+    for optimizer, state in zip(parts.optimizers, checkpoint["optimizer_states"], strict=True):
+        load_optimizer(optimizer, state)
+    for config, state in zip(parts.schedulers, checkpoint["lr_schedulers"], strict=True):
+        load_scheduler(config.scheduler, state)
+    if parts.scaler is not None and parts.precision_name in checkpoint:
+        parts.scaler.load_state_dict(checkpoint[parts.precision_name])
+    own = checkpoint.get("hasten")
+    if own is None:
+        return None
+    if own["gradients"] is not None:
+        load_gradients(parts.optimizers, own["gradients"])
+    load_metric_states(parts.module, own["metric_states"])
+    ranks = own["ranks"]
+    if rank >= len(ranks) or len(ranks) != len(parts.gather(None)):
+        rank_zero_warn(
+            f"{source} was written by {len(ranks)} process(es) and is resumed on another number: the order of the "
+            "data and random numbers go on anew. Weights and optimizer state are as saved."
+        )
+        return None
+    mine: dict[str, Any] = ranks[rank]
+    return mine
+
+
+def _same_number(what: str, stored: list[Any], present: list[Any], source: str) -> None:
+    if len(stored) != len(present):
+        raise ValueError(
+            f"{source} holds the state of {len(stored)} {what}, and configure_optimizers() gives {len(present)}. "
+            "Resume with the configure_optimizers() the run was started with, or load the weights alone: "
+            "Model.load_from_checkpoint(path)."
+        )
+
+
+# -- optimizers and schedulers
+
+
+def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Restore an optimizer.
+
+    Raises:
+        ValueError: the parameter groups do not fit.
+
+    """
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        raise ValueError(
+            f"The state of {type(optimizer).__name__} in the checkpoint does not fit: {error}. "
+            "Resume with the same parameter groups."
+        ) from error
+
+
+def scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler's state as plain data: without functions, which would be code in the file."""
+    return _nested_state(scheduler.state_dict())
+
+
+def _nested_state(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: _data(value) for key, value in state.items() if not callable(value)}
+
+
+def _data(value: Any) -> Any:
+    from collections import Counter
+
+    if isinstance(value, Counter):
+        return {"__counter__": [[key, count] for key, count in value.items()]}
+    if isinstance(value, dict):
+        return {key: _data(inner) for key, inner in value.items() if not callable(inner)}
+    if isinstance(value, (list, tuple)):
+        kept = [_data(inner) for inner in value if not callable(inner)]
+        return kept if isinstance(value, list) else tuple(kept)
+    if hasattr(value, "item") and not isinstance(value, Tensor) and getattr(value, "shape", None) == ():
+        return value.item()
+    return value
+
+
+def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """Restore a scheduler from ``scheduler_state``; functions it was made with stay as they are."""
+    from collections import Counter
+
+    def back(value: Any) -> Any:
+        if isinstance(value, dict):
+            if set(value) == {"__counter__"}:
+                return Counter(dict(value["__counter__"]))
+            return {key: back(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [back(inner) for inner in value]
+        return value
+
+    state = {key: back(value) for key, value in state.items()}
+    own = scheduler.state_dict()
+    # What was left out because it is code (lambdas, the function of an annealing) is this run's own.
+    for key, value in own.items():
+        if key not in state:
+            state[key] = value
+    scheduler.load_state_dict(state)
+
+
+# -- gradients that wait for the rest of their accumulation
+
+
+def _mid_accumulation(parts: Parts) -> bool:
+    return bool(parts.progress.state_dict().get("window"))
+
+
+def gradients(optimizers: Iterable[Optimizer]) -> list[Tensor | None]:
+    """Return the gradients of all parameters, in the order of the optimizers' groups."""
+    return [p.grad for p in _parameters(optimizers)]
+
+
+def load_gradients(optimizers: Iterable[Optimizer], stored: list[Tensor | None]) -> None:
+    """Put gradients back."""
+    for parameter, gradient in zip(_parameters(optimizers), stored, strict=True):
+        parameter.grad = None if gradient is None else gradient.to(parameter.device).clone()
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+# -- torchmetrics
+
+
+def _metrics(module: nn.Module) -> Iterable[tuple[str, Any]]:
+    import sys
+
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is not None:
+        for name, child in module.named_modules():
+            if isinstance(child, torchmetrics.Metric):
+                yield name, child
+
+
+def metric_states(module: nn.Module) -> dict[str, Any]:
+    """Return what each metric has gathered so far, by the metric's name in the module."""
+    return {
+        name: {
+            "state": {key: getattr(metric, key) for key in metric._defaults},
+            "update_count": metric._update_count,
+        }
+        for name, metric in _metrics(module)
+        if metric._update_count
+    }
+
+
+def load_metric_states(module: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Put back what ``metric_states`` returned."""
+    for name, metric in _metrics(module):
+        if name in stored:
+            for key, value in stored[name]["state"].items():
+                setattr(metric, key, _to(metric.device, value))
+            metric._update_count = stored[name]["update_count"]
+            metric._computed = None
+
+
+def _to(device: torch.device, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return [_to(device, item) for item in value] if isinstance(value, list) else value
+
+
+# -- random states
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of every random generator of this process."""
+    return collect_rng_state()
+
+
+def restore_random_state(state: dict[str, Any]) -> Callable[[], None]:
+    """Return a function that puts the random generators back."""
+    return lambda: restore_rng_state(state)

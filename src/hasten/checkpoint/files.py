@@ -1,0 +1,498 @@
+"""Files that are whole or not there: written beside, synced, renamed; read without running code."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import pickle
+import secrets
+import shutil
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from hasten._lib.optional import need
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.checkpoint.plain import check_plain, numpy_allowed
+
+# The last line of a file, in the comment that a zip archive may have: any reader of zip files skips it.
+_MARK = b"hasten sha256 "
+_LINE_BYTES = len(_MARK) + 64
+_END_BYTES = 22  # the record that ends a zip archive, without its comment
+_TEMPORARY = ".hasten-tmp"
+
+
+class CheckpointDamaged(RuntimeError):
+    """A file that is no whole checkpoint; the message names it and what is wrong."""
+
+
+class CheckpointRefused(RuntimeError):
+    """A file that could only be read by running code from it."""
+
+
+def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: Any = None) -> None:
+    """Write a checkpoint so that ``path`` is at any moment the old file or the new one, whole.
+
+    The file is what ``torch.save`` writes, with a sha256 of all of it at its end; ``torch.load`` reads it.
+    It is written under another name in the same folder (``TMPDIR`` is not used), synced to the disk and renamed.
+    A symbolic link at ``path`` is replaced, not followed.
+
+    Args:
+        contents: tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of them; numpy
+            numbers and arrays.
+        path: a path, or a URL that fsspec understands (``"s3://bucket/run/last.ckpt"``).
+        storage_options: passed to fsspec.
+
+    Raises:
+        TypeError: something in ``contents`` could only be read back by running code; the message says where.
+        OSError: the file could not be written. What was at ``path`` is as before.
+
+    Example::
+
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> save({"step": 3}, f"{folder}/a.ckpt")
+        >>> load(f"{folder}/a.ckpt")
+        {'step': 3}
+
+    Source: `fsync(2) <https://man7.org/linux/man-pages/man2/fsync.2.html>`_ and
+    `rename(2) <https://man7.org/linux/man-pages/man2/rename.2.html>`_.
+
+    """
+    check_plain(contents)
+    if _is_url(path):
+        _save_remote(contents, str(path), storage_options)
+        return
+    target = _local(path)
+    if target.is_dir() and not target.is_symlink():
+        raise IsADirectoryError(errno.EISDIR, f"{target} is a folder; a checkpoint needs a file name", str(target))
+    _make_folder(target.parent)
+    with _explained(target), _temporary(target) as (file, temporary):
+        _write(contents, file)
+        file.flush()
+        os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
+
+
+def load(path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True) -> dict[str, Any]:
+    """Read a checkpoint after checking that it is whole.
+
+    Args:
+        path: a path or a URL that fsspec understands.
+        map_location: where tensors go, as for ``torch.load``.
+        weights_only: refuse files that need code to be run. Only pass False for a file you trust like a program.
+
+    Raises:
+        FileNotFoundError: there is none; the message names its nearest neighbours.
+        CheckpointDamaged: it is not whole.
+        CheckpointRefused: reading it would run code; the message names what it asks for.
+
+    Example::
+
+        >>> import tempfile
+        >>> name = tempfile.mkdtemp() + "/a.ckpt"
+        >>> save({"weight": torch.ones(2)}, name)
+        >>> load(name)["weight"]
+        tensor([1., 1.])
+
+    Source: `torch.load <https://docs.pytorch.org/docs/stable/generated/torch.load.html>`_.
+
+    """
+    with _opened(path) as file:
+        _check(file, path)
+        file.seek(0)
+        try:
+            with numpy_allowed():
+                return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[no-any-return]
+        except pickle.UnpicklingError as error:
+            raise CheckpointRefused(_why_refused(path, error)) from None
+        except (AttributeError, ImportError) as error:
+            if weights_only:
+                raise CheckpointDamaged(f"{path} cannot be read: {error}.") from error
+            raise
+        except (RuntimeError, EOFError, KeyError, ValueError, IndexError, TypeError, zipfile.BadZipFile) as error:
+            if isinstance(error, torch.OutOfMemoryError) or "deserialize" in str(error):
+                raise
+            raise CheckpointDamaged(f"{path} is no checkpoint, or is damaged: {_first_line(error)}") from error
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Check that a checkpoint is whole, without building its tensors.
+
+    Args:
+        path: a path or a URL that fsspec understands.
+
+    Raises:
+        CheckpointDamaged: it is not whole.
+        FileNotFoundError: there is none.
+
+    Example::
+
+        >>> import tempfile
+        >>> name = tempfile.mkdtemp() + "/a.ckpt"
+        >>> save({"step": 3}, name)
+        >>> verify(name)
+
+    Source: `hashlib <https://docs.python.org/3/library/hashlib.html>`_.
+
+    """
+    with _opened(path) as file:
+        _check(file, path)
+
+
+def newest_valid(candidates: Iterable[str | os.PathLike[str]]) -> str | None:
+    """Return the most recently written of ``candidates`` that is whole, or None; warn of damaged ones passed over.
+
+    Args:
+        candidates: paths; those that do not exist are left out.
+
+    Example::
+
+        >>> newest_valid(["no/such/file.ckpt"])
+
+    Source: none.
+
+    """
+    paths = [Path(path) for path in candidates]
+    present = [path for path in paths if path.is_file()]
+    skipped: list[str] = []
+    chosen = None
+    for path in sorted(present, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            verify(path)
+        except (CheckpointDamaged, OSError) as error:
+            skipped.append(str(error))
+            continue
+        chosen = str(path)
+        break
+    if skipped:
+        going_on = f"Going on with {chosen}." if chosen else "There is no whole checkpoint beside them."
+        rank_zero_warn(f"passed over {len(skipped)} newer checkpoint(s): {' '.join(skipped)} {going_on}")
+    return chosen
+
+
+def clean(folder: str | os.PathLike[str]) -> list[Path]:
+    """Remove what writers that are no more have left half written; return what was removed.
+
+    Args:
+        folder: where checkpoints are written. One that does not exist has nothing to clean.
+
+    Example::
+
+        >>> clean("no/such/folder")
+        []
+
+    Source: `flock(2) <https://man7.org/linux/man-pages/man2/flock.2.html>`_.
+
+    """
+    if _is_url(folder):
+        return []
+    removed = []
+    for path in _local(folder).glob(f".*{_TEMPORARY}"):
+        with suppress(OSError):
+            if _abandoned(path):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def remove(path: str | os.PathLike[str], *, storage_options: Any = None) -> None:
+    """Remove a checkpoint, be it a file, a link or a folder; do nothing if there is none.
+
+    Args:
+        path: a path or a URL that fsspec understands.
+        storage_options: passed to fsspec.
+
+    Example::
+
+        >>> remove("no/such/file.ckpt")
+
+    Source: none.
+
+    """
+    if _is_url(path):
+        system, inner = _file_system(str(path), storage_options)
+        if system.exists(inner):
+            system.rm(inner, recursive=True)
+        return
+    target = _local(path)
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+    else:
+        target.unlink(missing_ok=True)
+
+
+def safe_name(text: str) -> str:
+    """Return ``text`` as a part of a file name that cannot lead out of its folder.
+
+    Args:
+        text: anything, for instance ``"val/loss=0.25"``.
+
+    Example::
+
+        >>> safe_name("../val/loss=0.25")
+        '_val_loss=0.25'
+
+    Source: `Naming files <https://learn.microsoft.com/windows/win32/fileio/naming-a-file>`_.
+
+    """
+    kept = "".join(
+        "_" if character in '<>:"/\\|?*' or not character.isprintable() else character for character in text
+    )
+    kept = kept.replace("..", "").strip(". ")
+    # File systems count bytes; the name also has to hold what the caller puts around it.
+    return kept.encode()[:150].decode(errors="ignore") or "_"
+
+
+# -- writing
+
+
+class _Digesting(io.RawIOBase):
+    """A file that computes its sha256 while it is written, all but the record that ends a zip archive."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.error: OSError | None = None
+        self._file, self._digest, self._held = file, hashlib.sha256(), b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        size = len(view)
+        try:
+            if size < _END_BYTES:
+                self._put(self._held[: max(0, len(self._held) + size - _END_BYTES)])
+                self._held = (self._held + bytes(view))[-_END_BYTES:]
+            else:
+                self._put(self._held)
+                self._put(view[: size - _END_BYTES])
+                self._held = bytes(view[size - _END_BYTES :])
+        except OSError as error:
+            # The writer in C++ turns it into an error of its own, which does not tell the disk is full.
+            self.error = error
+            raise
+        return size
+
+    def finish(self) -> None:
+        end = self._held
+        assert end[:4] == b"PK\x05\x06", "torch.save ended its archive in another way"
+        self._put(end[:-2] + _LINE_BYTES.to_bytes(2, "little"))
+        self._file.write(_MARK + self._digest.hexdigest().encode())
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        self._file.write(data)
+
+
+def _write(contents: dict[str, Any], file: IO[bytes]) -> None:
+    digesting = _Digesting(file)
+    try:
+        torch.save(contents, cast(IO[bytes], digesting))
+        digesting.finish()
+    except Exception:
+        if digesting.error is not None:
+            raise digesting.error from None
+        raise
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
+    """Open a file beside ``target``, locked for as long as its writer lives; remove it unless it was renamed."""
+    while True:
+        temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}{_TEMPORARY}")
+        file = open(temporary, "xb")  # noqa: SIM115  (closed below; the name must be known to remove it)
+        _lock(file)
+        # A cleaner may have come between opening and locking.
+        if temporary.exists():
+            break
+        file.close()
+    try:
+        yield file, temporary
+    finally:
+        with suppress(OSError):
+            file.close()
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a file if nobody else has; say whether that worked."""
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _abandoned(path: Path) -> bool:
+    # The system lets go of the lock when its holder dies, however it dies; a process id can be taken again.
+    with open(path, "rb+") as file:
+        return _lock(file)
+
+
+def _make_folder(folder: Path) -> None:
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise type(error)(error.errno, f"{folder} cannot be a folder: a file is in the way", str(folder)) from None
+    for each in missing:
+        _sync_folder(each.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` last through a power cut."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _explained(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        kept = "What was there before is untouched." if target.exists() else "Nothing is left of it."
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = shutil.disk_usage(target.parent).free
+            why = f"{os.strerror(error.errno)} ({free} bytes free in {target.parent})"
+        else:
+            why = os.strerror(error.errno) if error.errno else str(error)
+        raise type(error)(error.errno, f"could not write the checkpoint: {why}. {kept}", str(target)) from error
+
+
+# -- reading
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    if _is_url(path):
+        system, inner = _file_system(str(path), None)
+        with system.open(inner, "rb") as file:
+            yield file
+        return
+    local = _local(path)
+    try:
+        file = open(local, "rb")  # noqa: SIM115  (closed below; only opening it is explained)
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, _not_found(local), str(local)) from None
+    except IsADirectoryError:
+        raise CheckpointDamaged(f"{local} is a folder, not a checkpoint file.") from None
+    with file:
+        yield file
+
+
+def _not_found(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    from hasten._lib.names import did_you_mean
+
+    others = sorted(each.name for each in path.parent.iterdir() if each.suffix == path.suffix)
+    return f"there is no such checkpoint.{did_you_mean(path.name, others)}"
+
+
+def _check(file: IO[bytes], path: str | os.PathLike[str]) -> None:
+    """Raise unless the file is whole: by its digest, or where it has none by the checksums of the archive."""
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        raise CheckpointDamaged(f"{path} is empty.")
+    file.seek(max(0, size - _LINE_BYTES - _END_BYTES))
+    end, line = file.read(_END_BYTES), file.read()
+    has_line = line.startswith(_MARK)
+    expects_line = end[:4] == b"PK\x05\x06" and end[-2:] == _LINE_BYTES.to_bytes(2, "little")
+    if has_line or expects_line:
+        file.seek(0)
+        digest = _digest(file, size - _LINE_BYTES)
+        if not (has_line and expects_line) or digest.encode() != line[len(_MARK) :]:
+            raise CheckpointDamaged(
+                f"{path} is damaged: its {size} bytes do not have the sha256 they were written with."
+            )
+        return
+    file.seek(0)
+    if file.read(4) != b"PK\x03\x04":
+        # An old format of torch.save's, or no checkpoint at all: loading will tell.
+        return
+    file.seek(0)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, OSError, NotImplementedError, EOFError, RuntimeError, ValueError) as error:
+        raise CheckpointDamaged(f"{path} is damaged or cut off: {_first_line(error)}") from None
+    if broken is not None:
+        raise CheckpointDamaged(f"{path} is damaged: its record {broken!r} does not have its checksum.")
+
+
+def _digest(file: IO[bytes], size: int) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
+    view = memoryview(buffer)
+    while size:
+        count = file.readinto(view[: min(size, len(buffer))])  # type: ignore[attr-defined]
+        if not count:
+            break
+        digest.update(view[:count])
+        size -= count
+    return digest.hexdigest()
+
+
+def _why_refused(path: str | os.PathLike[str], error: Exception) -> str:
+    text = str(error)
+    wanted = text.partition("GLOBAL ")[2].split(" ")[0] or text.partition("global ")[2].split(" ")[0]
+    what = f"it asks for {wanted.rstrip('.,')}" if wanted else _first_line(error)
+    return (
+        f"{path} was not loaded: reading it would run code ({what}). If you trust whoever wrote it, load it with "
+        "weights_only=False; better, save it again with plain data only."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# -- elsewhere
+
+
+def _is_url(path: str | os.PathLike[str]) -> bool:
+    return isinstance(path, str) and "://" in path and not path.startswith("file://")
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    text = os.fspath(path)
+    return Path(text.removeprefix("file://")).expanduser()
+
+
+def _file_system(url: str, storage_options: Any) -> tuple[Any, str]:
+    fsspec = need("fsspec", purpose=f"A checkpoint at {url}")
+    system, inner = fsspec.core.url_to_fs(url, **(storage_options or {}))
+    return system, inner
+
+
+def _save_remote(contents: dict[str, Any], url: str, storage_options: Any) -> None:
+    system, inner = _file_system(url, storage_options)
+    folder = inner.rpartition("/")[0]
+    if folder:
+        system.makedirs(folder, exist_ok=True)
+    temporary = f"{inner}.{secrets.token_hex(4)}{_TEMPORARY}"
+    try:
+        with system.open(temporary, "wb") as file:
+            _write(contents, file)
+        system.mv(temporary, inner)
+    except BaseException:
+        with suppress(Exception):
+            system.rm(temporary)
+        raise

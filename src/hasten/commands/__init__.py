@@ -1,0 +1,74 @@
+"""The command line: ``hasten COMMAND``. Each command is a file here and is imported only when it is used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from hasten.commands.parser import Parser
+
+# Command, the module that has it, one line for --help.
+COMMANDS = {
+    "demo": ("hasten.commands.demo", "train a model on real data and time each one-line switch"),
+    "plot": ("hasten.commands.plot", "draw loss and accuracy by epoch from a folder of logs"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: without the program's name; default: those of this process.
+
+    Returns:
+        The exit code: 0 done, 1 it could not be done (the message says why), 2 wrong use, 130 interrupted.
+
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = Parser(
+        prog="hasten",
+        description="PyTorch training as fast as the hardware allows, by changing one line.",
+        epilog="commands:\n"
+        + "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in COMMANDS.items())
+        + "\n\nhasten COMMAND --help says more about a command.",
+    )
+    parser.add_argument("--version", action="store_true", help="show the version and stop")
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help="see below")
+    # Everything after the command belongs to the command, also --help.
+    split = next((place for place, word in enumerate(given) if not word.startswith("-")), len(given))
+    name = given[split] if split < len(given) else None
+    if name is not None and name not in COMMANDS:
+        parser.wrong_choice("command", name, COMMANDS)
+    own = parser.parse(given[: split + 1])
+    if own.version:
+        from hasten._lib.version import VERSION
+
+        print(f"hasten {VERSION}")
+        return 0
+    if name is None:
+        parser.print_help()
+        return 2
+    return _run(COMMANDS[name][0], given[split + 1 :])
+
+
+def _run(module: str, arguments: list[str]) -> int:
+    import importlib
+
+    try:
+        return int(importlib.import_module(module).main(arguments))
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe went away (hasten demo | head): nobody is left to tell.
+        sys.stderr.close()
+        return 1
+    except ModuleNotFoundError as error:
+        # Only those that say what to install; any other is our fault and keeps its traceback.
+        if "pip install" not in str(error):
+            raise
+        print(f"hasten: {error}", file=sys.stderr)
+        return 1
+
+
+__all__ = ["main"]

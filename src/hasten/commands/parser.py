@@ -1,0 +1,126 @@
+"""An argument parser whose errors name the nearest right word."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+from hasten._lib.names import did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """``argparse.ArgumentParser`` without abbreviations, and with hints for words it does not know.
+
+    Example::
+
+        >>> parser = Parser(prog="hasten demo")
+        >>> _ = parser.add_argument("--limit", type=whole(1), help="reviews to use")
+        >>> parser.parse(["--limit", "20"]).limit
+        20
+
+    """
+
+    def __init__(self, *, prog: str, description: str = "", epilog: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=_Formatter,
+        )
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse all of ``arguments``; an unknown one ends the program with code 2 and names the nearest."""
+        found, unknown = super().parse_known_args(arguments)
+        if unknown:
+            self._unknown(unknown[0])
+        return found
+
+    def wrong_choice(self, what: str, given: str, allowed: Iterable[str]) -> NoReturn:
+        """End the program with code 2, the allowed words and the nearest."""
+        names = list(allowed)
+        self.error(
+            f"unknown {what} {given!r}.{did_you_mean(given, names)} Choose one of: {', '.join(names)}."
+        )
+
+    def _unknown(self, word: str) -> NoReturn:
+        if not word.startswith("-"):
+            self.error(f"unexpected argument {word!r}: see {self.prog} --help.")
+        name = word.partition("=")[0]
+        known = [
+            option for action in self._actions for option in action.option_strings if option.startswith("--")
+        ]
+        self.error(f"unknown option {name}.{did_you_mean(name, known)} See {self.prog} --help.")
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help 100 columns wide; text with line breaks of its own, such as a list, keeps them."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=100)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def choice(*allowed: str) -> Callable[[str], str]:
+    """An argument that is one of ``allowed``; the error names the nearest.
+
+    Example::
+
+        >>> choice("digits", "imdb")("imbd")
+        Traceback (most recent call last):
+            ...
+        argparse.ArgumentTypeError: 'imbd' is not one of digits, imdb. Did you mean 'imdb'?
+
+    """
+
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not one of {', '.join(allowed)}.{did_you_mean(text, allowed)}"
+            )
+        return text
+
+    return parse
+
+
+def whole(smallest: int) -> Callable[[str], int]:
+    """An argument that is a whole number of at least ``smallest``.
+
+    Example::
+
+        >>> whole(1)("12_000")
+        12000
+
+    """
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = None
+        if number is None or number < smallest:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {smallest}.")
+        return number
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """An argument that is a number above 0.
+
+    Example::
+
+        >>> positive("1e-4")
+        0.0001
+
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0.")
+    return number

@@ -1,0 +1,170 @@
+"""Loaders as users give them, checked and made ready for one process of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.data.samplers import Share
+from hasten.data.sources import with_attributes
+from hasten.data.workers import SeedByRank
+
+
+def prepare(
+    loader: Any,
+    *,
+    stage: str = "train",
+    name: str | None = None,
+    num_replicas: int = 1,
+    rank: int = 0,
+    seed: int | None = None,
+    overfit: bool = False,
+) -> Any:
+    """Return ``loader`` checked and, where several processes share the data, with the part of this one.
+
+    The loader given is never changed; where something has to be replaced, a shallow copy gets it. In training each
+    process gets the same number of samples, some repeated; elsewhere every sample comes exactly once.
+    A sampler that is distributed already, an ``IterableDataset`` and what is no ``DataLoader`` stay as they are.
+
+    Args:
+        loader: a ``DataLoader``, or anything that can be iterated over.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        name: what to call the loader in messages.
+        num_replicas: the number of processes that share the data.
+        rank: which of them this is, from 0.
+        seed: of the shuffling, the same on all processes; by default what ``seed_everything`` was given.
+        overfit: read the samples in the same order each epoch.
+
+    Raises:
+        TypeError: ``loader`` cannot be iterated over.
+        ValueError: it has no batches.
+
+    Example::
+
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> data = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
+        >>> [len(prepare(data, stage="validate", num_replicas=2, rank=rank).sampler) for rank in range(2)]
+        [3, 2]
+
+    Source: `PyTorch, Distributed data loading
+    <https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler>`_.
+
+    """
+    name = name or f"the {stage} dataloader"
+    _check_iterable(loader, name)
+    _check_not_empty(loader, name)
+    if not isinstance(loader, DataLoader):
+        return loader
+    train = stage == "train"
+    if overfit and isinstance(loader.sampler, RandomSampler):
+        rank_zero_warn(
+            f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off. "
+            "Use shuffle=False there to say so."
+        )
+        loader = _with_sampler(loader, SequentialSampler(loader.dataset))  # type: ignore[arg-type]
+    if num_replicas == 1:
+        return loader
+    if train and rank and loader.num_workers:
+        loader = with_attributes(loader, worker_init_fn=SeedByRank(loader.worker_init_fn, rank))
+    if isinstance(loader.dataset, IterableDataset) or _is_distributed(loader):
+        return loader
+    if seed is None:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        share = Share(batches, num_replicas, rank, seed=seed, repeat=train)
+        return with_attributes(loader, batch_sampler=share)
+    sampler = loader.sampler
+    if train and (type(sampler) is SequentialSampler or _is_plain_shuffle(sampler)):
+        return _with_sampler(
+            loader,
+            DistributedSampler(
+                loader.dataset, num_replicas, rank, shuffle=isinstance(sampler, RandomSampler), seed=seed
+            ),
+        )
+    return _with_sampler(loader, Share(sampler, num_replicas, rank, seed=seed, repeat=train))
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """Return a copy of ``loader`` with another sampler, batched as before."""
+    batches = loader.batch_sampler
+    changed: dict[str, Any] = {"sampler": sampler}
+    if batches is not None:
+        assert isinstance(batches, BatchSampler)
+        changed["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    new: DataLoader[Any] = with_attributes(loader, **changed)
+    return new
+
+
+def _samplers(loader: DataLoader[Any]) -> Iterator[Any]:
+    yield loader.sampler
+    yield loader.batch_sampler
+    yield getattr(loader.batch_sampler, "sampler", None)
+
+
+def _is_distributed(loader: DataLoader[Any]) -> bool:
+    return any(
+        isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
+        for sampler in _samplers(loader)
+    )
+
+
+def _is_plain_shuffle(sampler: Any) -> bool:
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.generator is None
+        and sampler.num_samples == len(sampler.data_source)
+    )
+
+
+def _check_iterable(loader: Any, name: str) -> None:
+    kind = type(loader).__name__
+    if isinstance(loader, type):
+        problem, advice = f"the class {loader.__name__} itself", f"Make one: {loader.__name__}(...)."
+    elif isinstance(loader, (str, bytes)):
+        problem, advice = f"{loader!r}, a {kind}", "Give a DataLoader, or an iterable of batches."
+    elif hasattr(loader, "__iter__"):
+        return
+    elif isinstance(loader, Dataset) or (hasattr(loader, "__getitem__") and hasattr(loader, "__len__")):
+        problem, advice = f"a {kind}, which is a dataset", "Wrap it: DataLoader(dataset, batch_size=...)."
+    elif callable(loader):
+        shown = getattr(loader, "__name__", kind)
+        problem, advice = f"the function {shown} itself", f"Call it: {shown}()."
+    elif hasattr(loader, "__getitem__"):
+        return
+    else:
+        problem, advice = f"{loader!r}, a {kind}", "Give a DataLoader, or an iterable of batches."
+    raise TypeError(f"{name} is {problem}, and cannot be iterated over. {advice}")
+
+
+def _check_not_empty(loader: Any, name: str) -> None:
+    try:
+        length = len(loader)
+    except (TypeError, NotImplementedError):
+        return
+    if length:
+        return
+    if isinstance(loader, DataLoader):
+        sampler: Any = loader.sampler
+        samples = len(sampler) if hasattr(sampler, "__len__") else 0
+        if samples and loader.drop_last:
+            raise ValueError(
+                f"{name} has no batches: drop_last=True drops its {samples} samples, fewer than "
+                f"batch_size={loader.batch_size}. Use drop_last=False or a smaller batch size."
+            )
+        raise ValueError(f"{name} has no batches: its dataset ({type(loader.dataset).__name__}) is empty.")
+    raise ValueError(f"{name} has no batches: it is an empty {type(loader).__name__}.")

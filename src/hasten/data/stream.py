@@ -1,0 +1,344 @@
+"""A stream of batches whose place can be saved and found again, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+from hasten._lib.rank_zero import warn_once
+from hasten.data.sources import Source, generators_of, source_of
+from hasten.data.workers import RngWatch
+from hasten.seed import generator_state, isolate_rng, restore_rng_state, set_generator_state
+
+_END: Any = object()
+
+
+class Stream:
+    """The batches of one loader, epoch after epoch.
+
+    Uninterrupted, it gives what ``for batch in loader`` gives. Its state, taken between two batches, lets a new
+    process go on with the same samples, and the same random numbers drawn for them, as if nothing had happened:
+    also in the middle of an epoch, with shuffling, with worker processes and in the epochs after.
+
+    What cannot be rebuilt: the inside of an ``IterableDataset`` without ``state_dict`` that draws in the main
+    process from the very generator that training draws from as well, and choices in the middle of an epoch of
+    a sampler that does so. Give such an object a generator of its own, or ``state_dict`` and ``load_state_dict``.
+
+    Args:
+        loader: a ``DataLoader``, or anything that can be iterated over several times.
+        name: what to call it in messages.
+
+    Example::
+
+        >>> stream = Stream(["a", "b", "c"])
+        >>> batches = stream.batches()
+        >>> next(batches)
+        ('a', False)
+        >>> state = stream.state_dict(consumed=1)
+        >>> again = Stream(["a", "b", "c"])
+        >>> again.load_state_dict(state)
+        >>> list(again.batches())
+        [('b', False), ('c', True)]
+
+    Source: `PyTorch, Randomness in multi-process data loading
+    <https://docs.pytorch.org/docs/stable/data.html#data-loading-randomness>`_.
+
+    """
+
+    def __init__(self, loader: Any, *, name: str = "train_dataloader") -> None:
+        self.loader = loader
+        self.name = name
+        self.epoch: int | None = None
+        self._source: Source = source_of(loader)
+        self._generators = generators_of(loader)
+        self._watch = RngWatch()
+        self._iterator: Iterator[Any] | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._start: dict[str, Any] | None = None
+        self._handed = 0
+        self._held: Any = None
+        self._at_end = False
+        self._exhausted = False
+        self._again: Any = _END
+        self._ahead: Any = _END
+        self._ahead_mark: dict[str, Any] | None = None
+
+    @property
+    def length(self) -> int | None:
+        """The number of batches of an epoch; None where the loader does not know it."""
+        try:
+            return len(self.loader)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def position(self) -> int:
+        """How many batches of its epoch a loaded state has behind it; 0 between epochs."""
+        state = self._loaded
+        if state is None:
+            return 0 if self._at_end else self._handed
+        consumed: int = state["consumed"] - ("again" in state)
+        return consumed if "again" in state or not state["ended"] else 0
+
+    # -- the batches
+
+    def batches(self, limit: int | None = None) -> Iterator[tuple[Any, bool]]:
+        """Yield ``(batch, is_last)`` of a new epoch, or of the rest of the one that a loaded state is in.
+
+        Args:
+            limit: end the epoch after this many batches, counted from its start.
+
+        Raises:
+            RuntimeError: a loaded state cannot be reached in this loader, because the data is another.
+
+        Errors of the dataset keep their type, and a note names dataset, batch and sample.
+
+        """
+        length = self.length
+        ends = [number for number in (length, limit) if number is not None]
+        if length is None:
+            return self._of_unknown_length(limit)
+        return self._of_known_length(min(ends), exhaust=limit is None or limit >= length)
+
+    def _of_known_length(self, end: int, *, exhaust: bool) -> Iterator[tuple[Any, bool]]:
+        iterator = self._begin()
+        if self._again is not _END:
+            iterator, self._again = chain((self._again,), iterator), _END
+            self._handed -= 1
+        number = self._handed
+        try:
+            for batch in islice(iterator, max(0, end - number - 1)):
+                number += 1
+                self._handed, self._held = number, batch
+                yield batch, False
+            batch = next(iterator, _END) if number == end - 1 else _END
+            if batch is not _END:
+                number += 1
+                self._exhausted = exhaust
+                if exhaust and self._generators:
+                    # A generator of the user's moves once more when its sampler ends. That belongs to this
+                    # epoch's state, so it must have happened when the state is taken.
+                    next(iterator, None)
+                self._handed, self._held, self._at_end = number, batch, True
+                yield batch, True
+                if exhaust and not self._generators:
+                    next(iterator, None)
+            self._at_end = True
+        except Exception as error:
+            self._explain(error, number + 1)
+            raise
+        finally:
+            self._leave()
+
+    def _of_unknown_length(self, limit: int | None) -> Iterator[tuple[Any, bool]]:
+        iterator = self._begin()
+        number, batch = self._handed, self._again
+        fetched = number
+        try:
+            if batch is _END and (limit is None or number < limit):
+                batch = next(iterator, _END) if self._ahead_mark is None else self._ahead
+                self._ahead_mark = None
+                fetched = number = number + 1
+            self._again = _END
+            while batch is not _END:
+                following, is_last = _END, limit is not None and number >= limit
+                if not is_last:
+                    # One ahead: only the end of the data tells which batch is the last. Whoever resumes here has
+                    # to fetch that batch again, under the random state of now.
+                    if self._ahead_mark is None:
+                        self._ahead_mark = self._mark(number)
+                        self._ahead = next(iterator, _END)
+                    following, fetched = self._ahead, number + 1
+                    is_last = self._exhausted = following is _END
+                self._handed, self._held, self._at_end = number, batch, is_last
+                yield batch, is_last
+                batch, number = following, number + 1
+                self._ahead_mark, self._ahead = None, _END
+            self._at_end = True
+        except Exception as error:
+            self._explain(error, fetched + 1)
+            raise
+        finally:
+            self._leave()
+
+    # -- the place
+
+    def open(self) -> None:
+        """Go to the place of a loaded state now: start workers, skip what was consumed. Without one do nothing.
+
+        The random generators of this process are afterwards as they were before.
+
+        """
+        state = self._loaded
+        if state is None:
+            return
+        self._loaded = None
+        self._check_length(state)
+        if state["ended"] and not state["rebuild"]:
+            self._set_generators(state["generators"])
+            self._source.restore_between_epochs(state["source"])
+            iterator: Iterator[Any] = iter(())
+        else:
+            if state["epoch"] is not None:
+                self.set_epoch(state["epoch"])
+            iterator = self._reopen(state)
+        if "again" in state:
+            self._again = state["again"]
+        if "again" in state or not state["ended"]:
+            self._iterator, self._handed, self._at_end = iterator, state["consumed"], False
+
+    def _reopen(self, state: dict[str, Any]) -> Iterator[Any]:
+        self._start = state["start"]
+        with isolate_rng(include_cuda=False):
+            self._set_random_state(state["start"])
+            iterator = self._source.reopen(state["source"], state["consumed"])
+            if state["ended"]:
+                if state["exhausted"]:
+                    next(iterator, None)
+            elif state["ahead"] is not None:
+                self._set_random_state(state["ahead"])
+                self._ahead, self._ahead_mark = next(iterator, _END), state["ahead"]
+        if state["source"].get("num_workers", 0) == getattr(self.loader, "num_workers", 0):
+            # The dataset may have drawn from them, too, and what is skipped is not drawn.
+            self._set_generators(state["generators"])
+        return iterator
+
+    def finish(self) -> None:
+        """Give up the rest of the epoch that a loaded state is in; the next batches are those of a new epoch."""
+        if self._loaded is not None:
+            self.open()
+            self._again, self._ahead, self._ahead_mark = _END, _END, None
+            self._at_end = True
+            self._leave()
+
+    def state_dict(self, consumed: int) -> dict[str, Any]:
+        """Return the place after ``consumed`` batches of this epoch, as plain data.
+
+        Args:
+            consumed: the number of batches handed out, or one fewer when the last one is to come again. It then
+                is part of the state, and must be something that ``torch.load(..., weights_only=True)`` reads.
+
+        Raises:
+            ValueError: ``consumed`` is neither.
+
+        """
+        if self._loaded is not None:
+            return self._loaded
+        state: dict[str, Any] = {
+            "consumed": 0,
+            "epoch": self.epoch,
+            "length": self.length,
+            "ended": True,
+            "rebuild": False,
+            "exhausted": self._exhausted,
+            "generators": [generator_state(generator) for generator in self._generators],
+        }
+        if self._start is None:
+            return {**state, "source": self._source.between_epochs()}
+        again = not (self._at_end and consumed == 0) and consumed == self._handed - 1
+        if not again and consumed != self._handed and not self._at_end:
+            raise ValueError(
+                f"{self.name}: state_dict(consumed={consumed}), but {self._handed} batches were handed out. "
+                f"consumed is {self._handed}, or {max(0, self._handed - 1)} if the last is to come again."
+            )
+        if again:
+            state["again"] = self._held
+        state["consumed"] = self._handed
+        if self._at_end and not self._source.goes_on:
+            # Nothing is left of an epoch that ran to its end; one cut short by a limit may leave a place behind.
+            return {**state, "source": {} if self._exhausted else self._source.between_epochs()}
+        mark = self._ahead_mark
+        state["ended"] = state["rebuild"] = self._at_end
+        state["start"] = self._start
+        state["ahead"] = mark
+        state["source"] = self._source.state(self._handed) if mark is None else mark["source"]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``."""
+        self.close()
+        self._loaded = state
+        self._start = self._ahead_mark = None
+        self._held = self._again = self._ahead = _END
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader's samplers and dataset the epoch, those that have ``set_epoch``.
+
+        Args:
+            epoch: the epoch, from 0.
+
+        """
+        self.epoch = epoch
+        loader = self.loader
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        candidates = (
+            loader,
+            getattr(loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+            getattr(loader, "dataset", None),
+        )
+        told: list[Any] = []
+        for each in candidates:
+            tell = getattr(each, "set_epoch", None)
+            if callable(tell) and not any(each is other for other in told):
+                told.append(each)
+                tell(epoch)
+
+    def close(self) -> None:
+        """End the worker processes now, also persistent ones; the next epoch starts new ones."""
+        self._iterator = None
+        self._source.close()
+
+    # -- inside
+
+    def _begin(self) -> Iterator[Any]:
+        self.open()
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            return iterator
+        self._start = self._mark_start()
+        self._handed, self._at_end, self._exhausted = 0, False, False
+        self._again = self._ahead = _END
+        self._ahead_mark = None
+        try:
+            return self._source.open()
+        except Exception as error:
+            self._explain(error, 1)
+            raise
+
+    def _leave(self) -> None:
+        # What the state is made of stays: a checkpoint may be taken after the loop was left in mid-epoch.
+        self._iterator = None
+        self._source.leave()
+
+    def _mark_start(self) -> dict[str, Any]:
+        return {
+            "rng": self._watch.state(),
+            "generators": [generator_state(generator) for generator in self._generators],
+        }
+
+    def _mark(self, count: int) -> dict[str, Any]:
+        return {**self._mark_start(), "source": self._source.state(count)}
+
+    def _set_random_state(self, state: dict[str, Any]) -> None:
+        restore_rng_state(state["rng"])
+        self._set_generators(state["generators"])
+
+    def _set_generators(self, states: list[bytes]) -> None:
+        for generator, state in zip(self._generators, states, strict=False):
+            set_generator_state(generator, state)
+
+    def _check_length(self, state: dict[str, Any]) -> None:
+        length = self.length
+        if not state["ended"] and state["length"] != length:
+            warn_once(
+                f"resume-length-{self.name}",
+                f"{self.name} has {length} batches, and had {state['length']} when the checkpoint was written in the "
+                "middle of an epoch: the rest of this epoch will not have the samples of an uninterrupted run. "
+                "Resume with the same dataset, batch size and number of processes to go on exactly.",
+            )
+
+    def _explain(self, error: Exception, number: int) -> None:
+        error.add_note(f"in {self.name}: {self._source.describe(error, number)}")

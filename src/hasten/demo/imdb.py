@@ -1,0 +1,152 @@
+"""The imdb task: fine-tune a language model to tell whether a film review is positive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Sampler
+
+from hasten.demo import models, reviews
+from hasten.demo.download import IMDB_ARCHIVE, cache_folder, download
+from hasten.demo.plain import Batch
+from hasten.demo.task import Ladder, ShuffledBatches, Switches, Task
+
+PAD_ID = 0
+EVALUATION_BATCH = 32
+
+
+class Imdb(Task):
+    """Classify IMDB reviews: 35,000 train, 5,000 validate, 10,000 test.
+
+    Args:
+        data: ``aclImdb_v1.tar.gz`` or its folder; None downloads it to the cache folder.
+        source: which model, from :func:`hasten.demo.models.find`.
+        limit: use only so many reviews; see :func:`hasten.demo.reviews.split_reviews`.
+        max_length: tokens of a review at most; longer ones are cut.
+        epochs: passes over the training reviews.
+        batch_size: reviews in a batch.
+        learning_rate: of AdamW.
+        seed: of the new weights, the order and the split.
+        device: where to compute.
+        cache: folder for the archive and the tokens; None takes ``hasten`` in the user's cache folder.
+        progress: show a bar while downloading.
+        say: told in a line what takes long.
+
+    """
+
+    name: ClassVar[str] = "imdb"
+
+    def __init__(
+        self,
+        data: Path | None,
+        source: models.Source,
+        *,
+        limit: int | None = None,
+        max_length: int = 512,
+        epochs: int = 1,
+        batch_size: int = 12,
+        learning_rate: float = 1e-4,
+        seed: int = 0,
+        device: torch.device | None = None,
+        cache: Path | None = None,
+        progress: bool = True,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.source = source
+        self.max_length = max_length
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.seed = seed
+        self.device = device or torch.device("cpu")
+        folder = cache_folder(cache)
+        if data is None:
+            data = download(IMDB_ARCHIVE, folder / "aclImdb_v1.tar.gz", progress=progress)
+        tokens = reviews.tokens_of(
+            data,
+            lambda texts: source.tokenize(texts, max_length=max_length),
+            tokenizer_key=source.tokenizer_key(max_length),
+            cache=folder,
+            say=say,
+        )
+        split = reviews.split_reviews(len(tokens), limit=limit)
+        self.train_data = reviews.ReviewDataset(tokens, split.train)
+        self.validation_data = reviews.ReviewDataset(tokens, split.validation)
+        self.test_data = reviews.ReviewDataset(tokens, split.test)
+        train, validation, test = split.sizes
+        useful = sum(self.train_data.lengths) / (train * max_length)
+        self.title = (
+            f"{source.title} on IMDB reviews: {train:,} train / {validation:,} validation / {test:,} test, "
+            f"{epochs} epoch{'s' * (epochs > 1)} of batches of {batch_size}; padded to {max_length} tokens, "
+            f"{useful:.0%} of them are text"
+        )
+        self.rows = self._ladder().rows
+
+    def _ladder(self) -> Ladder:
+        ladder = Ladder("loss.backward(); optimizer.step()")
+        ladder.add(
+            "the same in hasten", f"L.Trainer(max_epochs={self.epochs}).fit(module, loader)", hasten=True
+        )
+        ladder.add("fused AdamW", "torch.optim.AdamW(..., fused=True)", fused=True)
+        ladder.add("pad each batch", "DataLoader(..., collate_fn=Pad(None, pad_id=0))", pad_each_batch=True)
+        ladder.add("batches by length", "ShuffledBatches(..., lengths=lengths)", by_length=True)
+        ladder.add(
+            "no attention dropout",
+            f"from_pretrained(..., {self.source.attention_dropout_field}=0.0)",
+            same_maths=False,
+            attention_dropout=False,
+        )
+        ladder.add("bf16", 'L.Trainer(precision="bf16-mixed")', precision="bf16-mixed")
+        return ladder
+
+    def model(self, switches: Switches) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self.source.build(attention_dropout=switches.attention_dropout)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        loss: Tensor = model(**batch).loss
+        return loss
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        logits: Tensor = model(**inputs).logits
+        return logits
+
+    def optimizer(self, model: nn.Module, switches: Switches) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, fused=switches.fused or None)
+
+    def batches(self, switches: Switches) -> Sampler[list[int]]:
+        return ShuffledBatches(
+            len(self.train_data),
+            self.batch_size,
+            seed=self.seed,
+            lengths=self.train_data.lengths if switches.by_length else None,
+        )
+
+    def width(self, switches: Switches, batch: Sequence[int]) -> int:
+        if not switches.pad_each_batch:
+            return self.max_length
+        return max(self.train_data.lengths[sample] for sample in batch)
+
+    def train_loader(self, switches: Switches, batches: Iterable[list[int]]) -> DataLoader[Any]:
+        pad = reviews.Pad(None if switches.pad_each_batch else self.max_length, pad_id=PAD_ID)
+        return DataLoader(self.train_data, batch_sampler=batches, collate_fn=pad)
+
+    def validation_loader(self) -> DataLoader[Any]:
+        return _evaluation_loader(self.validation_data)
+
+    def test_loader(self) -> DataLoader[Any]:
+        return _evaluation_loader(self.test_data)
+
+
+def _evaluation_loader(data: reviews.ReviewDataset) -> DataLoader[Any]:
+    """By length, so that little of a batch is padding: the answers are the same, sooner."""
+    order = sorted(range(len(data)), key=data.lengths.__getitem__)
+    batches = [order[start : start + EVALUATION_BATCH] for start in range(0, len(order), EVALUATION_BATCH)]
+    return DataLoader(data, batch_sampler=batches, collate_fn=reviews.Pad(None, pad_id=PAD_ID))

@@ -1,0 +1,296 @@
+"""Every hook in one table: who may listen, in which order, and what ``self.log`` means inside it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+
+from hasten._lib.patched import follow
+from hasten.callback import Callback
+from hasten.datamodule import LightningDataModule
+from hasten.module import LightningModule
+
+if TYPE_CHECKING:
+    from hasten.meters import Meters
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Logging:
+    """What ``self.log`` does by default inside a hook, and what it may do."""
+
+    on_step: bool
+    on_epoch: bool
+    step_allowed: bool = True
+    epoch_allowed: bool = True
+
+
+STEP = Logging(on_step=True, on_epoch=False)
+BATCH_HOOK = Logging(on_step=True, on_epoch=False)
+EVALUATION = Logging(on_step=False, on_epoch=True)
+EPOCH_ONLY = Logging(on_step=False, on_epoch=True, step_allowed=False)
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One row of the table: a moment of a run."""
+
+    name: str
+    stage: str | None = None
+    log: Logging | None = None
+    runs_last: bool = False
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook("setup"),
+    Hook("teardown"),
+    Hook("prepare_data"),
+    Hook("configure_model"),
+    Hook("on_exception"),
+    Hook("on_save_checkpoint"),
+    Hook("on_load_checkpoint"),
+    Hook("on_fit_start"),
+    Hook("on_fit_end"),
+    Hook("on_sanity_check_start"),
+    Hook("on_sanity_check_end"),
+    Hook("on_train_start", "train", EPOCH_ONLY),
+    Hook("on_train_end"),
+    Hook("on_train_epoch_start", "train", EPOCH_ONLY),
+    Hook("on_train_epoch_end", "train", EPOCH_ONLY, runs_last=True),
+    Hook("on_train_batch_start", "train", BATCH_HOOK),
+    Hook("on_train_batch_end", "train", BATCH_HOOK, runs_last=True),
+    Hook("on_before_zero_grad", "train", BATCH_HOOK),
+    Hook("on_before_backward", "train", BATCH_HOOK),
+    Hook("on_after_backward", "train", BATCH_HOOK),
+    Hook("on_before_optimizer_step", "train", BATCH_HOOK),
+    Hook("on_validation_model_zero_grad"),
+    Hook("on_validation_model_eval"),
+    Hook("on_validation_model_train"),
+    Hook("on_validation_start", "validate", EPOCH_ONLY),
+    Hook("on_validation_end", runs_last=True),
+    Hook("on_validation_epoch_start", "validate", EPOCH_ONLY),
+    Hook("on_validation_epoch_end", "validate", EPOCH_ONLY, runs_last=True),
+    Hook("on_validation_batch_start", "validate", EVALUATION),
+    Hook("on_validation_batch_end", "validate", EVALUATION),
+    Hook("on_test_model_eval"),
+    Hook("on_test_model_train"),
+    Hook("on_test_start", "test", EPOCH_ONLY),
+    Hook("on_test_end"),
+    Hook("on_test_epoch_start", "test", EPOCH_ONLY),
+    Hook("on_test_epoch_end", "test", EPOCH_ONLY),
+    Hook("on_test_batch_start", "test", EVALUATION),
+    Hook("on_test_batch_end", "test", EVALUATION),
+    Hook("on_predict_model_eval"),
+    Hook("on_predict_start"),
+    Hook("on_predict_end"),
+    Hook("on_predict_epoch_start"),
+    Hook("on_predict_epoch_end"),
+    Hook("on_predict_batch_start"),
+    Hook("on_predict_batch_end"),
+)
+
+# The user's steps are no hooks of the table (the loops call them directly), but values are logged in them.
+STEPS: dict[str, Hook] = {
+    "training_step": Hook("training_step", "train", STEP),
+    "validation_step": Hook("validation_step", "validate", EVALUATION),
+    "test_step": Hook("test_step", "test", EVALUATION),
+    "predict_step": Hook("predict_step"),
+}
+
+HOOK_NAMES = frozenset(row.name for row in HOOKS) | frozenset(STEPS)
+
+# Hooks whose order differs from "callbacks, then the module", or that the datamodule hears too.
+_DATAMODULE_LAST = frozenset({"on_exception", "on_save_checkpoint", "on_load_checkpoint"})
+_NOT_FOR_DATAMODULE = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
+
+
+def nothing(*_: Any) -> None:
+    """Stand in for a hook nobody overrides."""
+
+
+class Hooks:
+    """One attribute per hook: a function that calls those who really override it, or a shared do-nothing.
+
+    Listeners are found once, and again when a callback is added or removed or a hook is patched on the
+    module, a callback or the datamodule.
+    """
+
+    setup: Call
+    teardown: Call
+    prepare_data: Call
+    configure_model: Call
+    on_exception: Call
+    on_save_checkpoint: Call
+    on_load_checkpoint: Call
+    on_fit_start: Call
+    on_fit_end: Call
+    on_sanity_check_start: Call
+    on_sanity_check_end: Call
+    on_train_start: Call
+    on_train_end: Call
+    on_train_epoch_start: Call
+    on_train_epoch_end: Call
+    on_train_epoch_end_last: Call
+    on_train_batch_start: Call
+    on_train_batch_end: Call
+    on_train_batch_end_last: Call
+    on_before_zero_grad: Call
+    on_before_backward: Call
+    on_after_backward: Call
+    on_before_optimizer_step: Call
+    on_validation_model_zero_grad: Call
+    on_validation_model_eval: Call
+    on_validation_model_train: Call
+    on_validation_start: Call
+    on_validation_end: Call
+    on_validation_end_last: Call
+    on_validation_epoch_start: Call
+    on_validation_epoch_end: Call
+    on_validation_epoch_end_last: Call
+    on_validation_batch_start: Call
+    on_validation_batch_end: Call
+    on_test_model_eval: Call
+    on_test_model_train: Call
+    on_test_start: Call
+    on_test_end: Call
+    on_test_epoch_start: Call
+    on_test_epoch_end: Call
+    on_test_batch_start: Call
+    on_test_batch_end: Call
+    on_predict_model_eval: Call
+    on_predict_start: Call
+    on_predict_end: Call
+    on_predict_epoch_start: Call
+    on_predict_epoch_end: Call
+    on_predict_batch_start: Call
+    on_predict_batch_end: Call
+
+    def __init__(
+        self,
+        trainer: object,
+        module: LightningModule,
+        callbacks: Iterable[Callback],
+        datamodule: LightningDataModule | None,
+        meters: Meters,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._callbacks = callbacks
+        self._datamodule = datamodule
+        self._meters = meters
+        self.find()
+        follow(self)
+
+    def find(self) -> None:
+        """Find again who overrides what."""
+        everyone: list[Callback] = list(self._callbacks)
+        for row in HOOKS:
+            if row.runs_last:
+                early = [callback for callback in everyone if not callback.runs_last]
+                late = [callback for callback in everyone if callback.runs_last]
+                setattr(self, row.name, self._caller(row, early, self._module))
+                setattr(self, row.name + "_last", self._caller(row, late, None))
+            else:
+                setattr(self, row.name, self._caller(row, everyone, self._module))
+
+    def replaced(self, owner: object) -> None:
+        """Look for listeners again if ``owner``, one of whose hooks was replaced, takes part here."""
+        mine = owner is self._module or owner is self._datamodule
+        if mine or any(owner is callback for callback in self._callbacks):
+            self.find()
+
+    def _caller(self, row: Hook, callbacks: list[Callback], module: LightningModule | None) -> Call:
+        name = row.name
+        listeners: list[Call] = [
+            functools.partial(getattr(callback, name), self._trainer, self._module)
+            for callback in callbacks
+            if overrides(callback, Callback, name)
+        ]
+        if module is not None and overrides(module, LightningModule, name):
+            listeners.append(getattr(module, name))
+        datamodule = self._datamodule
+        if (
+            module is not None
+            and datamodule is not None
+            and name not in _NOT_FOR_DATAMODULE
+            and overrides(datamodule, LightningDataModule, name)
+        ):
+            at = len(listeners) if name in _DATAMODULE_LAST else 0
+            listeners.insert(at, getattr(datamodule, name))
+        if not listeners:
+            return nothing
+        return self._meters.inside(row, listeners)
+
+
+def overrides(owner: object, base: type, name: str) -> bool:
+    """Say whether ``owner`` has its own ``name``: in its class, or patched onto the instance."""
+    own = getattr(owner, name, None)
+    if own is None:
+        return False
+    base_function = getattr(base, name, None)
+    if base_function is None:
+        return True
+    return getattr(own, "__func__", own) is not base_function
+
+
+class Callbacks(list[Callback]):
+    """The callbacks of a Trainer: a list that says when it changes."""
+
+    def __init__(self, callbacks: Iterable[Callback], changed: Callable[[], None]) -> None:
+        super().__init__(callbacks)
+        self._changed = changed
+
+    def append(self, callback: Callback) -> None:
+        super().append(callback)
+        self._changed()
+
+    def extend(self, callbacks: Iterable[Callback]) -> None:
+        super().extend(callbacks)
+        self._changed()
+
+    def insert(self, index: SupportsIndex, callback: Callback) -> None:
+        super().insert(index, callback)
+        self._changed()
+
+    def remove(self, callback: Callback) -> None:
+        super().remove(callback)
+        self._changed()
+
+    def pop(self, index: SupportsIndex = -1) -> Callback:
+        callback = super().pop(index)
+        self._changed()
+        return callback
+
+    def clear(self) -> None:
+        super().clear()
+        self._changed()
+
+    def reverse(self) -> None:
+        super().reverse()
+        self._changed()
+
+    def sort(self, **options: Any) -> None:
+        super().sort(**options)
+        self._changed()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(index, value)
+        self._changed()
+
+    def __delitem__(self, index: SupportsIndex | slice) -> None:
+        super().__delitem__(index)
+        self._changed()
+
+    def __iadd__(self, callbacks: Iterable[Callback]) -> Self:  # type: ignore[override,misc]
+        self.extend(callbacks)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Callback]:
+        return [copy.deepcopy(callback, memo) for callback in self]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (list, (list(self),))

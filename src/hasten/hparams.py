@@ -1,0 +1,355 @@
+"""Hyper-parameters: collected from ``__init__``, stored as plain data, given back when loading."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.optional import need
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.checkpoint import files
+from hasten.checkpoint.weights import load_weights
+
+T = TypeVar("T")
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose keys are also attributes.
+
+    Example::
+
+        >>> hparams = AttributeDict(lr=0.1)
+        >>> hparams.lr
+        0.1
+
+    """
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            raise AttributeError(f"no hyper-parameter {key!r}; there are: {sorted(self)}") from None
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = value
+
+    def __delattr__(self, key: str) -> None:
+        try:
+            del self[key]
+        except KeyError:
+            raise AttributeError(f"no hyper-parameter {key!r}") from None
+
+    def __repr__(self) -> str:
+        return "\n".join(f'"{key}": {self[key]!r}' for key in sorted(self, key=str))
+
+
+class HyperparametersMixin:
+    """``save_hyperparameters`` and ``hparams``, shared by modules and datamodules."""
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: str | Iterable[str] | None = None,
+        frame: types.FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of ``__init__`` in ``self.hparams`` and in every checkpoint.
+
+        Args:
+            args: names of arguments to keep, or one dict / Namespace / dataclass holding them.
+                Default: every argument of ``__init__``.
+            ignore: names not to keep.
+            frame: the frame whose arguments are read; the caller's by default.
+            logger: also hand them to the loggers.
+
+        Raises:
+            ValueError: a name given is no argument of ``__init__``.
+
+        Example::
+
+            >>> import hasten as L
+            >>> class Model(L.LightningModule):
+            ...     def __init__(self, width=8):
+            ...         super().__init__()
+            ...         self.save_hyperparameters()
+            >>> Model(width=4).hparams.width
+            4
+
+        """
+        if frame is None:
+            current = inspect.currentframe()
+            frame = current.f_back if current is not None else None
+        given = _init_arguments(self, frame) if frame is not None else {}
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        ignored |= set(getattr(self, "_hparams_ignored", ()))
+        found: dict[str, Any]
+        name = "kwargs"
+        if not args:
+            found = {key: value for key, value in given.items() if key not in ignored}
+        elif all(isinstance(arg, str) for arg in args):
+            unknown = [arg for arg in args if arg not in given]
+            if unknown:
+                raise ValueError(
+                    f"save_hyperparameters{args!r}: {unknown} not among the arguments of "
+                    f"{type(self).__name__}.__init__: {sorted(given)}."
+                )
+            found = {arg: given[arg] for arg in args if arg not in ignored}
+        elif len(args) == 1:
+            name = next((key for key, value in given.items() if value is args[0]), "kwargs")
+            found = {k: v for k, v in _as_dict(args[0], type(self).__name__).items() if k not in ignored}
+        else:
+            raise ValueError(
+                "save_hyperparameters() takes names of arguments, or one dict / Namespace / dataclass; "
+                f"got {len(args)} objects."
+            )
+        kept: dict[str, Any] = {}
+        for key, value in found.items():
+            if isinstance(value, torch.nn.Module):
+                rank_zero_warn(
+                    f"save_hyperparameters(): {key!r} is a {type(value).__name__}, whose weights are in the "
+                    f"checkpoint already; it is kept as a hyper-parameter only in memory. "
+                    f"Write save_hyperparameters(ignore=[{key!r}])."
+                )
+            kept[key] = value
+        self.__dict__["_log_hyperparams"] = logger
+        self.__dict__["_hparams_name"] = name
+        self.__dict__.setdefault("_hparams", AttributeDict()).update(kept)
+        self.__dict__["_hparams_initial"] = copy.copy(self.__dict__["_hparams"])
+
+    def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
+        """Do not keep the hyper-parameters in ``ignore_list``, now and later."""
+        self.__dict__.setdefault("_hparams_ignored", set()).update(ignore_list)
+        for key in ignore_list:
+            self.hparams.pop(key, None)
+
+    @property
+    def hparams(self) -> AttributeDict:
+        """The hyper-parameters, by name and by attribute; changing them changes what is saved."""
+        hparams: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
+        return hparams
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """The hyper-parameters as they were when they were saved."""
+        return AttributeDict(copy.copy(self.__dict__.get("_hparams_initial", AttributeDict())))
+
+
+def _init_arguments(owner: object, frame: types.FrameType) -> dict[str, Any]:
+    """Return the arguments of ``owner.__init__``, from the frames between the caller and the outermost one."""
+    found: dict[str, Any] = {}
+    current: types.FrameType | None = frame
+    while current is not None:
+        local = current.f_locals
+        code = current.f_code
+        first = code.co_varnames[0] if code.co_argcount else ""
+        if first and local.get(first) is owner and code.co_name == "__init__":
+            names = inspect.getargvalues(current)
+            here = {name: local[name] for name in names.args[1:] if name in local}
+            if names.keywords:
+                here.update(local.get(names.keywords, {}))
+            # The subclass's __init__ is the outer frame, and knows better than the one it called.
+            found = {**found, **here}
+        current = current.f_back
+    return found
+
+
+def _as_dict(hparams: Any, owner: str) -> dict[str, Any]:
+    if isinstance(hparams, Namespace):
+        return dict(vars(hparams))
+    if isinstance(hparams, Mapping):
+        return dict(hparams)
+    if is_dataclass(hparams) and not isinstance(hparams, type):
+        return {field.name: getattr(hparams, field.name) for field in fields(hparams)}
+    raise ValueError(
+        f"save_hyperparameters(): cannot read hyper-parameters of {owner} from a {type(hparams).__name__}; "
+        "give names, a dict, a Namespace or a dataclass."
+    )
+
+
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    complex,
+    torch.Tensor,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+
+
+class Dropped:
+    """Marks a value that cannot be stored as plain data."""
+
+
+def plain(value: Any) -> Any:
+    """Turn hyper-parameters into what a checkpoint may hold without ever running code when it is read.
+
+    Numbers, strings, tensors, dtypes, devices, dicts, lists, tuples and sets stay; enums become their value,
+    paths strings, numpy scalars numbers, dataclasses and Namespaces dicts, other configuration mappings
+    dicts. Anything else gives ``Dropped``, and a dict or list loses that entry.
+    """
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if type(value) in _PLAIN or isinstance(value, (torch.Tensor, torch.dtype, torch.device)):
+        return value
+    if isinstance(value, (bool, int, float, str, bytes)):
+        base = next(kind for kind in (bool, int, float, str, bytes) if isinstance(value, kind))
+        return base(value)  # type: ignore[arg-type]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Namespace):
+        value = vars(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        pairs = ((plain(k), plain(v)) for k, v in value.items())
+        return {k: v for k, v in pairs if k is not Dropped and v is not Dropped}
+    if isinstance(value, tuple):
+        return tuple(item for item in map(plain, value) if item is not Dropped)
+    if isinstance(value, (set, frozenset)):
+        return {item for item in map(plain, value) if item is not Dropped}
+    if isinstance(value, list) or (hasattr(value, "__iter__") and type(value).__name__ == "ListConfig"):
+        return [item for item in map(plain, value) if item is not Dropped]
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return value.item()
+    if hasattr(value, "tolist") and type(value).__module__ == "numpy":
+        return value.tolist()
+    return Dropped
+
+
+def plain_hparams(hparams: MutableMapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the storable hyper-parameters and the names of those left out."""
+    kept: dict[str, Any] = {}
+    dropped: list[str] = []
+    for key, value in hparams.items():
+        stored = plain(value)
+        if stored is Dropped:
+            dropped.append(str(key))
+        else:
+            kept[str(key)] = stored
+    return kept, dropped
+
+
+def construct(
+    cls: type[T],
+    checkpoint_path: Any,
+    map_location: Any,
+    hparams_file: Any,
+    weights_only: bool | None,
+    given: Mapping[str, Any],
+    strict: bool | None = None,
+) -> T:
+    """Read a checkpoint and return ``cls(**hyper_parameters)`` with its state.
+
+    Raises:
+        TypeError: ``cls.__init__`` needs arguments that are neither stored nor given.
+
+    """
+    if hasattr(checkpoint_path, "read"):
+        checkpoint = torch.load(
+            checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False
+        )
+    else:
+        checkpoint = files.load(
+            checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False
+        )
+    owner: Any = cls
+    stored = dict(checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_KEY) or {})
+    if hparams_file is not None:
+        stored = _read_hparams(hparams_file)
+    wrapped_as = checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_NAME)
+    arguments = _arguments(cls, stored, dict(given), wrapped_as, str(checkpoint_path))
+    made = cls(**arguments)
+    thing: Any = made
+    if isinstance(thing, torch.nn.Module):
+        thing.on_load_checkpoint(checkpoint)  # type: ignore[operator]
+        thing.configure_model()  # type: ignore[operator]
+        exact = thing.strict_loading if strict is None else strict
+        load_weights(thing, checkpoint["state_dict"], strict=bool(exact), source=str(checkpoint_path))
+        if map_location is not None and not callable(map_location) and not isinstance(map_location, dict):
+            thing.to(map_location)
+    else:
+        state = checkpoint.get(cls.__qualname__)
+        if state is not None:
+            thing.load_state_dict(state)
+    return made
+
+
+def _arguments(
+    cls: type, stored: dict[str, Any], given: dict[str, Any], wrapped_as: str | None, path: str
+) -> dict[str, Any]:
+    parameters = inspect.signature(cls).parameters
+    names = set(parameters)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if wrapped_as and wrapped_as in names and wrapped_as not in stored and wrapped_as != "kwargs":
+        # save_hyperparameters(config): __init__ takes the hyper-parameters as one argument
+        inner = {key: value for key, value in given.items() if key not in names}
+        arguments = {key: value for key, value in given.items() if key in names}
+        arguments.setdefault(wrapped_as, AttributeDict({**stored, **inner}))
+    else:
+        arguments = {**stored, **given}
+        if not takes_any:
+            arguments = {key: value for key, value in arguments.items() if key in names or key in given}
+    missing = [
+        name
+        for name, p in parameters.items()
+        if p.default is inspect.Parameter.empty
+        and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        and name not in arguments
+    ]
+    if missing:
+        call = ", ".join(f"{name}=..." for name in missing)
+        raise TypeError(
+            f"{cls.__name__}.load_from_checkpoint({path!r}): __init__ needs {missing}, and the checkpoint does not "
+            f"hold them. Pass them: load_from_checkpoint(path, {call}), or call self.save_hyperparameters() "
+            "in __init__ before training."
+        )
+    return arguments
+
+
+def _read_hparams(path: Any) -> dict[str, Any]:
+    yaml = need("yaml", purpose="reading hparams_file")
+    data = yaml.safe_load(Path(path).read_text())
+    return dict(data or {})
+
+
+def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | None:
+    """Return the hyper-parameters of module and datamodule for the loggers; None if there are none.
+
+    Raises:
+        MisconfigurationException: both have one of the same name with different values.
+
+    """
+    found: dict[str, Any] = {}
+    for owner in owners:
+        if owner is None or not owner.__dict__.get("_log_hyperparams", True):
+            continue
+        for key, value in owner.hparams_initial.items():
+            if key in found and found[key] is not value and not _same(found[key], value):
+                raise MisconfigurationException(
+                    f"The hyper-parameter {key!r} is {found[key]!r} in the module and {value!r} in the datamodule. "
+                    "Give them different names, or save_hyperparameters(logger=False) in one of them."
+                )
+            found[key] = value
+    return found or None
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError, TypeError):
+        return False

@@ -1,0 +1,239 @@
+"""Logger: what every logger can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hasten._lib.rank_zero import rank_zero_only
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+class Logger(ABC):
+    """Base class of all loggers: override ``name``, ``version``, ``log_metrics`` and ``log_hyperparams``.
+
+    Example::
+
+        >>> class PrintLogger(Logger):
+        ...     name = "print"
+        ...     version = 0
+        ...     def log_metrics(self, metrics, step=None):
+        ...         print(step, metrics)
+        ...     def log_hyperparams(self, params, *args, **kwargs):
+        ...         print(params)
+        >>> PrintLogger().log_metrics({"loss": 0.5}, step=3)
+        3 {'loss': 0.5}
+
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str | None:
+        """Name of the experiment: runs of one name belong together."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int | str | None:
+        """Which run of the experiment this is."""
+
+    @property
+    def save_dir(self) -> str | None:
+        """Folder under which everything is written; None for a logger that writes no files."""
+        return None
+
+    @property
+    def root_dir(self) -> str | None:
+        """Folder of the experiment, which holds one folder a version; None without files."""
+        return None
+
+    @property
+    def log_dir(self) -> str | None:
+        """Folder of this run; None without files."""
+        return None
+
+    @property
+    def group_separator(self) -> str:
+        """What separates groups in names of values."""
+        return "/"
+
+    @abstractmethod
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Record values.
+
+        Args:
+            metrics: numbers by name.
+            step: the x axis: the index of the optimizer step.
+
+        """
+
+    @abstractmethod
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Record hyper-parameters, a dict or Namespace."""
+
+    def log_graph(self, model: Module, input_array: Tensor | None = None) -> None:  # noqa: B027 - optional
+        """Record the graph of ``model``, where the logger can."""
+
+    def save(self) -> None:  # noqa: B027 - optional
+        """Write what is held back."""
+
+    def finalize(self, status: str) -> None:
+        """Close; called when a run ends, with "success", "failed" or "aborted"."""
+        self.save()
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:  # noqa: B027 - optional
+        """Called after a checkpoint was written, with the ModelCheckpoint that did."""
+
+
+class DummyExperiment:
+    """Takes every call and item access and does nothing: the experiment on other processes than the first."""
+
+    def nop(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return self.nop
+
+    def __getitem__(self, _: Any) -> DummyExperiment:
+        return self
+
+    def __setitem__(self, *_: Any) -> None:
+        pass
+
+
+class DummyLogger(Logger):
+    """Takes every call of a logger and does nothing."""
+
+    def __init__(self) -> None:
+        self._experiment = DummyExperiment()
+
+    @property
+    def name(self) -> str:
+        """The empty string."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """The empty string."""
+        return ""
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """An object whose every method does nothing."""
+        return self._experiment
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def __getitem__(self, _: Any) -> DummyLogger:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return ``function`` such that it gives a DummyExperiment on other processes than the first."""
+
+    @functools.wraps(function)
+    def experiment(self: Any) -> Any:
+        return function(self) if rank_zero_only.rank == 0 else DummyExperiment()  # type: ignore[attr-defined]
+
+    return experiment
+
+
+def with_prefix(metrics: Mapping[str, Any], prefix: str, separator: str) -> Mapping[str, Any]:
+    """Return ``metrics`` with ``prefix`` before every name."""
+    return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else metrics
+
+
+def as_dict(params: Any) -> dict[str, Any]:
+    """Return hyper-parameters as a dict, whatever holds them."""
+    if params is None:
+        return {}
+    if isinstance(params, Namespace):
+        return vars(params)
+    if dataclasses.is_dataclass(params) and not isinstance(params, type):
+        return dataclasses.asdict(params)
+    return dict(params)
+
+
+def plain(value: Any) -> Any:
+    """Return a hyper-parameter as what YAML can hold: numbers, strings, lists and dicts of them.
+
+    Example::
+
+        >>> from pathlib import Path
+        >>> plain({"path": Path("data"), "layers": (1, 2), "activation": len})
+        {'path': 'data', 'layers': [1, 2], 'activation': 'len'}
+
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {key if type(key) in (bool, int, float, str) else str(key): plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if isinstance(value, Namespace):
+        return plain(vars(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    name = getattr(value, "name", None)
+    if hasattr(type(value), "__members__") and isinstance(name, str):  # an Enum
+        return name
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    if hasattr(value, "tolist") and hasattr(value, "shape"):
+        few = math.prod(value.shape) <= 64
+        return value.tolist() if few else f"{type(value).__name__} of shape {tuple(value.shape)}"
+    if callable(value) and hasattr(value, "__name__"):
+        return value.__name__
+    return str(value)
+
+
+def flat(params: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
+    """Return nested dicts as one dict with joined names.
+
+    Example::
+
+        >>> flat({"optimizer": {"lr": 0.1}, "layers": [{"width": 8}]})
+        {'optimizer/lr': 0.1, 'layers/0/width': 8}
+
+    """
+    result: dict[str, Any] = {}
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            below = flat({str(k): v for k, v in value.items()}, separator)
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            below = flat({str(i): item for i, item in enumerate(value)}, separator)
+        else:
+            result[str(key)] = value
+            continue
+        result |= {f"{key}{separator}{name}": inner for name, inner in below.items()}
+    return result
+
+
+def write_hparams(path: str, params: Mapping[str, Any]) -> None:
+    """Write hyper-parameters as YAML: plain data only, so that reading them never runs code."""
+    import yaml
+
+    from hasten.loggers.folders import write_whole
+
+    text = yaml.safe_dump(plain(params), sort_keys=False, allow_unicode=True)
+    write_whole(path, text.encode())

@@ -1,0 +1,223 @@
+"""TensorBoardLogger: values as TensorBoard's event files."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hasten._lib.optional import need
+from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
+from hasten.loggers.base import Logger, as_dict, flat, plain, rank_zero_experiment, with_prefix, write_hparams
+from hasten.loggers.csv import folder_argument, name_argument, version_argument
+from hasten.loggers.folders import exists, make_folder, next_version, version_folder
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardLogger(Logger):
+    """Write values for TensorBoard under ``<save_dir>/<name>/version_<N>``.
+
+    Look at them with ``tensorboard --logdir <save_dir>``. Needs the package ``tensorboard``.
+
+    Args:
+        save_dir: folder under which the runs are kept.
+        name: name of the experiment, a folder; None or "" for none.
+        version: which run it is: N for ``version_N``, or a folder name; the next free N by default.
+        log_graph: write the module's graph; it needs ``example_input_array``.
+        default_hp_metric: write ``hp_metric`` = -1 with hyper-parameters that come without values, as
+            TensorBoard shows them only beside some value.
+        prefix: put before every name, with "-" between.
+        sub_dir: folder below the version, for the event files.
+        **kwargs: passed to ``torch.utils.tensorboard.SummaryWriter``, such as ``flush_secs``.
+
+    Raises:
+        ModuleNotFoundError: ``tensorboard`` is not installed.
+        ValueError: ``name`` or ``version`` would leave ``save_dir``.
+
+    Example::
+
+        >>> import tempfile
+        >>> logger = TensorBoardLogger(tempfile.mkdtemp(), name="digits")
+        >>> logger.log_metrics({"loss": 0.25}, step=0)
+        >>> logger.finalize("success")
+
+    """
+
+    NAME_HPARAMS_FILE = "hparams.yaml"
+    LOGGER_JOIN_CHAR = "-"
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        need("tensorboard", purpose="TensorBoardLogger")
+        self._save_dir = folder_argument("TensorBoardLogger", save_dir)
+        self._name = name_argument("TensorBoardLogger", name)
+        self._version = version_argument("TensorBoardLogger", version)
+        self._log_graph = log_graph
+        self._default_hp_metric = default_hp_metric
+        self._prefix = prefix
+        self._sub_dir = None if sub_dir is None else os.fspath(sub_dir)
+        self._kwargs = kwargs
+        self._experiment: SummaryWriter | None = None
+        self.hparams: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """Name of the experiment."""
+        return self._name
+
+    @property
+    def version(self) -> int | str:
+        """Which run of the experiment this is; the next free number is taken when it is first asked for."""
+        if self._version is None:
+            self._version = next_version(self.root_dir)
+        return self._version
+
+    @property
+    def save_dir(self) -> str:
+        """Folder under which the runs are kept."""
+        return self._save_dir
+
+    @property
+    def sub_dir(self) -> str | None:
+        """Folder below the version, for the event files."""
+        return self._sub_dir
+
+    @property
+    def root_dir(self) -> str:
+        """Folder of the experiment: ``save_dir/name``."""
+        return os.path.join(self.save_dir, self.name)
+
+    @property
+    def log_dir(self) -> str:
+        """Folder of this run's event files: ``save_dir/name/version_N``, and ``sub_dir`` below."""
+        folder = os.path.join(self.root_dir, version_folder(self.version))
+        if self._sub_dir is not None:
+            folder = os.path.join(folder, self._sub_dir)
+        return os.path.expanduser(os.path.expandvars(folder))
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> SummaryWriter:
+        """The ``SummaryWriter`` of this run; made when it is first asked for."""
+        if self._experiment is None:
+            make_folder(self.root_dir)
+            summaries = need("torch.utils.tensorboard", purpose="TensorBoardLogger")
+            self._experiment = summaries.SummaryWriter(log_dir=self.log_dir, **self._kwargs)
+        return self._experiment
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write values.
+
+        Args:
+            metrics: numbers by name; a dict of numbers becomes one chart with several curves.
+            step: index of the optimizer step.
+
+        Raises:
+            ValueError: a value is no number.
+
+        """
+        experiment = self.experiment
+        for name, value in with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR).items():
+            if isinstance(value, Mapping):
+                experiment.add_scalars(name, dict(value), step)
+                continue
+            try:
+                experiment.add_scalar(name, value.item() if isinstance(value, Tensor) else value, step)
+            except Exception as error:
+                raise ValueError(
+                    f"TensorBoardLogger cannot log {name!r} = {value!r}. Log a number, a tensor of one element, "
+                    "or a dict of numbers; anything else through logger.experiment."
+                ) from error
+
+    @rank_zero_only
+    def log_hyperparams(
+        self,
+        params: dict[str, Any] | Namespace,
+        metrics: dict[str, Any] | float | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Write hyper-parameters.
+
+        Args:
+            params: dict or Namespace.
+            metrics: values to show beside them, by name, or one number for ``hp_metric``.
+            step: index of the optimizer step for these values.
+
+        """
+        values = as_dict(params)
+        self.hparams.update(values)
+        if metrics is None:
+            metrics = {"hp_metric": -1} if self._default_hp_metric else {}
+        elif not isinstance(metrics, dict):
+            metrics = {"hp_metric": metrics}
+        if not metrics:
+            return
+        self.log_metrics(metrics, step)
+        shown = {
+            name: value if type(value) in (bool, int, float, str) else str(value)
+            for name, value in flat(plain(values)).items()
+        }
+        summaries = need("torch.utils.tensorboard.summary", purpose="TensorBoardLogger")
+        writer = self.experiment._get_file_writer()
+        for part in summaries.hparams(shown, metrics):
+            writer.add_summary(part, step)
+
+    @rank_zero_only
+    def log_graph(self, model: Module, input_array: Any = None) -> None:
+        """Write the graph of ``model`` if ``log_graph=True``; the input is its ``example_input_array``."""
+        if not self._log_graph:
+            return
+        if input_array is None:
+            input_array = getattr(model, "example_input_array", None)
+        if input_array is None:
+            rank_zero_warn(
+                f"TensorBoardLogger(log_graph=True): {type(model).__name__} has no example_input_array, so its "
+                "graph is not logged. Set self.example_input_array = torch.zeros(...) in its __init__."
+            )
+        elif not isinstance(input_array, (Tensor, tuple)):
+            rank_zero_warn(
+                f"TensorBoardLogger(log_graph=True): example_input_array is a {type(input_array).__name__}, which "
+                "cannot be traced. Make it a tensor, or a tuple of forward's positional arguments."
+            )
+        else:
+            from hasten._lib.tree import move_to
+
+            device = getattr(model, "device", None)
+            if device is not None:
+                input_array = move_to(input_array, device, non_blocking=False)
+            self.experiment.add_graph(model, input_array)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Flush the event file, and write ``hparams.yaml`` once."""
+        self.experiment.flush()
+        path = os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)
+        if exists(self.log_dir) and not exists(path):
+            write_hparams(path, self.hparams)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Flush and close; logging afterwards opens a further event file."""
+        if self._experiment is not None:
+            self.save()
+            self._experiment.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Event files are written by threads, which do not travel to another process.
+        return {**self.__dict__, "_experiment": None}

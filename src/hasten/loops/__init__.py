@@ -1,0 +1,1 @@
+"""What happens during a run. Read ``fit`` first."""

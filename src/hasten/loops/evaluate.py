@@ -1,0 +1,165 @@
+"""Validation and test: every batch of every loader once, without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hasten.hooks import STEPS, Hooks, overrides
+from hasten.loops.explain import add_place, takes
+from hasten.loops.run import Run, Stopped
+from hasten.loops.sources import Source
+from hasten.loops.states import RunningStage
+from hasten.loops.transfer import make_transfer
+from hasten.module import LightningModule
+from hasten.seed import isolate_rng
+
+
+def sanity_check(run: Run) -> None:
+    """Run a few validation batches before training, so that an error there shows in the first minute."""
+    steps = run.arguments.num_sanity_val_steps
+    if steps == 0 or run.skip_sanity or run.validation.is_off():
+        return
+    run.enter(RunningStage.SANITY_CHECKING)
+    run.hooks.on_sanity_check_start()
+    # Training must not depend on whether the check ran.
+    with isolate_rng(), run.validation.limited_to(steps):
+        evaluate(run, run.validation)
+    run.hooks.on_sanity_check_end()
+    run.meters.forget_callback_values()
+
+
+def evaluate(
+    run: Run, source: Source, before_last_hooks: Callable[[], None] | None = None
+) -> list[dict[str, float]]:
+    """Evaluate on every loader of ``source``; return the values logged, a dict for each loader.
+
+    In short::
+
+        eval mode, no gradients
+        on_validation_start, on_validation_epoch_start
+        for each loader, for each batch:
+            on_validation_batch_start, validation_step, on_validation_batch_end
+        on_validation_epoch_end, values go to the loggers
+        on_validation_end, checkpoints
+        the modes from before
+    """
+    testing = source.stage == "test"
+    sanity = run.state.stage == RunningStage.SANITY_CHECKING
+    if not sanity:
+        run.enter(RunningStage.TESTING if testing else RunningStage.VALIDATING)
+    hooks, meters, progress = run.hooks, run.meters, run.progress
+    stage = "test" if testing else "validate"
+    loggers, delivered = meters.loggers, False
+    if sanity:
+        meters.loggers = ()
+    meters.start_epoch(stage)
+    try:
+        with _modes_kept(run.module, stage), without_gradients(run):
+            (hooks.on_test_start if testing else hooks.on_validation_start)()
+            (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
+            several = len(source.loaders) > 1
+            for loader_idx in range(len(source.loaders)):
+                meters.enter_loader(stage, loader_idx if several else None)
+                _evaluate_loader(run, source, loader_idx if several else None)
+            meters.enter_loader(stage, None)
+            by_loader, values = meters.close_epoch(stage)
+            (hooks.on_test_epoch_end if testing else hooks.on_validation_epoch_end)()
+            if not testing:
+                hooks.on_validation_epoch_end_last()
+            late_by_loader, late = meters.close_epoch(stage)
+            values |= late
+            for result in by_loader:
+                result.update(late_by_loader[0])
+            step = progress.updates if run.state.fn != "fit" else max(progress.updates - 1, 0)
+            meters.log_epoch(values, step, progress.epoch)
+            delivered = True
+            (hooks.on_test_end if testing else hooks.on_validation_end)()
+            if before_last_hooks is not None:
+                before_last_hooks()
+            if not testing:
+                hooks.on_validation_end_last()
+    finally:
+        # Also on the way out of an interrupted evaluation, which starts again when the run is resumed.
+        meters.start_epoch(stage)
+        meters.loggers = loggers
+    assert delivered
+    return by_loader[: len(source.loaders)] + [{} for _ in range(len(source.loaders) - len(by_loader))]
+
+
+def _evaluate_loader(run: Run, source: Source, loader_idx: int | None) -> None:
+    hooks, meters, stop = run.hooks, run.meters, run.stop
+    testing = source.stage == "test"
+    stage = "test" if testing else "validate"
+    step_name = "test_step" if testing else "validation_step"
+    context = meters.context_of(STEPS[step_name])
+    step = _step(run, step_name, loader_idx)
+    transfer = make_transfer(run, source, loader_idx or 0)
+    suffix = () if loader_idx is None else (loader_idx,)
+    if loader_idx is not None:
+        context.enter_loader(loader_idx)
+    several_processes = run.runtime.world_size > 1
+    for batch_idx, batch in enumerate(source.batches(loader_idx or 0)):
+        if transfer is not None:
+            batch = transfer(batch)
+        meters.batch, meters.batch_size = batch, 0
+        _batch_start(hooks, testing)(batch, batch_idx, *suffix)
+        meters.context = context
+        try:
+            output = step(batch, batch_idx)
+        except Exception as error:
+            add_place(error, step_name, run.module, batch, batch_idx)
+            raise
+        _batch_end(hooks, testing)(output, batch, batch_idx, *suffix)
+        if meters.logs_evaluation_steps:
+            meters.publish_evaluation_step(stage, batch_idx, run.progress.epoch)
+        if stop.signal is not None and not several_processes:
+            raise Stopped(stop.signal)
+
+
+def _batch_start(hooks: Hooks, testing: bool) -> Callable[..., Any]:
+    return hooks.on_test_batch_start if testing else hooks.on_validation_batch_start
+
+
+def _batch_end(hooks: Hooks, testing: bool) -> Callable[..., Any]:
+    return hooks.on_test_batch_end if testing else hooks.on_validation_batch_end
+
+
+def _step(run: Run, name: str, loader_idx: int | None) -> Callable[..., Any]:
+    step = getattr(run.module, name)
+    bound = run.runtime.bind(step, module=run.module)
+    if loader_idx is not None:
+        return lambda batch, batch_idx: bound(batch, batch_idx, loader_idx)
+    return bound if takes(step, "batch_idx", at=2) else lambda batch, batch_idx: bound(batch)
+
+
+def without_gradients(run: Run) -> Any:
+    """Return inference mode where it can be used, else ``torch.no_grad``."""
+    # DDP's broadcast of buffers and FSDP's views need tensors that may change outside inference mode.
+    inference = run.arguments.inference_mode and run.runtime.world_size == 1
+    return torch.inference_mode() if inference else torch.no_grad()
+
+
+@contextmanager
+def _modes_kept(module: LightningModule, stage: str) -> Iterator[None]:
+    """Switch to eval mode, and give every sub-module back the mode it had."""
+    modes = [(child, child.training) for child in module.modules()]
+    getattr(module, "on_test_model_eval" if stage == "test" else "on_validation_model_eval")()
+    try:
+        yield
+    finally:
+        name = "on_test_model_train" if stage == "test" else "on_validation_model_train"
+        if overrides(module, LightningModule, name):
+            getattr(module, name)()
+        else:
+            restore_modes(modes)
+
+
+def restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    """Set each module's own train / eval flag as it was."""
+    for child, training in modes:
+        child.training = training

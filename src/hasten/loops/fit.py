@@ -1,0 +1,472 @@
+"""Training: epochs, batches, one step. Read this file first; everything else serves it."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten._lib.rank_zero import rank_zero_info
+from hasten.hooks import STEPS, nothing, overrides
+from hasten.loops import schedule
+from hasten.loops.evaluate import evaluate, sanity_check
+from hasten.loops.explain import add_place, check_some_loss, loss_of, with_batch_idx_if_taken
+from hasten.loops.run import Run, Stopped
+from hasten.loops.states import RunningStage
+from hasten.loops.transfer import make_transfer
+from hasten.module import LightningModule
+from hasten.optim import needs_closure
+
+# (batch, batch_idx, opens, closes, divisor) -> what training_step gave, for on_train_batch_end
+Step = Callable[[Any, int, bool, bool, int], Any]
+
+
+def fit(run: Run) -> None:
+    """Train until a limit is reached or somebody asks to stop.
+
+    In short::
+
+        sanity check
+        on_train_start
+        until finished:
+            on_train_epoch_start
+            for batch in train_dataloader:
+                on_train_batch_start
+                training_step, backward, and when the accumulation is complete clip and step
+                step-wise schedulers; counters move
+                on_train_batch_end, values due go to the loggers, checkpoints
+                validation if due, schedulers on a monitored value
+            on_train_epoch_end, checkpoints
+        on_train_end
+    """
+    if run.train.is_off() or run.finished():
+        _say_why_finished(run)
+        return
+    sanity_check(run)
+    run.enter(RunningStage.TRAINING)
+    run.hooks.on_train_start()
+    with torch.enable_grad(), _existing_objects_left_alone():
+        while not run.finished():
+            train_epoch(run)
+    _say_why_finished(run)
+    run.hooks.on_train_end()
+
+
+def train_epoch(run: Run) -> None:
+    """Train one epoch, or the rest of one that a resumed run is in the middle of."""
+    progress, hooks, meters = run.progress, run.hooks, run.meters
+    if progress.mid_epoch:
+        batches = run.train.resume_epoch(progress.last_batch)
+        _take_back_random_state(run)
+    else:
+        _take_back_random_state(run)
+        progress.next_epoch()
+        run.train.reload_if_due(progress.epoch)
+        meters.start_epoch("train")
+        run.train.set_epoch(progress.epoch)
+        hooks.on_train_epoch_start()
+        batches = run.train.start_epoch()
+
+    train_batches(run, batches)
+    check_some_loss(run)
+
+    _, values = meters.close_epoch("train")
+    hooks.on_train_epoch_end()
+    values |= meters.close_epoch("train")[1]
+    if progress.last_batch:
+        schedule.step_on_monitored(run, "epoch")
+    meters.log_epoch(values, progress.updates - 1, progress.epoch)
+    meters.start_epoch("train")
+    progress.epoch_ended = progress.last_batch
+    hooks.on_train_epoch_end_last()
+    _raise_if_stopped(run)
+
+
+def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
+    """Train on each batch: the loop itself."""
+    progress, hooks, meters, stop = run.progress, run.hooks, run.meters, run.stop
+    train_step, transfer = make_step(run), make_transfer(run, run.train)
+    log_every_n_steps = run.arguments.log_every_n_steps
+    max_steps = run.max_steps
+    several_processes = run.runtime.world_size > 1
+    window_size = run.accumulate_grad_batches
+    tail_size, tail_start = _tail(run.train.limit, window_size)
+    follows_each = schedule.any_monitored(run, "step") or run.checks.by_time
+    next_validation = run.checks.next_at(run)
+
+    if not progress.followed:
+        follow_batch(run)
+        next_validation = run.checks.next_at(run)
+
+    if progress.last_batch or _enough(run):
+        return
+
+    for batch, is_last in batches:
+        batch_idx = progress.batch
+        run.is_last_batch = is_last
+        if transfer is not None:
+            batch = transfer(batch)
+        meters.batch, meters.batch_size = batch, 0
+        if hooks.on_train_batch_start(batch, batch_idx) == -1:
+            progress.last_batch = True
+            return
+
+        opens = progress.window == 0
+        closes = is_last or progress.window + 1 >= window_size
+        divisor = window_size if batch_idx < tail_start else tail_size
+        outputs = train_step(batch, batch_idx, opens, closes, divisor)
+
+        # The counters move before on_train_batch_end: a checkpoint taken there is complete.
+        progress.batch = batch_idx + 1
+        progress.total_batches += 1
+        progress.last_batch = is_last
+        progress.followed = False
+        if closes:
+            progress.window = 0
+            progress.updates += 1
+        else:
+            progress.window += 1
+        if run.schedulers:
+            schedule.step(run, stepped=closes)
+
+        hooks.on_train_batch_end(outputs, batch, batch_idx)
+        if closes and progress.updates % log_every_n_steps == 0:
+            meters.publish_step(progress.updates - 1, progress.epoch, to_loggers=True)
+        hooks.on_train_batch_end_last(outputs, batch, batch_idx)
+
+        if is_last or progress.total_batches >= next_validation or follows_each or run.should_stop:
+            follow_batch(run)
+            next_validation = run.checks.next_at(run)
+        progress.followed = True
+
+        if stop.signal is not None or several_processes:
+            _raise_if_stopped(run)
+        if progress.global_step >= max_steps or (run.should_stop and run.may_stop_early()):
+            return
+
+    if not progress.last_batch:
+        _loader_ended_early(run)
+
+
+def follow_batch(run: Run) -> None:
+    """Do what follows a batch: validation if it is due, then schedulers on a monitored value."""
+    progress = run.progress
+
+    def settle() -> None:
+        if progress.window == 0:
+            schedule.step_on_monitored(run, "step")
+        progress.followed = True
+
+    if run.checks.due(run):
+        if progress.window == 0:
+            run.module.on_validation_model_zero_grad()
+        # Checkpoints and early stopping act in the last hook: by then all else is done.
+        evaluate(run, run.validation, before_last_hooks=settle)
+        run.enter(RunningStage.TRAINING)
+        run.checks.now_done()
+    else:
+        settle()
+
+
+# -- one training step, chosen once
+
+
+def make_step(run: Run) -> Step:
+    """Return the function that trains on one batch: automatic, with a closure, or manual."""
+    if not run.module.automatic_optimization:
+        return _manual_step(run)
+    if not run.optimizers:
+        return _step_without_optimizer(run)
+    optimizer = run.optimizers[0]
+    if overrides(run.module, LightningModule, "optimizer_step") or needs_closure(optimizer):
+        return _closure_step(run)
+    return _automatic_step(run)
+
+
+def _automatic_step(run: Run) -> Step:
+    """Forward and backward on each batch; clip and step when the accumulation is complete."""
+    optimizer, progress = run.optimizers[0], run.progress
+    forward_backward = _forward_backward(run)
+    finish_gradients = _finish_gradients(run)
+    step = run.runtime.make_step(optimizer)
+
+    def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
+        outputs = forward_backward(batch, batch_idx, opens, closes, divisor)
+        if closes:
+            finish_gradients(divisor)
+            step(None)
+            progress.global_step += 1
+        return outputs
+
+    return train_step
+
+
+def _closure_step(run: Run) -> Step:
+    """Hand forward and backward to ``optimizer_step`` as a closure, for optimizers that call it themselves."""
+    module, progress = run.module, run.progress
+    forward_backward = _forward_backward(run)
+    finish_gradients = _finish_gradients(run)
+    wrapped = run.wrapped_optimizers[0]
+
+    def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
+        outputs: Any = None
+        if not closes:
+            return forward_backward(batch, batch_idx, opens, closes, divisor)
+
+        def closure() -> Tensor | None:
+            nonlocal outputs
+            outputs = forward_backward(batch, batch_idx, opens, closes, divisor, keep_outputs=True)
+            finish_gradients(divisor)
+            return None if outputs is None else outputs["loss"]
+
+        module.optimizer_step(progress.epoch, batch_idx, wrapped, closure)
+        return outputs
+
+    return train_step
+
+
+def _manual_step(run: Run) -> Step:
+    """The user's training_step does all of it."""
+    meters, context = run.meters, run.meters.context_of(STEPS["training_step"])
+    training_step = _training_step(run)
+    wants_outputs = _wants_outputs(run)
+
+    def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
+        meters.context = context
+        try:
+            output = training_step(batch, batch_idx)
+        except Exception as error:
+            add_place(error, "training_step", run.module, batch, batch_idx)
+            raise
+        if not wants_outputs or output is None:
+            return {}
+        if isinstance(output, Tensor):
+            return {"loss": output.detach()}
+        return output
+
+    return train_step
+
+
+def _step_without_optimizer(run: Run) -> Step:
+    """Forward and backward alone: configure_optimizers returned None."""
+    forward_backward, progress = _forward_backward(run), run.progress
+
+    def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
+        outputs = forward_backward(batch, batch_idx, opens, closes, divisor)
+        progress.global_step += closes
+        return outputs
+
+    return train_step
+
+
+def _forward_backward(run: Run) -> Callable[..., Any]:
+    """Return forward, zero_grad and backward of one batch, with everything asked beforehand."""
+    runtime, module, hooks = run.runtime, run.module, run.hooks
+    meters, context = run.meters, run.meters.context_of(STEPS["training_step"])
+    training_step = _training_step(run)
+    optimizer = run.optimizers[0] if run.optimizers else None
+    zero_grad = _zero_grad(run, optimizer)
+    backward = _backward(run)
+    wants_outputs = _wants_outputs(run)
+    weighs = run.accumulate_grad_batches > 1 or runtime.world_size > 1
+
+    def forward_backward(
+        batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
+    ) -> Any:
+        meters.context = context
+        try:
+            output = training_step(batch, batch_idx)
+            loss = output if type(output) is Tensor else loss_of(output, run)
+            if opens:
+                hooks.on_before_zero_grad(optimizer)
+                zero_grad(batch_idx)
+            if loss is None:
+                return None
+            if weighs:
+                loss = _weighed(run, output, loss, divisor, opens)
+            hooks.on_before_backward(loss)
+            backward(loss)
+        except Exception as error:
+            add_place(error, "training_step", module, batch, batch_idx)
+            raise
+        hooks.on_after_backward()
+        if not wants_outputs and not keep_outputs:
+            return None
+        detached = loss.detach()
+        return {**output, "loss": detached} if isinstance(output, dict) else {"loss": detached}
+
+    if not runtime.syncs_gradients:
+        return forward_backward
+
+    def forward_backward_synced(
+        batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
+    ) -> Any:
+        if closes:
+            return forward_backward(batch, batch_idx, opens, closes, divisor, keep_outputs)
+        with runtime.no_sync(run.wrapped):
+            return forward_backward(batch, batch_idx, opens, closes, divisor, keep_outputs)
+
+    return forward_backward_synced
+
+
+def _weighed(run: Run, output: Any, loss: Tensor, divisor: int, opens: bool) -> Tensor:
+    """Return the loss such that the accumulated gradient is that of the mean over the whole window."""
+    weight = output.get("loss_weight") if isinstance(output, dict) else None
+    if opens:
+        run.window_weight = None
+    if weight is None:
+        return loss / divisor if divisor != 1 else loss
+    run.window_weight = weight if run.window_weight is None else run.window_weight + weight
+    return loss * weight
+
+
+def _finish_gradients(run: Run) -> Callable[[int], None]:
+    """Return what happens between the last backward of a window and the optimizer's step."""
+    runtime, module, hooks, progress = run.runtime, run.module, run.hooks, run.progress
+    optimizer, arguments = run.optimizers[0], run.arguments
+    unscale, max_value = runtime.unscale, arguments.gradient_clip_val
+    custom = any(
+        overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients")
+    )
+    by_norm = arguments.gradient_clip_algorithm != "value"
+    clips = bool(max_value) and not custom
+
+    def finish_gradients(divisor: int) -> None:
+        if unscale is not None:
+            unscale(optimizer)
+        if run.window_weight is not None:
+            _scale_gradients(
+                optimizer, 1.0 / runtime.all_reduce(torch.as_tensor(run.window_weight), op="mean")
+            )
+            run.window_weight = None
+        elif progress.window + 1 < divisor:
+            # The end of the data came unforeseen: each batch was divided by more than there are.
+            _scale_gradients(optimizer, divisor / (progress.window + 1))
+        hooks.on_before_optimizer_step(optimizer)
+        if clips:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            if by_norm:
+                runtime.clip_norm(parameters, max_value)
+            else:
+                runtime.clip_value(parameters, max_value)
+        elif custom:
+            module.configure_gradient_clipping(
+                optimizer,
+                gradient_clip_val=max_value,
+                gradient_clip_algorithm=arguments.gradient_clip_algorithm,
+            )
+
+    return finish_gradients
+
+
+def _scale_gradients(optimizer: Any, factor: Any) -> None:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient) if isinstance(factor, Tensor) else factor)
+
+
+def _training_step(run: Run) -> Callable[..., Any]:
+    step = with_batch_idx_if_taken(run.module.training_step)
+    return run.runtime.bind(step, module=run.module, wrapped=run.wrapped, training=True)
+
+
+def _zero_grad(run: Run, optimizer: Any) -> Callable[[int], None]:
+    module, progress = run.module, run.progress
+    if optimizer is None:
+        return lambda batch_idx: module.zero_grad()
+    if overrides(module, LightningModule, "optimizer_zero_grad"):
+        return lambda batch_idx: module.optimizer_zero_grad(progress.epoch, batch_idx, optimizer)
+    clear = run.runtime.make_zero_grad(optimizer)
+    return lambda batch_idx: clear()
+
+
+def _backward(run: Run) -> Callable[[Tensor], None]:
+    module, scaler = run.module, run.runtime.scaler
+    if not overrides(module, LightningModule, "backward"):
+        return run.runtime.backward
+    if scaler is None:
+        return module.backward
+    return lambda loss: module.backward(scaler.scale(loss))
+
+
+def _wants_outputs(run: Run) -> bool:
+    return run.hooks.on_train_batch_end is not nothing or run.hooks.on_train_batch_end_last is not nothing
+
+
+# -- the edges of an epoch
+
+
+def _tail(length: float, window_size: int) -> tuple[int, float]:
+    """Return (size of the last, shorter accumulation, index of its first batch)."""
+    if window_size == 1 or math.isinf(length) or length % window_size == 0:
+        return window_size, math.inf
+    size = int(length) % window_size
+    return size, length - size
+
+
+def _loader_ended_early(run: Run) -> None:
+    """Complete an epoch whose loader gave fewer batches than its length said."""
+    progress = run.progress
+    progress.last_batch = True
+    if progress.window and run.module.automatic_optimization and run.optimizers:
+        progress.window -= 1
+        _finish_gradients(run)(run.accumulate_grad_batches)
+        run.runtime.make_step(run.optimizers[0])(None)
+        progress.window = 0
+        progress.global_step += 1
+        progress.updates += 1
+    if run.schedulers:
+        schedule.step(run, stepped=False)
+    follow_batch(run)
+
+
+def _enough(run: Run) -> bool:
+    return run.progress.global_step >= run.max_steps or (run.should_stop and run.may_stop_early())
+
+
+def _take_back_random_state(run: Run) -> None:
+    if run.on_resumed is not None:
+        run.on_resumed()
+        run.on_resumed = None
+
+
+def _raise_if_stopped(run: Run) -> None:
+    """Leave the run between two batches if Ctrl-C or SIGTERM arrived, on all processes at the same batch."""
+    stop = run.stop
+    if run.runtime.world_size > 1:
+        if not stop.due(run.progress.total_batches):
+            return
+        number = stop.agreed()
+    else:
+        number = stop.signal
+    if number is not None:
+        raise Stopped(number)
+
+
+def _say_why_finished(run: Run) -> None:
+    progress, arguments = run.progress, run.arguments
+    if run.train.is_off():
+        rank_zero_info("`Trainer.fit` stopped: No training batches.")
+    elif progress.global_step >= run.max_steps:
+        rank_zero_info(f"`Trainer.fit` stopped: `max_steps={arguments.max_steps}` reached.")
+    elif progress.epochs_done >= run.max_epochs:
+        rank_zero_info(f"`Trainer.fit` stopped: `max_epochs={arguments.max_epochs}` reached.")
+
+
+@contextmanager
+def _existing_objects_left_alone() -> Iterator[None]:
+    """Keep the garbage collector away from what exists already: its pauses would fall between steps."""
+    frozen_by_user = gc.get_freeze_count() > 0
+    if not frozen_by_user:
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen_by_user:
+            gc.unfreeze()

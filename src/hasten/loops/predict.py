@@ -1,0 +1,81 @@
+"""Prediction: every batch once, the outputs kept or handed to callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.hooks import STEPS
+from hasten.loops.evaluate import restore_modes, without_gradients
+from hasten.loops.explain import add_place, takes
+from hasten.loops.run import Run, Stopped
+from hasten.loops.states import RunningStage
+from hasten.loops.transfer import make_transfer
+
+
+def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
+    """Predict on every batch; return the outputs by batch (a list of lists with several loaders).
+
+    In short::
+
+        eval mode, no gradients
+        on_predict_start, on_predict_epoch_start
+        for each loader, for each batch:
+            on_predict_batch_start, predict_step, on_predict_batch_end
+        on_predict_epoch_end, on_predict_end
+    """
+    run.enter(RunningStage.PREDICTING)
+    hooks, module, source = run.hooks, run.module, run.predict
+    modes = [(child, child.training) for child in module.modules()]
+    module.on_predict_model_eval()
+    outputs: list[list[Any]] = []
+    try:
+        with without_gradients(run):
+            hooks.on_predict_start()
+            hooks.on_predict_epoch_start()
+            several = len(source.loaders) > 1
+            for loader_idx in range(len(source.loaders)):
+                outputs.append([])
+                _predict_loader(run, loader_idx, several, outputs[-1] if return_predictions else None)
+            run.kept_predictions = outputs if several else (outputs[0] if outputs else [])
+            hooks.on_predict_epoch_end()
+            hooks.on_predict_end()
+    finally:
+        restore_modes(modes)
+    if not return_predictions:
+        return None
+    return outputs if len(outputs) != 1 else outputs[0]
+
+
+def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | None) -> None:
+    hooks, meters, stop = run.hooks, run.meters, run.stop
+    context = meters.context_of(STEPS["predict_step"])
+    bound = run.runtime.bind(run.module.predict_step, module=run.module)
+    if several:
+        suffix: tuple[int, ...] = (loader_idx,)
+        if takes(run.module.predict_step, "dataloader_idx", at=3):
+            step = lambda batch, batch_idx: bound(batch, batch_idx, loader_idx)  # noqa: E731
+        else:
+            step = bound
+    else:
+        suffix = ()
+        step = bound if takes(run.module.predict_step, "batch_idx", at=2) else lambda batch, _: bound(batch)
+    transfer = make_transfer(run, run.predict, loader_idx)
+    for batch_idx, batch in enumerate(run.predict.batches(loader_idx)):
+        if transfer is not None:
+            batch = transfer(batch)
+        hooks.on_predict_batch_start(batch, batch_idx, *suffix)
+        meters.context = context
+        try:
+            output = step(batch, batch_idx)
+        except Exception as error:
+            add_place(error, "predict_step", run.module, batch, batch_idx)
+            raise
+        if output is None:
+            from hasten._lib.rank_zero import warn_once
+
+            warn_once("predict_step", f"{type(run.module).__name__}.predict_step returned None.")
+        hooks.on_predict_batch_end(output, batch, batch_idx, *suffix)
+        if kept is not None:
+            kept.append(output)
+        if stop.signal is not None and run.runtime.world_size == 1:
+            raise Stopped(stop.signal)

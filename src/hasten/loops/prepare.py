@@ -1,0 +1,115 @@
+"""Bring module, data and optimizers to where the loop can start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hasten import optim
+from hasten.callback import Callback
+from hasten.checkpoint import contents
+from hasten.datamodule import LightningDataModule
+from hasten.hparams import logged_hparams
+from hasten.loops.run import Run
+from hasten.loops.snapshot import Snapshot
+from hasten.loops.sources import warn_about_missing_parts
+from hasten.loops.states import TrainerFn
+from hasten.loops.verify import check_fit
+from hasten.optim import HastenOptimizer
+
+# () -> (checkpoint, where it came from), or (None, None) to start from the beginning
+Read = Callable[[], tuple[dict[str, Any] | None, str | None]]
+
+
+def prepare(
+    run: Run, callbacks: Iterable[Callback], datamodule: LightningDataModule | None, read_checkpoint: Read
+) -> None:
+    """Set up module, data and optimizers, and restore a checkpoint if there is one.
+
+    In short::
+
+        prepare_data (once a machine), setup, configure_model
+        on_load_checkpoint, weights
+        module to the device; configure_optimizers; the strategy wraps the module
+        on_fit_start; hyper-parameters to the loggers; loaders
+        optimizers, schedulers, counters, data position, random states
+    """
+    module, runtime, hooks, fn = run.module, run.runtime, run.hooks, run.state.fn
+    assert fn is not None
+    fitting = fn == TrainerFn.FITTING
+    if fitting:
+        warn_about_missing_parts(run.validation, module)
+    {"fit": run.train, "validate": run.validation, "test": run.test, "predict": run.predict}[fn].require()
+    if runtime.local_rank == 0:
+        hooks.prepare_data()
+    runtime.barrier("prepare_data")
+    hooks.setup(fn.value)
+    with runtime.init_module():
+        hooks.configure_model()
+
+    checkpoint, path = read_checkpoint()
+    if checkpoint is not None:
+        hooks.on_load_checkpoint(checkpoint)
+        snapshot = Snapshot(run, callbacks, datamodule)
+        contents.restore_model(snapshot, checkpoint, strict=module.strict_loading, source=str(path))
+
+    if run.arguments.sync_batchnorm and runtime.world_size > 1:
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    runtime.place(module)
+    if fitting:
+        _configure_optimizers(run)
+        run.wrapped = runtime.wrap(module)
+        hooks.on_fit_start()
+    if run.arguments.enable_autolog_hparams and runtime.is_global_zero:
+        _log_hyperparams(run, datamodule)
+    if fitting:
+        run.train.load()
+        check_fit(run)
+        _restore_training(run, Snapshot(run, callbacks, datamodule), checkpoint, str(path))
+
+
+def _restore_training(run: Run, snapshot: Snapshot, checkpoint: dict[str, Any] | None, path: str) -> None:
+    if checkpoint is None:
+        if run.progress.mid_epoch:
+            # An earlier fit ended in the middle of an epoch; this one begins the next.
+            run.progress.epoch_ended = True
+        return
+    mine = contents.restore_training(snapshot, checkpoint, rank=run.runtime.global_rank, source=path)
+    run.skip_sanity = True
+    if mine is not None:
+        run.on_resumed = snapshot.restore_own_state(mine)
+
+
+def _configure_optimizers(run: Run) -> None:
+    module, owner = run.module, type(run.module).__name__
+    optimizers, schedulers = optim.parse(module.configure_optimizers(), owner)
+    optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
+    run.optimizers, run.schedulers = optimizers, schedulers
+    run.wrapped_optimizers = [_counted(run, optimizer) for optimizer in optimizers]
+
+
+def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
+    """Return ``optimizer`` such that its steps count, for manual optimisation and ``optimizer_step``."""
+    step, progress = run.runtime.make_step(optimizer), run.progress
+
+    def counted_step(closure: Any = None, **kwargs: Any) -> Any:
+        if not run.module.automatic_optimization:
+            if run.runtime.unscale is not None:
+                run.runtime.unscale(optimizer)
+            run.hooks.on_before_optimizer_step(optimizer)
+        result = optimizer.step(closure, **kwargs) if kwargs else step(closure)
+        progress.global_step += 1
+        return result
+
+    return HastenOptimizer(optimizer, counted_step)
+
+
+def _log_hyperparams(run: Run, datamodule: LightningDataModule | None) -> None:
+    values = logged_hparams(run.module, datamodule)
+    for logger in run.meters.loggers:
+        if values is not None:
+            logger.log_hyperparams(values)
+        logger.log_graph(run.module)
+        logger.save()

@@ -1,0 +1,102 @@
+"""Run: everything one call of fit, validate, test or predict works on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hasten.arguments import Arguments
+from hasten.hooks import Hooks
+from hasten.loops.checks import ValidationChecks
+from hasten.loops.progress import Progress
+from hasten.loops.sources import Source
+from hasten.loops.states import RunningStage, TrainerState
+from hasten.meters import Meters
+from hasten.module import LightningModule
+from hasten.optim import LRSchedulerConfig
+
+if TYPE_CHECKING:
+    from hasten.machine.signals import StopRequests
+    from hasten.runtime import Runtime
+
+
+class Stopped(BaseException):
+    """Ctrl-C or SIGTERM arrived, and the batch in hand is complete.
+
+    A BaseException, so that no ``except Exception`` of a user on the way swallows it.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number
+
+
+@dataclass
+class Run:
+    """The actors of a run, named once; loops see this and never a Trainer."""
+
+    arguments: Arguments
+    runtime: Runtime
+    module: LightningModule
+    wrapped: nn.Module
+    hooks: Hooks
+    meters: Meters
+    progress: Progress
+    state: TrainerState
+    stop: StopRequests
+    checks: ValidationChecks
+    train: Source
+    validation: Source
+    test: Source
+    predict: Source
+    optimizers: list[Any] = field(default_factory=list)
+    wrapped_optimizers: list[Any] = field(default_factory=list)
+    schedulers: list[LRSchedulerConfig] = field(default_factory=list)
+    accumulate_grad_batches: int = 1
+    should_stop: bool = False
+    resumed: bool = False
+    skip_sanity: bool = False
+    on_resumed: Callable[[], None] | None = None
+    is_last_batch: bool = False
+    window_weight: Any = None
+    kept_predictions: Any = None
+    skipped_batches: int = 0
+
+    @property
+    def max_epochs(self) -> float:
+        """Epochs to train for; infinite when there is no limit."""
+        return _limit(self.arguments.max_epochs)
+
+    @property
+    def max_steps(self) -> float:
+        """Optimizer steps to train for; infinite when there is no limit."""
+        return _limit(self.arguments.max_steps)
+
+    def may_stop_early(self) -> bool:
+        """Say whether ``min_epochs`` and ``min_steps`` are reached."""
+        progress, arguments = self.progress, self.arguments
+        enough_epochs = progress.epochs_done >= (arguments.min_epochs or 0)
+        return enough_epochs and progress.global_step >= (arguments.min_steps or 0)
+
+    def finished(self) -> bool:
+        """Say whether training is over: a limit is reached, or somebody asked and may."""
+        progress = self.progress
+        if progress.global_step >= self.max_steps:
+            return True
+        if not progress.mid_epoch and progress.epochs_done >= self.max_epochs:
+            return True
+        return self.should_stop and self.may_stop_early()
+
+    def enter(self, stage: RunningStage) -> RunningStage | None:
+        """Change the stage; return the one before."""
+        before = self.state.stage
+        self.state.stage = stage
+        return before
+
+
+def _limit(value: int | None) -> float:
+    return math.inf if value is None or value < 0 else value

@@ -1,0 +1,116 @@
+"""The run as a checkpoint sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.callback import Callback
+from hasten.checkpoint import contents
+from hasten.datamodule import LightningDataModule
+from hasten.hooks import HOOKS, STEPS
+from hasten.hparams import plain_hparams
+from hasten.loops.run import Run
+
+
+class Snapshot:
+    """The parts of a run that a checkpoint holds; see ``checkpoint.contents``."""
+
+    def __init__(
+        self, run: Run, callbacks: Iterable[Callback], datamodule: LightningDataModule | None
+    ) -> None:
+        self._run = run
+        self._callbacks = callbacks
+        self._datamodule = datamodule
+        self.module = run.module
+        self.optimizers = run.optimizers
+        self.schedulers = run.schedulers
+        self.scaler = run.runtime.scaler
+        self.precision_name = "MixedPrecision"
+        self.epoch = run.progress.epoch
+        self.global_step = run.progress.global_step
+        self.progress = run.progress
+
+    def weights(self) -> dict[str, Any]:
+        """Return the weights of the user's module, whatever wraps it."""
+        return self._run.runtime.state_dict(self.module)
+
+    def callback_states(self) -> dict[str, Any]:
+        """Return the state of each callback that has one."""
+        states = {callback.state_key: callback.state_dict() for callback in self._callbacks}
+        return {key: state for key, state in states.items() if state}
+
+    def load_callback_states(self, states: Mapping[str, Any]) -> None:
+        """Give each callback its state back; one with other arguments than then starts anew."""
+        for callback in self._callbacks:
+            state = states.get(callback.state_key, states.get(type(callback).__qualname__))
+            if state is not None:
+                callback.load_state_dict(dict(state))
+
+    def hyper_parameters(self) -> Iterable[tuple[str, Any]]:
+        """Return the hyper-parameters of module and datamodule as plain data."""
+        for owner in (self.module, self._datamodule):
+            if owner is None or not owner.hparams:
+                continue
+            kept, dropped = plain_hparams(owner.hparams)
+            if dropped:
+                _say_dropped(type(owner).__name__, dropped)
+            yield owner.CHECKPOINT_HYPER_PARAMS_NAME, owner.__dict__.get("_hparams_name", "kwargs")
+            yield owner.CHECKPOINT_HYPER_PARAMS_KEY, kept
+
+    def datamodule_state(self) -> tuple[str, dict[str, Any]] | None:
+        """Return the datamodule's state, if it has one."""
+        if self._datamodule is None:
+            return None
+        state = self._datamodule.state_dict()
+        return (type(self._datamodule).__qualname__, state) if state else None
+
+    def load_datamodule_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the datamodule its state back."""
+        if self._datamodule is not None and type(self._datamodule).__qualname__ in checkpoint:
+            self._datamodule.load_state_dict(checkpoint[type(self._datamodule).__qualname__])
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what each process has for itself."""
+        run = self._run
+        names = {id(child): name for name, child in run.module.named_modules()}
+        return {
+            "random": contents.random_state(),
+            "data": run.train.state_dict(run.progress.batch) if run.train.loaded else None,
+            "values": run.meters.state_dict(lambda metric: names.get(id(metric))),
+            "window_weight": run.window_weight,
+            "evaluations": {
+                source.stage: source.evaluations() for source in (run.validation,) if source.loaded
+            },
+        }
+
+    def restore_own_state(self, mine: dict[str, Any]) -> Callable[[], None]:
+        """Restore this process's data position and values; return what restores its random generators."""
+        run = self._run
+        if mine["data"] is not None:
+            run.train.load_state_dict(mine["data"])
+        rows = {row.name: row for row in HOOKS} | STEPS
+        run.meters.load_state_dict(mine["values"], rows, run.module.get_submodule)
+        run.window_weight = mine["window_weight"]
+        for state in mine["evaluations"].values():
+            run.validation.load_evaluations(state)
+        return contents.restore_random_state(mine["random"])
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Return every process's ``mine``."""
+        return self._run.runtime.gather_objects(mine)
+
+
+_said: set[str] = set()
+
+
+def _say_dropped(owner: str, names: list[str]) -> None:
+    key = owner + ",".join(names)
+    if key not in _said:
+        _said.add(key)
+        rank_zero_warn(
+            f"The hyper-parameters {names} of {owner} are Python objects, which a checkpoint does not hold (reading "
+            "them would run code). Pass them to load_from_checkpoint(path, ...), or leave them out with "
+            f"save_hyperparameters(ignore={names})."
+        )

@@ -1,0 +1,324 @@
+"""Which data a stage reads: given to the call, or from the datamodule or the module; prepared and limited."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.data.loaders import prepare
+from hasten.data.stream import Stream
+from hasten.datamodule import DataHooks, LightningDataModule
+from hasten.hooks import overrides
+from hasten.module import LightningModule
+
+HOOK_OF = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+STEP_OF = {
+    "train": "training_step",
+    "validate": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+LIMIT_OF = {
+    "train": "limit_train_batches",
+    "validate": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
+
+
+class Source:
+    """The loaders of one stage.
+
+    Args:
+        stage: "train", "validate", "test" or "predict".
+        given: the loaders passed to the call, or None.
+        module: the module; its ``*_dataloader`` hooks give loaders when nothing else does.
+        datamodule: the datamodule, asked before the module.
+        limit: batches (int) or share (float) of each loader to use; None for all.
+        sampler_kwargs: ``num_replicas`` and ``rank`` where each process reads its own part, else None.
+        overfit: read the same batches in the same order each epoch.
+        reload_every_n_epochs: ask for the loaders again this often; 0 for never.
+
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        *,
+        given: Any = None,
+        module: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        limit: int | float | None = None,
+        sampler_kwargs: dict[str, int] | None = None,
+        overfit: bool = False,
+        reload_every_n_epochs: int = 0,
+    ) -> None:
+        self.stage = stage
+        self.datamodule = datamodule
+        self._given = given
+        self._module = module
+        self._limit = limit
+        self._cap = math.inf
+        self._sampler_kwargs = sampler_kwargs
+        self._overfit = overfit
+        self._reload_every_n_epochs = reload_every_n_epochs
+        self._streams: list[Stream] | None = None
+        self._loaded_at_epoch = 0
+        self._resume_state: list[dict[str, Any]] | None = None
+
+    # -- what there is
+
+    def has_data(self) -> bool:
+        """Say whether somebody provides this stage's data."""
+        return self._given is not None or self._owner() is not None
+
+    def is_off(self) -> bool:
+        """Say whether the stage has nothing to do."""
+        if self._limit == 0 or self._module is None or not self.has_data():
+            return True
+        if self.stage in ("validate", "test") and not overrides(
+            self._module, LightningModule, STEP_OF[self.stage]
+        ):
+            return True
+        return all(limit == 0 for limit in self.limits)
+
+    def require(self) -> None:
+        """Raise unless somebody provides the data.
+
+        Raises:
+            MisconfigurationException: nobody does.
+
+        """
+        if self.has_data():
+            return
+        hook = HOOK_OF[self.stage]
+        call = "fit" if self.stage == "train" else self.stage
+        argument = "train_dataloaders" if self.stage == "train" else "dataloaders"
+        raise MisconfigurationException(
+            f"Trainer.{call}(): there is no data. Pass {argument}=..., a datamodule, or define "
+            f"{type(self._module).__name__}.{hook}()."
+        )
+
+    @property
+    def loaders(self) -> list[Any]:
+        """The prepared loaders; asked for once."""
+        return [stream.loader for stream in self._loaded()]
+
+    @property
+    def limits(self) -> list[float]:
+        """Batches of each loader to use; infinite when unknown."""
+        return [min(self._limited(stream), self._cap) for stream in self._loaded()]
+
+    @property
+    def limit(self) -> float:
+        """Batches of the only loader to use; infinite when unknown."""
+        return self.limits[0]
+
+    def load(self) -> None:
+        """Ask for the loaders now, so that what is wrong with them shows before anything starts."""
+        self._loaded()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the loaders were asked for."""
+        return self._streams is not None
+
+    # -- epochs of training
+
+    def start_epoch(self) -> Iterator[tuple[Any, bool]]:
+        """Return the batches of a new epoch with a flag for the last."""
+        return self._only().batches(_whole(self.limit))
+
+    def resume_epoch(self, last_batch: bool) -> Iterator[tuple[Any, bool]]:
+        """Return the batches that an interrupted epoch still has; its worker processes are where they were."""
+        stream = self._only()
+        if last_batch:
+            stream.finish()
+            return iter(())
+        stream.open()
+        return stream.batches(_whole(self.limit))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell samplers the epoch."""
+        for stream in self._loaded():
+            stream.set_epoch(epoch)
+
+    def reload_if_due(self, epoch: int) -> None:
+        """Ask for the loaders again where ``reload_dataloaders_every_n_epochs`` says so."""
+        every = self._reload_every_n_epochs
+        if every and self._streams is not None and epoch - self._loaded_at_epoch >= every:
+            self.close()
+            self._streams = None
+            self._loaded_at_epoch = epoch
+
+    def state_dict(self, consumed: int) -> dict[str, Any]:
+        """Return where the training data is, ``consumed`` batches into the epoch."""
+        return self._only().state_dict(consumed)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where ``state_dict`` was."""
+        self._only().load_state_dict(state)
+
+    # -- evaluation
+
+    def batches(self, loader_idx: int) -> Iterator[Any]:
+        """Yield the batches of one loader."""
+        limit = _whole(self.limits[loader_idx])
+        if limit == 0:
+            return
+        for batch, _ in self._loaded()[loader_idx].batches(limit):
+            yield batch
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return where the loaders are, between two evaluations or inside one."""
+        return [stream.state_dict(stream.position) for stream in self._loaded()]
+
+    def load_evaluations(self, states: list[dict[str, Any]]) -> None:
+        """Go to where ``evaluations`` was taken; an evaluation that was interrupted starts again."""
+        for stream, state in zip(self._loaded(), states, strict=False):
+            stream.load_state_dict(state)
+            stream.finish()
+
+    @contextmanager
+    def limited_to(self, steps: int) -> Iterator[None]:
+        """Use at most ``steps`` batches of each loader for a while; -1 for all."""
+        self._cap = math.inf if steps < 0 else steps
+        try:
+            yield
+        finally:
+            self._cap = math.inf
+
+    def close(self) -> None:
+        """Shut worker processes down."""
+        for stream in self._streams or []:
+            stream.close()
+
+    # -- inside
+
+    def _owner(self) -> Any:
+        name = HOOK_OF[self.stage]
+        if self.datamodule is not None and overrides(self.datamodule, DataHooks, name):
+            return self.datamodule
+        if self._module is not None and overrides(self._module, DataHooks, name):
+            return self._module
+        return None
+
+    def _only(self) -> Stream:
+        return self._loaded()[0]
+
+    def _loaded(self) -> list[Stream]:
+        if self._streams is None:
+            given = self._given
+            name = HOOK_OF[self.stage]
+            if given is None:
+                owner = self._owner()
+                given = getattr(owner, name)()
+                name = f"{type(owner).__name__}.{name}()"
+                if given is None:
+                    raise MisconfigurationException(
+                        f"{name} returned None. Return a DataLoader or an iterable."
+                    )
+            else:
+                name = f"the {self.stage} dataloader"
+            found = self._several(given, name)
+            self._streams = [
+                Stream(
+                    prepare(
+                        loader,
+                        name=name if len(found) == 1 else f"{name}[{index}]",
+                        stage=self.stage,
+                        overfit=self._overfit,
+                        **(self._sampler_kwargs or {}),
+                    ),
+                    name=HOOK_OF[self.stage],
+                )
+                for index, loader in enumerate(found)
+            ]
+            self._check_limits()
+        return self._streams
+
+    def _several(self, given: Any, name: str) -> list[Any]:
+        if self.stage == "train":
+            if _is_collection_of_loaders(given):
+                raise MisconfigurationException(
+                    f"{name} is a {type(given).__name__} of {len(given)} loaders, and training reads one. "
+                    "Join the datasets (torch.utils.data.ConcatDataset or StackDataset) into one DataLoader."
+                )
+            return [given]
+        if isinstance(given, Mapping):
+            return list(given.values())
+        if _is_collection_of_loaders(given):
+            return list(given)
+        return [given]
+
+    def _check_limits(self) -> None:
+        for stream in self._streams or []:
+            self._limited(stream)
+        if self.stage == "train" and self._streams and self._streams[0].length == 0:
+            raise MisconfigurationException("the train dataloader has no batches.")
+
+    def _limited(self, stream: Stream) -> float:
+        length = math.inf if stream.length is None else stream.length
+        limit = self._limit
+        if limit is None or (isinstance(limit, float) and limit == 1.0):
+            return length
+        if isinstance(limit, int):
+            return min(length, limit)
+        argument = "overfit_batches" if self._overfit else LIMIT_OF[self.stage]
+        if limit == 0.0:
+            return 0
+        if math.isinf(length):
+            raise MisconfigurationException(
+                f"Trainer({argument}={limit}): a share needs a loader with a length, and "
+                f"{type(stream.loader).__name__} has none. Give a number of batches instead."
+            )
+        batches = int(length * limit)
+        if batches == 0 and length > 0:
+            raise MisconfigurationException(
+                f"Trainer({argument}={limit}): {limit} of {int(length)} batches is less than one. "
+                f"Use at least {argument}={1 / length:.4g}, or a number of batches."
+            )
+        return batches
+
+
+def warn_about_missing_parts(validation: Source, module: LightningModule) -> None:
+    """Warn where only one of validation data and ``validation_step`` is there."""
+    has_step = overrides(module, LightningModule, "validation_step")
+    if validation.has_data() and not has_step:
+        rank_zero_warn(
+            f"There is validation data but {type(module).__name__} has no validation_step(): no validation runs. "
+            "Define it, or leave the data out."
+        )
+
+
+def _is_collection_of_loaders(given: Any) -> bool:
+    if not isinstance(given, (list, tuple, Mapping)) or not given:
+        return False
+    members = given.values() if isinstance(given, Mapping) else given
+    # A list of batches is a loader itself; a list of things that have loader-like length and iteration,
+    # but are no tensors or collections of tensors, is a list of loaders.
+    return all(_is_loader(member) for member in members)
+
+
+def _is_loader(thing: Any) -> bool:
+    from torch.utils.data import DataLoader
+
+    return isinstance(thing, DataLoader) or (
+        hasattr(thing, "__iter__")
+        and not isinstance(thing, (str, bytes, list, tuple, Mapping))
+        and not hasattr(thing, "shape")
+        and not hasattr(thing, "to")
+    )
+
+
+def _whole(limit: float) -> int | None:
+    return None if math.isinf(limit) else int(limit)

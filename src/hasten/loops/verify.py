@@ -1,0 +1,96 @@
+"""What a call needs, checked before it starts."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import nearest
+from hasten.arguments import Arguments
+from hasten.datamodule import LightningDataModule
+from hasten.hooks import overrides
+from hasten.loops.run import Run
+from hasten.module import LightningModule
+
+
+def check_call(arguments: Arguments, call: str, module: Any, datamodule: Any, *given: Any) -> None:
+    """Check what a call was given, before anything starts.
+
+    Raises:
+        TypeError: the model or datamodule is something else.
+        MisconfigurationException: a step, configure_optimizers or data is missing or given twice.
+
+    """
+    if not isinstance(module, LightningModule):
+        hint = ""
+        if isinstance(module, type) and issubclass(module, LightningModule):
+            hint = f" That is a class: write {module.__name__}()."
+        elif isinstance(module, torch.nn.Module):
+            hint = " Wrap it in a LightningModule with a training_step, or use hasten.Fabric."
+        raise TypeError(f"Trainer.{call}(model=...): use a LightningModule, not {_name(module)}.{hint}")
+    if datamodule is not None and not isinstance(datamodule, LightningDataModule):
+        raise TypeError(
+            f"Trainer.{call}(datamodule=...): use a LightningDataModule, not {_name(datamodule)}."
+        )
+    if datamodule is not None and any(one is not None for one in given):
+        raise MisconfigurationException(
+            f"Trainer.{call}(): data was given twice, as loaders and as a datamodule. Pass one of them."
+        )
+    step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(call)
+    if step is not None and not overrides(module, LightningModule, step):
+        near = _near_method(module, step)
+        raise MisconfigurationException(
+            f"Trainer.{call}(): {type(module).__name__} has no {step}(). Define it{near}."
+        )
+    if call == "predict" and not (
+        overrides(module, LightningModule, "predict_step") or overrides(module, LightningModule, "forward")
+    ):
+        raise MisconfigurationException(
+            f"Trainer.predict(): {type(module).__name__} has neither predict_step() nor forward(). Define one."
+        )
+    if call == "fit" and not overrides(module, LightningModule, "configure_optimizers"):
+        raise MisconfigurationException(
+            f"Trainer.fit(): {type(module).__name__} has no configure_optimizers()"
+            f"{_near_method(module, 'configure_optimizers')}. Define it, for instance: "
+            "def configure_optimizers(self): return torch.optim.Adam(self.parameters(), lr=1e-3)"
+        )
+    if call == "fit" and not module.automatic_optimization:
+        if arguments.gradient_clip_val:
+            raise MisconfigurationException(
+                f"Trainer(gradient_clip_val={arguments.gradient_clip_val}) does nothing with manual "
+                "optimisation. Call self.clip_gradients(optimizer, gradient_clip_val=...) in training_step."
+            )
+        if arguments.accumulate_grad_batches != 1:
+            raise MisconfigurationException(
+                f"Trainer(accumulate_grad_batches={arguments.accumulate_grad_batches}) does nothing with manual "
+                "optimisation. Step every so many batches in training_step instead."
+            )
+
+
+def check_fit(run: Run) -> None:
+    """Check what can only be checked with loaders and optimizers there.
+
+    Raises:
+        ValueError: they do not fit the arguments.
+
+    """
+    if not run.train.is_off():
+        run.checks.batches_between(run.train.limit)
+    for optimizer in run.optimizers:
+        if not any(group["params"] for group in optimizer.param_groups):
+            raise MisconfigurationException(f"The {type(optimizer).__name__} has no parameters to train.")
+    if not run.validation.is_off():
+        run.validation.load()
+
+
+def _near_method(module: object, name: str) -> str:
+    own = [key for key, value in vars(type(module)).items() if inspect.isfunction(value)]
+    near = nearest(name, [key for key in own if not hasattr(LightningModule, key)])
+    return f" (is {near!r} misspelt?)" if near else ""
+
+
+def _name(thing: Any) -> str:
+    return f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"

@@ -1,0 +1,300 @@
+"""Clusters: who started this process, which of how many it is, and where the processes meet."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from abc import ABC, abstractmethod
+
+from hasten._lib.rank_zero import rank_zero_only
+
+
+class ClusterEnvironment(ABC):
+    """What a process is told about the run it belongs to.
+
+    Subclass it for a cluster of your own and pass it as ``plugins=MyCluster()``.
+    """
+
+    @property
+    @abstractmethod
+    def creates_processes_externally(self) -> bool:
+        """Whether something else starts the processes, so that hasten must not."""
+
+    @property
+    @abstractmethod
+    def main_address(self) -> str:
+        """The host where the processes meet."""
+
+    @property
+    @abstractmethod
+    def main_port(self) -> int:
+        """The port where the processes meet."""
+
+    @staticmethod
+    @abstractmethod
+    def detect() -> bool:
+        """Say whether this process runs in such a cluster."""
+
+    @abstractmethod
+    def world_size(self) -> int:
+        """Return the number of processes."""
+
+    @abstractmethod
+    def set_world_size(self, size: int) -> None:
+        """Learn the number of processes, where the cluster does not say it."""
+
+    @abstractmethod
+    def global_rank(self) -> int:
+        """Return which process this is, from 0."""
+
+    @abstractmethod
+    def set_global_rank(self, rank: int) -> None:
+        """Learn which process this is, where the cluster does not say it."""
+
+    @abstractmethod
+    def local_rank(self) -> int:
+        """Return which process of its machine this is, from 0."""
+
+    @abstractmethod
+    def node_rank(self) -> int:
+        """Return which machine this is, from 0."""
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:  # noqa: B027 - most accept all
+        """Compare what the user asks for with what the cluster started.
+
+        Raises:
+            ValueError: they differ.
+
+        """
+
+    def teardown(self) -> None:  # noqa: B027 - most hold nothing
+        """Give back what the cluster holds."""
+
+
+class LightningEnvironment(ClusterEnvironment):
+    """One or several machines on which hasten starts the processes itself.
+
+    For several machines, start the script once on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK set. With
+    LOCAL_RANK set, each process was started by hand and none is started here.
+    """
+
+    def __init__(self) -> None:
+        self._main_port = -1
+        self._global_rank = 0
+        self._world_size = 1
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether LOCAL_RANK is set: then each process was started already."""
+        return "LOCAL_RANK" in os.environ
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR, or this machine."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT, or a free port."""
+        if self._main_port == -1:
+            self._main_port = _number("MASTER_PORT", None) or find_free_port()
+        return self._main_port
+
+    @staticmethod
+    def detect() -> bool:
+        """Return True: it is what remains when there is no other cluster."""
+        return True
+
+    def world_size(self) -> int:
+        """Return the number of processes."""
+        return self._world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Learn the number of processes."""
+        self._world_size = size
+
+    def global_rank(self) -> int:
+        """Return which process this is."""
+        return self._global_rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Learn which process this is."""
+        self._global_rank = rank
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+    def local_rank(self) -> int:
+        """Return LOCAL_RANK, or 0."""
+        return _number("LOCAL_RANK", 0) or 0
+
+    def node_rank(self) -> int:
+        """Return NODE_RANK (or GROUP_RANK), or 0."""
+        return _number("NODE_RANK", _number("GROUP_RANK", 0)) or 0
+
+
+class _Reported(ClusterEnvironment):
+    """A cluster that tells size and rank itself."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: the launcher started all processes."""
+        return True
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the launcher knows better."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the launcher knows better."""
+
+
+class TorchElasticEnvironment(_Reported):
+    """Processes started by ``torchrun``."""
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT."""
+        return _number("MASTER_PORT", 12910) or 12910
+
+    @staticmethod
+    def detect() -> bool:
+        """Say whether torchrun started this process."""
+        return "TORCHELASTIC_RUN_ID" in os.environ
+
+    def world_size(self) -> int:
+        """Return WORLD_SIZE."""
+        return _number("WORLD_SIZE", 1) or 1
+
+    def global_rank(self) -> int:
+        """Return RANK."""
+        return _number("RANK", 0) or 0
+
+    def local_rank(self) -> int:
+        """Return LOCAL_RANK."""
+        return _number("LOCAL_RANK", 0) or 0
+
+    def node_rank(self) -> int:
+        """Return GROUP_RANK."""
+        return _number("GROUP_RANK", 0) or 0
+
+    @staticmethod
+    def local_world_size() -> int:
+        """Return the number of processes on this machine."""
+        return _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1)) or 1
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare the number of devices with what torchrun started.
+
+        Raises:
+            ValueError: they differ.
+
+        """
+        if num_devices * num_nodes != self.world_size():
+            raise ValueError(
+                f"devices={num_devices}, num_nodes={num_nodes}: torchrun started {self.world_size()} processes. "
+                f"Use devices='auto', or torchrun --nnodes={num_nodes} --nproc-per-node={num_devices}."
+            )
+
+
+class SLURMEnvironment(_Reported):
+    """Processes started by ``srun``.
+
+    Args:
+        auto_requeue: kept for programs that pass it; hasten saves on SIGTERM and does not requeue.
+
+    """
+
+    def __init__(self, auto_requeue: bool = True) -> None:
+        self.auto_requeue = auto_requeue
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR, or the first host of SLURM_NODELIST."""
+        given = os.environ.get("MASTER_ADDR")
+        return given or first_host(os.environ.get("SLURM_NODELIST", "127.0.0.1"))
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT, or one derived from the job's number, the same on all machines."""
+        given = _number("MASTER_PORT", None)
+        if given is not None:
+            return given
+        digits = re.sub(r"\D", "", os.environ.get("SLURM_JOB_ID", ""))[-4:]
+        return 15000 + int(digits or 0)
+
+    @staticmethod
+    def detect() -> bool:
+        """Say whether srun started this process; an interactive shell in a job does not count."""
+        return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+    def world_size(self) -> int:
+        """Return SLURM_NTASKS."""
+        return _number("SLURM_NTASKS", 1) or 1
+
+    def global_rank(self) -> int:
+        """Return SLURM_PROCID."""
+        return _number("SLURM_PROCID", 0) or 0
+
+    def local_rank(self) -> int:
+        """Return SLURM_LOCALID."""
+        return _number("SLURM_LOCALID", 0) or 0
+
+    def node_rank(self) -> int:
+        """Return SLURM_NODEID."""
+        return _number("SLURM_NODEID", 0) or 0
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare the number of devices with the tasks of the job.
+
+        Raises:
+            ValueError: they differ.
+
+        """
+        if num_devices * num_nodes != self.world_size():
+            raise ValueError(
+                f"devices={num_devices}, num_nodes={num_nodes}: the SLURM job runs {self.world_size()} tasks. "
+                f"Use #SBATCH --nodes={num_nodes} --ntasks-per-node={num_devices} and start the program with srun."
+            )
+
+
+def find_cluster() -> ClusterEnvironment:
+    """Return the cluster this process runs in."""
+    for kind in (TorchElasticEnvironment, SLURMEnvironment):
+        if kind.detect():
+            return kind()
+    return LightningEnvironment()
+
+
+def find_free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a SLURM list of nodes.
+
+    Example::
+
+        >>> first_host("gpu[07-09,12],cpu1")
+        'gpu07'
+        >>> first_host("alpha,beta")
+        'alpha'
+
+    """
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0].split(" ")[0]
+
+
+def _number(name: str, default: int | None) -> int | None:
+    text = os.environ.get(name)
+    if text is None or text == "":
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"the environment variable {name}={text!r} is no whole number.") from None

@@ -1,0 +1,203 @@
+"""What processes say to each other. Every function returns its input where there is only one process."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten._lib.names import did_you_mean
+from hasten._lib.tree import map_tensors
+
+_OPERATIONS = ("mean", "sum", "max", "min", "product")
+
+
+def joined() -> bool:
+    """Say whether this process is in a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_size() -> int:
+    """Return the number of processes in the group, 1 without one."""
+    return dist.get_world_size() if joined() else 1
+
+
+def all_reduce(data: Any, op: Any = "mean", *, device: torch.device, group: Any = None) -> Any:
+    """Return ``data`` with each tensor reduced over all processes.
+
+    Args:
+        data: a tensor or a collection of tensors; the input is not changed.
+        op: "mean" (or "avg"), "sum", "max", "min", "product", or a ``torch.distributed.ReduceOp``.
+        device: where the backend wants tensors.
+        group: the processes; all by default.
+
+    Raises:
+        ValueError: there is no such operation.
+
+    """
+    name = operation_name(op)
+    if world_size() == 1:
+        return data
+    return map_tensors(lambda tensor: _reduce(tensor, name, device, group), data)
+
+
+def operation_name(op: Any) -> str:
+    """Return "mean", "sum", "max", "min" or "product".
+
+    Raises:
+        ValueError: there is no such operation.
+
+    """
+    if isinstance(op, str):
+        text = op.lower()
+    elif op is None:
+        text = "sum"
+    else:
+        text = str(getattr(op, "name", op)).rpartition(".")[2].lower()
+    text = {"avg": "mean", "average": "mean", "prod": "product"}.get(text, text)
+    if text not in _OPERATIONS:
+        raise ValueError(
+            f"reduce_op={op!r}: use one of {', '.join(map(repr, _OPERATIONS))}."
+            + did_you_mean(text, _OPERATIONS)
+        )
+    return text
+
+
+def _reduce(tensor: Tensor, name: str, device: torch.device, group: Any) -> Tensor:
+    reduced = tensor.detach().to(device, copy=True).contiguous()
+    if name == "mean":
+        if not (reduced.is_floating_point() or reduced.is_complex()):
+            reduced = reduced.to(torch.get_default_dtype())
+        dist.all_reduce(reduced, dist.ReduceOp.SUM, group=group)
+        reduced /= dist.get_world_size(group)
+    else:
+        # Boolean tensors have no sum; a maximum over bytes is their "any".
+        as_bytes = reduced.dtype == torch.bool
+        if as_bytes:
+            reduced = reduced.to(torch.int32)
+        dist.all_reduce(reduced, getattr(dist.ReduceOp, name.upper()), group=group)
+        if as_bytes and name in ("max", "min", "product"):
+            reduced = reduced.bool()
+    return reduced.to(tensor.device)
+
+
+def all_gather(data: Any, *, device: torch.device, group: Any = None, sync_grads: bool = False) -> Any:
+    """Return ``data`` with each tensor replaced by those of all processes, stacked in a new first dimension.
+
+    Args:
+        data: a tensor or a collection of tensors, of the same shapes on every process.
+        device: where the backend wants tensors.
+        group: the processes; all by default.
+        sync_grads: let gradients flow back to the processes that the tensors came from.
+
+    """
+    if world_size() == 1:
+        return data
+    return map_tensors(lambda tensor: _gather(tensor, device, group, sync_grads), data)
+
+
+def _gather(tensor: Tensor, device: torch.device, group: Any, sync_grads: bool) -> Tensor:
+    if sync_grads:
+        from torch.distributed.nn.functional import all_gather as gather_with_gradients
+
+        parts = gather_with_gradients(tensor.to(device).contiguous(), group or dist.group.WORLD)
+        return torch.stack(list(parts)).to(tensor.device)
+    sent = tensor.detach().to(device).contiguous()
+    parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, sent, group=group)
+    return torch.stack(parts).to(tensor.device)
+
+
+def broadcast(data: Any, src: int = 0, *, device: torch.device) -> Any:
+    """Return the object that process ``src`` passed; anything that can be pickled."""
+    if world_size() == 1:
+        return data
+    box = [data if dist.get_rank() == src else None]
+    dist.broadcast_object_list(box, src=src, device=_object_device(device))
+    return box[0]
+
+
+def gather_objects(data: Any, *, device: torch.device) -> list[Any]:
+    """Return the objects of all processes, in the order of their ranks, on every process."""
+    if world_size() == 1:
+        return [data]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, data)
+    return gathered
+
+
+def barrier(device: torch.device) -> None:
+    """Wait until every process is here."""
+    if world_size() == 1:
+        return
+    if device.type == "cuda":
+        dist.barrier(device_ids=[device.index])
+    else:
+        dist.barrier()
+
+
+def _object_device(device: torch.device) -> torch.device | None:
+    return device if device.type != "cpu" else None
+
+
+def join(
+    *,
+    backend: str,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: datetime.timedelta,
+    store: Any = None,
+) -> None:
+    """Join the process group, and leave it on every way out of the program.
+
+    Args:
+        backend: "gloo", "nccl", ....
+        rank: of this process.
+        world_size: number of processes.
+        device: the device of this process.
+        timeout: how long a collective may wait for the others.
+        store: where the processes meet; None for MASTER_ADDR and MASTER_PORT of the environment.
+
+    Raises:
+        RuntimeError: torch has no such backend, or the others did not come.
+
+    """
+    if joined():
+        if dist.get_world_size() != world_size:
+            raise RuntimeError(
+                f"this process is already in a group of {dist.get_world_size()} processes, but the run asks for "
+                f"{world_size}. Use the same devices and num_nodes everywhere in one program."
+            )
+        return
+    if not dist.is_available():
+        raise RuntimeError("this build of torch has no torch.distributed: use devices=1.")
+    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timeout}
+    if store is not None:
+        options["store"] = store
+    if device.type == "cuda" and "nccl" in backend:
+        options["device_id"] = device
+    dist.init_process_group(backend, **options)
+    _leave_at_exit()
+
+
+def leave() -> None:
+    """Leave the process group, if this process is in one."""
+    if joined():
+        dist.destroy_process_group()
+
+
+_registered = False
+
+
+def _leave_at_exit() -> None:
+    # A process that ends with its group alive may abort in the destructors of the backend's threads.
+    global _registered
+    if not _registered:
+        atexit.register(leave)
+        _registered = True
+

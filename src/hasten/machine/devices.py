@@ -1,0 +1,276 @@
+"""Accelerators: which devices a machine has, and which of them a run uses."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+
+class Accelerator(ABC):
+    """One kind of device.
+
+    Subclass it to bring your own: ``Trainer(accelerator=MyAccelerator())``.
+    """
+
+    @abstractmethod
+    def setup_device(self, device: torch.device) -> None:
+        """Make ``device`` the current one of this process.
+
+        Args:
+            device: one of ``get_parallel_devices``.
+
+        """
+
+    @abstractmethod
+    def teardown(self) -> None:
+        """Give back what the run held on the device."""
+
+    @staticmethod
+    @abstractmethod
+    def parse_devices(devices: Any) -> Any:
+        """Return what ``get_parallel_devices`` takes.
+
+        Args:
+            devices: as the user wrote it: a number, a list of indices, ``"0,1"``, -1.
+
+        Raises:
+            ValueError: there is no such device.
+            TypeError: it is no number and no list.
+
+        """
+
+    @staticmethod
+    @abstractmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        """Return the devices, one for each process on this machine."""
+
+    @staticmethod
+    @abstractmethod
+    def auto_device_count() -> int:
+        """Return how many devices ``devices="auto"`` takes."""
+
+    @staticmethod
+    @abstractmethod
+    def is_available() -> bool:
+        """Say whether this machine has such a device."""
+
+    @staticmethod
+    @abstractmethod
+    def name() -> str:
+        """Return the name users write, for instance ``"cuda"``."""
+
+    def get_device_stats(self, device: torch.device) -> dict[str, Any]:
+        """Return what is known about the load of ``device``: memory in bytes, use in percent."""
+        return {}
+
+
+class CPUAccelerator(Accelerator):
+    """The processor: one process, or several that share its cores.
+
+    Example::
+
+        >>> CPUAccelerator().get_parallel_devices(2)
+        [device(type='cpu'), device(type='cpu')]
+
+    """
+
+    def setup_device(self, device: torch.device) -> None:
+        """Check that ``device`` is the CPU."""
+        if device.type != "cpu":
+            raise RuntimeError(f"CPUAccelerator got the device {device}.")
+
+    def teardown(self) -> None:
+        """Do nothing: the CPU holds nothing."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        """Return the number of processes."""
+        number = _whole_number(devices)
+        if number is None:
+            raise (ValueError if isinstance(devices, str) else TypeError)(
+                f"devices={devices!r}, accelerator='cpu': the CPU has no indices. Use the number of "
+                "processes, for instance devices=2, or devices='auto' for one."
+            )
+        if number < 1:
+            raise ValueError(
+                f"devices={devices!r}, accelerator='cpu': use the number of processes, at least 1, "
+                "or devices='auto' for one."
+            )
+        return number
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        """Return the CPU, once for each process."""
+        return [torch.device("cpu")] * CPUAccelerator.parse_devices(devices)
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return 1: torch uses all cores from one process."""
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return True."""
+        return True
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"cpu"``."""
+        return "cpu"
+
+    def get_device_stats(self, device: torch.device) -> dict[str, Any]:
+        """Return the memory in use in bytes and the load of the last minute, where the system tells."""
+        stats: dict[str, Any] = {}
+        if hasattr(os, "getloadavg"):
+            stats["cpu_load_1min"] = os.getloadavg()[0]
+        return stats
+
+
+class CUDAAccelerator(Accelerator):
+    """NVIDIA (or ROCm) GPUs."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make ``device`` the current one."""
+        if device.type != "cuda":
+            raise RuntimeError(f"CUDAAccelerator got the device {device}.")
+        torch.cuda.set_device(device)
+
+    def teardown(self) -> None:
+        """Return cached memory to the driver, if CUDA was used at all."""
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        """Return the indices of the GPUs."""
+        return _parse_indices(devices, torch.cuda.device_count(), "CUDA")
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        """Return the GPUs."""
+        return [torch.device("cuda", index) for index in CUDAAccelerator.parse_devices(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return the number of GPUs that this process sees."""
+        return torch.cuda.device_count()
+
+    @staticmethod
+    def is_available() -> bool:
+        """Say whether there is a GPU."""
+        return torch.cuda.device_count() > 0
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"cuda"``."""
+        return "cuda"
+
+    def get_device_stats(self, device: torch.device) -> dict[str, Any]:
+        """Return torch's memory statistics, in bytes."""
+        return dict(torch.cuda.memory_stats(device))
+
+
+class MPSAccelerator(Accelerator):
+    """The GPU of an Apple computer."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """Check that ``device`` is an MPS device."""
+        if device.type != "mps":
+            raise RuntimeError(f"MPSAccelerator got the device {device}.")
+
+    def teardown(self) -> None:
+        """Return cached memory to the system."""
+        if MPSAccelerator.is_available():
+            torch.mps.empty_cache()
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        """Return the index of the one GPU."""
+        return _parse_indices(devices, 1, "MPS")
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        """Return the one GPU."""
+        return [torch.device("mps", index) for index in MPSAccelerator.parse_devices(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return 1."""
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        """Say whether torch can use the GPU."""
+        return torch.backends.mps.is_available()
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"mps"``."""
+        return "mps"
+
+    def get_device_stats(self, device: torch.device) -> dict[str, Any]:
+        """Return the memory in use, in bytes."""
+        return {"mps_current_allocated_bytes": torch.mps.current_allocated_memory()}
+
+
+ACCELERATORS: dict[str, type[Accelerator]] = {
+    "cpu": CPUAccelerator,
+    "cuda": CUDAAccelerator,
+    "mps": MPSAccelerator,
+}
+
+
+def best_accelerator() -> Accelerator:
+    """Return the fastest kind of device that this machine has."""
+    for kind in (CUDAAccelerator, MPSAccelerator):
+        if kind.is_available():
+            return kind()
+    return CPUAccelerator()
+
+
+def _whole_number(devices: Any) -> int | None:
+    if isinstance(devices, str):
+        text = devices.strip()
+        return int(text) if text.lstrip("-").isdigit() else None
+    if isinstance(devices, bool) or not hasattr(devices, "__index__"):
+        return None
+    return int(devices.__index__())
+
+
+def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
+    """Return the device indices that a number, a list or a text such as "0,1" asks for."""
+    has = f"this machine has {present} {kind} device{'' if present == 1 else 's'}"
+    number = _whole_number(devices)
+    if number is not None:
+        if number == -1:
+            number = present
+        if number < 1:
+            raise ValueError(f"devices={devices!r}: {has}. Use a number from 1 to {present}, or devices='auto'.")
+        if number > present:
+            raise ValueError(f"devices={devices!r}: {has}. Use devices={present}, or devices='auto'.")
+        return list(range(number))
+    if isinstance(devices, str):
+        parts = [part.strip() for part in devices.split(",") if part.strip()]
+        if not parts or not all(part.isdigit() for part in parts):
+            raise ValueError(f"devices={devices!r}: write a number, indices such as '0,1', or 'auto'.")
+        indices: list[Any] = [int(part) for part in parts]
+    elif isinstance(devices, (list, tuple)):
+        indices = list(devices)
+    else:
+        raise TypeError(
+            f"devices={devices!r}: use a number, a list of indices, a text such as '0,1', or 'auto', "
+            f"not {type(devices).__name__}."
+        )
+    if not indices:
+        raise ValueError(f"devices={devices!r} names no device: {has}. Use devices='auto', or a number.")
+    for index in indices:
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise TypeError(f"devices={devices!r}: {index!r} is no index. Use whole numbers, such as [0, 1].")
+        if not 0 <= index < present:
+            raise ValueError(f"devices={devices!r}: there is no {kind} device {index}; {has}, counted from 0.")
+    if len(set(indices)) != len(indices):
+        raise ValueError(f"devices={devices!r} names a device twice. Use each index once.")
+    return indices

@@ -1,0 +1,313 @@
+"""How the processes of a run are started: by somebody else, by running the script again, or as copies."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hasten._lib.names import did_you_mean
+from hasten.machine.cluster import ClusterEnvironment
+
+# Set in the processes started here: the id of the one that started them.
+_PARENT = "HASTEN_PARENT_PID"
+
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+
+# How long the first process may take to fail by itself, with its own traceback, after another one died.
+_GRACE_SECONDS = 4.0
+# How long the others may take to end after the first one has.
+_END_SECONDS = 30.0
+_KILL_SECONDS = 3.0
+_STORE_TIMEOUT = timedelta(minutes=5)
+
+Run = Callable[..., Any]
+
+
+class Launcher(ABC):
+    """Starts the other processes of a run."""
+
+    @abstractmethod
+    def launch(
+        self,
+        run: Run,
+        function: Callable[..., Any],
+        *args: Any,
+        cluster: ClusterEnvironment,
+        num_processes: int,
+        owner: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return what ``run(local_rank, store, function, *args, **kwargs)`` returns in the first process.
+
+        Args:
+            run: joins the process group and calls the function.
+            function: what is called in every process.
+            args: for the function.
+            cluster: who this process is.
+            num_processes: on this machine.
+            owner: whose state after the run is wanted here.
+            kwargs: for the function.
+
+        """
+
+
+def launcher_for(start_method: str, *, owner: str) -> Launcher:
+    """Return the launcher for "popen", "spawn", "fork" or "forkserver".
+
+    Raises:
+        ValueError: there is no such method.
+
+    """
+    if start_method == "popen":
+        return RunScriptAgain()
+    if start_method in START_METHODS:
+        from hasten.machine.spawn import StartCopies
+
+        return StartCopies(start_method)
+    raise ValueError(
+        f"{owner}(start_method={start_method!r}): use one of {', '.join(map(repr, START_METHODS))}."
+        + did_you_mean(str(start_method), START_METHODS)
+    )
+
+
+def join_external(
+    run: Run, function: Callable[..., Any], *args: Any, cluster: ClusterEnvironment, kwargs: dict[str, Any]
+) -> Any:
+    """Call ``run`` in a process that somebody else started."""
+    store = None
+    if _PARENT in os.environ:
+        _end_with_parent(int(os.environ[_PARENT]))
+        if "HASTEN_STORE" in os.environ:
+            store = connect_store(os.environ["HASTEN_STORE"])
+    if store is None:
+        _publish_address(cluster)
+    return run(None, store, function, *args, **kwargs)
+
+
+def _publish_address(cluster: ClusterEnvironment) -> None:
+    """Put the place where the processes meet where torch reads it."""
+    os.environ["MASTER_ADDR"] = str(cluster.main_address)
+    os.environ["MASTER_PORT"] = str(cluster.main_port)
+
+
+def host_store() -> tuple[Any, str]:
+    """Return a store that this process serves and the address under which others reach it."""
+    # Port 0: the system picks one and holds it, so that no other program can take it in between.
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+    )
+    return torch.distributed.PrefixStore("hasten", store), f"127.0.0.1:{store.port}"
+
+
+def connect_store(address: str) -> Any:
+    """Return the store another process serves."""
+    host, _, port = address.rpartition(":")
+    store = torch.distributed.TCPStore(host, int(port), is_master=False, timeout=_STORE_TIMEOUT)
+    return torch.distributed.PrefixStore("hasten", store)
+
+
+def share_cores(num_processes: int) -> int:
+    """Return how many threads each process should use so that all together use each core once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // num_processes)
+
+
+class RunScriptAgain(Launcher):
+    """Run the program again, from its first line, once for each other process of this machine."""
+
+    def launch(
+        self,
+        run: Run,
+        function: Callable[..., Any],
+        *args: Any,
+        cluster: ClusterEnvironment,
+        num_processes: int,
+        owner: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """See ``Launcher``."""
+        if cluster.creates_processes_externally:
+            return join_external(run, function, *args, cluster=cluster, kwargs=kwargs)
+        single_machine = cluster.world_size() == num_processes and "MASTER_PORT" not in os.environ
+        store, address = host_store() if single_machine else (None, None)
+        if address is None:
+            _publish_address(cluster)
+        global _children
+        if num_processes > 1:
+            command = command_of_this_program()
+            environment = {
+                "MASTER_ADDR": "127.0.0.1" if address is not None else os.environ["MASTER_ADDR"],
+                "MASTER_PORT": address.rpartition(":")[2] if address is not None else os.environ["MASTER_PORT"],
+                "NODE_RANK": str(cluster.node_rank()),
+                "WORLD_SIZE": str(cluster.world_size()),
+            }
+            if "OMP_NUM_THREADS" not in os.environ:
+                threads = share_cores(num_processes)
+                environment["OMP_NUM_THREADS"] = str(threads)
+                torch.set_num_threads(threads)
+            _children = Children(
+                command, environment, address, num_processes, cluster.node_rank() * num_processes
+            )
+            # Whoever looks who this process is finds the same answer as in the others.
+            os.environ.update(environment, LOCAL_RANK="0")
+        children = _children
+        try:
+            return run(0, store, function, *args, **kwargs)
+        except Exception as error:
+            # With a dead partner the collectives here fail too, with a text about sockets.
+            if children is not None and (said := children.why_dead(wait_seconds=1.0)) is not None:
+                raise RuntimeError(said) from error
+            raise
+
+
+def command_of_this_program() -> list[str]:
+    """Return the command that runs this program again.
+
+    Raises:
+        RuntimeError: there is none: this is an interactive session.
+
+    """
+    import __main__
+
+    flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()
+    spec = getattr(__main__, "__spec__", None)
+    if spec is not None:
+        return [sys.executable, *flags, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    file = getattr(__main__, "__file__", None)
+    if file is not None and os.path.exists(file):
+        # Absolute: the program may have changed its folder since it was started.
+        return [sys.executable, *flags, os.path.abspath(file), *sys.argv[1:]]
+    if "-c" in sys.orig_argv:
+        return [sys.executable, *sys.orig_argv[1:]]
+    raise RuntimeError(
+        "strategy='ddp' runs the program again for each process, and an interactive session cannot be run "
+        "again. Use strategy='ddp_notebook' here."
+    )
+
+
+class Children:
+    """The other processes of this machine, and a thread that sees one of them die."""
+
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        address: str | None,
+        num_processes: int,
+        first_rank: int,
+    ) -> None:
+        self._first_rank = first_rank
+        self._dead: str | None = None
+        self._seen = threading.Event()
+        self._ended = False
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        common = {**os.environ, **environment, _PARENT: str(os.getpid())}
+        if address is not None:
+            common["HASTEN_STORE"] = address
+        for local_rank in range(1, num_processes):
+            self._processes[local_rank] = subprocess.Popen(
+                command, env={**common, "LOCAL_RANK": str(local_rank)}
+            )
+        atexit.register(self.end)
+        threading.Thread(target=self._watch, name="hasten-children", daemon=True).start()
+
+    def why_dead(self, *, wait_seconds: float) -> str | None:
+        """Return which process died and how, waiting a moment for it to be seen; None if all live."""
+        self._seen.wait(wait_seconds)
+        return self._dead
+
+    def _watch(self) -> None:
+        while not self._ended:
+            for local_rank, process in self._processes.items():
+                code = process.poll()
+                if code is not None and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+                    self._dead = describe_death(self._first_rank + local_rank, code)
+                    self._seen.set()
+                    self._give_up()
+                    return
+            time.sleep(0.1)
+
+    def _give_up(self) -> None:
+        """End the whole run, unless the main thread does so itself within the grace."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline:
+            if self._ended:
+                return
+            time.sleep(0.1)
+        # The main thread waits for a partner that will not come.
+        os.write(2, f"RuntimeError: {self._dead}\n".encode())
+        stop_processes(self._processes.values())
+        os._exit(1)
+
+    def end(self) -> None:
+        """Wait for the others to end, and end those that do not."""
+        failed = self._dead is not None or getattr(sys, "last_value", None) is not None
+        deadline = time.monotonic() + (0.5 if failed else _END_SECONDS)
+        while time.monotonic() < deadline:
+            if all(process.poll() is not None for process in self._processes.values()):
+                break
+            time.sleep(0.05)
+        self._ended = True
+        stop_processes(self._processes.values())
+
+
+_children: Children | None = None
+
+
+def describe_death(rank: int, code: int) -> str:
+    """Return a sentence about a process that ended on its own."""
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = str(-code)
+        how = f"was killed by {name}"
+        if name == "SIGKILL":
+            how += " (often the system, for want of memory)"
+    else:
+        how = f"ended with exit code {code}; its error is printed above"
+    return f"the process of rank {rank} {how}. All processes of the run were stopped."
+
+
+def stop_processes(processes: Any) -> None:
+    """Terminate processes, and kill those that do not end within seconds."""
+    alive = [process for process in processes if process.poll() is None]
+    for process in alive:
+        process.terminate()
+    deadline = time.monotonic() + _KILL_SECONDS
+    while alive and time.monotonic() < deadline:
+        alive = [process for process in alive if process.poll() is None]
+        time.sleep(0.02)
+    for process in alive:
+        process.kill()
+        process.wait()
+
+
+_watching_parent = False
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process when the one that started it is gone, however it went."""
+    global _watching_parent
+    if _watching_parent:
+        return
+    _watching_parent = True
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os.write(2, b"The process that started this one is gone: ending.\n")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="hasten-parent", daemon=True).start()

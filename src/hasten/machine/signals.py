@@ -1,0 +1,111 @@
+"""Ctrl-C and SIGTERM end a run between two steps, on all processes at the same one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten._lib.rank_zero import rank_zero_only
+
+AllReduce = Callable[..., Tensor]
+
+# A terminal sends Ctrl-C to all processes of a run, and so may the one that started them: within this time
+# it is the same key press.
+_SAME_PRESS_SECONDS = 0.5
+_SECONDS_BETWEEN_CHECKS = 1.0
+
+
+class StopRequests:
+    """Note SIGINT and SIGTERM instead of dying of them, while the context is open.
+
+    Args:
+        all_reduce: ``runtime.all_reduce`` where several processes must agree, else None.
+
+    Handlers are installed in the main thread only (elsewhere Python allows none) and taken back at the end.
+    A second Ctrl-C raises KeyboardInterrupt at once.
+
+    Example::
+
+        >>> with StopRequests() as stop:
+        ...     stop.signal is None
+        True
+
+    """
+
+    def __init__(self, all_reduce: AllReduce | None = None) -> None:
+        self.signal: int | None = None
+        self._all_reduce = all_reduce
+        self._previous: dict[int, Any] = {}
+        self._first_interrupt = 0.0
+        self._next_check: int | None = None
+        self._last_check = (0, 0.0)
+        self._interval = 1
+
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            # None: the handler was not installed from Python and cannot be put back by it.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            if self.signal == signal.SIGINT and now - self._first_interrupt > _SAME_PRESS_SECONDS:
+                raise KeyboardInterrupt
+            if self.signal is None:
+                self._first_interrupt = now
+                if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                    # os.write: print is not safe in a signal handler that interrupted another print.
+                    os.write(2, b"\nStopping after this step. Press Ctrl-C again to stop at once.\n")
+        if self.signal is None:
+            self.signal = number
+        previous = self._previous.get(number)
+        if callable(previous) and previous is not signal.default_int_handler:
+            # A handler of the user's own (a cluster's requeue, a notebook's) still wants to know.
+            previous(number, frame)
+
+    def due(self, step: int) -> bool:
+        """Say whether ``agreed`` is to be called at ``step``: the same answer on every process.
+
+        Args:
+            step: a counter that is equal on all processes.
+
+        """
+        if self._next_check is None:
+            self._last_check = (step - 1, time.monotonic())
+            self._next_check = step
+        return step >= self._next_check
+
+    def agreed(self) -> int | None:
+        """Return the signal that arrived at any process; all call it at the same step."""
+        if self._all_reduce is None:
+            return self.signal
+        assert self._next_check is not None, "due() comes first"
+        step, now = self._next_check, time.monotonic()
+        last_step, last_time = self._last_check
+        seconds_per_step = (now - last_time) / max(1, step - last_step)
+        mine = torch.tensor([float(self.signal or 0), seconds_per_step], dtype=torch.float64)
+        # This is a sync point, about once a second.
+        number, slowest = self._all_reduce(mine, op="max").tolist()
+        # At most twice as long as the last time: the first steps say little about the next.
+        wanted = int(_SECONDS_BETWEEN_CHECKS / max(slowest, 1e-9))
+        self._interval = max(1, min(wanted, 2 * self._interval))
+        self._last_check = (step, now)
+        self._next_check = step + self._interval
+        return int(number) or None

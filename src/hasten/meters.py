@@ -1,0 +1,499 @@
+"""Values given to ``self.log``: accumulated on the device, reduced, and published when they have arrived.
+
+Nothing here reads from the device between two logging intervals. ``record`` keeps a detached copy of a
+value where it lives and adds it to the epoch's total there; ``publish_step`` and ``close_epoch`` stack
+what is due, reduce it over the processes with one collective an operation, and move it to the host in one
+copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hasten._lib.batch_size import batch_size_of
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.host import Arrival, send_to_host
+from hasten.meter import Context, Meter, Options, describe, is_metric
+
+if TYPE_CHECKING:
+    from hasten.hooks import Hook
+
+(PROG_BAR, LOGGER, ON_STEP, ON_EPOCH, REDUCE, GRAPH, SYNC, GROUP, ADD_LOADER, ATTRIBUTE, ZERO_ONLY) = range(
+    11
+)
+
+# The bar gets a fresh value this often even when the logging interval is far away (long steps).
+BAR_INTERVAL_SECONDS = 5.0
+
+
+class Collectives(Protocol):
+    """What the meters need of the runtime to agree over processes."""
+
+    global_rank: int
+    world_size: int
+    device: torch.device
+
+    def all_reduce(self, data: Any, op: str = "mean") -> Any:
+        """Reduce tensors over all processes."""
+
+
+class MetricSink(Protocol):
+    """What the meters need of a logger."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Write one row."""
+
+    def log_hyperparams(self, params: Any) -> None:
+        """Write hyper-parameters."""
+
+    def log_graph(self, model: Any) -> None:
+        """Write the model's graph."""
+
+    def save(self) -> None:
+        """Flush if it is time to."""
+
+
+class Meters:
+    """All values logged in a run, by stage and hook."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+        self.on_first_process = collectives.global_rank == 0
+        self.loggers: Sequence[MetricSink] = ()
+        self.batch: Any = None
+        self.batch_size: int = 0
+        self.logs_evaluation_steps = False
+        self.context: Context = _OUTSIDE
+        self.callback_values: dict[str, float] = {}
+        self.logged_values: dict[str, float] = {}
+        self.bar_values: dict[str, float] = {}
+        self._contexts: dict[str, Context] = {}
+        self._on_the_way: list[tuple[Arrival, list[tuple[Meter, str]], int, int]] = []
+        self._bar_sent = 0.0
+        self._warned: set[str] = set()
+
+    # -- where a value is logged
+
+    def context_of(self, row: Hook) -> Context:
+        """Return the context of a hook; the same object each time."""
+        context = self._contexts.get(row.name)
+        if context is None:
+            context = self._contexts[row.name] = Context(row)
+        return context
+
+    def inside(self, row: Hook, listeners: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+        """Return a function that calls ``listeners`` in order, with ``self.log`` meaning this hook."""
+        context = self.context_of(row)
+
+        if len(listeners) == 1:
+            (only,) = listeners
+
+            def call_one(*arguments: Any) -> Any:
+                before = self.context
+                self.context = context
+                try:
+                    return only(*arguments)
+                finally:
+                    self.context = before
+
+            return call_one
+
+        def call(*arguments: Any) -> Any:
+            before = self.context
+            self.context = context
+            result = None
+            try:
+                for listener in listeners:
+                    result = listener(*arguments)
+                return result
+            finally:
+                self.context = before
+
+        return call
+
+    # -- taking values
+
+    def record(self, name: str, value: Any, options: Options, batch_size: Any) -> None:
+        """Take one value given to ``self.log``; the first call of a name in a hook settles its meaning."""
+        context = self.context
+        meter = context.meters.get(name)
+        if meter is None or meter.options != options:
+            meter = self._settle(context, name, value, options)
+        meter.add(value, batch_size)
+
+    def _settle(self, context: Context, name: str, value: Any, options: Options) -> Meter:
+        row = context.row
+        where = f"self.log({name!r}, ...) in {row.name}"
+        if row.log is None:
+            raise MisconfigurationException(
+                f"{where}: values cannot be logged here. Log them in a step, or in an epoch hook such as "
+                "on_train_epoch_end."
+            )
+        if not isinstance(name, str):
+            raise TypeError(f"{where}: the name must be a str, got {type(name).__name__}.")
+        if "/dataloader_idx_" in name:
+            raise MisconfigurationException(
+                f"{where}: names containing '/dataloader_idx_' are given by the Trainer itself. "
+                "Choose another name, or use add_dataloader_idx."
+            )
+        meter = context.meters.get(name)
+        if meter is None:
+            meter = context.meters[name] = Meter(name, self)
+        elif meter.options is not None:
+            raise MisconfigurationException(
+                f"{where}: this name was logged here before with other arguments "
+                f"({_differences(meter.options, options)}). Use the same arguments each time, or another name."
+            )
+        on_step = row.log.on_step if options[ON_STEP] is None else options[ON_STEP]
+        on_epoch = row.log.on_epoch if options[ON_EPOCH] is None else options[ON_EPOCH]
+        if on_step and not row.log.step_allowed:
+            raise MisconfigurationException(
+                f"{where}: on_step=True is not possible here, there is no step. Use on_epoch=True (the default)."
+            )
+        if not on_step and not on_epoch:
+            raise MisconfigurationException(
+                f"{where}: with on_step=False and on_epoch=False the value goes nowhere. Set one of them."
+            )
+        meter.on_step, meter.on_epoch = bool(on_step), bool(on_epoch)
+        meter.prog_bar = bool(options[PROG_BAR])
+        meter.logger = options[LOGGER] is None or bool(options[LOGGER])
+        meter.reduce = _reduction(options[REDUCE], where)
+        meter.enable_graph = bool(options[GRAPH])
+        meter.sync = bool(options[SYNC]) and self.collectives.world_size > 1
+        meter.zero_only = bool(options[ZERO_ONLY])
+        if context.loader_idx is not None and options[ADD_LOADER]:
+            meter.loader_suffix = f"/dataloader_idx_{context.loader_idx}"
+        if is_metric(value):
+            meter.metric = value
+        elif self.collectives.world_size > 1 and on_epoch and not options[SYNC] and not options[ZERO_ONLY]:
+            self._warn(
+                name,
+                f"{where}: the mean over the epoch is taken on each process alone. "
+                "Pass sync_dist=True to take it over all processes.",
+            )
+        if on_step and row.stage != "train":
+            self.logs_evaluation_steps = True
+        meter.options = options
+        return meter
+
+    def find_batch_size(self, name: str) -> int:
+        """Return how many samples the batch in hand has; read once a batch, and only when needed."""
+        if self.context.row.log is None or not self.context.row.log.step_allowed:
+            return 1
+        size, certain = batch_size_of(self.batch)
+        if not certain:
+            self._warn(
+                "batch_size",
+                f"self.log({name!r}, ...): an epoch mean is weighted by the batch size, and this batch does not "
+                f"tell it ({describe(self.batch)}); {size} was taken. "
+                f"Write self.log({name!r}, ..., batch_size=...) to say it.",
+            )
+        self.batch_size = size
+        return size
+
+    # -- publishing
+
+    def publish_step(self, step: int, epoch: int, *, to_loggers: bool) -> None:
+        """Send the latest training values on their way to the host; ``step`` is the loggers' x axis."""
+        entries = [
+            (meter, meter.step_name)
+            for meter in self._stage("train")
+            if meter.on_step and (meter.prog_bar or (meter.logger and to_loggers)) and meter.value is not None
+        ]
+        entries = [entry for entry in entries if entry[0].step_value() is not None]
+        if entries:
+            self._send(entries, step if to_loggers else -1, epoch)
+        self.deliver()
+
+    def publish_bar(self, epoch: int) -> None:
+        """Refresh the bar's values when steps are so long that the logging interval is far away."""
+        now = time.monotonic()
+        if now - self._bar_sent > BAR_INTERVAL_SECONDS:
+            self._bar_sent = now
+            self.publish_step(0, epoch, to_loggers=False)
+
+    def publish_evaluation_step(self, stage: str, step: int, epoch: int) -> None:
+        """Send values logged with ``on_step=True`` in an evaluation step."""
+        entries = [
+            (meter, meter.step_name)
+            for meter in self._stage(stage, current_loader=True)
+            if meter.on_step and meter.step_value() is not None
+        ]
+        if entries:
+            self._send(entries, step, epoch)
+        if len(self._on_the_way) > 64:
+            self.deliver()
+
+    def _send(self, entries: list[tuple[Meter, str]], step: int, epoch: int) -> None:
+        self._bar_sent = time.monotonic()
+        values = [meter.step_value() for meter, _ in entries]
+        values = self._synchronised(values, [meter for meter, _ in entries])
+        self._on_the_way.append((send_to_host(values), entries, step, epoch))
+
+    def deliver(self, *, wait: bool = False) -> None:
+        """Hand to loggers and bar what has arrived on the host, in order."""
+        while self._on_the_way and (wait or self._on_the_way[0][0].ready()):
+            arrival, entries, step, epoch = self._on_the_way.pop(0)
+            log: dict[str, float] = {}
+            for (meter, name), value in zip(entries, arrival.values(), strict=True):
+                if meter.prog_bar:
+                    self.bar_values[name] = value
+                if meter.logger and step >= 0:
+                    log[name] = value
+            if log:
+                self._log(log, step, epoch)
+
+    def _log(self, values: dict[str, float], step: int, epoch: int) -> None:
+        self.logged_values.update(values)
+        row = dict(values)
+        row.setdefault("epoch", epoch)
+        step = int(row.pop("step", step))
+        for logger in self.loggers:
+            logger.log_metrics(metrics=dict(row), step=step)
+            logger.save()
+
+    def close_epoch(self, stage: str) -> tuple[list[dict[str, float]], dict[str, float]]:
+        """Compute what the epoch gathered so far; waits for the device.
+
+        Returns the values by dataloader (for ``validate`` and ``test``), and the values for the loggers.
+        """
+        self.deliver(wait=True)
+        meters: list[tuple[int, Meter]] = []
+        for context in self._contexts.values():
+            if context.row.stage == stage:
+                for loader_idx, by_name in context.by_loader.items():
+                    found = (
+                        meter for meter in by_name.values() if meter.on_epoch and meter.weight is not None
+                    )
+                    meters += [(loader_idx or 0, meter) for meter in found if _has_epoch_value(meter)]
+        latest = self._latest_step_values(stage)
+        values = self._epoch_values([meter for _, meter in meters])
+        log: dict[str, float] = {}
+        self.callback_values.update(latest)
+        loaders = max((index for index, _ in meters), default=0) + 1
+        by_loader: list[dict[str, float]] = [{} for _ in range(loaders)]
+        for (loader_idx, meter), value in zip(meters, values, strict=True):
+            for name in {meter.plain_name, meter.epoch_name}:
+                self.callback_values[name] = value
+                by_loader[loader_idx][name] = value
+            if meter.prog_bar:
+                self.bar_values[meter.epoch_name] = value
+            if meter.logger:
+                log[meter.epoch_name] = value
+            meter.weight = None  # computed: not again when the epoch's last hooks log more
+        return by_loader, log
+
+    def _latest_step_values(self, stage: str) -> dict[str, float]:
+        """Read the last step's values: callbacks may ask for them after the epoch is reset."""
+        if stage != "train":
+            return {}
+        found = [meter for meter in self._stage(stage) if meter.on_step and meter.step_value() is not None]
+        values = send_to_host([meter.step_value() for meter in found]).values()
+        return {
+            name: value
+            for meter, value in zip(found, values, strict=True)
+            for name in ((meter.step_name,) if meter.on_epoch else (meter.step_name, meter.plain_name))
+        }
+
+    def log_epoch(self, values: dict[str, float], step: int, epoch: int) -> None:
+        """Write the values of an epoch as one row."""
+        if values:
+            self._log(values, step, epoch)
+
+    def _epoch_values(self, meters: list[Meter]) -> list[float]:
+        with torch.inference_mode(False), torch.no_grad():
+            parts = [meter.epoch_value() for meter in meters]
+            numerators: list[Any] = []
+            for meter, (total, weight, reduce) in zip(meters, parts, strict=True):
+                if reduce == "mean" and not meter.sync:
+                    total = total / weight
+                numerators.append(total)
+            synced = [i for i, meter in enumerate(meters) if meter.sync and parts[i][2] != "metric"]
+            for op in ("mean", "sum", "max", "min"):
+                chosen = [i for i in synced if parts[i][2] == op]
+                if not chosen:
+                    continue
+                stacked = [self._as_tensor(numerators[i]) for i in chosen]
+                if op == "mean":
+                    stacked += [self._as_tensor(parts[i][1]) for i in chosen]
+                reduced = self.collectives.all_reduce(
+                    torch.stack(stacked), op="sum" if op == "mean" else op
+                ).unbind()
+                for k, i in enumerate(chosen):
+                    numerators[i] = reduced[k] / reduced[k + len(chosen)] if op == "mean" else reduced[k]
+            return send_to_host(numerators).values()
+
+    def _synchronised(self, values: list[Any], meters: list[Meter]) -> list[Any]:
+        for op in ("mean", "sum", "max", "min"):
+            chosen = [i for i, m in enumerate(meters) if m.sync and m.metric is None and m.reduce == op]
+            if chosen:
+                stacked = torch.stack([self._as_tensor(values[i]) for i in chosen])
+                for i, value in zip(
+                    chosen, self.collectives.all_reduce(stacked, op=op).unbind(), strict=True
+                ):
+                    values[i] = value
+        return values
+
+    def _as_tensor(self, value: Any) -> Tensor:
+        device = self.collectives.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        return torch.as_tensor(value, device=device).to(dtype)
+
+    # -- epochs
+
+    def start_epoch(self, stage: str) -> None:
+        """Forget what the stage's last epoch gathered."""
+        for meter in self._stage(stage):
+            meter.reset()
+
+    def enter_loader(self, stage: str, loader_idx: int | None) -> None:
+        """Say which of several dataloaders the next values come from; None when there is one."""
+        for context in self._contexts.values():
+            if context.row.stage == stage and context.row.log is not None and context.row.log.step_allowed:
+                context.enter_loader(loader_idx)
+
+    def forget_callback_values(self) -> None:
+        """Drop everything shown to callbacks and the bar: the sanity check leaves nothing behind."""
+        self.callback_values, self.logged_values, self.bar_values = {}, {}, {}
+
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Return the latest value of every name as tensors; reading one of them may wait for the device."""
+        metrics = {name: torch.tensor(value) for name, value in self.callback_values.items()}
+        for meter in self._stage("train"):
+            value = meter.step_value() if meter.on_step and meter.weight is not None else None
+            if value is not None:
+                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+                metrics[meter.plain_name] = metrics[meter.step_name] = tensor
+        return metrics
+
+    def names_logged(self) -> list[str]:
+        """Return every name under which something was logged so far."""
+        return sorted(self.callback_metrics())
+
+    def _stage(self, stage: str, *, current_loader: bool = False) -> Iterable[Meter]:
+        for context in self._contexts.values():
+            if context.row.stage == stage:
+                yield from list(context.meters.values() if current_loader else context.all_meters())
+
+    def _warn(self, key: str, message: str) -> None:
+        from hasten._lib.rank_zero import rank_zero_warn
+
+        if key not in self._warned:
+            self._warned.add(key)
+            rank_zero_warn(message)
+
+    # -- state
+
+    def state_dict(self, attribute_of: Callable[[Any], str | None]) -> dict[str, Any]:
+        """Return what an interrupted training epoch has gathered, as plain data and tensors."""
+        kept = []
+        for context in self._contexts.values():
+            if context.row.stage != "train":
+                continue
+            for meter in context.meters.values():
+                attribute = None if meter.metric is None else attribute_of(meter.metric)
+                if meter.value is None or (meter.metric is not None and attribute is None):
+                    continue
+                kept.append(
+                    {
+                        "hook": context.row.name,
+                        "name": meter.name,
+                        "on_step": meter.on_step,
+                        "on_epoch": meter.on_epoch,
+                        "prog_bar": meter.prog_bar,
+                        "logger": meter.logger,
+                        "reduce": meter.reduce,
+                        "sync": meter.sync,
+                        "metric": attribute,
+                        "value": None if meter.metric is not None else _plain(meter.value),
+                        "total": _plain(meter.total),
+                        "weight": _plain(meter.weight),
+                    }
+                )
+        return {
+            "train": kept,
+            "callback": dict(self.callback_values),
+            "logged": dict(self.logged_values),
+            "bar": dict(self.bar_values),
+        }
+
+    def load_state_dict(
+        self, state: dict[str, Any], rows: Mapping[str, Hook], metric_at: Callable[[str], Any]
+    ) -> None:
+        """Take back what ``state_dict`` returned."""
+        self.callback_values = dict(state["callback"])
+        self.logged_values = dict(state["logged"])
+        self.bar_values = dict(state["bar"])
+        device = self.collectives.device
+        for kept in state["train"]:
+            context = self.context_of(rows[kept["hook"]])
+            meter = context.meters[kept["name"]] = Meter(kept["name"], self)
+            for field in ("on_step", "on_epoch", "prog_bar", "logger", "reduce", "sync"):
+                setattr(meter, field, kept[field])
+            meter.enable_graph = meter.zero_only = False
+            if kept["metric"] is not None:
+                meter.metric = meter.value = metric_at(kept["metric"])
+            else:
+                meter.value = _on(device, kept["value"])
+            meter.total = _on(device, kept["total"])
+            meter.weight = _on(device, kept["weight"])
+
+
+def _has_epoch_value(meter: Meter) -> bool:
+    return meter.value is not None if meter.metric is not None else meter.total is not None
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _reduction(reduce_fx: Any, where: str) -> str:
+    named = {"mean": "mean", "avg": "mean", "average": "mean", "sum": "sum", "min": "min", "max": "max"}
+    functions = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
+    functions |= {max: "max", min: "min", sum: "sum"}
+    found = named.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else functions.get(reduce_fx)
+    if found is None:
+        raise MisconfigurationException(
+            f"{where}: reduce_fx={reduce_fx!r} is not known. Use 'mean', 'sum', 'min' or 'max'; for anything "
+            "else log a torchmetrics.Metric."
+        )
+    return found
+
+
+def _differences(old: Options, new: Options) -> str:
+    names = (
+        "prog_bar",
+        "logger",
+        "on_step",
+        "on_epoch",
+        "reduce_fx",
+        "enable_graph",
+        "sync_dist",
+        "sync_dist_group",
+        "add_dataloader_idx",
+        "metric_attribute",
+        "rank_zero_only",
+    )
+    return ", ".join(
+        f"{name}={before!r} then {after!r}"
+        for name, before, after in zip(names, old, new, strict=True)
+        if before != after
+    )
+
+
+class _Nowhere:
+    name = "a place outside the Trainer's hooks"
+    stage = None
+    log = None
+
+
+_OUTSIDE = Context(_Nowhere())  # type: ignore[arg-type]

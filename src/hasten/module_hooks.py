@@ -1,0 +1,136 @@
+"""ModelHooks: the moments of a run a module may act at; ``hasten.hooks.HOOKS`` has their order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class ModelHooks:
+    """The hooks of a module; each does nothing unless it says otherwise."""
+
+    def on_fit_start(self) -> None:
+        """Called when fit begins, after ``setup``."""
+
+    def on_fit_end(self) -> None:
+        """Called when fit ends."""
+
+    def on_train_start(self) -> None:
+        """Called before the first training epoch."""
+
+    def on_train_end(self) -> None:
+        """Called after the last training epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Called before the first batch of a training epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """Called after the last batch of a training epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Called before a training batch; return -1 to skip the rest of the epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after a training batch."""
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Called before gradients are cleared."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Called before backward."""
+
+    def on_after_backward(self) -> None:
+        """Called after backward, before the optimizer steps."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called when gradients are complete and unscaled, before they are clipped."""
+
+    def on_validation_start(self) -> None:
+        """Called when validation begins."""
+
+    def on_validation_end(self) -> None:
+        """Called when validation ends."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Called before the first validation batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        """Called after the last validation batch."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a validation batch."""
+
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called after a validation batch."""
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Called before validation within fit, to free the memory of the gradients."""
+        assert isinstance(self, nn.Module)
+        self.zero_grad()
+
+    def on_validation_model_eval(self) -> None:
+        """Called when validation begins, to switch to eval mode."""
+        assert isinstance(self, nn.Module)
+        self.eval()
+
+    def on_validation_model_train(self) -> None:
+        """Called when validation ends; by default every sub-module gets back the mode it had."""
+
+    def on_test_start(self) -> None:
+        """Called when a test begins."""
+
+    def on_test_end(self) -> None:
+        """Called when a test ends."""
+
+    def on_test_epoch_start(self) -> None:
+        """Called before the first test batch."""
+
+    def on_test_epoch_end(self) -> None:
+        """Called after the last test batch."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a test batch."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after a test batch."""
+
+    def on_test_model_eval(self) -> None:
+        """Called when a test begins, to switch to eval mode."""
+        assert isinstance(self, nn.Module)
+        self.eval()
+
+    def on_test_model_train(self) -> None:
+        """Called when a test ends; by default every sub-module gets back the mode it had."""
+
+    def on_predict_start(self) -> None:
+        """Called when prediction begins."""
+
+    def on_predict_end(self) -> None:
+        """Called when prediction ends."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Called before the first prediction batch."""
+
+    def on_predict_epoch_end(self) -> None:
+        """Called after the last prediction batch."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a prediction batch."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after a prediction batch."""
+
+    def on_predict_model_eval(self) -> None:
+        """Called when prediction begins, to switch to eval mode."""
+        assert isinstance(self, nn.Module)
+        self.eval()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Called before a checkpoint is written; may change ``checkpoint``."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Called after a checkpoint was read, before weights are restored; may change ``checkpoint``."""

@@ -1,0 +1,223 @@
+"""What ``configure_optimizers`` returned, checked once, as optimizers and schedulers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import did_you_mean
+from hasten._lib.rank_zero import rank_zero_warn
+
+
+@dataclass
+class LRSchedulerConfig:
+    """One learning-rate scheduler and when it steps.
+
+    Args:
+        scheduler: the scheduler.
+        name: the name under which ``LearningRateMonitor`` logs it.
+        interval: "epoch" or "step".
+        frequency: step it every so many intervals.
+        reduce_on_plateau: it steps on a monitored value.
+        monitor: the name of that value.
+        strict: an absent value is an error (otherwise a warning).
+
+    """
+
+    scheduler: Any
+    name: str | None = None
+    interval: str = "epoch"
+    frequency: int = 1
+    reduce_on_plateau: bool = False
+    monitor: str | None = None
+    strict: bool = True
+
+
+_SCHEDULER_KEYS = [field.name for field in fields(LRSchedulerConfig)]
+_KEYS = ["optimizer", "lr_scheduler", "monitor"]
+
+
+def parse(configured: Any, owner: str) -> tuple[list[Any], list[LRSchedulerConfig]]:
+    """Read every form that ``configure_optimizers`` may return.
+
+    Args:
+        configured: its return value.
+        owner: the module's class name, for messages.
+
+    Raises:
+        MisconfigurationException: the value has another form, or names a key that does not exist.
+
+    """
+    where = f"{owner}.configure_optimizers()"
+    if configured is None:
+        return [], []
+    if _is_optimizer(configured):
+        return [configured], []
+    if isinstance(configured, Mapping):
+        optimizers, schedulers = _from_dicts([configured], where)
+        return optimizers, [_scheduler(entry, where) for entry in schedulers]
+    if isinstance(configured, (list, tuple)):
+        items = list(configured)
+        if len(items) == 2 and isinstance(items[0], (list, tuple)):
+            optimizers = list(items[0])
+            listed = items[1] if isinstance(items[1], (list, tuple)) else [items[1]]
+            _check_optimizers(optimizers, where)
+            return optimizers, [_scheduler(entry, where) for entry in listed]
+        if items and all(isinstance(item, Mapping) for item in items):
+            optimizers, schedulers = _from_dicts(items, where)
+            return optimizers, [_scheduler(entry, where) for entry in schedulers]
+        if items and all(_is_optimizer(item) for item in items):
+            return items, []
+    raise MisconfigurationException(
+        f"{where} returned {_describe(configured)}. Return an optimizer, a list of optimizers, two lists "
+        '(optimizers, schedulers), a dict {"optimizer": ..., "lr_scheduler": ...}, or None.'
+    )
+
+
+def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], list[Any]]:
+    optimizers, schedulers = [], []
+    for item in items:
+        unknown = [key for key in item if key not in _KEYS and key != "frequency"]
+        if unknown:
+            raise MisconfigurationException(
+                f"{where} returned a dict with the key {unknown[0]!r}; known are {_KEYS}."
+                + did_you_mean(str(unknown[0]), _KEYS)
+            )
+        if "optimizer" not in item:
+            raise MisconfigurationException(f'{where} returned a dict without the key "optimizer".')
+        _check_optimizers([item["optimizer"]], where)
+        optimizers.append(item["optimizer"])
+        entry = item.get("lr_scheduler")
+        if entry is None:
+            continue
+        if item.get("monitor") is not None:
+            entry = dict(entry) if isinstance(entry, Mapping) else {"scheduler": entry}
+            entry.setdefault("monitor", item["monitor"])
+        schedulers.append(entry)
+    return optimizers, schedulers
+
+
+def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
+    if isinstance(entry, LRSchedulerConfig):
+        return entry
+    if not isinstance(entry, Mapping):
+        entry = {"scheduler": entry}
+    unknown = [key for key in entry if key not in _SCHEDULER_KEYS]
+    if unknown:
+        raise MisconfigurationException(
+            f"{where}: the lr_scheduler dict has the key {unknown[0]!r}; known are {_SCHEDULER_KEYS}."
+            + did_you_mean(str(unknown[0]), _SCHEDULER_KEYS)
+        )
+    if "scheduler" not in entry:
+        raise MisconfigurationException(f'{where}: the lr_scheduler dict has no key "scheduler".')
+    scheduler = entry["scheduler"]
+    if not (isinstance(scheduler, LRScheduler) or hasattr(scheduler, "step")):
+        raise MisconfigurationException(
+            f"{where}: lr_scheduler is {_describe(scheduler)}, which is no learning-rate scheduler (no step())."
+        )
+    config = LRSchedulerConfig(**entry)
+    if config.interval not in ("epoch", "step"):
+        raise MisconfigurationException(
+            f'{where}: lr_scheduler interval={config.interval!r}; use "epoch" or "step".'
+            + did_you_mean(str(config.interval), ["epoch", "step"])
+        )
+    if not isinstance(config.frequency, int) or config.frequency < 1:
+        raise MisconfigurationException(
+            f"{where}: lr_scheduler frequency={config.frequency!r}; use a whole number of at least 1."
+        )
+    if "reduce_on_plateau" not in entry:
+        config.reduce_on_plateau = isinstance(scheduler, ReduceLROnPlateau)
+    if config.reduce_on_plateau and config.monitor is None:
+        raise MisconfigurationException(
+            f"{where}: {type(scheduler).__name__} steps on a value, and none is named. Return "
+            '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.'
+        )
+    return config
+
+
+def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic: bool, owner: str) -> None:
+    """Check what automatic optimisation needs: exactly one optimizer, whose schedulers are its own.
+
+    Raises:
+        MisconfigurationException: there are several optimizers, or a scheduler drives another one.
+
+    """
+    if automatic and len(optimizers) > 1:
+        raise MisconfigurationException(
+            f"{owner}.configure_optimizers() returned {len(optimizers)} optimizers, and automatic optimisation "
+            "steps one. Return one, or set self.automatic_optimization = False in __init__ and step them "
+            "in training_step."
+        )
+    for config in configs:
+        driven = getattr(config.scheduler, "optimizer", None)
+        if driven is not None and optimizers and not any(driven is optimizer for optimizer in optimizers):
+            raise MisconfigurationException(
+                f"{owner}.configure_optimizers(): the scheduler {type(config.scheduler).__name__} drives an "
+                "optimizer that was not returned. Return that optimizer too."
+            )
+    if not optimizers:
+        rank_zero_warn(
+            f"{owner}.configure_optimizers() returned None: this fit trains nothing by itself. "
+            "Return an optimizer if it should."
+        )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Say whether ``optimizer.step`` must be given a closure, because it may call it several times."""
+    try:
+        parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+class HastenOptimizer:
+    """An optimizer as manual optimisation sees it: ``step`` counts, and knows the precision of the run.
+
+    Everything else is the wrapped optimizer's; ``optimizer`` is that optimizer.
+    """
+
+    def __init__(self, optimizer: Any, step: Callable[..., Any]) -> None:
+        self.optimizer = optimizer
+        self._step = step
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step the optimizer and count it in ``trainer.global_step``."""
+        return self._step(closure, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("optimizer", "_step"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.optimizer, name, value)
+
+
+def _is_optimizer(thing: Any) -> bool:
+    return isinstance(thing, Optimizer) or (
+        hasattr(thing, "step") and hasattr(thing, "param_groups") and not isinstance(thing, Mapping)
+    )
+
+
+def _check_optimizers(optimizers: list[Any], where: str) -> None:
+    for optimizer in optimizers:
+        if not _is_optimizer(optimizer):
+            raise MisconfigurationException(
+                f"{where} returned {_describe(optimizer)} where an optimizer is expected."
+            )
+
+
+def _describe(thing: Any) -> str:
+    if isinstance(thing, (list, tuple)):
+        return f"a {type(thing).__name__} of " + ", ".join(type(item).__name__ for item in thing)
+    return f"a {type(thing).__name__}"

@@ -1,0 +1,378 @@
+"""ModelSummary: the layers of a model, their parameters and sizes, as a table."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+UNKNOWN_SIZE = "?"
+NOT_APPLICABLE = "n/a"
+LEFTOVER_PARAMS_NAME = "other params"
+
+
+class LayerSummary:
+    """One layer: its type, parameters, mode, and the shapes it sees in its first forward pass.
+
+    Args:
+        module: the layer. A hook on it waits for a forward pass; ``detach_hook`` removes it.
+
+    Example::
+
+        >>> layer = LayerSummary(nn.Linear(4, 2))
+        >>> layer.layer_type, layer.num_parameters
+        ('Linear', 10)
+
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._in_size: Any = None
+        self._out_size: Any = None
+        self._handle: Any = None
+        if not isinstance(module, torch.jit.ScriptModule):
+            self._handle = module.register_forward_hook(self._see, with_kwargs=True)
+
+    def _see(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        inputs = (*arguments, *named.values())
+        self._in_size = parse_batch_shape(inputs[0] if len(inputs) == 1 else inputs)
+        self._out_size = parse_batch_shape(output)
+        self.detach_hook()
+
+    def detach_hook(self) -> None:
+        """Stop waiting for a forward pass."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self.detach_hook()
+
+    @property
+    def in_size(self) -> Any:
+        """Shape of the input, "?" when unknown."""
+        return self._in_size or UNKNOWN_SIZE
+
+    @property
+    def out_size(self) -> Any:
+        """Shape of the output, "?" when unknown."""
+        return self._out_size or UNKNOWN_SIZE
+
+    @property
+    def layer_type(self) -> str:
+        """Name of the layer's class."""
+        return type(self._module).__name__
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, those of nested layers included; lazy ones count when they have a shape."""
+        return sum(parameter.numel() for parameter in _with_shape(self._module.parameters()))
+
+    @property
+    def has_lazy_parameters(self) -> bool:
+        """Whether some parameters get their shape in the first forward pass."""
+        return any(isinstance(parameter, UninitializedParameter) for parameter in self._module.parameters())
+
+    @property
+    def training(self) -> bool:
+        """Whether the layer is in training mode."""
+        return self._module.training
+
+
+class ModelSummary:
+    """The layers of a model as a table; ``print`` it.
+
+    If the model has an ``example_input_array``, a forward pass with it gives the shapes each layer sees.
+
+    Args:
+        model: a LightningModule, or any module.
+        max_depth: how many levels of nested modules to list; -1 for all, 0 for none.
+
+    Raises:
+        ValueError: ``max_depth`` is something else.
+
+    Example::
+
+        >>> print(ModelSummary(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))))
+          | Name | Type   | Params | Mode
+        --------------------------------------
+        0 | 0    | Linear | 40     | train
+        1 | 1    | Linear | 18     | train
+        --------------------------------------
+        58        Trainable params
+        0         Non-trainable params
+        58        Total params
+        0.000     Total estimated model params size (MB)
+        2         Modules in train mode
+        0         Modules in eval mode
+
+    """
+
+    def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
+        self._model = model
+        self._max_depth = check_depth(max_depth)
+        self._layers = self.summarize()
+
+    @property
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """The layers that a table of this depth can list, and those below them."""
+        if self._max_depth == 0:
+            return []
+        if self._max_depth == 1:
+            return list(self._model.named_children())
+        return list(self._model.named_modules())[1:]
+
+    def summarize(self) -> dict[str, LayerSummary]:
+        """Return a LayerSummary for each layer in the table, by its name."""
+        layers = {name: LayerSummary(module) for name, module in self.named_modules}
+        try:
+            if self._example is not None:
+                self._forward_example()
+        finally:
+            for layer in layers.values():
+                layer.detach_hook()
+        if self._max_depth < 1:
+            return layers
+        return {name: layer for name, layer in layers.items() if name.count(".") < self._max_depth}
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Names of the layers."""
+        return list(self._layers)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Class names of the layers."""
+        return [layer.layer_type for layer in self._layers.values()]
+
+    @property
+    def in_sizes(self) -> list[Any]:
+        """Input shapes of the layers."""
+        return [layer.in_size for layer in self._layers.values()]
+
+    @property
+    def out_sizes(self) -> list[Any]:
+        """Output shapes of the layers."""
+        return [layer.out_size for layer in self._layers.values()]
+
+    @property
+    def param_nums(self) -> list[int]:
+        """Numbers of parameters of the layers."""
+        return [layer.num_parameters for layer in self._layers.values()]
+
+    @property
+    def training_modes(self) -> list[bool]:
+        """Whether each layer is in training mode."""
+        return [layer.training for layer in self._layers.values()]
+
+    @property
+    def total_training_modes(self) -> dict[str, int]:
+        """Number of modules below the root in "train" and in "eval" mode."""
+        modes = [module.training for module in self._model.modules()][1:]
+        return {"train": modes.count(True), "eval": modes.count(False)}
+
+    @property
+    def total_parameters(self) -> int:
+        """Number of parameters; shared ones count once."""
+        return sum(parameter.numel() for parameter in _with_shape(self._model.parameters()))
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Number of parameters that require gradients."""
+        return sum(p.numel() for p in _with_shape(self._model.parameters()) if p.requires_grad)
+
+    @property
+    def total_layer_params(self) -> int:
+        """Number of parameters of the layers in the table."""
+        return sum(self.param_nums)
+
+    @property
+    def model_size(self) -> float:
+        """Size of the parameters in MB (10**6 bytes), in the precision they are in."""
+        return sum(p.numel() * p.element_size() for p in _with_shape(self._model.parameters())) / 1e6
+
+    def columns(self) -> list[tuple[str, list[str]]]:
+        """Return the table as columns: heading and cells."""
+        layers = list(self._layers.values())
+        # A module that is used in several places counts once in the model, and so for "other params".
+        leftover = self.total_parameters - sum(p.numel() for p in _with_shape(_parameters_of(layers)))
+        params = [
+            UNKNOWN_SIZE if layer.has_lazy_parameters else human_readable(layer.num_parameters)
+            for layer in layers
+        ]
+        columns = [
+            (" ", [str(index) for index in range(len(layers))]),
+            ("Name", self.layer_names),
+            ("Type", self.layer_types),
+            ("Params", params),
+            ("Mode", ["train" if training else "eval" for training in self.training_modes]),
+        ]
+        if self._example is not None:
+            columns.append(("In sizes", [str(size) for size in self.in_sizes]))
+            columns.append(("Out sizes", [str(size) for size in self.out_sizes]))
+        if leftover > 0 and self._max_depth != 0:
+            known = {" ": " ", "Name": LEFTOVER_PARAMS_NAME, "Params": human_readable(leftover)}
+            for heading, cells in columns:
+                cells.append(known.get(heading, NOT_APPLICABLE))
+        return columns
+
+    # The name that callbacks written for the field use.
+    _get_summary_data = columns
+
+    def __str__(self) -> str:
+        table = format_table(
+            self.columns(),
+            self.total_parameters,
+            self.trainable_parameters,
+            self.model_size,
+            self.total_training_modes,
+        )
+        if any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters()):
+            table += "\nParameters marked ? get their shape in the first forward pass and are not counted."
+        return table
+
+    __repr__ = __str__
+
+    @property
+    def _example(self) -> Any:
+        return getattr(self._model, "example_input_array", None)
+
+    def _forward_example(self) -> None:
+        from hasten._lib.tree import map_tensors
+
+        model, example = self._model, self._example
+        like = next((p for p in _with_shape(model.parameters()) if p.is_floating_point()), torch.zeros(()))
+        if like.device.type == "meta":
+            return  # nothing can be computed there
+        example = map_tensors(
+            lambda tensor: tensor.to(like if tensor.is_floating_point() else like.device), example
+        )
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            # Dropout and the like must not draw from the run's random numbers.
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), _autocast_of(model):
+                if isinstance(example, dict):
+                    model(**example)
+                elif isinstance(example, (list, tuple)):
+                    model(*example)
+                else:
+                    model(example)
+        except Exception as error:
+            error.add_note(
+                f"This was the forward pass of {type(model).__name__} with its example_input_array, for the table of "
+                "layers. Correct example_input_array, or set it to None."
+            )
+            raise
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
+    """Return the summary of a module.
+
+    Args:
+        lightning_module: the module.
+        max_depth: how many levels of nested modules to list; -1 for all, 0 for none.
+
+    Example::
+
+        >>> summarize(nn.Linear(4, 2)).total_parameters
+        10
+
+    """
+    return ModelSummary(lightning_module, max_depth=max_depth)
+
+
+def format_table(
+    columns: list[tuple[str, list[str]]],
+    total_parameters: int,
+    trainable_parameters: int,
+    model_size: float,
+    total_training_modes: dict[str, int],
+) -> str:
+    """Return columns and totals as one text."""
+    widths = [max([len(heading), *map(len, cells)]) for heading, cells in columns]
+    rule = "-" * (sum(widths) + 3 * (len(columns) + 1))
+    lines = [" | ".join(f"{heading:<{width}}" for (heading, _), width in zip(columns, widths, strict=True)), rule]
+    for row in zip(*(cells for _, cells in columns), strict=True):
+        lines.append(" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)))
+    lines.append(rule)
+    totals = [
+        (human_readable(trainable_parameters), "Trainable params"),
+        (human_readable(total_parameters - trainable_parameters), "Non-trainable params"),
+        (human_readable(total_parameters), "Total params"),
+        (f"{model_size:,.3f}", "Total estimated model params size (MB)"),
+        (str(total_training_modes["train"]), "Modules in train mode"),
+        (str(total_training_modes["eval"]), "Modules in eval mode"),
+    ]
+    lines += [f"{number:<10}{what}" for number, what in totals]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def human_readable(number: int) -> str:
+    """Return a count with a unit: K, M, B, T for 10**3, 10**6, 10**9, 10**12.
+
+    Example::
+
+        >>> human_readable(123), human_readable(1234), human_readable(66_400_000)
+        ('123', '1.2 K', '66.4 M')
+
+    """
+    if number < 1000:
+        return str(number)
+    units = ["K", "M", "B", "T"]
+    value, unit = number / 1000, units.pop(0)
+    while round(value, 1) >= 1000 and units:
+        value, unit = value / 1000, units.pop(0)
+    return f"{value:,.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
+
+
+def parse_batch_shape(batch: Any) -> Any:
+    """Return the shape of a tensor as a list, or a list of shapes; "?" for anything else.
+
+    Example::
+
+        >>> parse_batch_shape((torch.zeros(2, 3), "text"))
+        [[2, 3], '?']
+
+    """
+    if hasattr(batch, "shape"):
+        return list(batch.shape)
+    if isinstance(batch, (list, tuple)):
+        return [parse_batch_shape(item) for item in batch]
+    return UNKNOWN_SIZE
+
+
+def check_depth(max_depth: Any) -> int:
+    """Return ``max_depth`` if it is -1, 0 or positive.
+
+    Raises:
+        ValueError: it is not.
+
+    """
+    if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
+        raise ValueError(f"ModelSummary(max_depth={max_depth!r}): `max_depth` can be -1, 0 or > 0, got {max_depth}.")
+    return max_depth
+
+
+def _with_shape(parameters: Iterable[Tensor]) -> Iterable[Tensor]:
+    return (parameter for parameter in parameters if not isinstance(parameter, UninitializedParameter))
+
+
+def _parameters_of(layers: list[LayerSummary]) -> Iterable[Tensor]:
+    found = {id(p): p for layer in layers for p in layer._module.parameters()}
+    return found.values()
+
+
+def _autocast_of(model: nn.Module) -> Any:
+    """Return the run's autocast, if the model is in a run."""
+    trainer = getattr(model, "_trainer", None) or model.__dict__.get("_trainer")
+    runtime = getattr(trainer, "_runtime", None)
+    return contextlib.nullcontext() if runtime is None else runtime.autocast()

@@ -1,0 +1,303 @@
+"""From what the user writes ("gpu", 8, "ddp", "bf16-mixed") to a Runtime: one function for each argument."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import did_you_mean
+from hasten.checkpoint.io import CheckpointIO
+from hasten.machine.cluster import ClusterEnvironment, TorchElasticEnvironment, find_cluster
+from hasten.machine.devices import ACCELERATORS, Accelerator, best_accelerator
+from hasten.precision.base import Precision
+from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
+from hasten.runtime import Runtime
+from hasten.strategies.base import Strategy
+from hasten.strategies.ddp import DDPStrategy
+from hasten.strategies.parallel import ParallelStrategy
+from hasten.strategies.single import SingleDeviceStrategy
+
+PRECISIONS = {
+    "64-true": ("64-true", "64", "double"),
+    "32-true": ("32-true", "32", "full"),
+    "16-mixed": ("16-mixed", "16", "fp16", "half"),
+    "bf16-mixed": ("bf16-mixed", "bf16"),
+    "16-true": ("16-true",),
+    "bf16-true": ("bf16-true",),
+}
+
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+# What each name of a strategy means: the start method and DDP's arguments.
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    f"ddp{suffix}{ending}": (method, options)
+    for suffix, method in _START_METHODS.items()
+    for ending, options in {
+        "": {},
+        "_find_unused_parameters_true": {"find_unused_parameters": True},
+        "_find_unused_parameters_false": {"find_unused_parameters": False},
+    }.items()
+}
+# Names of the field for what this version does not have.
+_OTHER_STRATEGIES = ("fsdp", "deepspeed", "model_parallel", "xla", "hpu", "tpu", "single_xla")
+_OTHER_ACCELERATORS = ("tpu", "xla", "hpu", "ipu", "xpu")
+_OTHER_PRECISIONS = ("transformer-engine", "transformer-engine-float16", "nf4", "nf4-dq", "fp4", "fp4-dq",
+                     "int8", "int8-training")  # fmt: skip
+
+
+def runtime(
+    *,
+    accelerator: Any = "auto",
+    strategy: Any = "auto",
+    devices: Any = "auto",
+    num_nodes: Any = 1,
+    precision: Any = None,
+    plugins: Any = None,
+    owner: str = "Trainer",
+) -> Runtime:
+    """Return the Runtime that the arguments of a Trainer or a Fabric ask for. Nothing is started.
+
+    Args:
+        accelerator: "auto", "cpu", "cuda", "gpu", "mps", or an Accelerator.
+        strategy: "auto", "ddp", "ddp_spawn", "ddp_notebook", ..., or a Strategy.
+        devices: how many (int, -1 for all, "auto") or which (list, "0,1") on each machine.
+        num_nodes: how many machines.
+        precision: "32-true" by default, "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", or 16, 32,
+            64, "bf16".
+        plugins: a Precision, CheckpointIO or ClusterEnvironment, or a list of them.
+        owner: "Trainer" or "Fabric", for the messages.
+
+    Raises:
+        TypeError: an argument has a type it cannot have.
+        ValueError: an argument names what is not there, or two contradict each other.
+
+    Example::
+
+        >>> runtime(accelerator="cpu", precision="bf16").precision.precision
+        'bf16-mixed'
+
+    """
+    precision_plugin, checkpoint_io, cluster = _plugins(plugins, owner)
+    chosen = _accelerator(accelerator, owner)
+    num_nodes = _num_nodes(num_nodes, owner)
+    cluster = cluster if cluster is not None else find_cluster()
+    wanted, num_nodes = _devices(devices, num_nodes, chosen, cluster, owner)
+    placed = _strategy(strategy, chosen, wanted, num_nodes, owner)
+    numbers = _precision(precision, precision_plugin, wanted[0], owner)
+    if isinstance(placed, ParallelStrategy):
+        _say_whose(owner, cluster.validate_settings, len(wanted), num_nodes)
+    placed.attach(accelerator=chosen, devices=wanted, cluster=cluster, num_nodes=num_nodes)
+    return Runtime(
+        accelerator=chosen,
+        strategy=placed,
+        precision=numbers,
+        cluster=cluster,
+        checkpoint_io=checkpoint_io,
+        device_ids=[device.index if device.index is not None else i for i, device in enumerate(wanted)],
+    )
+
+
+def _say_whose(owner: str, function: Any, *args: Any) -> Any:
+    """Call ``function`` and put ``owner`` in front of the message of what it raises."""
+    try:
+        return function(*args)
+    except (ValueError, TypeError) as error:
+        if type(error) not in (ValueError, TypeError):
+            raise
+        text = str(error)
+        first, _, rest = text.partition(": ")
+        raise type(error)(f"{owner}({first}): {rest}" if rest else f"{owner}: {text}") from None
+
+
+def _plugins(
+    plugins: Any, owner: str
+) -> tuple[Precision | None, CheckpointIO | None, ClusterEnvironment | None]:
+    given = [] if plugins is None else list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+    found: dict[type, Any] = {Precision: None, CheckpointIO: None, ClusterEnvironment: None}
+    for plugin in given:
+        kind = next((kind for kind in found if isinstance(plugin, kind)), None)
+        if kind is None:
+            hint = f" Write {plugin.__name__}()." if isinstance(plugin, type) else ""
+            raise TypeError(
+                f"{owner}(plugins={plugins!r}): {plugin!r} is no plugin. Use objects of the classes in "
+                f"hasten.plugins: a Precision, a CheckpointIO or a ClusterEnvironment.{hint}"
+            )
+        if found[kind] is not None:
+            raise MisconfigurationException(
+                f"{owner}(plugins=[...]): there are two of the kind {kind.__name__}. Leave one out."
+            )
+        found[kind] = plugin
+    return found[Precision], found[CheckpointIO], found[ClusterEnvironment]
+
+
+def _accelerator(accelerator: Any, owner: str) -> Accelerator:
+    if isinstance(accelerator, Accelerator):
+        return accelerator
+    if accelerator is None:
+        accelerator = "auto"
+    allowed = ("auto", "cpu", "cuda", "gpu", "mps")
+    if isinstance(accelerator, type) and issubclass(accelerator, Accelerator):
+        raise TypeError(
+            f"{owner}(accelerator={accelerator.__name__}): that is a class. Write {accelerator.__name__}()."
+        )
+    if not isinstance(accelerator, str):
+        raise TypeError(
+            f"{owner}(accelerator={accelerator!r}): use one of {_listed(allowed)}, or an Accelerator, not "
+            f"{type(accelerator).__name__}."
+        )
+    name = accelerator.lower()
+    if name == "auto":
+        return best_accelerator()
+    if name == "gpu":
+        name = "mps" if ACCELERATORS["mps"].is_available() else "cuda"
+    if name not in ACCELERATORS:
+        if name in _OTHER_ACCELERATORS:
+            raise ValueError(
+                f"{owner}(accelerator={accelerator!r}): not in this version of hasten. Use one of {_listed(allowed)}."
+            )
+        raise ValueError(
+            f"{owner}(accelerator={accelerator!r}): there is no such accelerator. Use one of {_listed(allowed)}."
+            + did_you_mean(name, allowed)
+        )
+    kind = ACCELERATORS[name]
+    if not kind.is_available():
+        present = [other for other, candidate in ACCELERATORS.items() if candidate.is_available()]
+        raise MisconfigurationException(
+            f"{owner}(accelerator={accelerator!r}): this machine has no {name.upper()} device that torch "
+            f"{torch.__version__} can use. Use accelerator={present[0]!r}, or accelerator='auto'."
+        )
+    return kind()
+
+
+def _num_nodes(num_nodes: Any, owner: str) -> int:
+    if isinstance(num_nodes, str) and num_nodes.isdigit():
+        num_nodes = int(num_nodes)
+    if isinstance(num_nodes, bool) or not hasattr(num_nodes, "__index__"):
+        raise TypeError(
+            f"{owner}(num_nodes={num_nodes!r}): use the number of machines, not {type(num_nodes).__name__}."
+        )
+    if num_nodes < 1:
+        raise ValueError(f"{owner}(num_nodes={num_nodes!r}): use the number of machines, at least 1.")
+    return int(num_nodes)
+
+
+def _devices(
+    devices: Any, num_nodes: int, accelerator: Accelerator, cluster: ClusterEnvironment, owner: str
+) -> tuple[list[torch.device], int]:
+    """Return the devices of this machine, one for each process, and the number of machines."""
+    if devices is None or devices == "auto":
+        if isinstance(cluster, TorchElasticEnvironment):
+            # torchrun has decided how many processes there are.
+            per_machine = cluster.local_world_size()
+            if num_nodes == 1:
+                num_nodes = max(1, cluster.world_size() // per_machine)
+            return accelerator.get_parallel_devices(per_machine), num_nodes
+        return accelerator.get_parallel_devices(accelerator.auto_device_count()), num_nodes
+    if isinstance(devices, (bool, float)):
+        raise TypeError(f"{owner}(devices={devices!r}): use a number, a list of indices, '0,1', or 'auto'.")
+    parsed = _say_whose(owner, accelerator.parse_devices, devices)
+    found: list[torch.device] = _say_whose(owner, accelerator.get_parallel_devices, parsed)
+    return found, num_nodes
+
+
+def _strategy(
+    strategy: Any, accelerator: Accelerator, devices: list[torch.device], num_nodes: int, owner: str
+) -> Strategy:
+    if isinstance(strategy, Strategy):
+        if isinstance(strategy, SingleDeviceStrategy) and len(devices) * num_nodes > 1:
+            raise MisconfigurationException(
+                f"{owner}(strategy=SingleDeviceStrategy(...), devices={len(devices)}): one device cannot be "
+                f"{len(devices) * num_nodes}. Use devices=1, or strategy='ddp'."
+            )
+        chosen = strategy
+    elif isinstance(strategy, type) and issubclass(strategy, Strategy):
+        raise TypeError(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
+    elif strategy is None or (isinstance(strategy, str) and strategy.lower() == "auto"):
+        if len(devices) * num_nodes == 1:
+            return SingleDeviceStrategy()
+        chosen = DDPStrategy(start_method="fork" if _interactive() else "popen")
+    elif isinstance(strategy, str):
+        chosen = _named_strategy(strategy, owner)
+    else:
+        raise TypeError(
+            f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy, not "
+            f"{type(strategy).__name__}."
+        )
+    if isinstance(chosen, ParallelStrategy) and devices[0].type == "mps":
+        raise MisconfigurationException(
+            f"{owner}(strategy={strategy!r}, accelerator='mps'): MPS has one device and no way for processes to "
+            "speak. Use strategy='auto', or accelerator='cpu'."
+        )
+    return chosen
+
+
+def _named_strategy(strategy: str, owner: str) -> Strategy:
+    name = strategy.lower()
+    if name in STRATEGIES:
+        start_method, options = STRATEGIES[name]
+        return DDPStrategy(start_method=start_method, **options)
+    allowed = ("auto", *STRATEGIES)
+    if name == "dp" or name.startswith(_OTHER_STRATEGIES):
+        raise ValueError(
+            f"{owner}(strategy={strategy!r}): not in this version of hasten. "
+            "Use strategy='ddp' for several devices, or 'auto'."
+        )
+    raise ValueError(
+        f"{owner}(strategy={strategy!r}): there is no such strategy.{did_you_mean(name, allowed)} "
+        f"Use one of {_listed(allowed)}."
+    )
+
+
+def _precision(precision: Any, plugin: Precision | None, device: torch.device, owner: str) -> Precision:
+    if plugin is not None:
+        if precision is not None and _precision_name(precision, owner) != plugin.precision:
+            raise MisconfigurationException(
+                f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both say in which numbers to "
+                "compute. Leave one out."
+            )
+        return plugin
+    name = "32-true" if precision is None else _precision_name(precision, owner)
+    if name == "32-true":
+        return Precision()
+    if name == "64-true":
+        if device.type == "mps":
+            raise ValueError(
+                f"{owner}(precision={precision!r}): MPS has no 64-bit floats. Use precision='32-true'."
+            )
+        return DoublePrecision()
+    if name in ("16-true", "bf16-true"):
+        return HalfPrecision(name)  # type: ignore[arg-type]
+    made: Precision = _say_whose(owner, MixedPrecision, name, device.type)
+    return made
+
+
+def _precision_name(precision: Any, owner: str) -> str:
+    allowed = [spelling for spellings in PRECISIONS.values() for spelling in spellings]
+    if isinstance(precision, bool) or not isinstance(precision, (str, int)):
+        raise TypeError(
+            f"{owner}(precision={precision!r}): use one of {_listed(PRECISIONS)}, 16, 32 or 64, not "
+            f"{type(precision).__name__}."
+        )
+    text = str(precision).lower()
+    for name, spellings in PRECISIONS.items():
+        if text in spellings:
+            return name
+    if text in _OTHER_PRECISIONS:
+        raise ValueError(
+            f"{owner}(precision={precision!r}): not in this version of hasten. Use one of {_listed(PRECISIONS)}."
+        )
+    raise ValueError(
+        f"{owner}(precision={precision!r}): there is no such precision.{did_you_mean(text, allowed)} "
+        f"Use one of {_listed(allowed)}."
+    )
+
+
+def _interactive() -> bool:
+    """Say whether this is a notebook or a prompt, where the program cannot be run again."""
+    return hasattr(sys, "ps1") or hasattr(sys.modules.get("__main__"), "__IPYTHON__") or "ipykernel" in sys.modules
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(repr(name) for name in names)

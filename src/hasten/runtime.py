@@ -1,0 +1,362 @@
+"""Runtime: device x precision x strategy, and the verbs of a step that follow from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hasten import verbs
+from hasten._lib.tree import move_to
+from hasten.checkpoint.io import CheckpointIO, TorchCheckpointIO
+from hasten.precision.base import Precision
+
+if TYPE_CHECKING:
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.machine.devices import Accelerator
+    from hasten.strategies.base import Strategy
+
+
+class Runtime:
+    """One process's share of a run: the device, the precision, the strategy, and where they meet.
+
+    ``resolve.runtime`` makes it. What a step needs (``backward``, ``make_step(...)``, ``bind(...)``) is chosen
+    once; where nothing is to be done it is torch's own function, or the user's.
+
+    Args:
+        accelerator: the kind of device.
+        strategy: how the model lives on the devices, attached to them.
+        precision: in which numbers it computes.
+        cluster: who started the processes.
+        checkpoint_io: writes and reads checkpoints.
+        device_ids: the indices of the devices of this machine.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator,
+        strategy: Strategy,
+        precision: Precision,
+        cluster: ClusterEnvironment,
+        checkpoint_io: CheckpointIO | None = None,
+        device_ids: list[int] | None = None,
+    ) -> None:
+        self.accelerator = accelerator
+        self.strategy = strategy
+        self.precision = precision
+        self.cluster = cluster
+        self.checkpoint_io: CheckpointIO = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
+        self.device_ids = device_ids if device_ids is not None else list(range(strategy.num_processes))
+        self._choose_verbs()
+
+    def _choose_verbs(self) -> None:
+        scaler = self.precision.scaler
+        self.scaler = scaler
+        self.syncs_gradients = self.strategy.syncs_gradients and self.strategy.world_size > 1
+        self._changed = {
+            name
+            for name in ("forward_context", "convert_input", "convert_output")
+            if getattr(type(self.precision), name) is not getattr(Precision, name)
+        }
+        self._unscaled: set[int] = set()
+        self.unscale: Callable[[Any], None] | None = None if scaler is None else self._unscale
+        self.backward: Callable[..., None] = verbs.backward if scaler is None else self._scaled_backward
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The verbs are chosen again on the other side: a function chosen here cannot be sent.
+        chosen = ("backward", "unscale", "scaler")
+        return {name: value for name, value in self.__dict__.items() if name not in chosen}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._choose_verbs()
+
+    # -- facts
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.strategy.root_device
+
+    @property
+    def global_rank(self) -> int:
+        """Which process of the run this is, from 0."""
+        return self.strategy.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Which process of its machine this is, from 0."""
+        return self.strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Which machine this is, from 0."""
+        return self.strategy.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.strategy.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return self.strategy.num_nodes
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of this machine."""
+        return self.strategy.num_processes
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first process."""
+        return self.strategy.is_global_zero
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """``num_replicas`` and ``rank`` where each process reads its own part of the data, else None."""
+        return self.strategy.distributed_sampler_kwargs
+
+    # -- once
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other processes if there are any and do not run yet, and call ``function`` in each.
+
+        Args:
+            function: what to call.
+            args: for the function.
+            trainer: an object whose results are wanted here even if the work happens in copies of this
+                process; see ``machine.spawn.KeepsResults``.
+            kwargs: for the function.
+
+        Returns:
+            what the function returns in this process; of the first one, if all of them are copies.
+
+        """
+        return self.strategy.launch(function, *args, owner=trainer, **kwargs)
+
+    def place(self, module: nn.Module, *, move: bool = True) -> nn.Module:
+        """Bring ``module`` to the precision and, with ``move``, to the device of this process, in place."""
+        module = self.precision.convert_module(module)
+        return module.to(self.device) if move else module
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Return the module whose call trains over all processes; ``module`` itself on a single device."""
+        return self.strategy.wrap(module)
+
+    def bind(
+        self,
+        function: Callable[..., Any],
+        *,
+        module: nn.Module | None = None,
+        wrapped: nn.Module | None = None,
+        training: bool = False,
+        convert_outputs: bool = False,
+    ) -> Callable[..., Any]:
+        """Return ``function`` such that it computes in the precision and the strategy of the run.
+
+        Args:
+            function: a step or a forward.
+            module: the user's module.
+            wrapped: what ``wrap`` made of it.
+            training: whether backward follows, which the strategy may have to prepare.
+            convert_outputs: give back floating tensors of torch's default type.
+
+        Returns:
+            ``function`` itself where nothing is to be done: then it costs nothing.
+
+        """
+        if training and wrapped is not None and wrapped is not module:
+            function = self.strategy.route(function, wrapped)
+        converts_input = "convert_input" in self._changed
+        converts_output = convert_outputs and "convert_output" in self._changed
+        has_context = "forward_context" in self._changed
+        if not (converts_input or converts_output or has_context):
+            return function
+        precision, inner = self.precision, function
+
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            if converts_input:
+                args, kwargs = precision.convert_input(args), precision.convert_input(kwargs)
+            if has_context:
+                with precision.forward_context():
+                    output = inner(*args, **kwargs)
+            else:
+                output = inner(*args, **kwargs)
+            return precision.convert_output(output) if converts_output else output
+
+        return bound
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context in which operations compute in the precision of the run."""
+        return self.precision.forward_context()
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which modules are made on the device and in the precision of the run.
+
+        Args:
+            empty_init: leave the parameters as they come from memory, for weights that are loaded afterwards.
+
+        """
+        return _together(
+            self._device_context(), self.precision.module_init_context(), _NoInit() if empty_init else nullcontext()
+        )
+
+    def init_tensor(self) -> AbstractContextManager[Any]:
+        """Return a context in which tensors are made on the device and in the precision of the run."""
+        return _together(self._device_context(), self.precision.tensor_init_context())
+
+    def _device_context(self) -> AbstractContextManager[Any]:
+        return self.device if self.device.type != "cpu" else nullcontext()
+
+    # -- a step
+
+    def make_step(self, optimizer: Any) -> Callable[..., Any]:
+        """Return ``step(closure=None)`` for ``optimizer``."""
+        scaler = self.scaler
+        if scaler is None:
+            return verbs.make_step(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "precision='16-mixed' with LBFGS: it computes the loss several times a step, which a gradient "
+                "scaler cannot follow. Use precision='bf16-mixed' or another optimizer."
+            )
+        unscaled = self._unscaled
+
+        def scaled_step(closure: Callable[[], Any] | None = None) -> Any:
+            result = closure() if closure is not None else None
+            scaler.step(optimizer)
+            scaler.update()
+            unscaled.clear()
+            return result
+
+        return scaled_step
+
+    def make_zero_grad(self, optimizer: Any) -> Callable[[], None]:
+        """Return ``zero_grad()`` for ``optimizer``."""
+        return verbs.make_zero_grad(optimizer)
+
+    def _scaled_backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        assert self.scaler is not None
+        verbs.backward(self.scaler.scale(tensor), *args, **kwargs)
+
+    def _unscale(self, optimizer: Any) -> None:
+        # Once before each step: to clip, a user may unscale before the loop does.
+        assert self.scaler is not None
+        if id(optimizer) not in self._unscaled:
+            self._unscaled.add(id(optimizer))
+            self.scaler.unscale_(optimizer)
+
+    def clip_norm(
+        self,
+        parameters: Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Scale the gradients so that their norm is at most ``max_norm``; return the norm before."""
+        return torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def clip_value(self, parameters: Iterable[Tensor], clip_val: float) -> None:
+        """Limit each element of the gradients to ``clip_val`` in size."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_val)
+
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward leaves the gradients of this process alone."""
+        return self.strategy.no_sync(wrapped) if self.syncs_gradients else nullcontext()
+
+    def to_device(self, data: Any) -> Any:
+        """Return ``data`` with its tensors on the device; the same object if they are there already."""
+        device = self.device
+        # From pinned memory the copy goes on while Python goes on; from other memory torch waits by itself.
+        return move_to(data, device, non_blocking=device.type == "cuda")
+
+    # -- between processes
+
+    def all_reduce(self, data: Any, op: Any = "mean", group: Any = None) -> Any:
+        """Return ``data`` with each tensor reduced ("mean", "sum", "max", "min") over all processes."""
+        return self.strategy.all_reduce(data, group=group, reduce_op=op)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return ``data`` with the tensors of all processes stacked; as it is for one process."""
+        return self.strategy.all_gather(data, group=group, sync_grads=sync_grads)
+
+    def broadcast(self, data: Any, src: int = 0) -> Any:
+        """Return the object of process ``src``."""
+        return self.strategy.broadcast(data, src)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+        self.strategy.barrier(name)
+
+    def gather_objects(self, data: Any) -> list[Any]:
+        """Return the objects of all processes, on every process."""
+        return self.strategy.gather_objects(data)
+
+    # -- files
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the weights of the user's module."""
+        return module.state_dict()
+
+    def save(
+        self, path: str | os.PathLike[str], contents: dict[str, Any], storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint from the first process; all processes call it, and return when it is whole."""
+        if self.world_size == 1:
+            self.checkpoint_io.save_checkpoint(contents, path, storage_options=storage_options)
+            return
+        error: Exception | None = None
+        if self.is_global_zero:
+            try:
+                self.checkpoint_io.save_checkpoint(contents, path, storage_options=storage_options)
+            except Exception as caught:
+                error = caught
+        # The others must learn of a failure here, or they would wait for this process at the next collective.
+        failed = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        if failed is not None:
+            raise RuntimeError(f"the first process could not write {os.fspath(path)}: {failed}")
+
+    def load(
+        self, path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint; ``weights_only=False`` reads Python objects too, from files you trust."""
+        return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+
+    def teardown(self) -> None:
+        """Give back what the run holds; the process group stays until the program ends."""
+        self.strategy.teardown()
+        self.precision.teardown()
+        self.accelerator.teardown()
+
+
+@contextmanager
+def _together(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+class _NoInit(TorchFunctionMode):
+    """Skip the functions of ``torch.nn.init``."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)

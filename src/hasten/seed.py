@@ -1,0 +1,229 @@
+"""Random numbers: seed every generator, and take, put back or set aside their states."""
+
+from __future__ import annotations
+
+import array
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hasten._lib.optional import installed
+from hasten._lib.rank_zero import rank_zero_warn
+
+log = logging.getLogger(__name__)
+
+# numpy takes seeds of 32 bits; torch and random take more, but all get the same one.
+_MAX_SEED = 2**32 - 1
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """Seed python's ``random``, numpy and torch on every device, in this process and those it starts.
+
+    Args:
+        seed: from 0 to 2**32 - 1. None takes the environment variable ``PL_GLOBAL_SEED``, or 0.
+        workers: remembered as ``PL_SEED_WORKERS``. The worker processes of a ``DataLoader`` draw different
+            numbers from one another and on every rank whether or not this is set.
+        verbose: log the seed.
+
+    Returns:
+        The seed.
+
+    Raises:
+        ValueError: the seed is no whole number in range; the message says where it came from.
+
+    Example::
+
+        >>> seed_everything(7, verbose=False)
+        7
+        >>> first = torch.rand(1)
+        >>> _ = seed_everything(7, verbose=False)
+        >>> bool(first == torch.rand(1))
+        True
+
+    Source: `PyTorch, Reproducibility <https://docs.pytorch.org/docs/stable/notes/randomness.html>`_.
+
+    """
+    origin, given = "seed_everything(seed=%r)", seed
+    if seed is None:
+        from_environment = os.environ.get("PL_GLOBAL_SEED")
+        if from_environment is None:
+            seed = 0
+            if verbose:
+                rank_zero_warn("seed_everything(): no seed given, so it is 0. Pass seed=<a whole number>.")
+        else:
+            origin, given = "the environment variable PL_GLOBAL_SEED=%r", from_environment  # type: ignore[assignment]
+            seed = _whole_number(from_environment, origin)
+    else:
+        seed = _whole_number(seed, origin)
+    if not 0 <= seed <= _MAX_SEED:
+        raise ValueError(f"{origin % (given,)} is out of range. A seed lies between 0 and {_MAX_SEED}.")
+    if verbose:
+        log.info("Seed set to %d", seed)
+    os.environ["PL_GLOBAL_SEED"] = str(seed)
+    os.environ["PL_SEED_WORKERS"] = str(int(workers))
+    random.seed(seed)
+    if installed("numpy"):
+        import numpy
+
+        numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+def reset_seed() -> None:
+    """Seed again with what ``seed_everything`` was last given; do nothing if it was not called."""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    if seed is not None:
+        workers = os.environ.get("PL_SEED_WORKERS", "0") == "1"
+        seed_everything(int(seed), workers=workers, verbose=False)
+
+
+def _whole_number(value: Any, origin: str) -> int:
+    try:
+        seed = int(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{origin % (value,)} is not a whole number between 0 and {_MAX_SEED}.") from None
+    return seed
+
+
+def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
+    """Return the states of all random generators of this process, as plain data.
+
+    Args:
+        cuda: also those of the accelerators (CUDA, MPS) that are in use.
+
+    Returns:
+        A dict of numbers, strings and bytes: ``torch.load(..., weights_only=True)`` reads it,
+        and two of them compare with ``==``.
+
+    Example::
+
+        >>> state = collect_rng_state()
+        >>> first = random.random()
+        >>> restore_rng_state(state)
+        >>> first == random.random()
+        True
+
+    Source: `PyTorch, Reproducibility <https://docs.pytorch.org/docs/stable/notes/randomness.html>`_.
+
+    """
+    state: dict[str, Any] = {"python": python_state(), "torch": _bytes(torch.get_rng_state())}
+    if "numpy" in sys.modules:
+        state["numpy"] = numpy_state()
+    if cuda:
+        # Asking is not using: a process that never touched its GPU must not start to because of a checkpoint.
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = [_bytes(device) for device in torch.cuda.get_rng_state_all()]
+        if torch.backends.mps.is_available():
+            state["mps"] = _bytes(torch.mps.get_rng_state())
+    return state
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Put the random generators back to a state from :func:`collect_rng_state`.
+
+    Args:
+        state: generators it does not name stay as they are. States of GPUs that this machine does not
+            have are left out.
+
+    Example::
+
+        >>> restore_rng_state(collect_rng_state())
+
+    Source: `PyTorch, Reproducibility <https://docs.pytorch.org/docs/stable/notes/randomness.html>`_.
+
+    """
+    if "python" in state:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(array.array("I", words)), gauss))
+    if "numpy" in state and installed("numpy"):
+        import numpy
+
+        numpy.random.set_state(_unpacked(state["numpy"]))
+    if "torch" in state:
+        torch.set_rng_state(_tensor(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        for index, device in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(_tensor(device), index)
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(_tensor(state["mps"]))
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Leave every random generator afterwards as it was before.
+
+    Args:
+        include_cuda: also those of the accelerators.
+
+    Example::
+
+        >>> _ = seed_everything(1, verbose=False)
+        >>> with isolate_rng():
+        ...     first = [torch.rand(1).item() for _ in range(3)]
+        >>> first == [torch.rand(1).item() for _ in range(3)]
+        True
+
+    Source: `PyTorch, Reproducibility <https://docs.pytorch.org/docs/stable/notes/randomness.html>`_.
+
+    """
+    state = collect_rng_state(cuda=include_cuda)
+    try:
+        yield
+    finally:
+        restore_rng_state(state)
+
+
+# -- states as bytes: a tensor sent between processes would cost a file descriptor each
+
+
+def generator_state(generator: torch.Generator) -> bytes:
+    """Return the state of a torch generator as bytes."""
+    return _bytes(generator.get_state())
+
+
+def set_generator_state(generator: torch.Generator, state: bytes) -> None:
+    """Put a torch generator back to :func:`generator_state`."""
+    generator.set_state(_tensor(state))
+
+
+def python_state() -> list[Any]:
+    """Return the state of ``random`` as plain data."""
+    version, words, gauss = random.getstate()
+    return [version, array.array("I", words).tobytes(), gauss]
+
+
+def numpy_state() -> dict[str, Any]:
+    """Return the state of numpy's global generator as plain data; numpy must be loaded."""
+    packed: dict[str, Any] = _packed(sys.modules["numpy"].random.get_state(legacy=False))
+    return packed
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _packed(inner) for key, inner in value.items()}
+    if hasattr(value, "tobytes") and value.shape:
+        return {"dtype": value.dtype.str, "bytes": value.tobytes()}
+    return value.item() if hasattr(value, "item") else value
+
+
+def _unpacked(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"dtype", "bytes"}:
+        return sys.modules["numpy"].frombuffer(value["bytes"], dtype=value["dtype"])
+    return {key: _unpacked(inner) for key, inner in value.items()}
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return bytes(bytearray(state.tolist())) if "numpy" not in sys.modules else state.numpy().tobytes()
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -1,0 +1,8 @@
+"""How one model lives on many devices."""
+
+from hasten.strategies.base import Strategy
+from hasten.strategies.ddp import DDPStrategy
+from hasten.strategies.parallel import ParallelStrategy
+from hasten.strategies.single import SingleDeviceStrategy
+
+__all__ = ["DDPStrategy", "ParallelStrategy", "SingleDeviceStrategy", "Strategy"]

@@ -1,0 +1,155 @@
+"""What the engine asks of a strategy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.machine.devices import Accelerator
+
+
+class Strategy(ABC):
+    """How one model lives on the devices of a run.
+
+    A strategy is told once where it runs (``attach``), starts and joins the other processes (``launch``), and
+    wraps the module. After that the loop calls what it gave, not the strategy.
+    """
+
+    # The name users write, for instance "ddp".
+    name: str = ""
+
+    # Whether backward exchanges gradients, so that a loop that accumulates should enter ``no_sync``.
+    syncs_gradients: bool = False
+
+    def __init__(self) -> None:
+        self.accelerator: Accelerator | None = None
+        self.cluster_environment: ClusterEnvironment | None = None
+        self.parallel_devices: list[torch.device] = [torch.device("cpu")]
+        self.num_nodes = 1
+        # The module as the last ``wrap`` returned it.
+        self.model: nn.Module | None = None
+
+    def attach(
+        self,
+        *,
+        accelerator: Accelerator,
+        devices: list[torch.device],
+        cluster: ClusterEnvironment,
+        num_nodes: int,
+    ) -> None:
+        """Learn where the run takes place."""
+        self.accelerator = accelerator
+        self.parallel_devices = devices
+        self.cluster_environment = cluster
+        self.num_nodes = num_nodes
+
+    # -- facts
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def global_rank(self) -> int:
+        """Which process of the run this is, from 0."""
+        return 0
+
+    @property
+    def local_rank(self) -> int:
+        """Which process of its machine this is, from 0."""
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        """Which machine this is, from 0."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return 1
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes on this machine."""
+        return len(self.parallel_devices)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first process."""
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """``num_replicas`` and ``rank`` where each process reads its own part of the data, else None."""
+        return None
+
+    # -- once
+
+    @abstractmethod
+    def launch(self, function: Callable[..., Any], *args: Any, owner: Any = None, **kwargs: Any) -> Any:
+        """Start the other processes if they do not run yet, and return what ``function`` returns here.
+
+        Args:
+            function: called in every process.
+            args: for the function.
+            owner: an object whose state after the call is wanted in this process, also where the call ran in
+                other processes. See ``machine.spawn``.
+            kwargs: for the function.
+
+        """
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """Return the module whose call trains over all processes."""
+        self.model = module
+        return module
+
+    def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
+        """Return ``function`` such that it runs inside ``wrapped``, which prepares its backward."""
+        return function
+
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward leaves the gradients of this process alone."""
+        raise TypeError(f"{type(self).__name__} exchanges no gradients: there is nothing to hold back.")
+
+    def teardown(self) -> None:
+        """Give back what the strategy holds."""
+        self.model = None
+
+    # -- between processes
+
+    @abstractmethod
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return ``tensor`` reduced over all processes."""
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return ``tensor`` reduced over all processes; the field's other name for ``all_reduce``."""
+        return self.all_reduce(tensor, group=group, reduce_op=reduce_op)
+
+    @abstractmethod
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return the tensors of all processes, stacked."""
+
+    @abstractmethod
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of process ``src``."""
+
+    @abstractmethod
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+
+    @abstractmethod
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Return the objects of all processes."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all processes (or any) decided so."""
+        return decision

@@ -1,0 +1,180 @@
+"""Several processes, each with a device of its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten._lib.rank_zero import rank_zero_only
+from hasten.machine import collectives
+from hasten.machine.launch import Launcher, launcher_for
+from hasten.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.machine.devices import Accelerator
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class ParallelStrategy(Strategy):
+    """The base of strategies with several processes: who is who, how they start, how they speak.
+
+    Args:
+        process_group_backend: "gloo", "nccl", ...; what suits the device by default.
+        timeout: how long a collective waits for the other processes.
+        start_method: "popen" runs the script again in each process, "spawn", "fork" and "forkserver" start
+            copies of this one.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: str = "popen",
+    ) -> None:
+        super().__init__()
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(
+                f"{type(self).__name__}(timeout={timeout!r}): use a datetime.timedelta, such as "
+                "timedelta(minutes=30)."
+            )
+        self._backend = process_group_backend
+        self._timeout = timeout if timeout is not None else timedelta(minutes=30)
+        self._launcher: Launcher = launcher_for(start_method, owner=type(self).__name__)
+        self._global_rank = 0
+        self._local_rank = 0
+
+    @abstractmethod
+    def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return the module whose call trains over all processes."""
+
+    def attach(
+        self,
+        *,
+        accelerator: Accelerator,
+        devices: list[torch.device],
+        cluster: ClusterEnvironment,
+        num_nodes: int,
+    ) -> None:
+        """Learn where the run takes place."""
+        super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
+        cluster.set_world_size(self.world_size)
+        if cluster.creates_processes_externally:
+            self._settle_rank(cluster.local_rank())
+
+    def _settle_rank(self, local_rank: int) -> None:
+        """Settle which process this is."""
+        cluster = self.cluster_environment
+        assert cluster is not None
+        self._local_rank = local_rank
+        cluster.set_global_rank(cluster.node_rank() * self.num_processes + local_rank)
+        self._global_rank = cluster.global_rank()
+        rank_zero_only.rank = self._global_rank  # type: ignore[attr-defined]
+
+    # -- facts
+
+    @property
+    def global_rank(self) -> int:
+        """Which process of the run this is, from 0."""
+        return self._global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Which process of its machine this is, from 0."""
+        return self._local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Which machine this is, from 0."""
+        return self.cluster_environment.node_rank() if self.cluster_environment is not None else 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.num_nodes * self.num_processes
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """``num_replicas`` and ``rank``."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str:
+        """The backend of the process group."""
+        if self._backend is not None:
+            return self._backend
+        return _BACKENDS.get(self.parallel_devices[0].type, "gloo")
+
+    # -- once
+
+    def launch(self, function: Callable[..., Any], *args: Any, owner: Any = None, **kwargs: Any) -> Any:
+        """Start the other processes if they do not run yet, join them, and call ``function`` in each."""
+        cluster = self.cluster_environment
+        assert cluster is not None
+        if collectives.joined() and collectives.world_size() == 1 < self.world_size:
+            # Left over from a run of one process.
+            collectives.leave()
+        if collectives.joined():
+            # The processes run already: an earlier call of this program started them.
+            return self._in_process(cluster.local_rank(), None, function, *args, **kwargs)
+        return self._launcher.launch(
+            self._in_process, function, *args, cluster=cluster, num_processes=self.num_processes,
+            owner=owner, kwargs=kwargs,
+        )  # fmt: skip
+
+    def _in_process(
+        self, local_rank: int | None, store: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if local_rank is not None:
+            self._settle_rank(local_rank)
+        device = self.root_device
+        assert self.accelerator is not None
+        self.accelerator.setup_device(device)
+        collectives.join(
+            backend=self.process_group_backend,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            device=device,
+            timeout=self._timeout,
+            store=store,
+        )
+        return function(*args, **kwargs)
+
+    # -- between processes
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return ``tensor``, or a collection of tensors, reduced over all processes."""
+        return collectives.all_reduce(tensor, reduce_op, device=self._speaking_device, group=group)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return the tensors of all processes, stacked in a new first dimension."""
+        return collectives.all_gather(tensor, device=self._speaking_device, group=group, sync_grads=sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of process ``src``."""
+        return collectives.broadcast(obj, src, device=self._speaking_device)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+        collectives.barrier(self._speaking_device)
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Return the objects of all processes."""
+        return collectives.gather_objects(obj)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all processes (or any) decided so. This is a sync point."""
+        flag = torch.tensor(int(decision))
+        return bool(self.all_reduce(flag, reduce_op="min" if all else "max").item())
+
+    @property
+    def _speaking_device(self) -> torch.device:
+        """Where the backend wants tensors."""
+        return self.root_device if "nccl" in self.process_group_backend else torch.device("cpu")

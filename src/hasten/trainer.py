@@ -1,0 +1,656 @@
+"""Trainer: fit, validate, test, predict."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal as signals
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from hasten import arguments as checks
+from hasten._lib.rank_zero import rank_zero_info
+from hasten.callback import Callback
+from hasten.checkpoint import contents
+from hasten.checkpoint.migrate import from_lightning
+from hasten.datamodule import LightningDataModule
+from hasten.hooks import Callbacks, Hooks, overrides
+from hasten.loops.checks import ValidationChecks
+from hasten.loops.evaluate import evaluate
+from hasten.loops.fit import fit
+from hasten.loops.predict import predict
+from hasten.loops.prepare import prepare
+from hasten.loops.progress import Progress
+from hasten.loops.resume import resolve_path
+from hasten.loops.run import Run, Stopped
+from hasten.loops.snapshot import Snapshot
+from hasten.loops.sources import Source
+from hasten.loops.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from hasten.loops.verify import check_call
+from hasten.machine.determinism import set_deterministic
+from hasten.machine.signals import StopRequests
+from hasten.meters import Meters
+from hasten.module import LightningModule
+from hasten.resolve import runtime as resolve_runtime
+from hasten.trainer_view import TrainerView
+
+if TYPE_CHECKING:
+    from hasten.runtime import Runtime
+
+
+class Trainer(TrainerView):
+    """Run a ``LightningModule``: training, validation, test, prediction.
+
+    Args:
+        accelerator: "auto", "cpu", "cuda", "gpu", "mps", or an Accelerator.
+        strategy: "auto", "ddp", "ddp_spawn", ..., or a Strategy.
+        devices: how many (int, "auto", -1) or which (list, "0,1").
+        num_nodes: machines in the run.
+        precision: "32-true" (default), "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", or the
+            short spellings 16, 32, 64, "16", "bf16", "fp16".
+        logger: True for a CSVLogger (default), False for none, a logger or a list of loggers.
+        callbacks: one callback or a list.
+        fast_dev_run: run this many batches of each stage (True: 1), without logger and checkpoints.
+        max_epochs: epochs to train; -1 for no limit; 1000 when nothing limits the run.
+        min_epochs: epochs to train before a callback may stop the run.
+        max_steps: optimizer steps to train; -1 for no limit.
+        min_steps: optimizer steps to train before a callback may stop the run.
+        max_time: time to train: "DD:HH:MM:SS", "90min", timedelta or dict.
+        limit_train_batches: batches (int) or share (float) of the training data in an epoch.
+        limit_val_batches: the same for validation.
+        limit_test_batches: the same for test.
+        limit_predict_batches: the same for prediction.
+        overfit_batches: train and validate on the same few batches (int) or share (float).
+        val_check_interval: batches (int), share of an epoch (float) or time between validations.
+        check_val_every_n_epoch: validate every so many epochs; None counts batches over epochs.
+        num_sanity_val_steps: validation batches run before training; 2 by default, -1 for all.
+        log_every_n_steps: optimizer steps between two rows of the loggers; 50 by default.
+        enable_checkpointing: save a checkpoint each epoch unless callbacks say otherwise; True by default.
+        enable_progress_bar: show a bar; True by default.
+        enable_model_summary: print a table of the layers; True by default.
+        accumulate_grad_batches: batches whose gradients are summed before each optimizer step.
+        gradient_clip_val: the largest gradient norm or value; None or 0 for no clipping.
+        gradient_clip_algorithm: "norm" (default) or "value".
+        deterministic: True for deterministic algorithms, "warn" to warn where there is none.
+        benchmark: ``torch.backends.cudnn.benchmark``.
+        inference_mode: evaluate in inference mode instead of ``no_grad``.
+        use_distributed_sampler: give each process its own part of the data.
+        detect_anomaly: ``torch.autograd.set_detect_anomaly`` during fit.
+        barebones: switch off all that is not training.
+        plugins: a Precision, CheckpointIO or ClusterEnvironment, or a list of them.
+        sync_batchnorm: compute batch statistics over all processes.
+        reload_dataloaders_every_n_epochs: ask for new loaders this often; 0 for never.
+        default_root_dir: where logs and checkpoints go; the working directory by default.
+        enable_autolog_hparams: hand hyper-parameters to the loggers.
+        profiler: not in this version: None.
+        model_registry: only served a hosted product: None.
+
+    Raises:
+        TypeError: an argument does not exist or has a wrong type.
+        ValueError: an argument is out of range, or two contradict each other.
+
+    Example::
+
+        >>> import hasten as L
+        >>> trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+        >>> trainer.max_epochs
+        1
+
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        devices: Any = "auto",
+        num_nodes: int = 1,
+        precision: Any = None,
+        logger: Any = None,
+        callbacks: Any = None,
+        fast_dev_run: int | bool = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        deterministic: bool | str | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: None = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Any = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: str | os.PathLike[str] | None = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: None = None,
+        **unknown: Any,
+    ) -> None:
+        given = locals()
+        if unknown:
+            checks.refuse_unknown(unknown, Trainer.__init__, "Trainer")
+        if profiler is not None or model_registry is not None:
+            name = "profiler" if profiler is not None else "model_registry"
+            raise ValueError(f"Trainer({name}=...): not in this version of hasten. Leave it out.")
+        # One row an argument in the signature and one in the checks; no third list of them here.
+        self._arguments = checks.check(**{name: given[name] for name in checks.NAMES})
+        self._runtime: Runtime = resolve_runtime(
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            plugins=plugins,
+            owner="Trainer",
+        )
+        set_deterministic(deterministic, benchmark=benchmark)
+        self.state = TrainerState()
+        self._progress = Progress()
+        self._meters = Meters(self._runtime)
+        self._hooks: Hooks | None = None
+        self._run: Run | None = None
+        self._should_stop = False
+        self._accumulate_grad_batches = self._arguments.accumulate_grad_batches
+        self._loggers = self._make_loggers(self._arguments.logger)
+        self._callbacks = Callbacks(self._default_callbacks(), self._callbacks_changed)
+        self._module: LightningModule | None = None
+        self._datamodule: LightningDataModule | None = None
+        self._ckpt_path: str | None = None
+        self._received_sigterm = False
+        self._between_batches = True
+
+    # -- the four calls
+
+    def fit(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train.
+
+        Args:
+            model: the module.
+            train_dataloaders: the training data: a DataLoader or any iterable of batches; or a datamodule.
+            val_dataloaders: the validation data: one or several.
+            datamodule: gives the data instead.
+            ckpt_path: go on from this checkpoint: a path, "last" (the newest whole one, if there is one) or
+                "best".
+            weights_only: False reads a checkpoint that holds Python objects: only for files you trust.
+
+        Raises:
+            ValueError: something the run needs is missing or does not fit; the message says what to change.
+
+        """
+        if isinstance(train_dataloaders, LightningDataModule):
+            datamodule, train_dataloaders = train_dataloaders, None
+        check_call(self._arguments, "fit", model, datamodule, train_dataloaders, val_dataloaders)
+        given = {"train": train_dataloaders, "validate": val_dataloaders}
+        self._call(TrainerFn.FITTING, model, datamodule, given, ckpt_path, weights_only, _fit)
+
+    def validate(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run validation once; return the values logged, a dict for each loader.
+
+        Args:
+            model: the module; the one of the last fit by default.
+            dataloaders: the data: one or several loaders; or a datamodule.
+            ckpt_path: weights to use: a path, "best" or "last"; those in memory by default.
+            verbose: print the values.
+            datamodule: gives the data instead.
+            weights_only: see ``fit``.
+
+        """
+        return self._evaluate(
+            TrainerFn.VALIDATING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only
+        )
+
+    def test(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run the test once; return the values logged, a dict for each loader. See ``validate``."""
+        return self._evaluate(
+            TrainerFn.TESTING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only
+        )
+
+    def predict(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | None:
+        """Predict on every batch.
+
+        Args:
+            model: the module; the one of the last fit by default.
+            dataloaders: the data: one or several loaders; or a datamodule.
+            datamodule: gives the data instead.
+            return_predictions: keep and return the outputs, by batch (and by loader, if there are several);
+                True by default where all runs in this process.
+            ckpt_path: weights to use: a path, "best" or "last"; those in memory by default.
+            weights_only: see ``fit``.
+
+        """
+        if isinstance(dataloaders, LightningDataModule):
+            datamodule, dataloaders = dataloaders, None
+        module = self._module_for("predict", model)
+        check_call(self._arguments, "predict", module, datamodule, dataloaders, None)
+        path = self._weights_for(TrainerFn.PREDICTING, model, ckpt_path)
+        body = functools.partial(predict, return_predictions=return_predictions is not False)
+        given = {"predict": dataloaders}
+        result: list[Any] | None = self._call(
+            TrainerFn.PREDICTING, module, datamodule, given, path, weights_only, body
+        )
+        return result
+
+    def save_checkpoint(
+        self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any = None
+    ) -> None:
+        """Save everything needed to go on exactly from here; all processes must call it.
+
+        Args:
+            filepath: path or URL of the file; the previous one stays whole until the new one is.
+            weights_only: leave out what only training needs.
+            storage_options: passed to the file system of a URL.
+
+        Raises:
+            OSError: the file could not be written; the previous one is untouched.
+
+        """
+        run = self._run
+        if run is None:
+            raise AttributeError(
+                "Trainer.save_checkpoint(): there is no model yet. Call fit, validate, test or predict first."
+            )
+        checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
+        self._runtime.save(filepath, checkpoint, storage_options=storage_options)
+
+    # -- one call, from beginning to end
+
+    def _call(
+        self,
+        fn: TrainerFn,
+        module: LightningModule,
+        datamodule: LightningDataModule | None,
+        given: dict[str, Any],
+        ckpt_path: str | os.PathLike[str] | None,
+        weights_only: bool | None,
+        body: Callable[[Run], Any],
+    ) -> Any:
+        """Start the other processes if there are any, and run ``body`` with everything in place."""
+        self.state = TrainerState(TrainerStatus.RUNNING, fn, _FIRST_STAGE[fn])
+        self._should_stop = False
+        self._module, self._datamodule = module, datamodule
+        return self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
+
+    def _in_process(
+        self,
+        given: dict[str, Any],
+        ckpt_path: str | os.PathLike[str] | None,
+        weights_only: bool | None,
+        body: Callable[[Run], Any],
+    ) -> Any:
+        module, runtime = self._module, self._runtime
+        assert module is not None
+        self._attach(module, self._datamodule)
+        several = runtime.world_size > 1
+        with StopRequests(runtime.all_reduce if several else None) as stop:
+            run = self._run = self._make_run(module, given, stop)
+            try:
+                self._between_batches = True
+                checkpoint = functools.partial(self._read_checkpoint, ckpt_path, weights_only)
+                prepare(run, self._callbacks, self._datamodule, checkpoint)
+                result = body(run)
+                self._finish(run)
+            except Stopped as stopped:
+                self._leave(run, stopped.signal_number)
+            except KeyboardInterrupt as interrupt:
+                # A second Ctrl-C, or one raised by the user's code: the batch in hand is not complete.
+                self._between_batches = False
+                self._abort(run, interrupt)
+                _exit(signals.SIGINT, interrupt)
+            except BaseException as error:
+                self._abort(run, error)
+                raise
+        return result
+
+    def _make_run(self, module: LightningModule, given: dict[str, Any], stop: StopRequests) -> Run:
+        arguments, runtime = self._arguments, self._runtime
+        sampler = runtime.distributed_sampler_kwargs if arguments.use_distributed_sampler else None
+
+        def source(stage: str, limit: Any) -> Source:
+            return Source(
+                stage,
+                given=given.get(stage),
+                module=module,
+                datamodule=self._datamodule,
+                limit=limit,
+                sampler_kwargs=sampler,
+                overfit=bool(arguments.overfit_batches),
+                reload_every_n_epochs=arguments.reload_dataloaders_every_n_epochs if stage == "train" else 0,
+            )
+
+        self._meters.loggers = self._loggers if runtime.is_global_zero else ()
+        self._hooks = Hooks(self, module, self._callbacks, self._datamodule, self._meters)
+        return Run(
+            arguments=arguments,
+            runtime=runtime,
+            module=module,
+            wrapped=module,
+            hooks=self._hooks,
+            meters=self._meters,
+            progress=self._progress,
+            state=self.state,
+            stop=stop,
+            checks=ValidationChecks(arguments.val_check_interval, arguments.check_val_every_n_epoch),
+            train=source("train", arguments.limit_train_batches),
+            validation=source("validate", arguments.limit_val_batches),
+            test=source("test", arguments.limit_test_batches),
+            predict=source("predict", arguments.limit_predict_batches),
+            accumulate_grad_batches=self._accumulate_grad_batches,
+        )
+
+    def _evaluate(
+        self,
+        fn: TrainerFn,
+        model: LightningModule | None,
+        dataloaders: Any,
+        ckpt_path: str | os.PathLike[str] | None,
+        verbose: bool,
+        datamodule: LightningDataModule | None,
+        weights_only: bool | None,
+    ) -> list[dict[str, float]]:
+        if isinstance(dataloaders, LightningDataModule):
+            datamodule, dataloaders = dataloaders, None
+        stage = "validate" if fn == TrainerFn.VALIDATING else "test"
+        module = self._module_for(stage, model)
+        check_call(self._arguments, stage, module, datamodule, dataloaders, None)
+        path = self._weights_for(fn, model, ckpt_path)
+        body = functools.partial(_evaluate_and_print, stage=stage, verbose=verbose)
+        results: list[dict[str, float]] = self._call(
+            fn, module, datamodule, {stage: dataloaders}, path, weights_only, body
+        )
+        return results
+
+    def _finish(self, run: Run) -> None:
+        """Leave an orderly run: fit_end, teardown, loggers closed, workers gone."""
+        if self.state.fn == TrainerFn.FITTING:
+            run.hooks.on_fit_end()
+        self._release(run, "success")
+        self.state.status, self.state.stage = TrainerStatus.FINISHED, None
+
+    def _leave(self, run: Run, signal_number: int) -> NoReturn:
+        """Leave after Ctrl-C or SIGTERM, between two batches, with the state saved by checkpoint callbacks."""
+        self._received_sigterm = signal_number == signals.SIGTERM
+        name = "SIGTERM" if self._received_sigterm else "Ctrl-C"
+        rank_zero_info(f"{name}: the run ends here, after a complete batch.")
+        error = SystemExit(128 + signal_number) if self._received_sigterm else KeyboardInterrupt()
+        self._abort(run, error)
+        _exit(signal_number, error)
+
+    def _abort(self, run: Run, error: BaseException) -> None:
+        self.state.status = TrainerStatus.INTERRUPTED
+        try:
+            run.hooks.on_exception(error)
+        finally:
+            try:
+                self._release(run, "aborted" if isinstance(error, KeyboardInterrupt) else "failed")
+            finally:
+                self.state.stage = None
+
+    def _release(self, run: Run, status: str) -> None:
+        self._meters.deliver(wait=True)
+        try:
+            run.hooks.teardown(self.state.fn.value if self.state.fn else "")
+        finally:
+            for source in (run.train, run.validation, run.test, run.predict):
+                source.close()
+            if self.is_global_zero:
+                for logger in self._loggers:
+                    logger.finalize(status)
+            self._runtime.teardown()
+
+    # -- copies of this Trainer in other processes (strategy="ddp_spawn" and its like)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_hooks": None, "_run": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._callbacks = Callbacks(self._callbacks, self._callbacks_changed)
+
+    def export_results(self) -> dict[str, Any]:
+        """Return what the process that started the copies must learn of the run."""
+        assert self._module is not None
+        return {
+            "weights": {key: value.cpu() for key, value in self._module.state_dict().items()},
+            "progress": self._progress.state_dict(),
+            "callbacks": [(callback.state_dict(), _paths_of(callback)) for callback in self._callbacks],
+            "values": (self._meters.callback_values, self._meters.logged_values, self._meters.bar_values),
+            "state": self.state,
+            "should_stop": self._should_stop,
+        }
+
+    def import_results(self, results: dict[str, Any]) -> None:
+        """Take over what the first copy exported."""
+        assert self._module is not None
+        self._module.load_state_dict(results["weights"])
+        self._progress.load_state_dict(results["progress"])
+        for callback, (state, paths) in zip(self._callbacks, results["callbacks"], strict=False):
+            callback.load_state_dict(state)
+            callback.__dict__.update(paths)
+        meters = self._meters
+        meters.callback_values, meters.logged_values, meters.bar_values = results["values"]
+        self.state, self._should_stop = results["state"], results["should_stop"]
+
+    # -- checkpoints
+
+    def _checkpoint(self, run: Run, *, weights_only: bool) -> dict[str, Any]:
+        snapshot = Snapshot(run, self._callbacks, self._datamodule)
+        checkpoint = contents.collect(snapshot, weights_only=weights_only or not run.optimizers)
+        assert self._hooks is not None
+        self._hooks.on_save_checkpoint(checkpoint)
+        return checkpoint
+
+    def _read_checkpoint(
+        self, ckpt_path: Any, weights_only: bool | None
+    ) -> tuple[dict[str, Any] | None, str | None]:
+        path = resolve_path(self, ckpt_path)
+        self._ckpt_path = path
+        if path is None:
+            return None, None
+        checkpoint = self._runtime.load(path, map_location="cpu", weights_only=weights_only is not False)
+        if "state_dict" not in checkpoint:
+            raise ValueError(
+                f"{path} holds no 'state_dict' (it has {sorted(map(str, checkpoint))[:8]}): it is no checkpoint of "
+                "a Trainer. Load bare weights with model.load_state_dict(torch.load(path))."
+            )
+        rank_zero_info(f"Restoring from {path}")
+        return from_lightning(checkpoint), path
+
+    # -- optimizers
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward for a module with manual optimisation, with its hooks."""
+        run = self._run
+        assert run is not None
+        run.hooks.on_before_backward(loss)
+        if overrides(run.module, LightningModule, "backward"):
+            run.module.backward(loss if run.runtime.scaler is None else run.runtime.scaler.scale(loss))
+        else:
+            run.runtime.backward(loss, *args, **kwargs)
+        run.hooks.on_after_backward()
+
+    def clip_gradients(self, optimizer: Any, clip_val: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of ``optimizer``; None takes the Trainer's own arguments."""
+        clip_val = self._arguments.gradient_clip_val if clip_val is None else clip_val
+        algorithm = self._arguments.gradient_clip_algorithm if algorithm is None else str(algorithm)
+        if not clip_val:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if algorithm == "value":
+            self._runtime.clip_value(parameters, float(clip_val))
+        elif algorithm == "norm":
+            self._runtime.clip_norm(parameters, float(clip_val))
+        else:
+            raise ValueError(f"clip_gradients(gradient_clip_algorithm={algorithm!r}): use 'norm' or 'value'.")
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gather tensors of all processes."""
+        return self._runtime.all_gather(data, group=group, sync_grads=sync_grads)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process, beside the progress bar."""
+        if not self.is_global_zero:
+            return
+        bar = self.progress_bar_callback
+        if bar is not None and hasattr(bar, "print"):
+            bar.print(*args, **kwargs)
+        else:
+            print(*args, **kwargs)
+
+    def init_module(self, empty_init: bool | None = None) -> Any:
+        """Return a context in which modules are made on the device and in the precision of the run."""
+        return self._runtime.init_module(empty_init)
+
+    def _module_for(self, call: str, model: LightningModule | None) -> LightningModule:
+        if model is not None:
+            return model
+        if self._module is None:
+            raise TypeError(f"Trainer.{call}(): there is no model. Pass one, or call fit first.")
+        return self._module
+
+    def _weights_for(self, fn: TrainerFn, model: Any, ckpt_path: Any) -> Any:
+        """Return the checkpoint an evaluation without a model uses: the best one of the last fit."""
+        if model is None and ckpt_path is None and self._run is not None:
+            best = getattr(self.checkpoint_callback, "best_model_path", "")
+            if best:
+                rank_zero_info(
+                    f"Trainer.{fn.value}() without a model and ckpt_path: using the best checkpoint, {best}. "
+                    'Say ckpt_path="best" to be explicit, or pass the model for the weights in memory.'
+                )
+                return best
+        return ckpt_path
+
+    # -- parts made once
+
+    def _attach(self, module: LightningModule, datamodule: LightningDataModule | None) -> None:
+        module.trainer = self
+        for child in module.modules():
+            if isinstance(child, LightningModule):
+                child.__dict__["_meters"] = self._meters
+        if datamodule is not None:
+            datamodule.trainer = self
+        brought = module.configure_callbacks()
+        brought = [brought] if isinstance(brought, Callback) else list(brought or ())
+        if brought:
+            kinds = {type(callback) for callback in brought}
+            kept = [callback for callback in self._callbacks if type(callback) not in kinds]
+            self._callbacks[:] = _last_ones_last(kept + brought)
+
+    def _make_loggers(self, logger: Any) -> list[Any]:
+        if logger is False:
+            return []
+        if logger is True:
+            from hasten.loggers import CSVLogger
+
+            return [CSVLogger(self._arguments.default_root_dir)]
+        return list(logger)
+
+    def _default_callbacks(self) -> list[Callback]:
+        from hasten.callbacks.defaults import with_defaults
+
+        return _last_ones_last(with_defaults(self._arguments))
+
+    def _callbacks_changed(self) -> None:
+        if self._hooks is not None:
+            self._hooks.find()
+
+
+def _fit(run: Run) -> None:
+    with torch.autograd.set_detect_anomaly(run.arguments.detect_anomaly):
+        fit(run)
+
+
+def _evaluate_and_print(run: Run, *, stage: str, verbose: bool) -> list[dict[str, float]]:
+    source = run.validation if stage == "validate" else run.test
+    if source.is_off():
+        return []
+    source.load()
+    results = evaluate(run, source)
+    if verbose and run.runtime.is_global_zero:
+        from hasten.report.results import print_results
+
+        print_results(results, stage)
+    return results
+
+
+_FIRST_STAGE = {
+    TrainerFn.FITTING: RunningStage.TRAINING,
+    TrainerFn.VALIDATING: RunningStage.VALIDATING,
+    TrainerFn.TESTING: RunningStage.TESTING,
+    TrainerFn.PREDICTING: RunningStage.PREDICTING,
+}
+
+
+def _paths_of(callback: Callback) -> dict[str, Any]:
+    """Return what a checkpoint callback knows of the files it wrote."""
+    names = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "dirpath")
+    return {name: vars(callback)[name] for name in names if name in vars(callback)}
+
+
+def _last_ones_last(callbacks: list[Callback]) -> list[Callback]:
+    """Order callbacks so that checkpoints see what all others did."""
+    from hasten.callbacks.checkpoint import Checkpoint
+
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+
+
+def _exit(signal_number: int, error: BaseException) -> NoReturn:
+    """End the program with the exit code of the signal; in a notebook or prompt, return to it."""
+    if hasattr(sys, "ps1") or ("IPython" in sys.modules and hasattr(sys.modules["IPython"], "get_ipython")):
+        interactive = hasattr(sys, "ps1") or sys.modules["IPython"].get_ipython() is not None
+        if interactive:
+            raise KeyboardInterrupt from None
+    raise SystemExit(128 + signal_number) from None

@@ -1,0 +1,152 @@
+"""`hasten demo` from the command line to its files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from hasten.commands import main
+
+PROGRAM = (sys.executable, "-c", "import sys; from hasten.commands import main; sys.exit(main())")
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def reviews(path: Path) -> Path:
+    """An archive of 60 reviews in the layout of aclImdb_v1.tar.gz."""
+    with tarfile.open(path, "w:gz") as archive:
+        for part in ("train", "test"):
+            for kind, word in (("pos", "wonderful"), ("neg", "dreadful")):
+                for number in range(15):
+                    content = f"{word} film number {number} {'and more ' * number}".encode()
+                    entry = tarfile.TarInfo(f"aclImdb/{part}/{kind}/{number}_5.txt")
+                    entry.size = len(content)
+                    archive.addfile(entry, io.BytesIO(content))
+    return path
+
+
+def test_digits_ladder_ends_with_table_chart_csv_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--epochs", "2", "--row-seconds", "6", "--rounds", "1"]
+    assert main(["demo", *options, "--output", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert max(len(line) for line in shown.splitlines()) <= 200
+    assert "\r" not in shown
+    assert "\x1b" not in shown
+    rows = rows_of(tmp_path / "out" / "digits.csv")
+    assert [row["row"] for row in rows][:2] == ["plain PyTorch loop", "the same in hasten"]
+    assert all(row["row"] in shown and float(row["seconds"]) > 0 for row in rows)
+    assert float(rows[0]["speed"]) == 1.0
+    tested = [float(row["test_accuracy"]) for row in rows if row["test_accuracy"]]
+    assert tested
+    assert min(tested) > 0.5
+    whole = json.loads((tmp_path / "out" / "digits.json").read_text())
+    assert whole["command"].startswith("hasten demo --epochs 2")
+    assert whole["hardware"]["threads"] == 1
+    assert (tmp_path / "out" / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_imdb_ladder_reads_trains_and_tests_reviews(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = reviews(tmp_path / "aclImdb_v1.tar.gz")
+    options = ["--limit", "20", "--max-length", "16", "--batch-size", "7", "--row-seconds", "0.5"]
+    places = ["--output", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")]
+    command = ["demo", "--task", "imdb", "--random-weights", "--data", str(archive), *options, *places]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "14 train / 2 validation / 44 test" in " ".join(shown.split())
+    assert "random weights" in shown
+    rows = rows_of(tmp_path / "out" / "imdb.csv")
+    assert [row["row"] for row in rows] == [
+        "plain PyTorch loop",
+        "the same in hasten",
+        "fused AdamW",
+        "pad each batch",
+        "batches by length",
+        "no attention dropout",
+        "bf16",
+    ]
+    fastest = max(rows, key=lambda row: float(row["speed"]))
+    assert any(row["test_accuracy"] for row in rows)
+    assert fastest["test_accuracy"] or any(row["basis"].startswith("trained in full") for row in rows)
+    assert [row["same_maths"] for row in rows].count("False") == 1
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_threads_are_as_before_afterwards(tmp_path: Path) -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    assert (
+        main(["demo", "--task", "imdb", "--data", str(tmp_path / "none"), "--threads", str(before + 1)]) == 1
+    )
+    assert torch.get_num_threads() == before
+
+
+def test_output_that_cannot_be_written_is_said_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["demo", "--output", str(tmp_path / "file")]) == 1
+    shown = capsys.readouterr()
+    assert "--output" in shown.err
+    assert shown.out == ""
+
+
+def test_no_gpu_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert main(["demo", "--accelerator", "gpu", "--output", str(tmp_path)]) == 1
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path) -> None:
+    """In a real terminal: the key, not a signal sent by hand."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [*PROGRAM, "demo", "--epochs", "500", "--row-seconds", "100000", "--output", str(tmp_path)],
+        stdin=slave,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        preexec_fn=lambda: _own_terminal(slave),
+    )
+    try:
+        assert process.stdout is not None
+        # Told when the first row was probed: rows are being measured.
+        while "plain PyTorch loop:" not in process.stdout.readline():
+            assert process.poll() is None
+        os.write(master, b"\x03")
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+        os.close(slave)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+
+
+def _own_terminal(slave: int) -> None:
+    import fcntl
+    import termios
+
+    os.setsid()
+    fcntl.ioctl(slave, termios.TIOCSCTTY, 0)

@@ -1,0 +1,168 @@
+"""The download, against a real server on this machine that serves ranges, cuts bodies or lies."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from hasten.demo.download import Remote, cache_folder, download
+from hasten.demo.errors import DemoError
+
+CONTENT = random.Random(0).randbytes(1_000_000)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+class Server(ThreadingHTTPServer):
+    """Serves CONTENT, or what a test puts in its place."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.content = CONTENT
+        self.ranges = True
+        self.status = 200
+        # For each request in turn, after how many bytes of its body the connection is cut; None: never.
+        self.cuts: list[int | None] = []
+        self.asked: list[str | None] = []
+
+    @property
+    def remote(self) -> Remote:
+        return Remote(f"http://127.0.0.1:{self.server_port}/archive.tar.gz", len(CONTENT), SHA256)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        asked = self.headers.get("Range")
+        self.server.asked.append(asked)
+        if self.server.status != 200:
+            self.send_error(self.server.status)
+            return
+        body, begin = self.server.content, 0
+        if asked and self.server.ranges:
+            begin = int(asked.removeprefix("bytes=").removesuffix("-"))
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {begin}-{len(body) - 1}/{len(body)}")
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(body) - begin))
+        self.end_headers()
+        cut = self.server.cuts.pop(0) if self.server.cuts else None
+        self.wfile.write(body[begin:] if cut is None else body[begin : begin + cut])
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def test_a_whole_file_comes_in_one_request(server: Server, tmp_path: Path) -> None:
+    target = tmp_path / "made" / "archive.tar.gz"
+    assert download(server.remote, target, progress=False) == target
+    assert target.read_bytes() == CONTENT
+    assert [path.name for path in target.parent.iterdir()] == ["archive.tar.gz"]
+
+
+def test_what_is_there_is_not_fetched_again(server: Server, tmp_path: Path) -> None:
+    target = tmp_path / "archive.tar.gz"
+    download(server.remote, target, progress=False)
+    download(server.remote, target, progress=False)
+    assert server.asked == [None]
+    target.write_bytes(CONTENT[:-1] + b"?")
+    download(server.remote, target, progress=False)
+    assert server.asked == [None, None]
+    assert target.read_bytes() == CONTENT
+
+
+def test_a_cut_body_is_continued_from_where_it_was_cut(server: Server, tmp_path: Path) -> None:
+    server.cuts = [400_000, 300_000]
+    target = download(server.remote, tmp_path / "archive.tar.gz", progress=False)
+    assert target.read_bytes() == CONTENT
+    assert server.asked == [None, "bytes=400000-", "bytes=700000-"]
+
+
+def test_a_file_cut_again_and_again_is_continued_by_the_next_run(server: Server, tmp_path: Path) -> None:
+    server.cuts = [100_000, 100_000, 100_000]
+    target = tmp_path / "archive.tar.gz"
+    with pytest.raises(DemoError, match=r"cut 3 times.*300,000 of 1,000,000.*run again"):
+        download(server.remote, target, progress=False)
+    assert not target.exists()
+    download(server.remote, target, progress=False)
+    assert target.read_bytes() == CONTENT
+    assert server.asked[-1] == "bytes=300000-"
+
+
+def test_a_server_without_ranges_sends_the_whole_again(server: Server, tmp_path: Path) -> None:
+    server.ranges = False
+    server.cuts = [400_000]
+    target = download(server.remote, tmp_path / "archive.tar.gz", progress=False)
+    assert target.read_bytes() == CONTENT
+
+
+def test_a_wrong_content_is_thrown_away(server: Server, tmp_path: Path) -> None:
+    server.content = b"!" + CONTENT[1:]
+    target = tmp_path / "archive.tar.gz"
+    with pytest.raises(DemoError, match=r"another content.*--data"):
+        download(server.remote, target, progress=False)
+    assert list(tmp_path.iterdir()) == []
+    server.content = CONTENT
+    assert download(server.remote, target, progress=False).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("content", [CONTENT + b"more", CONTENT[:1000]])
+def test_a_wrong_size_is_seen_before_the_body(server: Server, tmp_path: Path, content: bytes) -> None:
+    server.content = content
+    with pytest.raises(DemoError, match=rf"{len(content):,} bytes, expected 1,000,000"):
+        download(server.remote, tmp_path / "archive.tar.gz", progress=False)
+    assert not (tmp_path / "archive.tar.gz").exists()
+
+
+def test_a_part_longer_than_the_file_is_started_anew(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "archive.tar.gz.part").write_bytes(b"x" * 1_000_001)
+    assert download(server.remote, tmp_path / "archive.tar.gz", progress=False).read_bytes() == CONTENT
+
+
+def test_a_refusal_names_the_code_and_data(server: Server, tmp_path: Path) -> None:
+    server.status = 404
+    with pytest.raises(DemoError, match=r"404.*--data"):
+        download(server.remote, tmp_path / "archive.tar.gz", progress=False)
+
+
+def test_without_network_the_message_names_data(server: Server, tmp_path: Path) -> None:
+    remote = server.remote
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(DemoError, match=r"No network.*--data aclImdb_v1\.tar\.gz"):
+        download(remote, tmp_path / "archive.tar.gz", progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DemoError, match=r"cannot be written.*--cache-dir"):
+        download(server.remote, tmp_path / "file" / "archive.tar.gz", progress=False)
+
+
+def test_cache_folder_follows_the_xdg_specification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "hasten"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "hasten"
+    assert cache_folder(Path("mine")) == Path("mine")

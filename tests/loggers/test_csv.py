@@ -1,0 +1,292 @@
+"""CSVLogger: one table whatever is logged, at a cost that does not grow, whole after a kill."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from hasten.loggers import CSVLogger
+
+
+def table(logger: CSVLogger) -> list[dict[str, str]]:
+    """Return the rows of the file as any reader of CSV sees them."""
+    with open(logger.experiment.metrics_file_path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def bytes_written_by_this_process() -> int:
+    with open("/proc/self/io") as file:
+        return int(next(line for line in file if line.startswith("wchar")).split()[1])
+
+
+def test_rows_have_the_values_and_steps_given(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 0.5, "acc": torch.tensor(0.25)}, step=3)
+    logger.log_metrics({"loss": 0.1 + 0.2}, step=4)
+    logger.save()
+    assert table(logger) == [
+        {"acc": "0.25", "loss": "0.5", "step": "3"},
+        {"acc": "", "loss": repr(0.1 + 0.2), "step": "4"},
+    ]
+
+
+def test_special_values_and_names_survive(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    row = {"nan": math.nan, "inf": math.inf, "a,b": 1, 'quo"te': "x\ny", "naïve": True}
+    logger.log_metrics(row, step=0)
+    logger.finalize("success")
+    (read,) = table(logger)
+    assert math.isnan(float(read["nan"]))
+    assert math.isinf(float(read["inf"]))
+    assert (read["a,b"], read['quo"te'], read["naïve"]) == ("1", "x\ny", "True")
+
+
+def test_columns_of_a_short_file_are_sorted_and_all_rows_have_them(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    for step, name in enumerate("cab"):
+        logger.log_metrics({name: step}, step=step)
+        logger.save()
+    lines = Path(logger.experiment.metrics_file_path).read_text().splitlines()
+    assert lines == ["a,b,c,step", ",,0,0", "1,,,1", ",2,,2"]
+
+
+def test_folders_and_versions(tmp_path: Path) -> None:
+    (tmp_path / "exp" / "version_0").mkdir(parents=True)
+    (tmp_path / "exp" / "version_7").mkdir()
+    (tmp_path / "exp" / "version_x").mkdir()
+    logger = CSVLogger(tmp_path, name="exp")
+    assert logger.version == 8
+    assert Path(logger.log_dir) == tmp_path / "exp" / "version_8"
+    assert Path(logger.root_dir) == tmp_path / "exp"
+    assert Path(logger.save_dir) == tmp_path
+    assert Path(CSVLogger(tmp_path, name=None).root_dir) == tmp_path
+    assert Path(CSVLogger(tmp_path, version="best").log_dir) == tmp_path / "lightning_logs" / "best"
+    assert not Path(logger.log_dir).exists()  # asking makes no folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"name": "../out"}, ValueError),
+        ({"name": "/etc"}, ValueError),
+        ({"version": "a/../../b"}, ValueError),
+        ({"version": -1}, ValueError),
+        ({"version": True}, TypeError),
+        ({"version": 1.5}, TypeError),
+        ({"name": 3}, TypeError),
+        ({"flush_logs_every_n_steps": 0}, ValueError),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path: Path, arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"CSVLogger\({next(iter(arguments))}="):
+        CSVLogger(tmp_path, **arguments)
+
+
+def test_prefix(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, prefix="run")
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.save()
+    assert table(logger) == [{"run-loss": "1.0", "step": "0"}]
+
+
+def test_rows_are_flushed_by_steps_or_rows(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=10)
+    path = Path(logger.experiment.metrics_file_path)
+    for step in range(9):
+        logger.log_metrics({"loss": 1.0}, step=step)
+    assert not path.exists()
+    logger.log_metrics({"loss": 1.0}, step=9)
+    assert len(table(logger)) == 10
+    logger.log_metrics({"loss": 1.0}, step=50)  # ten steps later, though only one row
+    assert len(table(logger)) == 11
+
+
+def test_a_run_in_the_same_version_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    first = CSVLogger(tmp_path, version=0)
+    first.log_metrics({"loss": 1.0}, step=0)
+    first.finalize("success")
+    again = CSVLogger(tmp_path, version=0)
+    with pytest.warns(UserWarning, match="exists and is not empty. New rows are appended"):
+        again.log_metrics({"loss": 2.0, "acc": 0.5}, step=1)
+    again.finalize("success")
+    assert [(row["loss"], row["acc"], row["step"]) for row in table(again)] == [
+        ("1.0", "", "0"),
+        ("2.0", "0.5", "1"),
+    ]
+
+
+def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
+    folder = tmp_path / "lightning_logs" / "version_0"
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_bytes(b"loss,step\n1.0,0\n0.123,1\n0.4")
+    logger = CSVLogger(tmp_path, version=0)
+    with pytest.warns(UserWarning, match="not empty"):
+        logger.log_metrics({"loss": 2.0}, step=2)
+    logger.finalize("success")
+    assert [row["loss"] for row in table(logger)] == ["1.0", "0.123", "2.0"]
+
+
+def long_run(folder: Path, rows: int, new_name_every: int) -> tuple[CSVLogger, list[int]]:
+    """Log ``rows`` rows; return the logger and the bytes each of them wrote."""
+    logger = CSVLogger(folder, flush_logs_every_n_steps=1)
+    written = []
+    for step in range(rows):
+        row = {"train_loss": step * 0.001, "epoch": step // 1000}
+        if step % new_name_every == new_name_every - 1:
+            row[f"value_{step}"] = 1.5
+        before = bytes_written_by_this_process()
+        logger.log_metrics(row, step=step)
+        written.append(bytes_written_by_this_process() - before)
+    logger.finalize("success")
+    return logger, written
+
+
+def test_a_row_costs_the_same_however_long_the_file_and_however_names_change(tmp_path: Path) -> None:
+    logger, written = long_run(tmp_path, rows=30_000, new_name_every=1500)
+    rows = table(logger)
+    assert [int(row["step"]) for row in rows] == list(range(30_000))
+    for step in range(1499, 30_000, 1500):
+        assert rows[step][f"value_{step}"] == "1.5"
+        assert not rows[step - 1][f"value_{step}"]
+    assert float(rows[0]["train_loss"]) == 0.0
+    size = os.path.getsize(logger.experiment.metrics_file_path)
+    assert size > 500_000
+    # Once the file is long, no row rewrites it, not even one with a new name.
+    late = written[5000:]
+    assert max(late) < 300
+    # A short file is rewritten for a new name; that has a bound.
+    assert max(written) < 200_000
+    assert sum(written) < 2.5 * size
+
+
+def test_very_many_names_cost_a_few_rewritings_only(tmp_path: Path) -> None:
+    logger, written = long_run(tmp_path, rows=6000, new_name_every=20)
+    assert len(table(logger)) == 6000
+    assert len(table(logger)[0]) == 303
+    size = os.path.getsize(logger.experiment.metrics_file_path)
+    assert sum(count > size / 10 for count in written[3000:]) <= 3
+
+
+def test_a_long_file_of_an_earlier_run_goes_on_without_rewriting(tmp_path: Path) -> None:
+    first, _ = long_run(tmp_path, rows=4000, new_name_every=10_000)
+    again = CSVLogger(tmp_path, version=first.version)
+    with pytest.warns(UserWarning, match="not empty"):
+        again.experiment  # noqa: B018
+    before = bytes_written_by_this_process()
+    again.log_metrics({"train_loss": 7.0, "val_loss": 8.0}, step=4000)
+    again.finalize("success")
+    assert bytes_written_by_this_process() - before < 2000
+    rows = table(again)
+    assert (len(rows), rows[0]["train_loss"], rows[-1]["val_loss"]) == (4001, "0.0", "8.0")
+
+
+WRITER = """
+import sys
+from hasten.loggers import CSVLogger
+logger = CSVLogger(sys.argv[1], flush_logs_every_n_steps=7)
+for step in range(10**9):
+    row = {"loss": step * 0.5, "check": step * 3}
+    if step % 50 == 0:
+        row[f"name_{step % 2500}"] = step
+    logger.log_metrics(row, step=step)
+    if step == 0:
+        print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.1, 0.25, 0.5])
+def test_a_killed_writer_leaves_whole_rows_in_order(tmp_path: Path, seconds: float) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(seconds)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    path = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
+    if not path.exists():  # killed before the first flush
+        return
+    assert path.read_bytes().endswith(b"\n")
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(len(rows)))
+    for step, row in enumerate(rows):
+        assert None not in row
+        assert (float(row["loss"]), int(row["check"])) == (step * 0.5, step * 3)
+        if step % 50 == 0:
+            assert int(row[f"name_{step % 2500}"]) == step
+
+
+def test_a_full_disk_is_named_and_leaves_the_rows_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    logger.log_metrics({"loss": 1.0}, step=0)
+    real = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) > 3:
+            return real(descriptor, data[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)  # a full disk takes a part of what it is given
+    with pytest.raises(OSError, match="No space left") as caught:
+        logger.log_metrics({"loss": 2.0}, step=1)
+    monkeypatch.undo()
+    assert caught.value.filename == logger.experiment.metrics_file_path
+    assert [row["loss"] for row in table(logger)] == ["1.0"]
+    logger.save()  # what could not be written was kept
+    assert [row["loss"] for row in table(logger)] == ["1.0", "2.0"]
+
+
+def test_hyperparameters_are_plain_yaml(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_hyperparams({"lr": 0.1, "layers": (1, 2), "path": Path("data"), "nested": {"act": torch.relu}})
+    logger.log_hyperparams({"seed": 3})
+    text = (Path(logger.log_dir) / "hparams.yaml").read_text()
+    assert yaml.safe_load(text) == {
+        "lr": 0.1,
+        "layers": [1, 2],
+        "path": "data",
+        "nested": {"act": "relu"},
+        "seed": 3,
+    }
+
+
+def test_copies_do_not_write_rows_twice(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"loss": 1.0}, step=0)
+    for twin in (copy.deepcopy(logger), pickle.loads(pickle.dumps(logger))):
+        assert twin.version == logger.version
+        twin.finalize("success")
+    logger.finalize("success")
+    assert len(table(logger)) == 1
+
+
+def test_a_url_works_like_a_folder() -> None:
+    import fsspec
+
+    logger = CSVLogger("memory://runs", name="exp")
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_metrics({"loss": 0.5, "acc": 0.5}, step=1)
+    logger.finalize("success")
+    with fsspec.open(logger.experiment.metrics_file_path, "rt") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["0", "1"]
+    assert rows[1]["acc"] == "0.5"
+    assert CSVLogger("memory://runs", name="exp").version == 1

@@ -1,0 +1,130 @@
+"""TensorBoardLogger: what TensorBoard reads back."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from hasten.loggers import TensorBoardLogger
+
+pytest.importorskip("tensorboard")
+
+
+def events(folder: str) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(folder)
+    reader.Reload()
+    return reader
+
+
+def scalars(folder: str, name: str) -> list[tuple[int, float]]:
+    return [(event.step, pytest.approx(event.value)) for event in events(folder).Scalars(name)]
+
+
+def test_values_are_read_back(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, name="exp")
+    logger.log_metrics({"loss": 0.5, "acc": torch.tensor(0.25)}, step=1)
+    logger.log_metrics({"loss": 0.125}, step=2)
+    logger.finalize("success")
+    assert Path(logger.log_dir) == tmp_path / "exp" / "version_0"
+    assert scalars(logger.log_dir, "loss") == [(1, 0.5), (2, 0.125)]
+    assert scalars(logger.log_dir, "acc") == [(1, 0.25)]
+
+
+def test_logging_goes_on_after_finalize(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_metrics({"val": 1.0}, step=1)
+    logger.finalize("success")
+    logger.log_metrics({"test": 2.0}, step=2)
+    logger.finalize("success")
+    assert scalars(logger.log_dir, "test") == [(2, 2.0)]
+
+
+def test_prefix_sub_dir_and_version(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, name="", version="mine", sub_dir="events", prefix="run")
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.save()
+    assert Path(logger.log_dir) == tmp_path / "mine" / "events"
+    assert scalars(logger.log_dir, "run-loss") == [(0, 1.0)]
+
+
+def test_versions_count_up(tmp_path: Path) -> None:
+    for expected in range(3):
+        logger = TensorBoardLogger(tmp_path, name="exp")
+        assert logger.version == expected
+        logger.log_metrics({"loss": 1.0}, step=0)
+        logger.finalize("success")
+
+
+def test_hyperparameters_are_shown_and_stored(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_hyperparams({"lr": 0.1, "layers": [1, 2], "nested": {"act": torch.relu}})
+    logger.save()
+    assert scalars(logger.log_dir, "hp_metric") == [(0, -1.0)]
+    plugin = events(logger.log_dir).summary_metadata["_hparams_/session_start_info"]
+    assert plugin.plugin_data.plugin_name == "hparams"
+    assert b"nested/act" in plugin.plugin_data.content
+    stored = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
+    assert stored == {"lr": 0.1, "layers": [1, 2], "nested": {"act": "relu"}}
+
+
+def test_hyperparameters_with_values(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_hyperparams({"lr": 0.1}, {"best_acc": 0.75}, step=4)
+    logger.finalize("success")
+    assert "hp_metric" not in events(logger.log_dir).Tags()["scalars"]
+    assert scalars(logger.log_dir, "best_acc") == [(4, 0.75)]
+
+
+def test_a_dict_becomes_curves_and_text_an_error(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_metrics({"both": {"a": 1.0, "b": 2.0}}, step=0)
+    with pytest.raises(ValueError, match="cannot log 'name' = 'text'"):
+        logger.log_metrics({"name": "text"}, step=0)
+    logger.finalize("success")
+    assert (Path(logger.log_dir) / "both_a").is_dir()
+
+
+class Net(nn.Module):
+    def __init__(self, example: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.example_input_array = example
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_graph(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, log_graph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own tracing
+        logger.log_graph(Net(torch.zeros(1, 3)))
+    logger.finalize("success")
+    assert "layer" in str(events(logger.log_dir).Graph())
+    with pytest.warns(UserWarning, match="no example_input_array"):
+        logger.log_graph(Net(None))
+    with pytest.warns(UserWarning, match="is a dict"):
+        logger.log_graph(Net({"x": torch.zeros(1, 3)}))
+
+
+def test_no_graph_unless_asked_for(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_graph(Net(torch.zeros(1, 3)))
+    assert not Path(logger.log_dir).exists()
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ModuleNotFoundError, match="TensorBoardLogger needs .*pip install tensorboard"):
+        TensorBoardLogger(tmp_path)

@@ -1,0 +1,210 @@
+"""The Trainer gives the weights that the hand-written loop gives, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hasten as L
+from tests.models import Classifier, loader, quiet, same_weights
+
+
+def train_by_hand(
+    model: Classifier,
+    batches: Any,
+    *,
+    epochs: int = 2,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    make_optimizer: Any = None,
+    make_scheduler: Any = None,
+    by_step: bool = False,
+) -> Classifier:
+    make = make_optimizer or (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    optimizer = make(model.parameters())
+    scheduler = make_scheduler(optimizer) if make_scheduler else None
+    length = len(batches)
+    for _ in range(epochs):
+        for i, batch in enumerate(batches):
+            tail = length % accumulate
+            divisor = tail if tail and i >= length - tail else accumulate
+            if i % accumulate == 0:
+                optimizer.zero_grad()
+            loss = model.loss(batch)
+            (loss / divisor if divisor > 1 else loss).backward()
+            if (i + 1) % accumulate == 0 or i + 1 == length:
+                if clip_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+                if clip_value is not None:
+                    nn.utils.clip_grad_value_(model.parameters(), clip_value)
+                optimizer.step()
+                if scheduler is not None and by_step:
+                    scheduler.step()
+        if scheduler is not None and not by_step:
+            scheduler.step()
+    return model
+
+
+class Configured(Classifier):
+    make_optimizer: Any = staticmethod(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    make_scheduler: Any = None
+    interval = "epoch"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = type(self).make_optimizer(self.parameters())
+        if type(self).make_scheduler is None:
+            return optimizer
+        scheduler = type(self).make_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+def compare(model: Classifier, batches: Any, trainer: L.Trainer, **by_hand: Any) -> None:
+    twin = copy.deepcopy(model)
+    torch.manual_seed(7)
+    trainer.fit(model, batches)
+    torch.manual_seed(7)
+    train_by_hand(twin, batches, **by_hand)
+    assert same_weights(model, twin)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_plain(shuffle: bool) -> None:
+    compare(Classifier(dropout=0.3), loader(shuffle=shuffle), quiet(max_epochs=2))
+
+
+@pytest.mark.parametrize(("samples", "accumulate"), [(40, 2), (40, 3), (42, 4), (8, 5)])
+def test_accumulation_with_and_without_a_tail(samples: int, accumulate: int) -> None:
+    batches = loader(samples, drop_last=True)
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=accumulate)
+    compare(Classifier(), batches, trainer, accumulate=accumulate)
+
+
+def test_clipping_by_norm() -> None:
+    compare(Classifier(), loader(), quiet(max_epochs=2, gradient_clip_val=0.05), clip_norm=0.05)
+
+
+def test_clipping_by_value_with_accumulation() -> None:
+    trainer = quiet(
+        max_epochs=2, gradient_clip_val=0.01, gradient_clip_algorithm="value", accumulate_grad_batches=2
+    )
+    compare(Classifier(), loader(), trainer, clip_value=0.01, accumulate=2)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_schedulers(interval: str) -> None:
+    class Scheduled(Configured):
+        make_scheduler = staticmethod(lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5))
+
+    Scheduled.interval = interval
+    compare(
+        Scheduled(),
+        loader(),
+        quiet(max_epochs=3),
+        epochs=3,
+        make_scheduler=Scheduled.make_scheduler,
+        by_step=interval == "step",
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=1e-2),
+        lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+        lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
+        lambda p: torch.optim.Adagrad(p, lr=1e-2, foreach=True),
+    ],
+    ids=["adamw", "adam-fused", "rmsprop", "adagrad-foreach"],
+)
+def test_optimizers(make: Any) -> None:
+    class Chosen(Configured):
+        make_optimizer = staticmethod(make)
+
+    compare(Chosen(), loader(), quiet(max_epochs=2), make_optimizer=make)
+
+
+def test_lbfgs_runs_its_closure() -> None:
+    class Second(Configured):
+        make_optimizer = staticmethod(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4))
+
+    model = Second()
+    twin = copy.deepcopy(model)
+    quiet(max_epochs=2).fit(model, loader())
+    optimizer = torch.optim.LBFGS(twin.parameters(), lr=0.1, max_iter=4)
+    for _ in range(2):
+        for batch in loader():
+
+            def closure(batch: Any = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = twin.loss(batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    assert same_weights(model, twin)
+
+
+def test_validation_does_not_change_training() -> None:
+    model = Classifier(dropout=0.3)
+    twin = copy.deepcopy(model)
+    torch.manual_seed(7)
+    quiet(max_epochs=2, val_check_interval=0.5).fit(model, loader(shuffle=True), loader())
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    batches, validation = loader(shuffle=True), loader()
+    for _ in range(2):
+        for i, batch in enumerate(batches):
+            optimizer.zero_grad()
+            twin.loss(batch).backward()
+            optimizer.step()
+            if (i + 1) % 5 == 0:
+                for _ in validation:
+                    pass
+    assert same_weights(model, twin)
+
+
+def test_losses_weighted_by_tokens_equal_the_full_batch() -> None:
+    class Weighted(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": self.loss(batch), "loss_weight": len(batch[0])}
+
+    full = next(iter(loader(12, 12)))
+    parts = [tuple(t[:3] for t in full), tuple(t[3:4] for t in full), tuple(t[4:] for t in full)]
+    model = Weighted()
+    twin = copy.deepcopy(model)
+    quiet(max_epochs=3, accumulate_grad_batches=3).fit(model, parts)
+    train_by_hand(twin, [full], epochs=3)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_tail_of_a_loader_without_length_is_normalised_by_what_was_accumulated() -> None:
+    class Endless(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(list(loader(20)))
+
+    batches = list(loader(20))
+    model = Classifier()
+    twin = copy.deepcopy(model)
+    stream = torch.utils.data.DataLoader(Endless(), batch_size=None)
+    quiet(max_epochs=2, accumulate_grad_batches=3).fit(model, stream)
+    train_by_hand(twin, batches, accumulate=3)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_optimizer_step_hooks_added_in_the_run_are_called() -> None:
+    calls: list[int] = []
+
+    class Hooked(Classifier):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.optimizers().optimizer.register_step_post_hook(lambda *_: calls.append(1))
+
+    quiet(max_epochs=3).fit(Hooked(), loader())
+    assert len(calls) == 20

@@ -1,0 +1,104 @@
+"""plot_logs: from what a logger wrote to pictures."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hasten
+from hasten.loggers import CSVLogger
+from hasten.report.plots import _read, curves_of, find_metrics
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run of three epochs with four steps each."""
+    logger = CSVLogger(tmp_path, name="exp")
+    for epoch in range(3):
+        for step in range(4):
+            logger.log_metrics({"train_loss_step": 10 * epoch + step, "epoch": epoch}, step=4 * epoch + step)
+        logger.log_metrics({"val_loss": 0.5 + epoch, "val_acc": 0.1 * epoch, "epoch": epoch}, step=4 * epoch + 3)
+        logger.log_metrics({"train_loss_epoch": 7.0 + epoch, "epoch": epoch}, step=4 * epoch + 3)
+    logger.log_metrics({"test_loss": 9.0, "test_acc": 0.9, "epoch": 3}, step=12)
+    logger.finalize("success")
+    return Path(logger.log_dir)
+
+
+def test_pictures_are_written(run: Path) -> None:
+    paths = hasten.plot_logs(run)
+    assert [path.name for path in paths] == ["loss.pdf", "loss.png", "acc.pdf", "acc.png"]
+    for path in paths:
+        head = path.read_bytes()[:8]
+        assert head.startswith(b"%PDF" if path.suffix == ".pdf" else b"\x89PNG")
+        assert path.parent == run
+
+
+def test_curves_take_the_epochs_value_where_there_is_one(run: Path) -> None:
+    rows = _read(run / "metrics.csv")
+    training, validation = curves_of(rows, re.compile("loss"))
+    assert (training.label, training.values) == ("training", {0: 7.0, 1: 8.0, 2: 9.0})
+    assert (validation.label, validation.values) == ("validation", {0: 0.5, 1: 1.5, 2: 2.5})
+
+
+def test_steps_are_averaged_over_their_epoch(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,step,train_loss\n0,0,1\n0,1,3\n1,2,5\n")
+    (curve,) = curves_of(_read(tmp_path / "metrics.csv"), re.compile("loss"))
+    assert curve.values == {0: 2.0, 1: 5.0}
+
+
+def test_several_losses_keep_their_names(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,step,train_loss,train_aux_loss,val_loss\n0,0,1,2,3\n")
+    labels = {curve.label for curve in curves_of(_read(tmp_path / "metrics.csv"), re.compile("loss"))}
+    assert labels == {"train_loss", "train_aux_loss", "validation"}
+
+
+def test_output_and_other_ways_to_name_the_run(run: Path, tmp_path: Path) -> None:
+    pictures = tmp_path / "pictures" / "here"
+    for source in (run / "metrics.csv", run.parent, run):
+        assert all(path.parent == pictures for path in hasten.plot_logs(source, output=pictures))
+
+
+def test_the_latest_version_counts(tmp_path: Path) -> None:
+    for version in (2, 10):
+        (tmp_path / f"version_{version}").mkdir()
+        (tmp_path / f"version_{version}" / "metrics.csv").write_text("epoch,step,loss\n0,0,1\n")
+    (tmp_path / "version_11").mkdir()
+    assert find_metrics(tmp_path).parent.name == "version_10"
+
+
+def test_errors_name_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        hasten.plot_logs(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no metrics\.csv"):
+        hasten.plot_logs(tmp_path)
+    (tmp_path / "below" / "it").mkdir(parents=True)
+    (tmp_path / "below" / "it" / "metrics.csv").write_text("epoch,step,speed\n0,0,1\n")
+    with pytest.raises(FileNotFoundError, match="There is one in below/it"):
+        hasten.plot_logs(tmp_path)
+    with pytest.raises(ValueError, match=r"its columns are \['speed'\]"):
+        hasten.plot_logs(tmp_path / "below" / "it")
+    (tmp_path / "metrics.csv").write_text("epoch,step,loss\n")
+    with pytest.raises(ValueError, match="no rows yet"):
+        hasten.plot_logs(tmp_path)
+
+
+def test_drawing_leaves_the_users_matplotlib_alone(run: Path) -> None:
+    program = (
+        "import sys, hasten\n"
+        f"hasten.plot_logs({str(run)!r})\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "import matplotlib; assert matplotlib.rcParams['font.size'] == matplotlib.rcParamsDefault['font.size']\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+def test_same_values_same_files(run: Path, tmp_path: Path) -> None:
+    first = hasten.plot_logs(run, output=tmp_path / "a")
+    second = hasten.plot_logs(run, output=tmp_path / "b")
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]

@@ -1,0 +1,57 @@
+"""The examples in the docstrings are programs: they run, and give what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def modules_with_examples() -> list[str]:
+    """Return the modules whose text holds an example; only those need be imported."""
+    return [
+        ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted((SOURCE / "hasten").rglob("*.py"))
+        if ">>> " in path.read_text(encoding="utf-8")
+    ]
+
+
+MODULES = modules_with_examples()
+
+
+def test_there_are_examples() -> None:
+    assert "hasten.module" in MODULES
+    assert "hasten.trainer" in MODULES
+    assert "hasten.fabric" in MODULES
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # Where an example writes, it writes here.
+    report: list[str] = []
+    runner = doctest.DocTestRunner(verbose=False, optionflags=FLAGS)
+    for test in doctest.DocTestFinder().find(importlib.import_module(name)):
+        runner.run(test, out=report.append, clear_globs=True)
+    assert runner.failures == 0, "".join(report)
+    assert runner.tries > 0
+
+
+def test_a_wrong_example_would_be_seen() -> None:
+    def wrong() -> Any:
+        """Add.
+
+        >>> 1 + 1
+        3
+
+        """
+
+    runner = doctest.DocTestRunner(verbose=False, optionflags=FLAGS)
+    for test in doctest.DocTestFinder().find(wrong, "wrong"):
+        runner.run(test, out=lambda text: None)
+    assert runner.failures == 1

@@ -1,0 +1,91 @@
+"""``import hasten`` costs next to nothing beside ``import torch``, and brings along nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+HEAVY = (
+    "torchmetrics",
+    "tensorboard",
+    "matplotlib",
+    "tqdm",
+    "transformers",
+    "jsonargparse",
+    "pandas",
+    "sklearn",
+    "rich",
+    "yaml",
+    "fsspec",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+)
+CLI = ("argparse", "hasten.commands", "hasten.demo")
+
+PROGRAM = """
+import json, sys, time
+start = time.perf_counter()
+import torch
+torch_seconds = time.perf_counter() - start
+before = set(sys.modules)
+start = time.perf_counter()
+{statement}
+seconds = time.perf_counter() - start
+print(json.dumps({{"torch": torch_seconds, "seconds": seconds, "new": sorted(set(sys.modules) - before)}}))
+"""
+
+
+def run(statement: str) -> dict[str, Any]:
+    """Run a statement after ``import torch`` in a new interpreter; return what it imported, and the times."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(statement=statement)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == "", "no noise on import"
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def heavy(new: list[str], names: tuple[str, ...]) -> list[str]:
+    return [name for name in new if any(name == one or name.startswith(one + ".") for one in names)]
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, Any]:
+    return run("import hasten")
+
+
+def test_nothing_heavy_comes_along(imported: dict[str, Any]) -> None:
+    assert heavy(imported["new"], HEAVY + CLI) == []
+
+
+def test_few_modules_come_along(imported: dict[str, Any]) -> None:
+    mine = [name for name in imported["new"] if name.split(".")[0] == "hasten"]
+    others = [name for name in imported["new"] if name.split(".")[0] != "hasten"]
+    assert "hasten" in mine
+    assert len(mine) <= 5, mine
+    assert len(others) <= 20, others
+
+
+def test_it_takes_a_small_part_of_the_time_of_torch(imported: dict[str, Any]) -> None:
+    best = min(run("import hasten")["seconds"] / imported["torch"] for _ in range(3))
+    assert best <= 0.1
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from hasten import Trainer, LightningModule, LightningDataModule, Callback",
+        "from hasten import Fabric, seed_everything",
+        "import hasten; hasten.Trainer",
+    ],
+)
+def test_the_names_a_program_uses_bring_nothing_heavy_either(statement: str) -> None:
+    assert heavy(run(statement)["new"], HEAVY + CLI) == []

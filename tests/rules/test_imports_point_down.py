@@ -1,0 +1,180 @@
+"""Imports point down the layers, never up, and never in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("_lib",),
+    ("machine", "checkpoint", "data", "loggers", "profilers", "seed"),
+    ("strategies", "precision", "verbs"),
+    ("runtime", "resolve", "compile", "optim", "hparams"),
+    ("callback", "module", "datamodule", "hooks", "meter", "meters"),
+    ("loops", "callbacks", "tuner", "report", "arguments"),
+    ("trainer", "trainer_view", "fabric"),
+    ("cli", "speed"),
+    ("commands", "compat", "demo", "__main__", "__init__"),
+)
+
+# Files that only give public names to what lives elsewhere, as the field's programs import them.
+PUBLIC_NAMES = frozenset({"accelerators", "plugins", "utilities", "pytorch", "fabric_names"})
+
+# Where a file stands on another layer than the room it is in, and why.
+LAYER_OF_FILE = {
+    # What a checkpoint holds is asked of loops, callbacks and the module: collect and restore work on a Run.
+    "hasten.checkpoint.contents": 5,
+}
+
+LAYER_OF_ROOM = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
+
+
+def modules() -> dict[str, Path]:
+    """Return every module of the package with its file."""
+    found = {}
+    for path in sorted((SOURCE / "hasten").rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def layer_of(module: str) -> int | None:
+    """Return the layer of a module; None for one whose room is in no layer."""
+    if module in LAYER_OF_FILE:
+        return LAYER_OF_FILE[module]
+    room = module.split(".")[1] if "." in module else "__init__"
+    return len(LAYERS) - 1 if room in PUBLIC_NAMES else LAYER_OF_ROOM.get(room)
+
+
+def _run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node but those under ``if TYPE_CHECKING:``; what a function imports counts too."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield other
+                yield from _run_time_nodes(other)
+            continue
+        yield child
+        yield from _run_time_nodes(child)
+
+
+def imports_of(module: str, source: str, known: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """Yield (line, imported module of the package)."""
+    package = module if MODULES.get(module, Path()).name == "__init__.py" else module.rpartition(".")[0]
+    for node in _run_time_nodes(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "hasten":
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base] if base else parent)
+            if base.split(".")[0] == "hasten":
+                for alias in node.names:
+                    name = f"{base}.{alias.name}"
+                    yield node.lineno, name if name in known else base
+
+
+def all_imports() -> dict[str, list[tuple[int, str]]]:
+    known = frozenset(MODULES)
+    return {
+        module: list(imports_of(module, path.read_text(encoding="utf-8"), known))
+        for module, path in MODULES.items()
+    }
+
+
+IMPORTS = all_imports()
+
+
+def test_every_file_is_in_a_room_of_the_plan() -> None:
+    assert [module for module in MODULES if layer_of(module) is None] == []
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_point_down(module: str) -> None:
+    mine = layer_of(module)
+    assert mine is not None
+    wrong = []
+    for line, imported in IMPORTS[module]:
+        theirs = layer_of(imported)
+        if theirs is not None and theirs > mine:
+            wrong.append(f"{MODULES[module].name}:{line} (layer {mine}) imports {imported} (layer {theirs})")
+    assert wrong == []
+
+
+def test_the_front_doors_do_not_know_each_other() -> None:
+    assert "hasten.fabric" not in {imported for _, imported in IMPORTS.get("hasten.trainer", [])}
+    assert "hasten.trainer" not in {imported for _, imported in IMPORTS.get("hasten.fabric", [])}
+
+
+@pytest.mark.parametrize("room", ["loops", "strategies", "precision", "meters"])
+def test_nothing_below_the_front_doors_sees_them(room: str) -> None:
+    members = [module for module in MODULES if module.split(".")[1:2] == [room]]
+    assert members
+    for module in members:
+        assert not {name for _, name in IMPORTS[module]} & {"hasten.trainer", "hasten.fabric", "hasten"}
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Return the names of one circle of the graph, or an empty list."""
+    done: set[str] = set()
+    path: list[str] = []
+
+    def visit(name: str) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        path.append(name)
+        for following in sorted(graph.get(name, ())):
+            if circle := visit(following):
+                return circle
+        done.add(path.pop())
+        return []
+
+    for name in sorted(graph):
+        if circle := visit(name):
+            return circle
+    return []
+
+
+def test_no_imports_in_a_circle() -> None:
+    graph = {
+        module: {name for _, name in found if name != module and name in MODULES}
+        for module, found in IMPORTS.items()
+        if module != "hasten"  # The public names: nobody below may import them, see above.
+    }
+    assert circle_in(graph) == []
+
+
+def test_the_reader_of_imports_sees_what_it_must() -> None:
+    source = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from hasten.trainer import Trainer
+else:
+    from hasten import seed
+import hasten.meters
+def later():
+    from hasten.trainer import Trainer
+    from .progress import Progress
+"""
+    known = frozenset({"hasten.trainer", "hasten.seed", "hasten.meters", "hasten.loops.progress"})
+    assert sorted(imports_of("hasten.loops.fit", source, known)) == [
+        (6, "hasten.seed"),
+        (7, "hasten.meters"),
+        (9, "hasten.trainer"),
+        (10, "hasten.loops.progress"),
+    ]
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

@@ -1,0 +1,250 @@
+"""The losses of a run are those of the loop written by hand, bit for bit, in every precision and strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hasten as L
+
+FEATURES, CLASSES, BATCH_SIZE, SAMPLES = 8, 3, 4, 44
+EPOCHS = 2
+
+
+def make_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16), nn.ReLU(), nn.Dropout(0.2), nn.LayerNorm(16), nn.Linear(16, CLASSES)
+    )
+
+
+def make_loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, FEATURES, generator=generator)
+    y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=BATCH_SIZE, shuffle=True)
+
+
+def sgd(network: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+
+def adam(network: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(network.parameters(), lr=0.01)
+
+
+def adamw_groups(network: nn.Module) -> torch.optim.Optimizer:
+    vectors = [p for p in network.parameters() if p.dim() == 1]
+    matrices = [p for p in network.parameters() if p.dim() > 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01, amsgrad=True)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to train, for the loop and for the Trainer alike."""
+
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
+    precision: str = "32-true"
+    accumulate: int = 1
+    max_norm: float | None = None
+    max_value: float | None = None
+    scheduler: str | None = None  # "step" or "epoch"
+
+
+@dataclass
+class Outcome:
+    """What training gave."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    optimizer_state: list[Tensor] = field(default_factory=list)
+
+    def keep(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.weights = [p.detach().clone() for p in network.parameters()]
+        states = optimizer.state_dict()["state"]
+        self.optimizer_state = [
+            v.clone() for s in states.values() for v in s.values() if isinstance(v, Tensor)
+        ]
+
+
+TRUE_DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+def train_by_hand(recipe: Recipe) -> Outcome:
+    """Train as one does without any library."""
+    outcome = Outcome()
+    dtype = TRUE_DTYPES.get(recipe.precision)
+    network = make_network().to(dtype)
+    optimizer = recipe.optimizer(network)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5) if recipe.scheduler else None
+    loader = make_loader()
+    network.train()
+    torch.manual_seed(2)
+    for _ in range(EPOCHS):
+        tail_start = len(loader) - len(loader) % recipe.accumulate
+        for i, (x, y) in enumerate(loader):
+            x = x if dtype is None else x.to(dtype)
+            with (
+                torch.autocast("cpu", torch.bfloat16)
+                if recipe.precision == "bf16-mixed"
+                else contextlib.nullcontext()
+            ):
+                loss = F.cross_entropy(network(x), y)
+            outcome.losses.append(loss.detach().clone())
+            if recipe.accumulate > 1:
+                loss = loss / (recipe.accumulate if i < tail_start else len(loader) - tail_start)
+            loss.backward()
+            if (i + 1) % recipe.accumulate == 0 or i + 1 == len(loader):
+                if recipe.max_norm is not None:
+                    nn.utils.clip_grad_norm_(network.parameters(), recipe.max_norm)
+                if recipe.max_value is not None:
+                    nn.utils.clip_grad_value_(network.parameters(), recipe.max_value)
+                optimizer.step()
+                optimizer.zero_grad()
+                if scheduler is not None and recipe.scheduler == "step":
+                    scheduler.step()
+        if scheduler is not None and recipe.scheduler == "epoch":
+            scheduler.step()
+    outcome.keep(network, optimizer)
+    return outcome
+
+
+class Classifier(L.LightningModule):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.network = make_network()
+        self.recipe = recipe
+        self.outcome = Outcome()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.network(x), y)
+        self.outcome.losses.append(loss.detach().clone())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_start(self) -> None:
+        torch.manual_seed(2)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.recipe.optimizer(self.network)
+        if self.recipe.scheduler is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": self.recipe.scheduler},
+        }
+
+
+def train_with_trainer(recipe: Recipe, **arguments: Any) -> Outcome:
+    """Train with the Trainer."""
+    clip_by_value = recipe.max_value is not None
+    trainer = L.Trainer(
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        precision=recipe.precision,
+        accumulate_grad_batches=recipe.accumulate,
+        gradient_clip_val=recipe.max_value if clip_by_value else recipe.max_norm,
+        gradient_clip_algorithm="value" if clip_by_value else "norm",
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+    module = Classifier(recipe)
+    trainer.fit(module, make_loader())
+    module.outcome.keep(module.network, trainer.optimizers[0])
+    return module.outcome
+
+
+def train_with_fabric(recipe: Recipe) -> Outcome:
+    """Train with a Fabric: the loop by hand, with the lines that a Fabric changes."""
+    outcome = Outcome()
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=recipe.precision)
+    network = make_network()
+    optimizer = recipe.optimizer(network)
+    model, wrapped = fabric.setup(network, optimizer)
+    loader = fabric.setup_dataloaders(make_loader())
+    model.train()
+    torch.manual_seed(2)
+    for _ in range(EPOCHS):
+        tail_start = len(loader) - len(loader) % recipe.accumulate
+        for i, (x, y) in enumerate(loader):
+            with fabric.autocast():
+                loss = F.cross_entropy(model(x), y)
+            outcome.losses.append(loss.detach().clone())
+            if recipe.accumulate > 1:
+                loss = loss / (recipe.accumulate if i < tail_start else len(loader) - tail_start)
+            fabric.backward(loss)
+            if (i + 1) % recipe.accumulate == 0 or i + 1 == len(loader):
+                if recipe.max_norm is not None:
+                    fabric.clip_gradients(model, wrapped, max_norm=recipe.max_norm)
+                if recipe.max_value is not None:
+                    fabric.clip_gradients(model, wrapped, clip_val=recipe.max_value)
+                wrapped.step()
+                wrapped.zero_grad()
+    outcome.keep(network, optimizer)
+    return outcome
+
+
+def assert_equal(mine: Outcome, expected: Outcome) -> None:
+    assert len(mine.losses) == len(expected.losses)
+    for i, (a, b) in enumerate(zip(mine.losses, expected.losses, strict=True)):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b), f"the loss of batch {i} differs: {a.item()} and {b.item()} by hand"
+    for mine_tensors, expected_tensors in (
+        (mine.weights, expected.weights),
+        (mine.optimizer_state, expected.optimizer_state),
+    ):
+        assert len(mine_tensors) == len(expected_tensors)
+        for a, b in zip(mine_tensors, expected_tensors, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+
+
+RECIPES = {
+    "sgd": Recipe(),
+    "adam": Recipe(adam),
+    "adamw groups": Recipe(adamw_groups),
+    "accumulation": Recipe(accumulate=2),
+    "accumulation with a tail": Recipe(adam, accumulate=4),
+    "clipping by norm": Recipe(max_norm=0.1),
+    "clipping by value": Recipe(max_value=0.01),
+    "accumulation and clipping": Recipe(accumulate=3, max_norm=0.1),
+    "64-true": Recipe(precision="64-true"),
+    "bf16-mixed": Recipe(adam, precision="bf16-mixed"),
+    "bf16-true": Recipe(precision="bf16-true"),
+    "16-true": Recipe(precision="16-true"),
+    "bf16-mixed, accumulation, clipping": Recipe(precision="bf16-mixed", accumulate=3, max_norm=0.1),
+}
+SCHEDULED = {
+    "scheduler by step": Recipe(scheduler="step"),
+    "scheduler by epoch": Recipe(adam, scheduler="epoch"),
+    "scheduler by step, accumulation": Recipe(accumulate=2, scheduler="step"),
+}
+
+
+@pytest.mark.parametrize("recipe", (RECIPES | SCHEDULED).values(), ids=(RECIPES | SCHEDULED).keys())
+def test_the_trainer_gives_the_losses_of_the_loop_by_hand(recipe: Recipe) -> None:
+    assert_equal(train_with_trainer(recipe), train_by_hand(recipe))
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_fabric_gives_the_losses_of_the_loop_by_hand(recipe: Recipe) -> None:
+    assert_equal(train_with_fabric(recipe), train_by_hand(recipe))
+
+
+def test_different_training_gives_different_losses() -> None:
+    with pytest.raises(AssertionError):
+        assert_equal(train_by_hand(Recipe()), train_by_hand(Recipe(max_norm=0.1)))

@@ -1,0 +1,159 @@
+"""A training program that tests kill and resume: python resumable_program.py OPTIONS-AS-JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import hasten as L
+from hasten.callbacks import ModelCheckpoint
+
+
+class Augmented(Dataset[Any]):
+    """Samples (features (8,), label (), index ()) with noise from every random generator there is."""
+
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(samples, 8, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any, int]:
+        noise = torch.randn(8) * 0.1 + random.random() * 0.1 + float(np.random.rand()) * 0.1
+        return self.x[index] + noise, (self.x[index].sum() > 0).long(), index
+
+
+class Model(L.LightningModule):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        from torchmetrics import MeanMetric
+
+        self.options = options
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 2))
+        self.mean = MeanMetric()
+        self.trace = open(options["trace"], "a")  # noqa: SIM115 - closed by the end of the process, killed or not
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, index = batch
+        print(json.dumps([self.trainer.total_batch_idx + 1, index.tolist(), x.sum().item()]), file=self.trace)
+        self.trace.flush()
+        loss = nn.functional.cross_entropy(self.layers(x), y)
+        self.mean(loss)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.layers(x), y))
+
+    def on_train_epoch_end(self) -> None:
+        epoch, metrics = self.current_epoch, self.trainer.callback_metrics
+        values = [metrics["loss_epoch"].item(), metrics["mean"].item()]
+        print(json.dumps(["epoch", epoch, values]), file=self.trace)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=200)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class KillsItself(L.Callback):
+    """Ends the process as the power would, after some batch: in a hook, or from a thread a little later."""
+
+    def __init__(self, at: int, seconds: float) -> None:
+        self.at, self.seconds = at, seconds
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.total_batch_idx + 1 == self.at:
+            if self.seconds:
+                import threading
+
+                threading.Timer(self.seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+                return
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digest(thing: Any) -> str:
+    """Return the sha256 of nested tensors and numbers."""
+    sha = hashlib.sha256()
+
+    def feed(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            sha.update(part.detach().cpu().contiguous().numpy().tobytes())
+        elif isinstance(part, dict):
+            for key in part:
+                sha.update(str(key).encode())
+                feed(part[key])
+        elif isinstance(part, (list, tuple)):
+            for item in part:
+                feed(item)
+        else:
+            sha.update(repr(part).encode())
+
+    feed(thing)
+    return sha.hexdigest()
+
+
+def main(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    L.seed_everything(11, workers=options.get("seed_workers", False))
+    data = Augmented(options.get("samples", 44))
+    train = DataLoader(
+        data,
+        4,
+        shuffle=True,
+        num_workers=options["workers"],
+        persistent_workers=options.get("persistent", False),
+    )
+    callbacks: list[Any] = [
+        ModelCheckpoint(
+            dirpath=options["folder"],
+            save_last=True,
+            every_n_train_steps=options.get("every", 2),
+            save_top_k=-1 if options.get("keep_all") else 1,
+            filename="{step}",
+        ),
+        ModelCheckpoint(dirpath=Path(options["folder"]) / "by-epoch", monitor="val_loss", save_last=True),
+    ]
+    if options.get("kill_at"):
+        callbacks.append(KillsItself(options["kill_at"], options.get("kill_after_seconds", 0.0)))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=options.get("epochs", 3),
+        accumulate_grad_batches=options.get("accumulate", 1),
+        val_check_interval=options.get("val_check_interval", 4),
+        logger=False,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Model(options)
+    trainer.fit(model, train, DataLoader(data, 11), ckpt_path="last")
+    result = {
+        "weights": digest(model.state_dict()),
+        "optimizer": digest(trainer.optimizers[0].state_dict()),
+        "scheduler": trainer.lr_scheduler_configs[0].scheduler.get_last_lr(),
+        "step": trainer.global_step,
+        "batches": trainer.total_batch_idx + 1,
+    }
+    Path(options["result"]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    started = time.monotonic()
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,109 @@
+"""Two processes on gloo train like one on the joined batch, however they are started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).with_name("distributed_program.py")
+ROOT = PROGRAM.parents[2]
+
+
+def run(folder: Path, name: str, strategy: str, devices: int = 2, accumulate: int = 1, launcher: Any = ()) -> Path:
+    output = folder / name
+    command = [*launcher, str(PROGRAM), strategy, str(output), str(devices), str(accumulate)]
+    if not launcher:
+        command.insert(0, sys.executable)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return output
+
+
+def read(output: Path, rank: int) -> Any:
+    return torch.load(f"{output}.{rank}")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return read(run(tmp_path_factory.mktemp("alone"), "one", "auto", devices=1), 0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "launcher"),
+    [
+        ("ddp", ()),
+        ("ddp", (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")),
+        ("ddp_spawn", ()),
+    ],
+    ids=["started-by-hasten", "torchrun", "spawn"],
+)
+def test_weights_equal_the_single_process_run(
+    strategy: str, launcher: Any, alone: Any, tmp_path: Path
+) -> None:
+    output = run(tmp_path, "two", strategy, launcher=launcher)
+    first = read(output, 0)
+    for key, value in alone["weights"].items():
+        torch.testing.assert_close(first["weights"][key], value, rtol=0, atol=1e-6)
+    assert first["step"] == alone["step"] == 10
+    for name in ("train_loss", "val_loss"):
+        assert first["metrics"][name] == pytest.approx(alone["metrics"][name], abs=1e-6)
+    if strategy == "ddp":
+        second = read(output, 1)
+        assert all(torch.equal(first["weights"][k], second["weights"][k]) for k in first["weights"])
+        assert second["metrics"] == first["metrics"]
+        # every validation sample exactly once an epoch, over both processes
+        assert sorted(first["evaluated"] + second["evaluated"]) == sorted(list(range(11)) * 2)
+        assert sorted(first["seen"] + second["seen"]) == sorted(list(range(40)) * 2)
+
+
+def test_accumulation_on_two_processes(tmp_path: Path) -> None:
+    one = read(run(tmp_path, "one", "auto", devices=1, accumulate=2), 0)
+    two = read(run(tmp_path, "two", "ddp", accumulate=2), 0)
+    for key, value in one["weights"].items():
+        torch.testing.assert_close(two["weights"][key], value, rtol=0, atol=1e-6)
+    assert two["step"] == one["step"] == 6
+
+
+def test_a_rank_that_fails_ends_the_run_and_leaves_no_process(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import torch, hasten as L
+from tests.models import Classifier, loader
+
+class Fails(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 2:
+            raise ValueError("only here")
+        return self.loss(batch)
+
+if __name__ == "__main__":
+    L.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False,
+              enable_progress_bar=False, enable_model_summary=False, max_epochs=1).fit(Fails(), loader(80))
+"""
+    )
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode not in (0, None)
+    assert "only here" in done.stderr
+    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(program) not in listing

@@ -1,0 +1,282 @@
+"""``self.log``: what each option means, through the Trainer's public properties and a logger's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hasten as L
+from tests.models import Classifier, loader, quiet
+
+
+class Rows:
+    """A logger that keeps what it is given."""
+
+    name, version, save_dir, log_dir = "rows", 0, None, None
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        assert all(isinstance(value, (int, float)) for value in metrics.values())
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+    def log_graph(self, model: Any, input_array: Any = None) -> None: ...
+    def save(self) -> None: ...
+    def finalize(self, status: str) -> None: ...
+    def after_save_checkpoint(self, callback: Any) -> None: ...
+
+    def of(self, name: str) -> list[tuple[int, float]]:
+        return [(step, row[name]) for step, row in self.rows if name in row]
+
+
+class Logs(L.LightningModule):
+    """One parameter; what it logs is given as functions of (module, batch_idx)."""
+
+    def __init__(self, train: Any = None, validation: Any = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.train_log, self.validation_log = train, validation
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.train_log is not None:
+            self.train_log(self, batch, batch_idx)
+        return self.weight * 1.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Validates(Logs):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.validation_log is not None:
+            self.validation_log(self, batch, batch_idx)
+
+
+BATCHES = [torch.full((size, 1), float(size)) for size in (4, 4, 2)]
+
+
+def test_step_values_reach_the_logger_at_the_interval_with_the_index_of_the_step() -> None:
+    logger = Rows()
+    module = Logs(lambda m, b, i: m.log("x", torch.tensor(float(i))))
+    quiet(logger=logger, log_every_n_steps=2, max_epochs=2).fit(module, BATCHES)
+    assert logger.of("x") == [(1, 1.0), (3, 0.0), (5, 2.0)]
+    assert [row["epoch"] for _, row in logger.rows] == [0, 1, 1]
+
+
+def test_epoch_mean_is_weighted_by_batch_size() -> None:
+    logger = Rows()
+    module = Logs(lambda m, b, i: m.log("x", b.mean(), on_step=False, on_epoch=True))
+    trainer = quiet(logger=logger)
+    trainer.fit(module, BATCHES)
+    expected = (4 * 4 + 4 * 4 + 2 * 2) / 10
+    assert logger.of("x") == [(2, pytest.approx(expected))]
+    assert trainer.callback_metrics["x"].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("reduce", "expected"), [("sum", 10.0), ("max", 4.0), (torch.min, 2.0), ("mean", 10 / 3)])
+def test_reductions(reduce: Any, expected: float) -> None:
+    module = Logs(lambda m, b, i: m.log("x", b.mean(), on_epoch=True, reduce_fx=reduce, batch_size=1))
+    trainer = quiet()
+    trainer.fit(module, BATCHES)
+    assert trainer.callback_metrics["x"].item() == pytest.approx(expected)
+    assert trainer.callback_metrics["x_epoch"].item() == pytest.approx(expected)
+    assert trainer.callback_metrics["x_step"].item() == 2.0
+
+
+@pytest.mark.parametrize("as_number", [True, False])
+def test_numbers_and_tensors_give_the_same(as_number: bool) -> None:
+    def log(m: Any, b: Any, i: int) -> None:
+        m.log("x", float(b.mean()) if as_number else b.mean(), on_epoch=True)
+
+    trainer = quiet()
+    trainer.fit(Logs(log), BATCHES)
+    assert trainer.callback_metrics["x_epoch"].item() == pytest.approx(3.6)
+
+
+def test_a_value_changed_in_place_after_logging_keeps_its_logged_value() -> None:
+    logger = Rows()
+
+    def log(m: Any, b: Any, i: int) -> None:
+        value = torch.tensor(float(i))
+        m.log("x", value)
+        value += 100
+
+    quiet(logger=logger, log_every_n_steps=1).fit(Logs(log), BATCHES)
+    assert [value for _, value in logger.of("x")] == [0.0, 1.0, 2.0]
+
+
+def test_validation_values_are_epoch_means_and_go_to_the_logger_once() -> None:
+    logger = Rows()
+    module = Validates(validation=lambda m, b, i: m.log("v", b.mean()))
+    trainer = quiet(logger=logger, num_sanity_val_steps=0)
+    trainer.fit(module, BATCHES, BATCHES)
+    assert logger.of("v") == [(2, pytest.approx(3.6))]
+    assert trainer.validate(module, BATCHES, verbose=False) == [{"v": pytest.approx(3.6)}]
+
+
+def test_sanity_check_leaves_no_value_behind() -> None:
+    logger = Rows()
+    seen: list[dict[str, Any]] = []
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(dict(trainer.callback_metrics))
+
+    module = Validates(validation=lambda m, b, i: m.log("v", b.mean()))
+    quiet(logger=logger, num_sanity_val_steps=2, callbacks=[Look()]).fit(module, BATCHES, BATCHES)
+    assert seen == [{}]
+    assert len(logger.of("v")) == 1
+
+
+def test_several_validation_loaders_get_suffixes() -> None:
+    class Two(Logs):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+            self.log("v", batch.mean())
+            self.log("plain", 1.0 + dataloader_idx, add_dataloader_idx=dataloader_idx > 0)
+
+    results = quiet().validate(
+        Two(), [torch.utils.data.DataLoader(torch.ones(4, 1) * k, 2) for k in (1, 2)], verbose=False
+    )
+    assert results[0]["v/dataloader_idx_0"] == 1.0
+    assert results[1]["v/dataloader_idx_1"] == 2.0
+    assert results[0]["plain"] == 1.0
+
+
+def test_prog_bar_values_are_on_the_host() -> None:
+    module = Logs(lambda m, b, i: m.log("x", b.mean(), prog_bar=True))
+    trainer = quiet(log_every_n_steps=1)
+    trainer.fit(module, BATCHES)
+    assert trainer.progress_bar_metrics["x"] == 2.0
+    assert isinstance(trainer.progress_bar_metrics["x"], float)
+
+
+def test_values_of_epoch_hooks_share_the_row_of_the_epoch() -> None:
+    class Ends(Logs):
+        def on_train_epoch_end(self) -> None:
+            self.log("end", 5.0)
+
+    logger = Rows()
+    module = Ends(lambda m, b, i: m.log("x", b.mean(), on_step=False, on_epoch=True))
+    quiet(logger=logger).fit(module, BATCHES)
+    assert logger.rows == [(2, {"x": pytest.approx(3.6), "end": 5.0, "epoch": 0})]
+
+
+def test_a_monitor_sees_what_the_module_logs_at_the_end_of_the_epoch() -> None:
+    class Ends(Logs):
+        def on_train_epoch_end(self) -> None:
+            self.log("end", 5.0)
+
+    class Monitor(L.Callback):
+        runs_last = True
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            assert trainer.callback_metrics["end"] == 5.0
+
+    quiet(callbacks=[Monitor()]).fit(Ends(), BATCHES)
+
+
+def test_torchmetrics_objects() -> None:
+    from torchmetrics import MeanMetric
+
+    class Metric(Logs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean(batch)
+            self.log("m", self.mean, on_step=True, on_epoch=True)
+            return self.weight * 1.0
+
+    logger = Rows()
+    trainer = quiet(logger=logger, log_every_n_steps=1, max_epochs=2)
+    module = Metric()
+    trainer.fit(module, BATCHES)
+    assert [value for _, value in logger.of("m_step")] == [4.0, 4.0, 2.0] * 2
+    assert [value for _, value in logger.of("m_epoch")] == [pytest.approx(3.6)] * 2
+    assert module.mean._update_count == 0
+
+
+def test_log_dict_and_metric_collections() -> None:
+    from torchmetrics import MaxMetric, MeanMetric, MetricCollection
+
+    class Both(Logs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metrics = MetricCollection({"mean": MeanMetric(), "max": MaxMetric()}, prefix="t_")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.metrics.update(batch)
+            self.log_dict(self.metrics, on_step=False, on_epoch=True)
+            self.log_dict({"a": 1.0, "b": torch.tensor(2.0)})
+            return self.weight * 1.0
+
+    trainer = quiet()
+    trainer.fit(Both(), BATCHES)
+    metrics = trainer.callback_metrics
+    assert metrics["t_mean"].item() == pytest.approx(3.6)
+    assert metrics["t_max"].item() == 4.0
+    assert (metrics["a"], metrics["b"]) == (1.0, 2.0)
+
+
+def test_accumulation_logs_each_optimizer_step() -> None:
+    logger = Rows()
+    module = Logs(lambda m, b, i: m.log("x", float(i)))
+    quiet(logger=logger, log_every_n_steps=1, accumulate_grad_batches=2).fit(module, BATCHES)
+    assert logger.of("x") == [(0, 1.0), (1, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (lambda m, b, i: m.log("x", torch.ones(3)), "one element"),
+        (lambda m, b, i: m.log("x", "text"), "cannot log a value of type str"),
+        (lambda m, b, i: m.log(3, 1.0), "must be a str"),
+        (lambda m, b, i: m.log("x", 1.0, on_step=False, on_epoch=False), "goes nowhere"),
+        (lambda m, b, i: m.log("x", 1.0, reduce_fx="median"), "median"),
+        (lambda m, b, i: m.log("x", 1.0, prog_bar=i > 0), "other arguments"),
+        (lambda m, b, i: m.log("x/dataloader_idx_0", 1.0), "dataloader_idx"),
+    ],
+)
+def test_bad_values_are_refused_with_the_name(log: Any, words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        quiet().fit(Logs(log), BATCHES)
+
+
+def test_logging_where_nothing_can_be_logged_names_the_hook() -> None:
+    class Early(Classifier):
+        def on_fit_start(self) -> None:
+            self.log("x", 1.0)
+
+    with pytest.raises(ValueError, match="on_fit_start"):
+        quiet().fit(Early(), loader())
+
+
+def test_logging_on_step_in_an_epoch_hook_is_refused() -> None:
+    class Wrong(Classifier):
+        def on_train_epoch_end(self) -> None:
+            self.log("x", 1.0, on_step=True)
+
+    with pytest.raises(ValueError, match="on_step=True is not possible"):
+        quiet().fit(Wrong(), loader())
+
+
+def test_unknown_batch_size_is_said_once() -> None:
+    module = Logs(lambda m, b, i: m.log("x", 1.0, on_epoch=True))
+    odd = [{"a": torch.ones(2, 1), "b": torch.ones(3, 1)}] * 3
+    with pytest.warns(UserWarning, match=r"batch_size=\.\.\.") as caught:
+        quiet().fit(module, odd)
+    assert sum("batch size" in str(w.message) for w in caught) == 1
+
+
+def test_log_without_a_trainer_warns_and_goes_on() -> None:
+    class Alone(Classifier):
+        pass
+
+    with pytest.warns(UserWarning, match="not attached"):
+        Alone().training_step(next(iter(loader())), 0)
