@@ -60,15 +60,15 @@ def loader(samples: int = 40, batch_size: int = 4, **options: Any) -> DataLoader
 
 def quiet(**arguments: Any) -> L.Trainer:
     """Return a Trainer on the CPU without bar, summary, logger and checkpoints unless asked for."""
-    defaults = dict(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_epochs=1,
-    )
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 1,
+    }
     return L.Trainer(**{**defaults, **arguments})
 
 

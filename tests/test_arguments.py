@@ -70,7 +70,7 @@ def test_a_cuda_device_that_is_not_there_names_what_is() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA devices")
-    with pytest.raises((RuntimeError, ValueError), match="(?i)cuda"):
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)cuda"):
         L.Trainer(accelerator="cuda")
 
 
@@ -105,7 +105,7 @@ def test_missing_parts_are_named_before_anything_starts() -> None:
         trainer.fit(Classifier(), loader(), datamodule=L.LightningDataModule())
     with pytest.raises(TypeError, match="there is no model"):
         quiet().test()
-    with pytest.raises(FileNotFoundError, match="nowhere.ckpt"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt"):
         trainer.fit(Classifier(), loader(), ckpt_path="nowhere.ckpt")
     with pytest.raises(ValueError, match="best"):
         trainer.fit(Classifier(), loader(), ckpt_path="best")
@@ -137,7 +137,7 @@ def test_wrong_losses_are_told(returns: Any, words: str) -> None:
 
 
 def test_empty_loaders_are_told() -> None:
-    with pytest.raises(ValueError, match="(?i)no batches|empty"):
+    with pytest.raises(ValueError, match=r"(?i)no batches|empty"):
         quiet().fit(Classifier(), [])
 
 

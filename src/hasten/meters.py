@@ -34,9 +34,17 @@ BAR_INTERVAL_SECONDS = 5.0
 class Collectives(Protocol):
     """What the meters need of the runtime to agree over processes."""
 
-    global_rank: int
-    world_size: int
-    device: torch.device
+    @property
+    def global_rank(self) -> int:
+        """Which process this is."""
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
         """Reduce tensors over all processes."""

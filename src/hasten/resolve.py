@@ -213,7 +213,9 @@ def _strategy(
             )
         chosen = strategy
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise TypeError(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
+        raise TypeError(
+            f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}()."
+        )
     elif strategy is None or (isinstance(strategy, str) and strategy.lower() == "auto"):
         if len(devices) * num_nodes == 1:
             return SingleDeviceStrategy()
@@ -296,7 +298,11 @@ def _precision_name(precision: Any, owner: str) -> str:
 
 def _interactive() -> bool:
     """Say whether this is a notebook or a prompt, where the program cannot be run again."""
-    return hasattr(sys, "ps1") or hasattr(sys.modules.get("__main__"), "__IPYTHON__") or "ipykernel" in sys.modules
+    return (
+        hasattr(sys, "ps1")
+        or hasattr(sys.modules.get("__main__"), "__IPYTHON__")
+        or "ipykernel" in sys.modules
+    )
 
 
 def _listed(names: Any) -> str:

@@ -66,6 +66,8 @@ class Runtime:
             if getattr(type(self.precision), name) is not getattr(Precision, name)
         }
         self._unscaled: set[int] = set()
+        # Whether a scaled backward is running; Fabric refuses one that is not scaled.
+        self.in_backward = False
         self.unscale: Callable[[Any], None] | None = None if scaler is None else self._unscale
         self.backward: Callable[..., None] = verbs.backward if scaler is None else self._scaled_backward
 
@@ -207,7 +209,9 @@ class Runtime:
 
         """
         return _together(
-            self._device_context(), self.precision.module_init_context(), _NoInit() if empty_init else nullcontext()
+            self._device_context(),
+            self.precision.module_init_context(),
+            _NoInit() if empty_init else nullcontext(),
         )
 
     def init_tensor(self) -> AbstractContextManager[Any]:
@@ -246,7 +250,11 @@ class Runtime:
 
     def _scaled_backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         assert self.scaler is not None
-        verbs.backward(self.scaler.scale(tensor), *args, **kwargs)
+        self.in_backward = True
+        try:
+            verbs.backward(self.scaler.scale(tensor), *args, **kwargs)
+        finally:
+            self.in_backward = False
 
     def _unscale(self, optimizer: Any) -> None:
         # Once before each step: to clip, a user may unscale before the loop does.

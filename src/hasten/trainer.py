@@ -137,7 +137,7 @@ class Trainer(TrainerView):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: None = None,
+        profiler: Any = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: Any = None,
@@ -145,7 +145,7 @@ class Trainer(TrainerView):
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True,
-        model_registry: None = None,
+        model_registry: Any = None,
         **unknown: Any,
     ) -> None:
         given = locals()

@@ -31,8 +31,11 @@ _run_backward_in_threads: Callable[..., Any] = getattr(
 ) or (
     _run_backward  # type: ignore[assignment]
 )
+# Where torch does not say that no function mode is on, one may be.
+_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 # The guard of the grad mode around every optimizer's step, recognised by its code.
-_guard_code = getattr(getattr(torch.optim.SGD.step, "__wrapped__", None), "__code__", None)
+_guard: Callable[..., Any] | None = getattr(torch_optimizer, "_use_grad_for_differentiable", None)
+_guard_code = None if _guard is None else getattr(_guard(lambda: None), "__code__", None)
 
 
 def make_step(optimizer: Any) -> Step:
@@ -50,11 +53,10 @@ def make_step(optimizer: Any) -> Step:
 
         return plain_step
 
-    own = vars(optimizer)
-    # A scheduler wraps the instance's step only to see that it was called; telling it so once is the same.
-    allowed_own = own.get("step")
-    if allowed_own is not None:
-        optimizer._opt_called = True
+    own, kind = vars(optimizer), type(optimizer)
+    step_of_class = kind.step
+    # A scheduler wraps the instance's step only to see that it was called, and is told so here.
+    watched = own.get("step")
     profiled, before_all, after_all = _profiler_enabled, _pre_hooks, _post_hooks
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     inner, guarded = arithmetic
@@ -69,9 +71,12 @@ def make_step(optimizer: Any) -> Step:
             or before_all
             or after_all
             or profiled()
-            or ("step" in own and own["step"] is not allowed_own)
+            or kind.step is not step_of_class
+            or own.get("step") is not watched
         ):
             return optimizer.step() if closure is None else optimizer.step(closure)
+        if watched is not None:
+            own["_opt_called"] = True
         if not guarded:
             return inner(optimizer)
         enabled = grad_enabled()
@@ -101,8 +106,16 @@ def make_zero_grad(optimizer: Any) -> Callable[[], None]:
     return zero_grad
 
 
-def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """Run ``loss.backward(*args, **kwargs)``."""
+def backward(loss: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
+    """Run ``loss.backward(*args, **kwargs)``.
+
+    Args:
+        loss: a tensor; the fast way is for one without dimensions, as losses are.
+        args: for ``Tensor.backward``.
+        model: whose loss it is; only strategies with an engine of their own ask for it.
+        kwargs: for ``Tensor.backward``.
+
+    """
     if (
         args
         or kwargs
@@ -110,13 +123,13 @@ def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         or _run_backward is None
         or loss.shape
         or not loss.requires_grad
+        or loss.is_complex()
+        or _function_modes()
     ):
         loss.backward(*args, **kwargs)
         return
-    if torch._C._len_torch_function_stack():
-        loss.backward()
-        return
     run = _run_backward if loss.is_cpu else _run_backward_in_threads
+    # The ones are made anew each time: a hook on the loss may change them in place.
     run(
         (loss,),
         (torch.ones_like(loss, memory_format=torch.preserve_format),),

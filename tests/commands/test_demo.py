@@ -40,7 +40,7 @@ def reviews(path: Path) -> Path:
 def test_digits_ladder_ends_with_table_chart_csv_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--epochs", "2", "--row-seconds", "6", "--rounds", "1"]
+    options = ["--epochs", "2", "--row-seconds", "0.6", "--rounds", "1"]
     assert main(["demo", *options, "--output", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert max(len(line) for line in shown.splitlines()) <= 200
@@ -63,7 +63,7 @@ def test_imdb_ladder_reads_trains_and_tests_reviews(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     archive = reviews(tmp_path / "aclImdb_v1.tar.gz")
-    options = ["--limit", "20", "--max-length", "16", "--batch-size", "7", "--row-seconds", "0.5"]
+    options = ["--limit", "20", "--max-length", "8", "--batch-size", "4", "--row-seconds", "0.2"]
     places = ["--output", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")]
     command = ["demo", "--task", "imdb", "--random-weights", "--data", str(archive), *options, *places]
     assert main(command) == 0

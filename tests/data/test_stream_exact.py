@@ -2,359 +2,115 @@
 
 from __future__ import annotations
 
-import itertools
-import json
+import io
 import os
-import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
 
-from hasten.data.stream import Stream
-from hasten.seed import collect_rng_state, restore_rng_state, seed_everything
+from tests.data import programs
+from tests.data.programs import make, names_for, plain_run, stream_run
 
-SAMPLES, EPOCHS = 11, 3
+IN_PROCESS = names_for("0 workers")
+ROOT = Path(__file__).parents[2]
 
 
-def augmented(index: int) -> torch.Tensor:
-    """Return a sample id with random numbers from every generator and the worker that drew them."""
-    info = get_worker_info()
-    worker = -1 if info is None else info.id
-    draws = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
-    return torch.tensor([index, worker, *draws], dtype=torch.float64)
-
-
-class Mapped(Dataset):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return augmented(index)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-
-class Sharing(Mapped):
-    """Draws from the generator that the loader was given."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.cat([augmented(index), torch.rand(1, generator=self.generator, dtype=torch.float64)])
-
-
-class Streamed(IterableDataset):
-    """Uneven shards, each worker its own."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        info = get_worker_info()
-        mine = range(SAMPLES) if info is None else ([0, 1, 2] if info.id else range(3, SAMPLES))
-        for index in mine:
-            yield augmented(index)
-
-
-class Sized(Streamed):
-    def __len__(self) -> int:
-        return SAMPLES
-
-
-class Stateful(IterableDataset):
-    """Keeps its place, and a random choice that depends on all before."""
-
-    def __init__(self) -> None:
-        self.place, self.total = 0, 0.0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        info = get_worker_info()
-        mine = list(range(SAMPLES) if info is None else range(SAMPLES)[info.id :: info.num_workers])
-        while self.place < len(mine):
-            self.place += 1
-            self.total += random.random()
-            yield augmented(mine[self.place - 1]) + self.total
-        self.place, self.total = 0, 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place, "total": self.total}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place, self.total = state["place"], state["total"]
-
-
-class Eager(Sampler):
-    """Draws its order from python's generator when asked for an iterator."""
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(SAMPLES))
-        random.shuffle(order)
-        return iter(order)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-
-class ByEpoch(Sampler):
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist())
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-
-class Resumable(Sampler):
-    """Keeps its place; its order cannot be drawn again."""
-
-    def __init__(self) -> None:
-        self.order, self.place = [], 0
-
-    def __iter__(self) -> Iterator[int]:
-        if not self.place:
-            self.order = torch.randperm(SAMPLES).tolist()
-        while self.place < SAMPLES:
-            self.place += 1
-            yield self.order[self.place - 1]
-        self.place = 0
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"order": list(self.order), "place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order, self.place = list(state["order"]), state["place"]
-
-
-class Uneven(Sampler):
-    """Batches of several sizes in a random order."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
-        for place in torch.randperm(len(batches)).tolist():
-            yield batches[place]
-
-    def __len__(self) -> int:
-        return 5
-
-
-class Doubling(DataLoader):
-    """Changes batches on their way out and reads one ahead."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        held = None
-        for batch in super().__iter__():
-            if held is not None:
-                yield 2 * held
-            held = batch
-        yield 2 * held
-
-
-class WithInit(DataLoader):
-    def __init__(self, folder: str, **options: Any) -> None:
-        self.folder = folder
-        super().__init__(Mapped(), **options)
-
-
-class Batches:
-    """No loader of torch's, without a length."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for index in torch.randperm(SAMPLES).tolist():
-            yield augmented(index)
-
-
-def seed_numpy_differently(worker: int) -> None:
-    np.random.seed(1000 + worker)
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
-
-
-def shared_generator(**options: Any) -> DataLoader:
-    shared = generator()
-    return DataLoader(Sharing(shared), batch_size=2, shuffle=True, generator=shared, **options)
-
-
-def replacing(**options: Any) -> DataLoader:
-    sampler = RandomSampler(range(SAMPLES), replacement=True, num_samples=80, generator=generator())
-    return DataLoader(Mapped(), batch_size=3, sampler=sampler, **options)
-
-
-FIXED = [torch.full((2,), float(value)) for value in range(5)]
-LOADERS: dict[str, Callable[..., Any]] = {
-    "in order": lambda **o: DataLoader(Mapped(), batch_size=2, **o),
-    "shuffled": lambda **o: DataLoader(Mapped(), batch_size=2, shuffle=True, **o),
-    "shuffled, tail dropped": lambda **o: DataLoader(Mapped(), batch_size=2, shuffle=True, drop_last=True, **o),
-    "own generator": lambda **o: DataLoader(Mapped(), batch_size=2, shuffle=True, generator=generator(), **o),
-    "generator shared with the dataset": shared_generator,
-    "with replacement": replacing,
-    "weighted": lambda **o: DataLoader(
-        Mapped(), batch_size=2, sampler=WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES), **o
-    ),
-    "weighted, own generator": lambda **o: DataLoader(
-        Mapped(),
-        batch_size=2,
-        sampler=WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES, generator=generator()),
-        **o,
-    ),
-    "eager sampler": lambda **o: DataLoader(Mapped(), batch_size=2, sampler=Eager(), **o),
-    "sampler by epoch": lambda **o: DataLoader(Mapped(), batch_size=2, sampler=ByEpoch(), **o),
-    "sampler with state": lambda **o: DataLoader(Mapped(), batch_size=2, sampler=Resumable(), **o),
-    "batch sampler": lambda **o: DataLoader(Mapped(), batch_sampler=Uneven(), **o),
-    "torch's batch sampler": lambda **o: DataLoader(
-        Mapped(), batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), 4, False), **o
-    ),
-    "not batched": lambda **o: DataLoader(Mapped(), batch_size=None, shuffle=True, **o),
-    "iterable": lambda **o: DataLoader(Streamed(), batch_size=2, **o),
-    "iterable, not batched": lambda **o: DataLoader(Streamed(), batch_size=None, **o),
-    "iterable with a length": lambda **o: DataLoader(Sized(), batch_size=2, **o),
-    "iterable with state": lambda **o: DataLoader(Stateful(), batch_size=2, **o),
-    "subclass with its own iteration": lambda **o: Doubling(Mapped(), batch_size=2, shuffle=True, **o),
-    "subclass with its own arguments": lambda **o: WithInit("here", batch_size=2, shuffle=True, **o),
-    "own worker_init_fn": lambda **o: DataLoader(
-        Mapped(), batch_size=2, shuffle=True, worker_init_fn=seed_numpy_differently, **o
-    ),
-    "list": lambda **o: FIXED,
-    "own class": lambda **o: Batches(),
-}
-IN_PROCESS_ONLY = {"list", "own class", "generator shared with the dataset"}
-WORKERS = {
-    "0 workers": {},
-    "2 workers": {"num_workers": 2},
-    "2 persistent workers": {"num_workers": 2, "persistent_workers": True},
-    "3 workers, 1 ahead": {"num_workers": 3, "prefetch_factor": 1},
-}
-
-
-def make(name: str, workers: str) -> Any:
-    return LOADERS[name](**WORKERS[workers])
-
-
-def train(batch: Any) -> list[float]:
-    """Return what one step sees: the batch, and numbers drawn in training, such as dropout draws."""
-    return [*batch.flatten().tolist(), random.random(), torch.rand(2).sum().item(), np.random.rand()]
-
-
-def plain_run(loader: Any, limit: int | None) -> list[list[float]]:
-    seed_everything(3, verbose=False)
-    seen = []
-    for epoch in range(EPOCHS):
-        if isinstance(getattr(loader, "sampler", None), ByEpoch):
-            loader.sampler.set_epoch(epoch)
-        seen += [train(batch) for batch in itertools.islice(loader, limit)]
-    return seen
-
-
-def stream_run(
-    loader: Any, limit: int | None, *, stops: range | list[int] = range(0), again: bool = False
-) -> tuple[list[list[float]], list[dict[str, Any]]]:
-    """Run all epochs; return what was seen, and the state after each number of steps in ``stops``."""
-    seed_everything(3, verbose=False)
-    stream, seen, states = Stream(loader), [], []
-    try:
-        for epoch in range(EPOCHS):
-            stream.set_epoch(epoch)
-            for consumed, (batch, is_last) in enumerate(stream.batches(limit)):
-                if again and len(seen) in stops:
-                    states.append(snapshot(stream, seen, epoch, consumed, False))
-                seen.append(train(batch))
-                if not again and len(seen) in stops:
-                    states.append(snapshot(stream, seen, epoch, consumed + 1, is_last))
-    finally:
-        stream.close()
-    return seen, states
-
-
-def snapshot(stream: Stream, seen: list[Any], epoch: int, consumed: int, ended: bool) -> dict[str, Any]:
-    return {
-        "seen": len(seen),
-        "epoch": epoch,
-        "ended": ended,
-        "stream": stream.state_dict(consumed),
-        "rng": collect_rng_state(),
-    }
-
-
-def resumed_run(loader: Any, limit: int | None, state: dict[str, Any]) -> list[list[float]]:
-    seed_everything(99, verbose=False)
-    stream, seen = Stream(loader), []
-    stream.load_state_dict(state["stream"])
-    stream.open()
-    restore_rng_state(state["rng"])
-    try:
-        for epoch in range(state["epoch"] + state["ended"], EPOCHS):
-            if epoch > state["epoch"]:
-                stream.set_epoch(epoch)
-            seen += [train(batch) for batch, _ in stream.batches(limit)]
-    finally:
-        stream.close()
-    return seen
-
-
-def cases() -> Iterator[tuple[str, str]]:
-    for name, workers in itertools.product(LOADERS, WORKERS):
-        if workers == "0 workers" or name not in IN_PROCESS_ONLY:
-            yield name, workers
+def through_a_file(thing: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
 
 
 def reads_ahead(name: str) -> bool:
-    """Whether the end is not known beforehand: then fetching and training take turns one batch apart."""
-    return name in ("own class",) or (name.startswith("iterable") and "length" not in name)
+    """Say whether the end is not known beforehand: then fetching is one batch ahead of training."""
+    return name == "own class" or (name.startswith("iterable") and "length" not in name)
 
 
-@pytest.mark.parametrize(("name", "workers"), cases())
-def test_uninterrupted_stream_equals_the_plain_loop(name: str, workers: str) -> None:
-    for limit in (None, 3):
-        seen, _ = stream_run(make(name, workers), limit)
-        plain = plain_run(make(name, workers), limit)
-        if reads_ahead(name) and workers == "0 workers":
-            assert [step[0] for step in seen if name != "own class"] == [
-                step[0] for step in plain if name != "own class"
-            ]
-        else:
-            assert seen == plain
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("name", [name for name in IN_PROCESS if not reads_ahead(name)])
+def test_uninterrupted_stream_equals_the_plain_loop(name: str, limit: int | None) -> None:
+    assert stream_run(make(name, "0 workers"), limit)[0] == plain_run(make(name, "0 workers"), limit)
 
 
-def resumed_differs(name: str, workers: str) -> list[str]:
-    """Stop ``name`` at several places and resume each; return what was not as in the uninterrupted run."""
-    wrong = []
-    for limit, again in ((None, False), (3, False), (None, True)):
-        if again and name == "subclass with its own iteration":
-            continue
-        every = 1 if workers == "0 workers" else 4
-        expected, states = stream_run(make(name, workers), limit, stops=range(1, 99, every), again=again)
-        for state in states:
-            path = Path(os.environ["HASTEN_TEST_FOLDER"]) / f"{os.getpid()}.pt"
-            torch.save(state, path)
-            state = torch.load(path, weights_only=True)
-            seen = resumed_run(make(name, workers), limit, state)
-            if seen != expected[state["seen"] :]:
-                wrong.append(f"{name}, {workers}, limit={limit}, again={again}, after {state['seen']}")
-    return wrong
+@pytest.mark.parametrize("name", [name for name in IN_PROCESS if reads_ahead(name) and name != "own class"])
+def test_stream_of_unknown_length_has_the_samples_of_the_plain_loop(name: str) -> None:
+    seen, _ = stream_run(make(name, "0 workers"))
+    plain = plain_run(make(name, "0 workers"))
+    assert [int(step[0]) for step in seen] == [int(step[0]) for step in plain]
 
 
-@pytest.mark.parametrize(("name", "workers"), cases())
-def test_x(name: str, workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HASTEN_TEST_FOLDER", str(tmp_path))
-    assert resumed_differs(name, workers) == []
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_resumed_stream_goes_on_as_if_nothing_happened(name: str, limit: int | None) -> None:
+    expected, states = stream_run(make(name, "0 workers"), limit)
+    assert not programs.differing(name, "0 workers", limit, expected, through_a_file(states))
+
+
+def some(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return few states of different kinds: at the end of an epoch, in the middle of one, before a step."""
+    after = [state for state in states if not state["again"]]
+    first_end = next(place for place, state in enumerate(after) if state["ended"])
+    return [after[first_end], after[first_end + 3], states[2]]
+
+
+EPHEMERAL = [
+    "in order",
+    "shuffled",
+    "own generator",
+    "with replacement",
+    "weighted",
+    "eager sampler",
+    "sampler with state",
+    "batch sampler",
+    "not batched",
+    "iterable",
+    "iterable with state",
+    "subclass with its own iteration",
+    "own worker_init_fn",
+]
+PERSISTENT = [
+    "shuffled",
+    "own generator",
+    "weighted, own generator",
+    "sampler by epoch",
+    "batch sampler",
+    "not batched",
+    "iterable, not batched",
+    "iterable with state",
+    "subclass with its own iteration",
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "names", "limit"),
+    [
+        ("2 workers", EPHEMERAL, None),
+        ("2 persistent workers", PERSISTENT, None),
+        ("2 persistent workers", ["shuffled", "own generator", "iterable"], 3),
+        ("3 workers, 1 ahead", ["shuffled", "iterable with state"], None),
+    ],
+    ids=["ephemeral", "persistent", "persistent, limited", "three"],
+)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
+def test_workers_go_on_in_a_new_process(
+    workers: str, names: list[str], limit: int | None, tmp_path: Path
+) -> None:
+    cases = []
+    for name in names:
+        seen, states = stream_run(make(name, workers), limit)
+        assert seen == plain_run(make(name, workers), limit), name
+        cases.append([name, workers, limit, seen, some(states)])
+    path = tmp_path / "cases.pt"
+    torch.save(cases, path)
+    program = [sys.executable, "-W", "ignore", "-m", "tests.data.programs", str(path)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    result = subprocess.run(
+        program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""

@@ -126,5 +126,5 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     import sys
 
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ModuleNotFoundError, match="TensorBoardLogger needs .*pip install tensorboard"):
+    with pytest.raises(ModuleNotFoundError, match=r"TensorBoardLogger needs .*pip install tensorboard"):
         TensorBoardLogger(tmp_path)

@@ -240,7 +240,7 @@ def test_predictions_keep_order_and_loader_structure() -> None:
 def test_exceptions_in_a_step_keep_their_type_and_tell_the_place() -> None:
     class Breaks(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            x, y, z = batch
+            x, _, _ = batch
             return x
 
     with pytest.raises(ValueError, match="unpack") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hasten as L
 
@@ -26,11 +28,17 @@ def make_network() -> nn.Module:
     )
 
 
-def make_loader() -> DataLoader[Any]:
+def make_loader(part: tuple[int, int] | None = None) -> DataLoader[Any]:
+    """Return the data; with ``part`` (processes, rank) the part of one process, as PyTorch divides it."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, FEATURES, generator=generator)
     y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=BATCH_SIZE, shuffle=True)
+    dataset = TensorDataset(x, y)
+    if part is None:
+        return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
+    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, *part, shuffle=True, seed=seed)
+    return DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
 
 
 def sgd(network: nn.Module) -> torch.optim.Optimizer:
@@ -79,17 +87,20 @@ class Outcome:
 TRUE_DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
-def train_by_hand(recipe: Recipe) -> Outcome:
-    """Train as one does without any library."""
+def train_by_hand(recipe: Recipe, part: tuple[int, int] | None = None) -> Outcome:
+    """Train as one does without any library; with ``part`` (processes, rank) in one of several processes."""
     outcome = Outcome()
     dtype = TRUE_DTYPES.get(recipe.precision)
     network = make_network().to(dtype)
+    model = network if part is None else DistributedDataParallel(network)
     optimizer = recipe.optimizer(network)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5) if recipe.scheduler else None
-    loader = make_loader()
-    network.train()
-    torch.manual_seed(2)
-    for _ in range(EPOCHS):
+    loader = make_loader(part)
+    model.train()
+    torch.manual_seed(2 if part is None else 2 + part[1])
+    for epoch in range(EPOCHS):
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
         tail_start = len(loader) - len(loader) % recipe.accumulate
         for i, (x, y) in enumerate(loader):
             x = x if dtype is None else x.to(dtype)
@@ -98,7 +109,7 @@ def train_by_hand(recipe: Recipe) -> Outcome:
                 if recipe.precision == "bf16-mixed"
                 else contextlib.nullcontext()
             ):
-                loss = F.cross_entropy(network(x), y)
+                loss = F.cross_entropy(model(x), y)
             outcome.losses.append(loss.detach().clone())
             if recipe.accumulate > 1:
                 loss = loss / (recipe.accumulate if i < tail_start else len(loader) - tail_start)
@@ -133,7 +144,7 @@ class Classifier(L.LightningModule):
         return loss
 
     def on_train_start(self) -> None:
-        torch.manual_seed(2)
+        torch.manual_seed(2 + self.global_rank)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.recipe.optimizer(self.network)
@@ -243,6 +254,22 @@ def test_the_trainer_gives_the_losses_of_the_loop_by_hand(recipe: Recipe) -> Non
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 def test_fabric_gives_the_losses_of_the_loop_by_hand(recipe: Recipe) -> None:
     assert_equal(train_with_fabric(recipe), train_by_hand(recipe))
+
+
+DISTRIBUTED = {
+    "sgd": Recipe(),
+    "adam, clipping by norm": Recipe(adam, max_norm=0.1),
+    "bf16-mixed": Recipe(precision="bf16-mixed"),
+    "scheduler by step": Recipe(scheduler="step"),
+}
+
+
+@pytest.mark.world_size(2)
+def test_two_processes_give_the_losses_of_the_loop_by_hand() -> None:
+    rank = torch.distributed.get_rank()
+    expected = {name: train_by_hand(recipe, part=(2, rank)) for name, recipe in DISTRIBUTED.items()}
+    for name, recipe in DISTRIBUTED.items():
+        assert_equal(train_with_trainer(recipe, strategy="ddp", devices=2), expected[name])
 
 
 def test_different_training_gives_different_losses() -> None:

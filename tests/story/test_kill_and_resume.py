@@ -17,24 +17,27 @@ import pytest
 PROGRAM = Path(__file__).with_name("resumable_program.py")
 
 
-def run(folder: Path, name: str, environment: dict[str, str] | None = None, **options: Any) -> int:
+def run(home: Path, name: str, /, **options: Any) -> int:
     options = {
-        "folder": str(folder / "checkpoints"),
-        "trace": str(folder / f"{name}.jsonl"),
-        "result": str(folder / "result.json"),
+        "folder": str(home / "checkpoints"),
+        "trace": str(home / f"{name}.jsonl"),
+        "result": str(home / "result.json"),
         "workers": 0,
         **options,
     }
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(PROGRAM), json.dumps(options)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    errors = home / "errors.txt"
+    with errors.open("w") as stderr:
+        # To files: the workers of a killed process may hold a pipe open for a few seconds.
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(PROGRAM), json.dumps(options)],
+            env=environment,
+            stdout=stderr,
+            stderr=stderr,
+            timeout=120,
+        )
     if done.returncode not in (0, -signal.SIGKILL):
-        raise AssertionError(done.stderr[-3000:])
+        raise AssertionError(errors.read_text()[-3000:])
     return done.returncode
 
 

@@ -17,6 +17,16 @@ def batch_size_of(batch: Any) -> tuple[int, bool]:
     """
     if type(batch) is Tensor:
         return (batch.shape[0], True) if batch.dim() else (1, True)
+    if type(batch) is tuple or type(batch) is list:
+        # The everyday (inputs, labels), without a call for each part.
+        size = -1
+        for part in batch:
+            if type(part) is not Tensor or not part.dim() or (size >= 0 and part.shape[0] != size):
+                break
+            size = part.shape[0]
+        else:
+            if size >= 0:
+                return size, True
     graphs = getattr(batch, "num_graphs", None)
     if isinstance(graphs, int):
         return graphs, True

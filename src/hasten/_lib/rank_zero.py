@@ -12,6 +12,11 @@ from typing import Any, TypeVar
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 log = logging.getLogger("hasten")
+log.setLevel(logging.INFO)
+if not log.handlers and not logging.getLogger().handlers:
+    # A program that sets up logging itself gets our messages its own way; others see them on stderr.
+    log.addHandler(logging.StreamHandler())
+    log.propagate = False
 
 
 def _rank() -> int:

@@ -2,60 +2,114 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections import UserDict, defaultdict
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_ATOMS = frozenset({str, int, float, bool, bytes, complex, type(None)})
+
 
 def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
-    """Return ``data`` with ``function`` applied to each tensor; every other leaf and every type stays."""
-    return _map(function, data, lambda leaf: leaf)
+    """Return ``data`` with ``function`` applied to each tensor.
+
+    Args:
+        function: gets each tensor and returns what takes its place.
+        data: a tensor, or dicts, lists, tuples, named tuples and dataclasses that hold tensors. Types are kept,
+            and other leaves stay.
+
+    Returns:
+        a new collection, or ``data`` itself where nothing in it changed.
+
+    Example::
+
+        >>> map_tensors(lambda tensor: tensor + 1, {"x": torch.zeros(2), "name": "a"})
+        {'x': tensor([1., 1.]), 'name': 'a'}
+
+    """
+    if isinstance(data, Tensor):
+        return function(data)
+    return _map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, data)
 
 
 def move_to(data: Any, device: torch.device | str, *, non_blocking: bool = False) -> Any:
-    """Return ``data`` on ``device``; what has a ``to`` method of its own moves itself."""
-    device = torch.device(device)
+    """Return ``data`` on ``device``.
 
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=non_blocking)
+    Args:
+        data: a tensor or a collection, see ``map_tensors``; other objects that have a method ``to`` move themselves.
+        device: where to.
+        non_blocking: go on before the copies have arrived; for copies from pinned memory.
 
-    def move_other(leaf: Any) -> Any:
+    Returns:
+        a new collection, or ``data`` itself where all is there already.
+
+    """
+    if type(data) is Tensor:
+        return data.to(device, non_blocking=non_blocking)
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
         to = getattr(leaf, "to", None)
         if to is None or isinstance(leaf, type):
             return leaf
         moved = to(device)
+        # Objects that move in place may return nothing.
         return leaf if moved is None else moved
 
-    return _map(move, data, move_other)
+    return _map(move, data)
 
 
-def _map(function: Callable[[Tensor], Any], data: Any, other: Callable[[Any], Any]) -> Any:
-    if isinstance(data, Tensor):
-        return function(data)
+def _map(function: Callable[[Any], Any], data: Any) -> Any:
     kind = type(data)
-    if kind in (str, int, float, bool, bytes, type(None)):
+    if kind in _ATOMS:
         return data
-    if not isinstance(data, (dict, list, tuple)) and hasattr(data, "to") and not isinstance(data, Mapping):
-        return other(data)
-    if isinstance(data, defaultdict):
-        return defaultdict(data.default_factory, {k: _map(function, v, other) for k, v in data.items()})
-    if isinstance(data, UserDict) and hasattr(data, "to"):
-        moved = other(data)
-        return moved if moved is not data or other is not None else data
+    if kind is tuple or kind is list:
+        items = [_map(function, item) for item in data]
+        same = all(new is old for new, old in zip(items, data, strict=True))
+        return data if same else kind(items)
+    if isinstance(data, (dict, UserDict)):
+        changed = {}
+        for key, value in data.items():
+            if (new := _map(function, value)) is not value:
+                changed[key] = new
+        return _with_items(data, changed) if changed else data
+    if isinstance(data, Tensor) or hasattr(data, "to"):
+        return function(data)
     if isinstance(data, Mapping):
-        items = {key: _map(function, value, other) for key, value in data.items()}
-        return items if kind is dict else kind(items)
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return kind(*(_map(function, item, other) for item in data))
+        items_by_key = {key: _map(function, value) for key, value in data.items()}
+        same = all(items_by_key[key] is value for key, value in data.items())
+        return data if same else kind(items_by_key)  # type: ignore[call-arg]
     if isinstance(data, (list, tuple)):
-        return kind(_map(function, item, other) for item in data)
+        items = [_map(function, item) for item in data]
+        if all(new is old for new, old in zip(items, data, strict=True)):
+            return data
+        return kind(*items) if hasattr(data, "_fields") else kind(items)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        new = object.__new__(kind)
-        for name, value in vars(data).items():
-            object.__setattr__(new, name, _map(function, value, other))
-        return new
-    return other(data)
+        changed = {}
+        for field in dataclasses.fields(data):
+            value = getattr(data, field.name, None)
+            if (new := _map(function, value)) is not value:
+                changed[field.name] = new
+        return _with_fields(data, changed) if changed else data
+    return function(data)
+
+
+def _with_items(data: Any, changed: dict[Any, Any]) -> Any:
+    # A copy keeps what a subclass has beside its items: a default factory, the encodings of a tokenizer.
+    new = dict(data) if type(data) is dict else copy.copy(data)
+    for key, value in changed.items():
+        new[key] = value
+    return new
+
+
+def _with_fields(data: Any, changed: dict[str, Any]) -> Any:
+    new = copy.copy(data)
+    for name, value in changed.items():
+        # Past a frozen dataclass, whose copy is ours.
+        object.__setattr__(new, name, value)
+    return new

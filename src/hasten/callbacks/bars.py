@@ -43,7 +43,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
         self._draws = _is_terminal(stream)
         self._quiet_lines = quiet_lines
         self._next_line = time.monotonic() + LINE_INTERVAL_SECONDS
-        self._line_shown: str | None = None
+        self._shown: tuple[Any, ...] | None = None
         super().__init__(*args, **kwargs)
 
     @staticmethod
@@ -74,10 +74,10 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
         """Write where the bar stands as a line of its own, unless that was the last line."""
         if self.disable or self._draws:
             return
-        line = self._line()
-        if line != self._line_shown:
-            self._line_shown = line
-            self.fp.write(line + "\n")
+        state = (self.n, self.total, self.desc, self.postfix)
+        if state != self._shown:
+            self._shown = state
+            self.fp.write(self._line() + "\n")
             self.fp.flush()
 
     def clear(self, nolock: bool = False) -> None:
@@ -109,7 +109,11 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
         times = self.format_interval(elapsed)
         if total and rate and self.n < total:
             times += "<" + self.format_interval((total - self.n) / rate)
-        parts = [times, *([f"{rate:.2f}it/s"] if rate else []), *([str(self.postfix)] if self.postfix else [])]
+        parts = [
+            times,
+            *([f"{rate:.2f}it/s"] if rate else []),
+            *([str(self.postfix)] if self.postfix else []),
+        ]
         description = (self.desc or "").rstrip()
         return f"{description} {done} [{', '.join(parts)}]".strip()
 

@@ -37,7 +37,9 @@ def check_arguments(
     if filename is not None:
         check_template(filename, "ModelCheckpoint(filename)")
     if save_last not in (None, True, False, "link"):
-        raise MisconfigurationException(f"ModelCheckpoint(save_last={save_last!r}): use True, False or 'link'.")
+        raise MisconfigurationException(
+            f"ModelCheckpoint(save_last={save_last!r}): use True, False or 'link'."
+        )
     if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
         raise MisconfigurationException(
             f"ModelCheckpoint(save_top_k={save_top_k!r}): Must be >= -1: how many to keep, -1 for all, 0 for none."

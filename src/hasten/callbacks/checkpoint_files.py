@@ -102,7 +102,9 @@ class CheckpointFiles(Checkpoint):
         path = self.format_checkpoint_name(candidates, template)
         version = self.STARTING_VERSION
         while self._enable_version_counter and path != mine and self.file_exists(path, trainer):
-            if trainer.strategy.broadcast(trainer.is_global_zero and is_damaged(path)):
+            if trainer.strategy.broadcast(
+                trainer.is_global_zero and is_damaged(path, trainer._runtime.checkpoint_io)
+            ):
                 break
             path = self.format_checkpoint_name(candidates, template, ver=version)
             version += 1
@@ -122,7 +124,11 @@ class CheckpointFiles(Checkpoint):
         """
         import yaml
 
-        path = os.path.join(self.dirpath or "", "best_k_models.yaml") if filepath is None else os.fspath(filepath)
+        path = (
+            os.path.join(self.dirpath or "", "best_k_models.yaml")
+            if filepath is None
+            else os.fspath(filepath)
+        )
         scores = {name: float(score) for name, score in self.best_k_models.items()}
         write_whole(path, yaml.safe_dump(scores, sort_keys=False).encode())
 
@@ -137,7 +143,7 @@ class CheckpointFiles(Checkpoint):
             folder = self.dirpath or default_folder(trainer)
             folders = [folder, *(earlier_folders(trainer, folder) if self._default_folder else ())]
             for one in folders:
-                found = newest_whole(checkpoints_in(one, self.FILE_EXTENSION))
+                found = newest_whole(checkpoints_in(one, self.FILE_EXTENSION), trainer._runtime.checkpoint_io)
                 if found is not None:
                     break
         self._found_as_last = trainer.strategy.broadcast(None if found is None else str(found))
@@ -172,7 +178,7 @@ class CheckpointFiles(Checkpoint):
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if trainer.is_global_zero:
-            remove(filepath)
+            remove(filepath, trainer._runtime.checkpoint_io)
 
     @staticmethod
     def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint import files
+from hasten.checkpoint.io import CheckpointIO, TorchCheckpointIO
 from hasten.loggers.folders import entries, exists, file_system, is_url, version_folder
 
 if TYPE_CHECKING:
@@ -57,12 +58,12 @@ def checkpoints_in(folder: str, extension: str) -> list[str]:
     return [path for _, path in sorted(found.values(), reverse=True)]
 
 
-def newest_whole(paths: list[str]) -> str | None:
+def newest_whole(paths: list[str], reader: CheckpointIO) -> str | None:
     """Return the newest of ``paths`` that can be read, with a warning that names damaged ones passed over."""
-    if not any(is_url(path) for path in paths):
+    if isinstance(reader, TorchCheckpointIO) and not any(is_url(path) for path in paths):
         return files.newest_valid(paths)
     for path in paths:
-        if not is_damaged(path):
+        if not is_damaged(path, reader):
             return path
         rank_zero_warn(f"The checkpoint {path} is damaged and was passed over.")
     return None
@@ -76,8 +77,10 @@ def clean(folder: str) -> None:
         files.clean(below)
 
 
-def is_damaged(path: str) -> bool:
-    """Say whether a checkpoint cannot be read."""
+def is_damaged(path: str, reader: CheckpointIO) -> bool:
+    """Say whether a checkpoint cannot be read; what a plugin wrote is believed to be whole."""
+    if not isinstance(reader, TorchCheckpointIO):
+        return False
     try:
         files.verify(path)
     except (RuntimeError, OSError, ValueError):
@@ -102,10 +105,10 @@ def link(target: str, path: str) -> None:
     os.replace(beside, path)
 
 
-def remove(path: str) -> None:
+def remove(path: str, writer: CheckpointIO) -> None:
     """Remove a checkpoint; one that cannot be removed is named in a warning, and training goes on."""
     try:
-        if exists(path) or os.path.islink(path):
-            files.remove(path)
+        if exists(path) or os.path.lexists(path):
+            writer.remove_checkpoint(path)
     except OSError as error:
         rank_zero_warn(f"The checkpoint {path} is no longer wanted and could not be removed: {error}.")

@@ -31,7 +31,9 @@ def check_template(template: Any, argument: str) -> None:
         )
     for name, spec in _FIELD.findall(template):
         if not name:
-            raise MisconfigurationException(f"{argument}={template!r} has a field without a name: write {{epoch}}.")
+            raise MisconfigurationException(
+                f"{argument}={template!r} has a field without a name: write {{epoch}}."
+            )
         if not any(_fits(value, spec) for value in (1, 0.5)):
             raise MisconfigurationException(
                 f"{argument}={template!r}: {spec!r} in {{{name}:{spec}}} is no format of a number. "

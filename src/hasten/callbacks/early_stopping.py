@@ -96,7 +96,9 @@ class EarlyStopping(Callback):
             ("divergence_threshold", divergence_threshold),
         ):
             if threshold is not None and not isinstance(threshold, (int, float, Tensor)):
-                raise MisconfigurationException(f"EarlyStopping({name}={threshold!r}): use a number, or None.")
+                raise MisconfigurationException(
+                    f"EarlyStopping({name}={threshold!r}): use a number, or None."
+                )
         # Signed as the comparison needs it: value - min_delta must beat the best one.
         self.min_delta = min_delta if mode == "max" else -min_delta
         self.patience = patience
@@ -193,7 +195,9 @@ class EarlyStopping(Callback):
 
     @staticmethod
     def _in_fit(trainer: Trainer) -> bool:
-        return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not trainer.fast_dev_run
+        return (
+            trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not trainer.fast_dev_run
+        )
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
         metrics = trainer.callback_metrics
@@ -255,7 +259,9 @@ class EarlyStopping(Callback):
         if not torch.isfinite(self.best_score):
             return f"{self.monitor} improved to {current:.3f}."
         change = abs(self.best_score - current)
-        return f"{self.monitor} improved by {change:.3f} >= min_delta = {abs(self.min_delta)}, to {current:.3f}."
+        return (
+            f"{self.monitor} improved by {change:.3f} >= min_delta = {abs(self.min_delta)}, to {current:.3f}."
+        )
 
     def _say(self, trainer: Trainer, reason: str) -> None:
         if trainer.world_size == 1:

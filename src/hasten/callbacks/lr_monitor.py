@@ -127,8 +127,8 @@ class LearningRateMonitor(Callback):
                 stats[f"{name}-momentum"] = self.last_momentum_values[f"{name}-momentum"] = _number(value)
             if self.log_weight_decay:
                 value = group.get("weight_decay", 0)
-                stats[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = _number(
-                    value
+                stats[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = (
+                    _number(value)
                 )
         return stats
 

@@ -304,15 +304,25 @@ class ModelCheckpoint(CheckpointFiles):
         if self.save_last and self._last_at is None and not self._should_skip_saving_checkpoint(trainer):
             self._save(trainer, ranked=False)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove what a killed run no longer wanted, also where it was resumed with nothing left to train."""
+        if self._resumed:
+            self._remove_unwanted(trainer, keep=trainer.ckpt_path)
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the state when the run is stopped from outside, and on errors if asked to."""
         if self._should_skip_saving_checkpoint(trainer) or trainer.total_batch_idx < 0:
             return
         here = self._here(trainer)
         if isinstance(exception, (KeyboardInterrupt, SystemExit)):
-            if trainer.between_batches and self._keeps_stopped_run(trainer) and here not in (
-                self._saved_at,
-                self._last_at,
+            if (
+                trainer.between_batches
+                and self._keeps_stopped_run(trainer)
+                and here
+                not in (
+                    self._saved_at,
+                    self._last_at,
+                )
             ):
                 self._save_stopped(trainer)
         elif self.save_on_exception and self._saved_at != here:
@@ -425,7 +435,9 @@ class ModelCheckpoint(CheckpointFiles):
         self.best_k_models[path] = self.current_score = current
         best, worst = (min, max) if self.mode == "min" else (max, min)
         if len(self.best_k_models) == k:
-            self.kth_best_model_path = worst(self.best_k_models, key=lambda name: float(self.best_k_models[name]))
+            self.kth_best_model_path = worst(
+                self.best_k_models, key=lambda name: float(self.best_k_models[name])
+            )
             self.kth_value = self.best_k_models[self.kth_best_model_path]
         self.best_model_path = best(self.best_k_models, key=lambda name: float(self.best_k_models[name]))
         self.best_model_score = self.best_k_models[self.best_model_path]
@@ -437,15 +449,13 @@ class ModelCheckpoint(CheckpointFiles):
             )
         self._save_or_undo(trainer, path, books, ranked=True)
 
-    def _save_none_monitor_checkpoint(
-        self, trainer: Trainer, monitor_candidates: dict[str, Tensor]
-    ) -> None:
+    def _save_none_monitor_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         books = self._copy_of_books()
-        previous = self.best_model_path
+        # With -1 all are kept, so that none may be written over.
+        previous = self.best_model_path if self.save_top_k == 1 else ""
         path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, previous)
         self.best_model_path = path
-        if self.save_top_k == 1:
-            self._replace(trainer, previous, path)
+        self._replace(trainer, previous, path)
         self._save_or_undo(trainer, path, books, ranked=True)
 
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
@@ -511,7 +521,9 @@ class ModelCheckpoint(CheckpointFiles):
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         """Return everything logged, on the host, with ``epoch`` and ``step``; equal on all processes."""
-        values = {name: torch.as_tensor(value).detach().cpu() for name, value in trainer.callback_metrics.items()}
+        values = {
+            name: torch.as_tensor(value).detach().cpu() for name, value in trainer.callback_metrics.items()
+        }
         values = {name: value.clone() for name, value in values.items()}
         for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
             values[name] = values[name].int() if name in values else torch.tensor(count)

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.errors import MisconfigurationException
@@ -58,7 +59,9 @@ class TQDMProgressBar(ProgressBar):
         self._leave = leave
         self._enabled = True
         self._next_refresh = 0.0
-        self._train_batches: int | None = None
+        # In a list: setting an attribute of a callback is not free, and this is set each step.
+        self._train_batches = [-1]
+        self._redirected = ExitStack()
         self._train_progress_bar: Any = None
         self._val_progress_bar: Any = None
         self._test_progress_bar: Any = None
@@ -66,7 +69,14 @@ class TQDMProgressBar(ProgressBar):
 
     def __getstate__(self) -> dict[str, Any]:
         # Bars hold open files and locks.
-        return {name: None if name.endswith("_progress_bar") else value for name, value in vars(self).items()}
+        state = {
+            name: None if name.endswith("_progress_bar") else value for name, value in vars(self).items()
+        }
+        del state["_redirected"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _redirected=ExitStack())
 
     @property
     def train_progress_bar(self) -> Any:
@@ -190,24 +200,26 @@ class TQDMProgressBar(ProgressBar):
         self.reset_dataloader_idx_tracker()
 
     def on_train_start(self, *_: Any) -> None:
-        """Open the bar of training."""
+        """Open the bar of training, and let log messages appear above it."""
         self.train_progress_bar = self.init_train_tqdm()
+        self._messages_above(self.train_progress_bar)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         """Start the bar anew for an epoch."""
         if self._leave and self.train_progress_bar.n:
             self.train_progress_bar = self.init_train_tqdm()
-        self._train_batches = None
+        self._train_batches[0] = -1
         _start(self.train_progress_bar, self.total_train_batches, f"Epoch {trainer.current_epoch}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Refresh the bar, if it is time to."""
-        if self._train_batches is None:
+        done = self._train_batches
+        if done[0] < 0 and self._train_progress_bar is not None:
             # A resumed run starts in the middle: its speed is not counted from batch 0.
             self._train_progress_bar.initial = batch_idx
-        n = self._train_batches = batch_idx + 1
+        n = done[0] = batch_idx + 1
         if time.monotonic() < self._next_refresh:
             return
         bar = self._train_progress_bar
@@ -218,7 +230,7 @@ class TQDMProgressBar(ProgressBar):
         """Show the epoch's last state."""
         bar = self.train_progress_bar
         if not bar.disable:
-            self._refresh(bar, self._train_batches or bar.n, self.get_metrics(trainer, pl_module))
+            self._refresh(bar, max(self._train_batches[0], bar.n), self.get_metrics(trainer, pl_module))
             _write_line(bar)
         if self._leave:
             bar.close()
@@ -226,6 +238,7 @@ class TQDMProgressBar(ProgressBar):
     def on_train_end(self, *_: Any) -> None:
         """Close the bar of training."""
         self.train_progress_bar.close()
+        self._redirected.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the terminal in order: close all bars."""
@@ -233,6 +246,7 @@ class TQDMProgressBar(ProgressBar):
             bar = getattr(self, f"_{name}_progress_bar")
             if bar is not None:
                 bar.close()
+        self._redirected.close()
 
     # -- validation, test, prediction
 
@@ -243,7 +257,12 @@ class TQDMProgressBar(ProgressBar):
             self.val_progress_bar = self.init_validation_tqdm()
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Start the bar anew for another loader."""
         if self.has_dataloader_changed(dataloader_idx):
@@ -278,7 +297,12 @@ class TQDMProgressBar(ProgressBar):
         self.test_progress_bar = self.init_test_tqdm()
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Start the bar anew for another loader."""
         if self.has_dataloader_changed(dataloader_idx):
@@ -307,12 +331,19 @@ class TQDMProgressBar(ProgressBar):
         self.predict_progress_bar = self.init_predict_tqdm()
 
     def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Start the bar anew for another loader."""
         if self.has_dataloader_changed(dataloader_idx):
             total = self.total_predict_batches_current_dataloader
-            _start(self.predict_progress_bar, total, f"{self.predict_description} DataLoader {dataloader_idx}")
+            _start(
+                self.predict_progress_bar, total, f"{self.predict_description} DataLoader {dataloader_idx}"
+            )
 
     def on_predict_batch_end(
         self,
@@ -351,7 +382,9 @@ class TQDMProgressBar(ProgressBar):
     def _bar(self, name: str) -> Any:
         bar = getattr(self, f"_{name}_progress_bar")
         if bar is None:
-            raise TypeError(f"The `{type(self).__name__}._{name}_progress_bar` reference has not been set yet.")
+            raise TypeError(
+                f"The `{type(self).__name__}._{name}_progress_bar` reference has not been set yet."
+            )
         return bar
 
     def _should_update(self, current: int, total: float | None) -> bool:
@@ -373,14 +406,35 @@ class TQDMProgressBar(ProgressBar):
         bar.refresh()
         self._next_refresh = time.monotonic() + REFRESH_SECONDS
 
+    def _messages_above(self, bar: Any) -> None:
+        """Make log messages on the terminal clear the bars first, and draw them again after."""
+        self._redirected.close()
+        if not bar.disable and _draws(bar):
+            import logging
+
+            from tqdm.contrib.logging import logging_redirect_tqdm
+
+            # Only where messages are shown anyway: a logger without a console stays silent.
+            loggers = [
+                logger
+                for logger in (logging.root, logging.getLogger("hasten"))
+                if any(
+                    getattr(handler, "stream", None) in (sys.stdout, sys.stderr)
+                    for handler in logger.handlers
+                )
+            ]
+            self._redirected.enter_context(logging_redirect_tqdm(loggers, tqdm_class=type(bar)))
+
     def _show_train_state(self, trainer: Trainer, pl_module: LightningModule) -> None:
         bar = self._train_progress_bar
         if bar is not None and not bar.disable and trainer.state.fn == TrainerFn.FITTING:
-            self._refresh(bar, self._train_batches or bar.n, self.get_metrics(trainer, pl_module))
+            self._refresh(bar, max(self._train_batches[0], bar.n), self.get_metrics(trainer, pl_module))
 
     def _hear_batches(self) -> None:
         hooks = [
-            f"on_{stage}_batch_{edge}" for stage in ("validation", "test", "predict") for edge in ("start", "end")
+            f"on_{stage}_batch_{edge}"
+            for stage in ("validation", "test", "predict")
+            for edge in ("start", "end")
         ]
         change = unsilence if self.is_enabled else lambda bar, *names: silence(bar, TQDMProgressBar, *names)
         change(self, "on_train_batch_end", *hooks)
@@ -390,6 +444,8 @@ def _start(bar: Any, total: float | None, description: str) -> None:
     """Set a bar to zero of ``total``."""
     if bar.disable:
         return
+    if bar.n and not getattr(bar, "_quiet_lines", True):
+        _write_line(bar)  # of the loader before
     bar.set_description(description, refresh=False)
     bar.postfix = None
     bar.reset(total=convert_inf(total))

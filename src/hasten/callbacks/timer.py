@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import timedelta
 from enum import StrEnum
@@ -77,8 +78,9 @@ class Timer(Callback):
         self._end_time: dict[RunningStage, float | None] = dict.fromkeys(RunningStage)
         self._offset = 0.0
         self._clock = AgreedClock()
-        if self._duration is None or self._interval != Interval.step:
-            silence(self, Timer, "on_train_batch_end")
+        self._several = False
+        self._deadline = math.inf
+        self._hear_batches()
 
     def start_time(self, stage: str = RunningStage.TRAINING) -> float | None:
         """Return when a stage started, in seconds of ``time.monotonic``; None if it did not."""
@@ -100,10 +102,17 @@ class Timer(Callback):
         """Return the seconds left of ``duration``; None without one."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Listen to batches only if the clock is looked at after each."""
+        self._hear_batches()
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock; a resumed run may have no time left."""
         self._begin(RunningStage.TRAINING)
+        self._several = trainer.world_size > 1
         if self._duration is not None:
+            # Known once, so that a step needs to compare two numbers only.
+            self._deadline = time.monotonic() + self._duration - self._offset
             self._check_time_remaining(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -133,10 +142,9 @@ class Timer(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Stop if the time is up."""
-        if self._interval == Interval.step and self._duration is not None:
-            late = self.time_elapsed() >= self._duration
-            if self._clock.late(trainer, late):
-                self._stop(trainer)
+        late = time.monotonic() >= self._deadline
+        if (late or self._several) and self._clock.late(trainer, late):
+            self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Stop if the time is up."""
@@ -150,6 +158,10 @@ class Timer(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what ``state_dict`` returned."""
         self._offset = state_dict.get("time_elapsed", {}).get(RunningStage.TRAINING.value, 0.0)
+
+    def _hear_batches(self) -> None:
+        if self._duration is None or self._interval != Interval.step:
+            silence(self, Timer, "on_train_batch_end")
 
     def _begin(self, stage: RunningStage) -> None:
         self._start_time[stage], self._end_time[stage] = time.monotonic(), None

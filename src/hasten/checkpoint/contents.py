@@ -30,14 +30,20 @@ class HasState(Protocol):
 class Parts(Protocol):
     """What a checkpoint is taken of. The Trainer's run fills it in; nothing here knows a Trainer."""
 
-    module: nn.Module
     optimizers: list[Any]
     schedulers: list[Any]
     scaler: Any
     precision_name: str
     epoch: int
     global_step: int
-    progress: HasState
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+
+    @property
+    def progress(self) -> HasState:
+        """The counters."""
 
     def weights(self) -> dict[str, Any]:
         """Return the weights of the user's module."""

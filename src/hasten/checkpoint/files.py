@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import io
 import os
 import pickle
+import pickletools
 import secrets
 import shutil
-import zipfile
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,16 +19,10 @@ import torch
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint.plain import check_plain, numpy_allowed
+from hasten.checkpoint.seal import CheckpointDamaged as CheckpointDamaged
+from hasten.checkpoint.seal import check, first_line, seal
 
-# The last line of a file, in the comment that a zip archive may have: any reader of zip files skips it.
-_MARK = b"hasten sha256 "
-_LINE_BYTES = len(_MARK) + 64
-_END_BYTES = 22  # the record that ends a zip archive, without its comment
 _TEMPORARY = ".hasten-tmp"
-
-
-class CheckpointDamaged(RuntimeError):
-    """A file that is no whole checkpoint; the message names it and what is wrong."""
 
 
 class CheckpointRefused(RuntimeError):
@@ -39,7 +32,7 @@ class CheckpointRefused(RuntimeError):
 def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: Any = None) -> None:
     """Write a checkpoint so that ``path`` is at any moment the old file or the new one, whole.
 
-    The file is what ``torch.save`` writes, with a sha256 of all of it at its end; ``torch.load`` reads it.
+    The file is what ``torch.save`` writes, with a checksum at its end; ``torch.load`` reads it.
     It is written under another name in the same folder (``TMPDIR`` is not used), synced to the disk and renamed.
     A symbolic link at ``path`` is replaced, not followed.
 
@@ -75,6 +68,7 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
     _make_folder(target.parent)
     with _explained(target), _temporary(target) as (file, temporary):
         _write(contents, file)
+        seal(file)
         file.flush()
         os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -106,21 +100,19 @@ def load(path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_onl
 
     """
     with _opened(path) as file:
-        _check(file, path)
+        check(file, path)
         file.seek(0)
         try:
-            with numpy_allowed():
+            with numpy_allowed(), warnings.catch_warnings():
+                # That a file uses another pickle protocol than torch does is said by the error, if there is one.
+                warnings.filterwarnings("ignore", "Detected pickle protocol")
                 return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[no-any-return]
         except pickle.UnpicklingError as error:
-            raise CheckpointRefused(_why_refused(path, error)) from None
-        except (AttributeError, ImportError) as error:
-            if weights_only:
-                raise CheckpointDamaged(f"{path} cannot be read: {error}.") from error
-            raise
-        except (RuntimeError, EOFError, KeyError, ValueError, IndexError, TypeError, zipfile.BadZipFile) as error:
-            if isinstance(error, torch.OutOfMemoryError) or "deserialize" in str(error):
+            raise CheckpointRefused(_why_refused(file, path, error)) from None
+        except Exception as error:
+            if not weights_only or isinstance(error, torch.OutOfMemoryError) or "deserialize" in str(error):
                 raise
-            raise CheckpointDamaged(f"{path} is no checkpoint, or is damaged: {_first_line(error)}") from error
+            raise CheckpointDamaged(f"{path} is no checkpoint, or is damaged: {first_line(error)}") from error
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -144,7 +136,7 @@ def verify(path: str | os.PathLike[str]) -> None:
 
     """
     with _opened(path) as file:
-        _check(file, path)
+        check(file, path)
 
 
 def newest_valid(candidates: Iterable[str | os.PathLike[str]]) -> str | None:
@@ -254,52 +246,31 @@ def safe_name(text: str) -> str:
 # -- writing
 
 
-class _Digesting(io.RawIOBase):
-    """A file that computes its sha256 while it is written, all but the record that ends a zip archive."""
+class _Watched:
+    """A file that remembers why it could not be written; the writer in C++ reports that in words of its own."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.error: OSError | None = None
-        self._file, self._digest, self._held = file, hashlib.sha256(), b""
-
-    def writable(self) -> bool:
-        return True
+        self._file = file
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        size = len(view)
         try:
-            if size < _END_BYTES:
-                self._put(self._held[: max(0, len(self._held) + size - _END_BYTES)])
-                self._held = (self._held + bytes(view))[-_END_BYTES:]
-            else:
-                self._put(self._held)
-                self._put(view[: size - _END_BYTES])
-                self._held = bytes(view[size - _END_BYTES :])
+            return self._file.write(data)
         except OSError as error:
-            # The writer in C++ turns it into an error of its own, which does not tell the disk is full.
             self.error = error
             raise
-        return size
 
-    def finish(self) -> None:
-        end = self._held
-        assert end[:4] == b"PK\x05\x06", "torch.save ended its archive in another way"
-        self._put(end[:-2] + _LINE_BYTES.to_bytes(2, "little"))
-        self._file.write(_MARK + self._digest.hexdigest().encode())
-
-    def _put(self, data: bytes | memoryview) -> None:
-        self._digest.update(data)
-        self._file.write(data)
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def _write(contents: dict[str, Any], file: IO[bytes]) -> None:
-    digesting = _Digesting(file)
+    watched = _Watched(file)
     try:
-        torch.save(contents, cast(IO[bytes], digesting))
-        digesting.finish()
+        torch.save(contents, cast(IO[bytes], watched))
     except Exception:
-        if digesting.error is not None:
-            raise digesting.error from None
+        if watched.error is not None:
+            raise watched.error from None
         raise
 
 
@@ -308,7 +279,7 @@ def _temporary(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
     """Open a file beside ``target``, locked for as long as its writer lives; remove it unless it was renamed."""
     while True:
         temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}{_TEMPORARY}")
-        file = open(temporary, "xb")  # noqa: SIM115  (closed below; the name must be known to remove it)
+        file = open(temporary, "x+b")  # noqa: SIM115  (closed below; the name must be known to remove it)
         _lock(file)
         # A cleaner may have come between opening and locking.
         if temporary.exists():
@@ -407,61 +378,31 @@ def _not_found(path: Path) -> str:
     return f"there is no such checkpoint.{did_you_mean(path.name, others)}"
 
 
-def _check(file: IO[bytes], path: str | os.PathLike[str]) -> None:
-    """Raise unless the file is whole: by its digest, or where it has none by the checksums of the archive."""
-    size = file.seek(0, os.SEEK_END)
-    if size == 0:
-        raise CheckpointDamaged(f"{path} is empty.")
-    file.seek(max(0, size - _LINE_BYTES - _END_BYTES))
-    end, line = file.read(_END_BYTES), file.read()
-    has_line = line.startswith(_MARK)
-    expects_line = end[:4] == b"PK\x05\x06" and end[-2:] == _LINE_BYTES.to_bytes(2, "little")
-    if has_line or expects_line:
-        file.seek(0)
-        digest = _digest(file, size - _LINE_BYTES)
-        if not (has_line and expects_line) or digest.encode() != line[len(_MARK) :]:
-            raise CheckpointDamaged(
-                f"{path} is damaged: its {size} bytes do not have the sha256 they were written with."
-            )
-        return
-    file.seek(0)
-    if file.read(4) != b"PK\x03\x04":
-        # An old format of torch.save's, or no checkpoint at all: loading will tell.
-        return
-    file.seek(0)
-    try:
-        with zipfile.ZipFile(file) as archive:
-            broken = archive.testzip()
-    except (zipfile.BadZipFile, OSError, NotImplementedError, EOFError, RuntimeError, ValueError) as error:
-        raise CheckpointDamaged(f"{path} is damaged or cut off: {_first_line(error)}") from None
-    if broken is not None:
-        raise CheckpointDamaged(f"{path} is damaged: its record {broken!r} does not have its checksum.")
-
-
-def _digest(file: IO[bytes], size: int) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
-    view = memoryview(buffer)
-    while size:
-        count = file.readinto(view[: min(size, len(buffer))])  # type: ignore[attr-defined]
-        if not count:
-            break
-        digest.update(view[:count])
-        size -= count
-    return digest.hexdigest()
-
-
-def _why_refused(path: str | os.PathLike[str], error: Exception) -> str:
-    text = str(error)
-    wanted = text.partition("GLOBAL ")[2].split(" ")[0] or text.partition("global ")[2].split(" ")[0]
-    what = f"it asks for {wanted.rstrip('.,')}" if wanted else _first_line(error)
+def _why_refused(file: IO[bytes], path: str | os.PathLike[str], error: Exception) -> str:
+    wanted = str(error).partition("GLOBAL ")[2].split(" ")[0].rstrip(".,") or _first_global(file)
+    if not wanted:
+        return f"{path} is a pickle, but no file of torch.save's, and was not loaded."
     return (
-        f"{path} was not loaded: reading it would run code ({what}). If you trust whoever wrote it, load it with "
-        "weights_only=False; better, save it again with plain data only."
+        f"{path} was not loaded: reading it would run code (it asks for {wanted}). If you trust whoever wrote it as "
+        "you would trust a program, load it with weights_only=False; better, save it again with plain data only."
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _first_global(file: IO[bytes]) -> str:
+    """Return the first function or class that a bare pickle asks for, without running anything."""
+    texts: list[str] = []
+    try:
+        file.seek(0)
+        for operation, argument, _ in pickletools.genops(file):
+            if operation.name == "GLOBAL":
+                return str(argument).replace(" ", ".")
+            if operation.name == "STACK_GLOBAL":
+                return ".".join(texts[-2:])
+            if isinstance(argument, str):
+                texts.append(argument)
+    except ValueError:
+        pass
+    return ""
 
 
 # -- elsewhere

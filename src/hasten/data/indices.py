@@ -86,8 +86,15 @@ class Indices:
         return self._current.recent.get(number) if self._current is not None else None
 
     def state(self, number: int) -> Any:
-        """Return the sampler's state after index batch ``number``, or None where it is not known."""
-        return self._current.states.get(number) if self._current is not None else None
+        """Return the sampler's state after index batch ``number``, or None where it is not known or is the end.
+
+        A sampler at its end may already be back at its beginning.
+
+        """
+        current = self._current
+        if current is None or number == current.ended_at:
+            return None
+        return current.states.get(number)
 
 
 class _Counted:
@@ -95,6 +102,7 @@ class _Counted:
 
     def __init__(self, owner: Indices, iterator: Iterator[Any], first: int, skip: int) -> None:
         self.stopped = False
+        self.ended_at: int | None = None
         self.recent: dict[int, Any] = {}
         self.states: dict[int, Any] = {}
         self._iterator, self._skip, self._number = iterator, skip, first
@@ -111,7 +119,11 @@ class _Counted:
             self.skip_now()
         if self.stopped:
             raise StopIteration
-        indices = next(self._iterator)
+        try:
+            indices = next(self._iterator)
+        except StopIteration:
+            self.ended_at = self._number
+            raise
         self._number += 1
         if len(self._known) == self._known.maxlen:
             oldest = self._known[0]

@@ -47,13 +47,13 @@ class Replay:
             self._moved.difference_update(drawn)
         return batch
 
-    def notes(self, count: int) -> list[Any]:
+    def notes(self, count: int) -> list[list[Any]]:
         """Return the states to put back within the first ``count`` batches."""
         return [note for note in self._notes if note[0] <= count]
 
-    def go_to(self, count: int, notes: list[Any]) -> None:
+    def go_to(self, count: int, notes: list[list[Any]]) -> None:
         """Fetch ``count`` batches and forget them, drawing what was drawn when ``notes`` were taken."""
-        states = {number: state for number, state in notes}
+        states = dict(notes)
         for number in range(1, count + 1):
             if number in states:
                 restore_rng_state(states[number])

@@ -32,8 +32,11 @@ class Source(Protocol):
     def open(self) -> Iterator[Any]:
         """Begin an epoch."""
 
-    def reopen(self, state: State, consumed: int) -> Iterator[Any]:
-        """Begin an epoch after its first ``consumed`` batches."""
+    def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
+        """Begin an epoch after its first ``consumed`` batches; without a state as well as can be."""
+
+    def is_changed(self, state: State) -> bool:
+        """Say whether ``state`` comes from a loader that worked in another way."""
 
     def state(self, count: int) -> State:
         """Return what ``reopen`` needs after ``count`` batches of this epoch, as plain data."""
@@ -104,13 +107,17 @@ class Plain:
         self._replay = Replay(iter(self._loader))
         return self._replay
 
-    def reopen(self, state: State, consumed: int) -> Iterator[Any]:
+    def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         """Begin an epoch after its first batches."""
         if self._is_list:
             return islice(iter(self._loader), consumed, None)
         self._replay = Replay(iter(self._loader))
-        self._replay.go_to(consumed, state.get("notes", []))
+        self._replay.go_to(consumed, (state or {}).get("notes", []))
         return self._replay
+
+    def is_changed(self, state: State) -> bool:
+        """Say no: there is but one way to go through a list."""
+        return False
 
     def state(self, count: int) -> State:
         """Return what going through the loader again needs to know besides the count."""
@@ -139,12 +146,16 @@ class OwnState(Plain):
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch."""
-        return iter(self._loader)  # type: ignore[no-any-return]
+        return iter(self._loader)
 
-    def reopen(self, state: State, consumed: int) -> Iterator[Any]:
+    def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         """Begin an epoch where the loader's own state says."""
-        self._loader.load_state_dict(state["loader"])
-        return self.open()
+        if state is not None and "loader" in state:
+            self._loader.load_state_dict(state["loader"])
+            return self.open()
+        batches = self.open()
+        drop(batches, consumed)
+        return batches
 
     def state(self, count: int) -> State:
         """Return the loader's own state."""
@@ -185,9 +196,11 @@ class InProcess:
             return self._replay
         return iter(self._loader if self._sampler is None else self._counting())
 
-    def reopen(self, state: State, consumed: int) -> Iterator[Any]:
+    def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         """Begin an epoch after its first batches."""
-        if self._replays:
+        if state is None or self.is_changed(state):
+            state = {}
+        if self._replays or (_is_iterable(self._loader) and "dataset" not in state):
             self._replay = Replay(iter(self._loader))
             self._replay.go_to(consumed, state.get("notes", []))
             return self._replay
@@ -196,9 +209,13 @@ class InProcess:
         loader = self._counting()
         assert self._indices is not None
         _place(self._indices, self._sampler, state, consumed, skip=not _is_iterable(self._loader))
-        batches = iter(loader)
+        batches: Iterator[Any] = iter(loader)
         self._indices.opened()
         return batches
+
+    def is_changed(self, state: State) -> bool:
+        """Say whether the epoch was begun with workers; warn if so."""
+        return _is_other_number(state.get("num_workers", 0), 0, is_iterable=_is_iterable(self._loader))
 
     def state(self, count: int) -> State:
         """Return the states of the dataset and the sampler, if they have any."""
@@ -270,6 +287,7 @@ class Workers:
             loader.collate_fn,
             rng=not (self._replays and self._is_iterable),
             dataset_state=self._dataset_state,
+            batch_size=loader.batch_size if self._is_iterable else None,
         )
         key, sampler = _index_sampler(loader)
         issued_ahead = (loader.prefetch_factor or 2) * self._count
@@ -303,9 +321,17 @@ class Workers:
         self._iterator = iter(self._rigged)
         return self._iterator
 
-    def reopen(self, state: State, consumed: int) -> Iterator[Any]:
+    def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         """Begin an epoch after its first batches, with the workers as they were."""
-        base, workers, birth = self._entry(state, consumed)
+        if state is None or self.is_changed(state):
+            state = {"base": 0 if self._replays or self._is_iterable else consumed, "workers": [], "birth": None}
+        elif not self._loader.in_order:
+            warn_once(
+                "resume-in-order",
+                "a DataLoader with in_order=False does not tell which batches had arrived: a few may come again or "
+                "not at all after resuming within an epoch. Use in_order=True to go on exactly.",
+            )
+        base, workers, birth = state["base"], state["workers"], state["birth"]
         self._begin.states = workers
         self._received.start_epoch(base, workers or [None] * self._count)
         _place(self._indices, self._sampler, state, base, skip=not self._is_iterable, once=birth is not None)
@@ -320,6 +346,10 @@ class Workers:
         drop(self._iterator, consumed - base)
         rigged.generator = generator
         return self._iterator
+
+    def is_changed(self, state: State) -> bool:
+        """Say whether the epoch was begun with another number of workers; warn if so."""
+        return _is_other_number(state.get("num_workers", 0), self._count, is_iterable=self._is_iterable)
 
     def state(self, count: int) -> State:
         """Return the states of the workers when it was last the first one's turn."""
@@ -378,25 +408,6 @@ class Workers:
         if self._birth is None:
             self._birth = generator_state(self._rigged.generator or torch.default_generator)
 
-    def _entry(self, state: State, consumed: int) -> tuple[int, list[State | None], bytes | None]:
-        """Return where to enter the epoch, the workers' states there, and their birth."""
-        saved = state.get("num_workers", 0)
-        if saved != self._count:
-            warn_once(
-                "resume-num-workers",
-                f"an epoch begun with num_workers={saved} goes on with num_workers={self._count}: until its end, "
-                f"random numbers drawn for the samples{' and their order' if self._is_iterable else ''} differ "
-                f"from those of an uninterrupted run. Use num_workers={saved} to go on exactly.",
-            )
-            return (0 if self._replays or self._is_iterable else consumed), [], None
-        if not self._loader.in_order:
-            warn_once(
-                "resume-in-order",
-                "a DataLoader with in_order=False does not tell which batches had arrived: a few may come again or "
-                "not at all after resuming within an epoch. Use in_order=True to go on exactly.",
-            )
-        return state["base"], state["workers"], state["birth"]
-
     def _fetch_issued(self) -> None:
         """Let the workers finish what they were given ahead, to know the states they end the epoch in."""
         assert self._iterator is not None
@@ -424,6 +435,17 @@ def shut_down(owner: Any) -> None:
             end()
     if iterator is not None:
         owner._iterator = None
+
+
+def _is_other_number(saved: int, now: int, *, is_iterable: bool) -> bool:
+    if saved != now:
+        warn_once(
+            f"resume-num-workers-{saved}-{now}",
+            f"an epoch begun with num_workers={saved} goes on with num_workers={now}: until its end, random numbers "
+            f"drawn for the samples{' and their order' if is_iterable else ''} differ from those of an "
+            f"uninterrupted run. Use num_workers={saved} to go on exactly.",
+        )
+    return saved != now
 
 
 def _place(

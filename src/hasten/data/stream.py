@@ -8,7 +8,7 @@ from typing import Any
 
 from hasten._lib.rank_zero import warn_once
 from hasten.data.sources import Source, generators_of, source_of
-from hasten.data.workers import RngWatch
+from hasten.data.workers import RngWatch, with_own_type
 from hasten.seed import generator_state, isolate_rng, restore_rng_state, set_generator_state
 
 _END: Any = object()
@@ -126,8 +126,7 @@ class Stream:
                     next(iterator, None)
             self._at_end = True
         except Exception as error:
-            self._explain(error, number + 1)
-            raise
+            raise self._explained(error, number + 1) from error.__cause__
         finally:
             self._leave()
 
@@ -157,8 +156,7 @@ class Stream:
                 self._ahead_mark, self._ahead = None, _END
             self._at_end = True
         except Exception as error:
-            self._explain(error, fetched + 1)
-            raise
+            raise self._explained(error, fetched + 1) from error.__cause__
         finally:
             self._leave()
 
@@ -189,9 +187,9 @@ class Stream:
             self._iterator, self._handed, self._at_end = iterator, state["consumed"], False
 
     def _reopen(self, state: dict[str, Any]) -> Iterator[Any]:
-        self._start = state["start"]
+        self._start = state["start"] or self._mark_start()
         with isolate_rng(include_cuda=False):
-            self._set_random_state(state["start"])
+            self._set_random_state(self._start)
             iterator = self._source.reopen(state["source"], state["consumed"])
             if state["ended"]:
                 if state["exhausted"]:
@@ -199,10 +197,34 @@ class Stream:
             elif state["ahead"] is not None:
                 self._set_random_state(state["ahead"])
                 self._ahead, self._ahead_mark = next(iterator, _END), state["ahead"]
-        if state["source"].get("num_workers", 0) == getattr(self.loader, "num_workers", 0):
+        if state["source"] is not None and not self._source.is_changed(state["source"]):
             # The dataset may have drawn from them, too, and what is skipped is not drawn.
             self._set_generators(state["generators"])
         return iterator
+
+    def start_at(self, consumed: int) -> None:
+        """Begin the next epoch after its first ``consumed`` batches, where no exact state is known.
+
+        The order is a new one if the loader shuffles, and random numbers go on as they are.
+
+        Args:
+            consumed: the number of batches to leave out.
+
+        """
+        self.load_state_dict(
+            {
+                "consumed": consumed,
+                "epoch": self.epoch,
+                "length": self.length,
+                "ended": False,
+                "rebuild": False,
+                "exhausted": False,
+                "generators": [],
+                "start": None,
+                "ahead": None,
+                "source": None,
+            }
+        )
 
     def finish(self) -> None:
         """Give up the rest of the epoch that a loaded state is in; the next batches are those of a new epoch."""
@@ -305,8 +327,7 @@ class Stream:
         try:
             return self._source.open()
         except Exception as error:
-            self._explain(error, 1)
-            raise
+            raise self._explained(error, 1) from error.__cause__
 
     def _leave(self) -> None:
         # What the state is made of stays: a checkpoint may be taken after the loop was left in mid-epoch.
@@ -340,5 +361,7 @@ class Stream:
                 "Resume with the same dataset, batch size and number of processes to go on exactly.",
             )
 
-    def _explain(self, error: Exception, number: int) -> None:
+    def _explained(self, error: Exception, number: int) -> Exception:
+        error = with_own_type(error)
         error.add_note(f"in {self.name}: {self._source.describe(error, number)}")
+        return error

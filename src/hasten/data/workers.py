@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
 
 from hasten.data.indices import has_state
@@ -68,11 +69,15 @@ class Ship:
         collate: the user's function.
         rng: send the states of the random generators when they have changed.
         dataset_state: send the dataset's ``state_dict``.
+        batch_size: a list of fewer samples is the last batch of the worker's part of an ``IterableDataset``.
 
     """
 
-    def __init__(self, collate: Callable[[Any], Any], *, rng: bool, dataset_state: bool) -> None:
+    def __init__(
+        self, collate: Callable[[Any], Any], *, rng: bool, dataset_state: bool, batch_size: int | None
+    ) -> None:
         self._collate, self._rng, self._dataset_state = collate, rng, dataset_state
+        self._batch_size = batch_size
         self._watch = RngWatch()
         self._last: dict[str, Any] | None = None
 
@@ -89,6 +94,8 @@ class Ship:
             state["start"] = _started.pop()
         if self._dataset_state:
             state["dataset"] = info.dataset.state_dict()  # type: ignore[attr-defined]
+            # A dataset at its end may already be back at its beginning, and must not begin again.
+            state["ended"] = self._batch_size is not None and len(samples) < self._batch_size
         return Shipped(batch, info.id, state or None)
 
 
@@ -116,19 +123,29 @@ class Begin:
                 info.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
             if "rng" in state:
                 restore_rng_state(state["rng"])
-        if self._report_starts:
-            _report_starts(info.dataset)
+        ended = state is not None and state.get("ended", False)
+        if self._report_starts or ended:
+            _observe(info.dataset, ended=ended)
 
 
 # The state in which the iteration of this worker's dataset began, until it is sent.
 _started: list[dict[str, Any]] = []
 
 
-def _report_starts(dataset: Any) -> None:
-    """Make ``iter(dataset)`` note the state it begins in; the object is this worker's own copy."""
+def _observe(dataset: Any, *, ended: bool) -> None:
+    """Make ``iter(dataset)`` note the state it begins in; the object is this worker's own copy.
+
+    Args:
+        dataset: an ``IterableDataset``.
+        ended: the first iteration was at its end already.
+
+    """
     kind = type(dataset)
+    give_nothing = [ended]
 
     def begin(self: Any) -> Iterator[Any]:
+        if give_nothing.pop() if give_nothing else False:
+            return iter(())
         state = {"rng": collect_rng_state(cuda=False)}
         if has_state(self):
             state["dataset"] = copy.deepcopy(self.state_dict())
@@ -244,3 +261,31 @@ class Receiver:
         if name.startswith("_hasten"):
             raise AttributeError(name)
         return getattr(self._hasten_iterator, name)
+
+
+def with_own_type(error: Exception) -> Exception:
+    """Return an error of a worker as the type that it had there.
+
+    PyTorch makes it anew from its text alone, and makes a ``RuntimeError`` of one that takes other arguments.
+
+    """
+    trace, kind = error.__traceback__, None
+    while trace is not None:
+        wrapper = trace.tb_frame.f_locals.get("self")
+        if isinstance(wrapper, ExceptionWrapper):
+            kind = wrapper.exc_type
+        trace = trace.tb_next
+    if kind is None or isinstance(error, kind) or not issubclass(kind, Exception):
+        return error
+    text = str(error)
+    namespace = {
+        "__init__": lambda self, text: Exception.__init__(self, text),
+        "__str__": lambda self: text,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    try:
+        same: Exception = type(kind.__name__, (kind,), namespace)(text)
+    except Exception:
+        return error
+    return same.with_traceback(error.__traceback__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -86,6 +87,8 @@ class Imdb(Task):
             f"{useful:.0%} of them are text"
         )
         self.rows = self._ladder().rows
+        # As they begin, with and without attention dropout: rows train copies.
+        self._models: dict[bool, nn.Module] = {}
 
     def _ladder(self) -> Ladder:
         ladder = Ladder("loss.backward(); optimizer.step()")
@@ -105,9 +108,13 @@ class Imdb(Task):
         return ladder
 
     def model(self, switches: Switches) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return self.source.build(attention_dropout=switches.attention_dropout)
+        kept = self._models.get(switches.attention_dropout)
+        if kept is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                kept = self.source.build(attention_dropout=switches.attention_dropout)
+            self._models[switches.attention_dropout] = kept
+        return copy.deepcopy(kept)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         loss: Tensor = model(**batch).loss

@@ -14,7 +14,7 @@ import torch
 from hasten.demo import plain
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from hasten.demo.task import Row, Switches, Task
 
@@ -114,23 +114,25 @@ def climb(
     results: list[Result] = []
     samples: list[list[list[int]]] = []
     for row in task.rows:
-        batches = list(task.batches(row.switches))
-        result = Result(row, task.epochs * len(batches))
-        by_width = sorted(batches, key=lambda batch: task.width(row.switches, batch))
+        by_width = _by_width(task, row.switches)
         widths = [task.width(row.switches, batch) for batch in by_width]
-        result.alike = widths[-1] <= ALIKE * widths[len(widths) // 10]
-        rest = [] if full else _probe(task, result, by_width, row_seconds)
-        samples.append(rest)
+        result = Result(row, len(by_width), alike=widths[-1] <= ALIKE * widths[len(widths) // 10])
+        samples.append([] if full else _probe(task, result, by_width, row_seconds))
         results.append(result)
         if not full:
             say(f"{row.name}: about {result.estimate:,.0f} s for {result.steps:,} steps")
-    runs = [1 if full else _runs(result, row_seconds, rounds) for result in results]
+    in_full = [full or _short_enough(result, row_seconds) for result in results]
+    # As often for all of them, so that a slow minute of the machine weighs on none more than on another.
+    times = 1
+    if any(in_full) and not full:
+        longest = max(result.estimate for result, short in zip(results, in_full, strict=True) if short)
+        times = min(rounds, int(row_seconds / longest))
     for turn in range(1 if full else rounds):
-        for result, sample, count in zip(results, samples, runs, strict=True):
-            if turn < count:
+        for result, sample, short in zip(results, samples, in_full, strict=True):
+            if short and turn < times:
                 _train_in_full(task, result, evaluate=turn == 0, bar=full)
                 say(f"{result.row.name}: trained in full in {result.full_seconds[-1]:,.1f} s")
-            elif count == 0 and sample[turn::rounds]:
+            elif not short and sample[turn::rounds]:
                 _time_steps(task, result, sample[turn::rounds])
                 say(f"{result.row.name}: {len(result.step_seconds)} of {result.steps:,} steps timed")
     fastest = min(results, key=lambda result: result.seconds)
@@ -140,30 +142,34 @@ def climb(
     return results
 
 
-def _runs(result: Result, row_seconds: float, rounds: int) -> int:
-    """How often to train the row in full; 0 when once would be too long already."""
-    if result.part_of_batch is not None:
-        return 0
-    return min(rounds, int(row_seconds / result.estimate))
+def _by_width(task: Task, switches: Switches) -> list[list[int]]:
+    """The batches of all epochs, the narrowest first."""
+    sampler = task.batches(switches)
+    batches = [batch for _ in range(task.epochs) for batch in sampler]
+    return sorted(batches, key=lambda batch: task.width(switches, batch))
+
+
+def _short_enough(result: Result, row_seconds: float) -> bool:
+    return result.part_of_batch is None and result.estimate <= row_seconds
 
 
 def _probe(task: Task, result: Result, by_width: Sequence[list[int]], row_seconds: float) -> list[list[int]]:
     """Warm up, time the median batch, and return the batches that are left to time if the row is sampled."""
     middle = by_width[len(by_width) // 2]
-    switches = result.row.switches
     part = middle[:WARM_UP_SAMPLES]
-    seconds = _run(task, switches, [part], epochs=1)[1]
-    if seconds * len(middle) / len(part) > 2 * row_seconds and len(middle) > len(part):
-        # A whole batch would take longer than all that the row may cost. The first run of anything pays for
-        # loading its code, which must not be scaled up: once more.
-        seconds = _run(task, switches, [part], epochs=1)[1]
-        if seconds * len(middle) / len(part) > 2 * row_seconds:
-            result.part_of_batch = len(part)
-            result.step_seconds.append(seconds * len(middle) / len(part))
-            return []
-    seconds = _run(task, switches, [middle], epochs=1)[1]
+
+    def step_seconds(batch: list[int], count: int = 1) -> float:
+        return _run(task, result.row.switches, [batch] * count, epochs=1).step_seconds / count
+
+    # The first run of anything pays for loading its code: the second says what it costs.
+    of_part = min(step_seconds(part) for _ in range(2)) * len(middle) / len(part)
+    if of_part > 2 * row_seconds and len(part) < len(middle):
+        result.part_of_batch = len(part)
+        result.step_seconds.append(of_part)
+        return []
+    seconds = step_seconds(middle)
     if seconds < PROBE_SECONDS:
-        seconds = _run(task, switches, [middle] * PROBE_STEPS, epochs=1)[1] / PROBE_STEPS
+        seconds = step_seconds(middle, PROBE_STEPS)
     result.step_seconds.append(seconds)
     count = min(max(SMALLEST_SAMPLE, int(row_seconds / seconds)), len(by_width))
     count -= 1 - count % 2
@@ -175,50 +181,77 @@ def _probe(task: Task, result: Result, by_width: Sequence[list[int]], row_second
 
 
 def _time_steps(task: Task, result: Result, batches: list[list[int]]) -> None:
-    seconds = _run(task, result.row.switches, batches, epochs=1)[1]
+    seconds = _run(task, result.row.switches, batches, epochs=1).step_seconds
     result.step_seconds += [seconds / len(batches)] * len(batches)
 
 
 def _train_in_full(task: Task, result: Result, *, evaluate: bool, bar: bool) -> None:
     switches = result.row.switches
-    trained, seconds = _run(task, switches, task.batches(switches), epochs=task.epochs, bar=bar)
-    result.full_seconds.append(seconds)
+    run = _run(task, switches, task.batches(switches), epochs=task.epochs, bar=bar)
+    result.full_seconds.append(run.seconds)
     if evaluate:
-        result.validation_accuracy = trained.accuracy(task.validation_loader())
-        result.accuracy = trained.accuracy(task.test_loader())
+        result.validation_accuracy = run.accuracy(task.validation_loader())
+        result.accuracy = run.accuracy(task.test_loader())
 
 
-@dataclass
-class _Trained:
+@dataclass(frozen=True)
+class Run:
+    """A model that was trained, and how long it took.
+
+    Args:
+        model: with its trained weights.
+        accuracy: of the model on the samples of a loader, 0 to 1.
+        seconds: of the training from the call to its return.
+        step_seconds: of it, from the first step to the return: what a sample of steps is scaled by.
+
+    """
+
     model: nn.Module
     accuracy: Callable[[Any], float]
+    seconds: float
+    step_seconds: float
+
+
+class _Clock:
+    """Seconds from its making, and from the first loss computed through it."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.begin = self.first_step = _now(task.device)
+        self.stepping = False
+
+    def loss(self, model: nn.Module, batch: plain.Batch) -> Tensor:
+        if not self.stepping:
+            self.stepping, self.first_step = True, _now(self.task.device)
+        return self.task.loss(model, batch)
+
+    def stop(self, model: nn.Module, accuracy: Callable[[Any], float]) -> Run:
+        now = _now(self.task.device)
+        return Run(model, accuracy, now - self.begin, now - self.first_step)
 
 
 def _run(
     task: Task, switches: Switches, batches: Iterable[list[int]], *, epochs: int, bar: bool = False
-) -> tuple[_Trained, float]:
-    """Train a fresh model on these batches; return it and the seconds its training took."""
+) -> Run:
+    """Train a fresh model on these batches."""
     loader = task.train_loader(switches, batches)
     gc.collect()
-    train = _in_hasten if switches.hasten else _by_hand
-    return train(task, switches, loader, epochs, bar)
+    return (_in_hasten if switches.hasten else _by_hand)(task, switches, loader, epochs, bar)
 
 
-def _by_hand(task: Task, switches: Switches, loader: Any, epochs: int, bar: bool) -> tuple[_Trained, float]:
+def _by_hand(task: Task, switches: Switches, loader: Any, epochs: int, bar: bool) -> Run:
     model = task.model(switches).to(task.device)
     optimizer = task.optimizer(model, switches)
     torch.manual_seed(task.seed)
-    begin = _now(task.device)
-    plain.train(model, loader, optimizer, task.loss, epochs=epochs, device=task.device)
-    seconds = _now(task.device) - begin
-    return _Trained(model, lambda data: plain.accuracy(model, data, task.logits, device=task.device)), seconds
+    clock = _Clock(task)
+    plain.train(model, loader, optimizer, clock.loss, epochs=epochs, device=task.device)
+    return clock.stop(model, lambda data: plain.accuracy(model, data, task.logits, device=task.device))
 
 
-def _in_hasten(task: Task, switches: Switches, loader: Any, epochs: int, bar: bool) -> tuple[_Trained, float]:
+def _in_hasten(task: Task, switches: Switches, loader: Any, epochs: int, bar: bool) -> Run:
     import hasten as L
     from hasten.demo.module import Classifier
 
-    module = Classifier(task, switches)
     trainer = L.Trainer(
         max_epochs=epochs,
         accelerator="cpu" if task.device.type == "cpu" else "gpu",
@@ -229,15 +262,14 @@ def _in_hasten(task: Task, switches: Switches, loader: Any, epochs: int, bar: bo
         enable_model_summary=False,
         enable_progress_bar=bar,
     )
+    module = Classifier(task, switches)
     torch.manual_seed(task.seed)
-    begin = _now(task.device)
+    clock = _Clock(task)
+    module.loss = clock.loss
     trainer.fit(module, loader)
-    seconds = _now(task.device) - begin
-
-    def accuracy(data: Any) -> float:
-        return float(trainer.test(module, data, verbose=False)[0]["test_acc"])
-
-    return _Trained(module.model, accuracy), seconds
+    return clock.stop(
+        module.model, lambda data: float(trainer.test(module, data, verbose=False)[0]["test_acc"])
+    )
 
 
 def _now(device: torch.device) -> float:

@@ -28,9 +28,10 @@ class Classifier(L.LightningModule):
         self.task = task
         self.switches = switches
         self.model: nn.Module = task.model(switches)
+        self.loss = task.loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.task.loss(self.model, batch)
+        return self.loss(self.model, batch)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._log_accuracy("val_acc", batch)

@@ -185,7 +185,9 @@ def plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
-        return {key if type(key) in (bool, int, float, str) else str(key): plain(v) for key, v in value.items()}
+        return {
+            key if type(key) in (bool, int, float, str) else str(key): plain(v) for key, v in value.items()
+        }
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item) for item in value]
     if isinstance(value, Namespace):

@@ -178,9 +178,7 @@ class CSVLogger(Logger):
             self.save()
 
     @rank_zero_only
-    def log_hyperparams(
-        self, params: dict[str, Any] | Namespace | None = None, metrics: Any = None
-    ) -> None:
+    def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, metrics: Any = None) -> None:
         """Write hyper-parameters to ``hparams.yaml``; ``metrics`` belong to loggers that show them beside."""
         self.experiment.log_hparams(as_dict(params))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.hooks import STEPS, Hooks, overrides
+from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops.explain import add_place, takes
 from hasten.loops.run import Run, Stopped
 from hasten.loops.sources import Source
@@ -103,30 +103,26 @@ def _evaluate_loader(run: Run, source: Source, loader_idx: int | None) -> None:
     if loader_idx is not None:
         context.enter_loader(loader_idx)
     several_processes = run.runtime.world_size > 1
-    for batch_idx, batch in enumerate(source.batches(loader_idx or 0)):
+    for batch_idx, (batch, _) in enumerate(source.batches(loader_idx or 0)):
         if transfer is not None:
             batch = transfer(batch)
         meters.batch, meters.batch_size = batch, 0
-        _batch_start(hooks, testing)(batch, batch_idx, *suffix)
+        start = hooks.on_test_batch_start if testing else hooks.on_validation_batch_start
+        if start is not nothing:
+            start(batch, batch_idx, *suffix)
         meters.context = context
         try:
             output = step(batch, batch_idx)
         except Exception as error:
             add_place(error, step_name, run.module, batch, batch_idx)
             raise
-        _batch_end(hooks, testing)(output, batch, batch_idx, *suffix)
+        end = hooks.on_test_batch_end if testing else hooks.on_validation_batch_end
+        if end is not nothing:
+            end(output, batch, batch_idx, *suffix)
         if meters.logs_evaluation_steps:
             meters.publish_evaluation_step(stage, batch_idx, run.progress.epoch)
         if stop.signal is not None and not several_processes:
             raise Stopped(stop.signal)
-
-
-def _batch_start(hooks: Hooks, testing: bool) -> Callable[..., Any]:
-    return hooks.on_test_batch_start if testing else hooks.on_validation_batch_start
-
-
-def _batch_end(hooks: Hooks, testing: bool) -> Callable[..., Any]:
-    return hooks.on_test_batch_end if testing else hooks.on_validation_batch_end
 
 
 def _step(run: Run, name: str, loader_idx: int | None) -> Callable[..., Any]:

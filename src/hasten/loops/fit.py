@@ -284,7 +284,7 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
             loss = output if type(output) is Tensor else loss_of(output, run)
             if opens:
                 hooks.on_before_zero_grad(optimizer)
-                zero_grad(batch_idx)
+                zero_grad()
             if loss is None:
                 return None
             if weighs:
@@ -322,19 +322,20 @@ def _weighed(run: Run, output: Any, loss: Tensor, divisor: int, opens: bool) -> 
     if weight is None:
         return loss / divisor if divisor != 1 else loss
     run.window_weight = weight if run.window_weight is None else run.window_weight + weight
-    return loss * weight
+    weighed: Tensor = loss * weight
+    return weighed
 
 
 def _finish_gradients(run: Run) -> Callable[[int], None]:
     """Return what happens between the last backward of a window and the optimizer's step."""
     runtime, module, hooks, progress = run.runtime, run.module, run.hooks, run.progress
     optimizer, arguments = run.optimizers[0], run.arguments
-    unscale, max_value = runtime.unscale, arguments.gradient_clip_val
+    unscale, max_value = runtime.unscale, arguments.gradient_clip_val or 0.0
     custom = any(
         overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients")
     )
     by_norm = arguments.gradient_clip_algorithm != "value"
-    clips = bool(max_value) and not custom
+    clips = max_value > 0 and not custom
 
     def finish_gradients(divisor: int) -> None:
         if unscale is not None:
@@ -357,7 +358,7 @@ def _finish_gradients(run: Run) -> Callable[[int], None]:
         elif custom:
             module.configure_gradient_clipping(
                 optimizer,
-                gradient_clip_val=max_value,
+                gradient_clip_val=arguments.gradient_clip_val,
                 gradient_clip_algorithm=arguments.gradient_clip_algorithm,
             )
 
@@ -375,14 +376,13 @@ def _training_step(run: Run) -> Callable[..., Any]:
     return run.runtime.bind(step, module=run.module, wrapped=run.wrapped, training=True)
 
 
-def _zero_grad(run: Run, optimizer: Any) -> Callable[[int], None]:
+def _zero_grad(run: Run, optimizer: Any) -> Callable[[], None]:
     module, progress = run.module, run.progress
     if optimizer is None:
-        return lambda batch_idx: module.zero_grad()
+        return module.zero_grad
     if overrides(module, LightningModule, "optimizer_zero_grad"):
-        return lambda batch_idx: module.optimizer_zero_grad(progress.epoch, batch_idx, optimizer)
-    clear = run.runtime.make_zero_grad(optimizer)
-    return lambda batch_idx: clear()
+        return lambda: module.optimizer_zero_grad(progress.epoch, progress.batch, optimizer)
+    return run.runtime.make_zero_grad(optimizer)
 
 
 def _backward(run: Run) -> Callable[[Tensor], None]:

@@ -60,7 +60,7 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
         suffix = ()
         step = bound if takes(run.module.predict_step, "batch_idx", at=2) else lambda batch, _: bound(batch)
     transfer = make_transfer(run, run.predict, loader_idx)
-    for batch_idx, batch in enumerate(run.predict.batches(loader_idx)):
+    for batch_idx, (batch, _) in enumerate(run.predict.batches(loader_idx)):
         if transfer is not None:
             batch = transfer(batch)
         hooks.on_predict_batch_start(batch, batch_idx, *suffix)

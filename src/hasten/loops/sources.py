@@ -170,13 +170,10 @@ class Source:
 
     # -- evaluation
 
-    def batches(self, loader_idx: int) -> Iterator[Any]:
-        """Yield the batches of one loader."""
+    def batches(self, loader_idx: int) -> Iterator[tuple[Any, bool]]:
+        """Return the batches of one loader with a flag for the last."""
         limit = _whole(self.limits[loader_idx])
-        if limit == 0:
-            return
-        for batch, _ in self._loaded()[loader_idx].batches(limit):
-            yield batch
+        return iter(()) if limit == 0 else self._loaded()[loader_idx].batches(limit)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return where the loaders are, between two evaluations or inside one."""

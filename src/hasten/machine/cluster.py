@@ -229,7 +229,10 @@ class SLURMEnvironment(_Reported):
     @staticmethod
     def detect() -> bool:
         """Say whether srun started this process; an interactive shell in a job does not count."""
-        return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+        return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in (
+            "bash",
+            "interactive",
+        )
 
     def world_size(self) -> int:
         """Return SLURM_NTASKS."""

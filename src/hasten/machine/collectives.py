@@ -121,7 +121,7 @@ def broadcast(data: Any, src: int = 0, *, device: torch.device) -> Any:
     return box[0]
 
 
-def gather_objects(data: Any, *, device: torch.device) -> list[Any]:
+def gather_objects(data: Any) -> list[Any]:
     """Return the objects of all processes, in the order of their ranks, on every process."""
     if world_size() == 1:
         return [data]
@@ -201,3 +201,12 @@ def _leave_at_exit() -> None:
         atexit.register(leave)
         _registered = True
 
+
+def lost_partner(error: BaseException) -> bool:
+    """Say whether ``error`` only tells that another process is gone, so that its cause is there."""
+    if isinstance(error, (ConnectionError, getattr(dist, "DistError", ConnectionError))):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        word in text for word in ("closed by peer", "reset by peer", "gloo", "nccl", "connection refused")
+    )

@@ -248,7 +248,9 @@ def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
         if number == -1:
             number = present
         if number < 1:
-            raise ValueError(f"devices={devices!r}: {has}. Use a number from 1 to {present}, or devices='auto'.")
+            raise ValueError(
+                f"devices={devices!r}: {has}. Use a number from 1 to {present}, or devices='auto'."
+            )
         if number > present:
             raise ValueError(f"devices={devices!r}: {has}. Use devices={present}, or devices='auto'.")
         return list(range(number))
@@ -270,7 +272,9 @@ def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
         if isinstance(index, bool) or not isinstance(index, int):
             raise TypeError(f"devices={devices!r}: {index!r} is no index. Use whole numbers, such as [0, 1].")
         if not 0 <= index < present:
-            raise ValueError(f"devices={devices!r}: there is no {kind} device {index}; {has}, counted from 0.")
+            raise ValueError(
+                f"devices={devices!r}: there is no {kind} device {index}; {has}, counted from 0."
+            )
     if len(set(indices)) != len(indices):
         raise ValueError(f"devices={devices!r} names a device twice. Use each index once.")
     return indices

@@ -15,8 +15,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed
 
 from hasten._lib.names import did_you_mean
+from hasten.machine import collectives
 from hasten.machine.cluster import ClusterEnvironment
 
 # Set in the processes started here: the id of the one that started them.
@@ -32,6 +34,9 @@ _KILL_SECONDS = 3.0
 _STORE_TIMEOUT = timedelta(minutes=5)
 
 Run = Callable[..., Any]
+
+# torch's type hints leave the stores out.
+stores: Any = torch.distributed
 
 
 class Launcher(ABC):
@@ -104,17 +109,15 @@ def _publish_address(cluster: ClusterEnvironment) -> None:
 def host_store() -> tuple[Any, str]:
     """Return a store that this process serves and the address under which others reach it."""
     # Port 0: the system picks one and holds it, so that no other program can take it in between.
-    store = torch.distributed.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
-    )
-    return torch.distributed.PrefixStore("hasten", store), f"127.0.0.1:{store.port}"
+    store = stores.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    return stores.PrefixStore("hasten", store), f"127.0.0.1:{store.port}"
 
 
 def connect_store(address: str) -> Any:
     """Return the store another process serves."""
     host, _, port = address.rpartition(":")
-    store = torch.distributed.TCPStore(host, int(port), is_master=False, timeout=_STORE_TIMEOUT)
-    return torch.distributed.PrefixStore("hasten", store)
+    store = stores.TCPStore(host, int(port), is_master=False, timeout=_STORE_TIMEOUT)
+    return stores.PrefixStore("hasten", store)
 
 
 def share_cores(num_processes: int) -> int:
@@ -148,7 +151,9 @@ class RunScriptAgain(Launcher):
             command = command_of_this_program()
             environment = {
                 "MASTER_ADDR": "127.0.0.1" if address is not None else os.environ["MASTER_ADDR"],
-                "MASTER_PORT": address.rpartition(":")[2] if address is not None else os.environ["MASTER_PORT"],
+                "MASTER_PORT": address.rpartition(":")[2]
+                if address is not None
+                else os.environ["MASTER_PORT"],
                 "NODE_RANK": str(cluster.node_rank()),
                 "WORLD_SIZE": str(cluster.world_size()),
             }
@@ -166,8 +171,10 @@ class RunScriptAgain(Launcher):
             return run(0, store, function, *args, **kwargs)
         except Exception as error:
             # With a dead partner the collectives here fail too, with a text about sockets.
-            if children is not None and (said := children.why_dead(wait_seconds=1.0)) is not None:
-                raise RuntimeError(said) from error
+            if children is not None and collectives.lost_partner(error):
+                said = children.why_dead(wait_seconds=_GRACE_SECONDS)
+                if said is not None:
+                    raise RuntimeError(said) from error
             raise
 
 
@@ -299,14 +306,23 @@ _watching_parent = False
 
 def _end_with_parent(parent: int) -> None:
     """End this process when the one that started it is gone, however it went."""
+
+    def gone() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+
+    end_when(gone)
+
+
+def end_when(gone: Callable[[], Any]) -> None:
+    """End this process when ``gone`` returns, once a process."""
     global _watching_parent
     if _watching_parent:
         return
     _watching_parent = True
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
+        gone()
         os.write(2, b"The process that started this one is gone: ending.\n")
         os._exit(1)
 

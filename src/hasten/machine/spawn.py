@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import multiprocessing
 import os
 import pickle
@@ -78,7 +80,7 @@ class StartCopies(launch.Launcher):
         if self._start_method != "fork":
             # Pickled here and not by multiprocessing, which would share the memory of the weights.
             task = _pickled(task, self._start_method)
-        context = multiprocessing.get_context(self._start_method)
+        context: Any = multiprocessing.get_context(self._start_method)
         first_rank = cluster.node_rank() * num_processes
         processes, connections = [], []
         threads = None if "OMP_NUM_THREADS" in os.environ else launch.share_cores(num_processes)
@@ -87,7 +89,7 @@ class StartCopies(launch.Launcher):
                 mine, theirs = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_child,
-                    args=(local_rank, address, task, theirs, os.getpid(), threads),
+                    args=(local_rank, address, task, theirs, threads),
                     name=f"hasten-rank-{first_rank + local_rank}",
                 )
                 process.start()
@@ -105,6 +107,20 @@ class StartCopies(launch.Launcher):
         return result
 
 
+def call_in_file(path: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Import the file ``path`` and return what its function ``name`` returns.
+
+    For functions of files that are in no package, such as tests: only their place can be sent to a process.
+    """
+    spec = importlib.util.spec_from_file_location(f"hasten_file_{abs(hash(path))}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return getattr(module, name)(*args, **kwargs)
+
+
 def _pickled(task: Any, start_method: str) -> bytes:
     try:
         return pickle.dumps(task)
@@ -117,10 +133,11 @@ def _pickled(task: Any, start_method: str) -> bytes:
 
 
 def _child(
-    local_rank: int, address: str, task: Any, connection: Connection, parent: int, threads: int | None
+    local_rank: int, address: str, task: Any, connection: Connection, threads: int | None
 ) -> None:
     """Do the work of one process, and report how it ended."""
-    launch._end_with_parent(parent)
+    if (parent := multiprocessing.parent_process()) is not None:
+        launch.end_when(parent.join)
     os.environ["LOCAL_RANK"] = str(local_rank)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -149,7 +166,7 @@ def _child(
         sys.stdout.flush()
         sys.stderr.flush()
         # A forked copy must not run what the original registered for its own end.
-        if multiprocessing.get_start_method(allow_none=True) == "fork" or not isinstance(task, bytes):
+        if not isinstance(task, bytes):
             os._exit(code)
     sys.exit(code)
 
@@ -167,37 +184,51 @@ def _packed(error: BaseException) -> bytes:
 
 def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> tuple[Any, Any]:
     """Return the first process's result; raise as soon as one of them fails."""
+    first: tuple[Any, Any] = (None, None)
+    stopped_with: int | None = None
+    symptom: BaseException | None = None
+    deadline = math.inf
     with _forwarded_signals(processes) as pressed:
         open_ends = {connection: rank for rank, connection in enumerate(connections)}
-        first: tuple[Any, Any] = (None, None)
-        stopped_with: int | None = None
-        while open_ends:
-            for ready in wait(list(open_ends), timeout=0.5):
+        while open_ends and time.monotonic() < deadline:
+            for ready in wait(list(open_ends), timeout=0.2):
                 assert isinstance(ready, Connection)
                 rank = open_ends.pop(ready)
-                try:
-                    kind, content = pickle.loads(ready.recv_bytes())
-                except EOFError:
-                    processes[rank].join(launch._KILL_SECONDS)
-                    code = processes[rank].exitcode
-                    raise RuntimeError(
-                        launch.describe_death(first_rank + rank, 1 if code is None else code)
-                    ) from None
-                if kind == "error":
-                    error, text = content
-                    error.add_note(f"This was raised in the process of rank {first_rank + rank}.")
-                    raise error from RemoteTraceback(text)
-                if kind == "exit":
+                kind, content = _received(ready, processes[rank], first_rank + rank)
+                if kind == "error" and collectives.lost_partner(content):
+                    # Only says that a partner is gone. What befell that one is the cause: it comes soon.
+                    symptom, deadline = content, min(deadline, time.monotonic() + launch._GRACE_SECONDS)
+                elif kind == "error":
+                    raise content
+                elif kind == "exit":
                     stopped_with = content
                 elif rank == 0:
                     first = content
             if len(pressed) > 1:
                 raise KeyboardInterrupt
-        if stopped_with == 128 + signal.SIGINT:
-            raise KeyboardInterrupt
-        if stopped_with is not None:
-            raise SystemExit(stopped_with)
-        return first
+    if symptom is not None:
+        raise symptom
+    if stopped_with == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if stopped_with is not None:
+        raise SystemExit(stopped_with)
+    return first
+
+
+def _received(connection: Connection, process: Any, rank: int) -> tuple[str, Any]:
+    """Return what a process reported last, or the error of one that died without a word."""
+    try:
+        kind, content = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        process.join(launch._KILL_SECONDS)
+        code = 1 if process.exitcode is None else process.exitcode
+        return "error", RuntimeError(launch.describe_death(rank, code))
+    if kind == "error":
+        error, text = content
+        error.add_note(f"This was raised in the process of rank {rank}.")
+        error.__cause__ = RemoteTraceback(text)
+        return kind, error
+    return kind, content
 
 
 @contextmanager

@@ -43,9 +43,7 @@ class Curve:
     values: dict[int, float] = field(default_factory=dict)
 
 
-def plot_logs(
-    log_dir: str | os.PathLike[str], output: str | os.PathLike[str] | None = None
-) -> list[Path]:
+def plot_logs(log_dir: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> list[Path]:
     """Draw loss and accuracy by epoch, training and validation, to ``loss`` and ``acc`` as pdf and png.
 
     Values logged at steps are averaged over their epoch where there is no value of the epoch.
@@ -114,7 +112,11 @@ def find_metrics(log_dir: str | os.PathLike[str]) -> Path:
         if numbered:
             return max(numbered)[1] / "metrics.csv"
     inside = sorted(str(found.parent.relative_to(path)) for found in path.rglob("metrics.csv"))[:5]
-    hint = f" There is one in {', '.join(inside)}." if inside else " Train with a CSVLogger (the default) to get one."
+    hint = (
+        f" There is one in {', '.join(inside)}."
+        if inside
+        else " Train with a CSVLogger (the default) to get one."
+    )
     raise FileNotFoundError(f"plot_logs({str(log_dir)!r}): there is no metrics.csv in this folder.{hint}")
 
 
@@ -174,7 +176,9 @@ def _read(path: Path) -> list[dict[str, str]]:
     with open(path, newline="", encoding="utf-8") as file:
         rows = [{k: v for k, v in row.items() if k and v} for row in csv.DictReader(file)]
     if not rows:
-        raise ValueError(f"{path} has no rows yet. Values are written every 100 steps and at the end of a run.")
+        raise ValueError(
+            f"{path} has no rows yet. Values are written every 100 steps and at the end of a run."
+        )
     if not any("epoch" in row for row in rows):
         # Written by hand: one row an epoch, or one a step, is drawn against its number.
         for number, row in enumerate(rows):

@@ -100,10 +100,10 @@ class ModelSummary:
 
         >>> print(ModelSummary(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))))
           | Name | Type   | Params | Mode
-        --------------------------------------
+        ----------------------------------------
         0 | 0    | Linear | 40     | train
         1 | 1    | Linear | 18     | train
-        --------------------------------------
+        ----------------------------------------
         58        Trainable params
         0         Non-trainable params
         58        Total params
@@ -300,7 +300,10 @@ def format_table(
     """Return columns and totals as one text."""
     widths = [max([len(heading), *map(len, cells)]) for heading, cells in columns]
     rule = "-" * (sum(widths) + 3 * (len(columns) + 1))
-    lines = [" | ".join(f"{heading:<{width}}" for (heading, _), width in zip(columns, widths, strict=True)), rule]
+    lines = [
+        " | ".join(f"{heading:<{width}}" for (heading, _), width in zip(columns, widths, strict=True)),
+        rule,
+    ]
     for row in zip(*(cells for _, cells in columns), strict=True):
         lines.append(" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)))
     lines.append(rule)
@@ -358,7 +361,9 @@ def check_depth(max_depth: Any) -> int:
 
     """
     if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
-        raise ValueError(f"ModelSummary(max_depth={max_depth!r}): `max_depth` can be -1, 0 or > 0, got {max_depth}.")
+        raise ValueError(
+            f"ModelSummary(max_depth={max_depth!r}): `max_depth` can be -1, 0 or > 0, got {max_depth}."
+        )
     return max_depth
 
 

@@ -155,7 +155,9 @@ class ParallelStrategy(Strategy):
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all processes, stacked in a new first dimension."""
-        return collectives.all_gather(tensor, device=self._speaking_device, group=group, sync_grads=sync_grads)
+        return collectives.all_gather(
+            tensor, device=self._speaking_device, group=group, sync_grads=sync_grads
+        )
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of process ``src``."""

@@ -1,0 +1,379 @@
+"""What Fabric's setup returns: thin wrappers that stand for the user's module, optimizer and loader."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from hasten._lib.names import did_you_mean
+from hasten._lib.tree import map_tensors, move_to
+
+if TYPE_CHECKING:
+    from hasten.runtime import Runtime
+
+# Called through the strategy without being marked: they are the steps of a LightningModule.
+_STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
+_OWN = frozenset({"_original", "_runtime", "_wrapped", "_call", "_marked", "training"})
+
+
+class FabricModule(nn.Module):
+    """The user's module, called in the precision and through the strategy of the run.
+
+    Its parameters, buffers, children, names and state are those of the user's module: it shares them. Setting an
+    attribute sets it there.
+    """
+
+    def __init__(self, original: nn.Module, runtime: Runtime, wrapped: nn.Module, call: Any = None) -> None:
+        own = self.__dict__
+        # One set of parameters under one set of names: the module's own dictionaries, not copies.
+        own.update(_original=original, _runtime=runtime, _wrapped=wrapped, _marked=set(_STEPS))
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            own[name] = original.__dict__[name]
+        bare = nn.Module()
+        for name, value in bare.__dict__.items():
+            if name != "training":
+                own.setdefault(name, value)
+        own["_call"] = self._bound(call if call is not None else original)
+
+    def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        runtime = self._runtime
+        bound = runtime.bind(
+            function, module=self._original, wrapped=self._wrapped, training=True, convert_outputs=True
+        )
+        return bound if runtime.scaler is None else _only_scaled_backward(bound, runtime)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        own = self.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]:
+            return super().__call__(*args, **kwargs)
+        return own["_call"](*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.__dict__["_call"](*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        original: nn.Module = self.__dict__["_original"]
+        return original
+
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Let a method of the module run in the precision and through the strategy, as ``forward`` does.
+
+        Args:
+            method: its name, or the method.
+
+        Raises:
+            TypeError: it is neither.
+            ValueError: it is ``forward``, which needs no mark.
+            AttributeError: the module has no such method.
+
+        """
+        if not isinstance(method, (str, MethodType)):
+            raise TypeError(f"mark_forward_method({method!r}): use a method or its name.")
+        name = method if isinstance(method, str) else method.__name__
+        if name == "forward":
+            raise ValueError("mark_forward_method('forward'): forward needs no mark. Call the module itself.")
+        original = self.module
+        if not inspect.ismethod(getattr(original, name, None)):
+            methods = [known for known in dir(type(original)) if not known.startswith("_")]
+            raise AttributeError(
+                f"mark_forward_method({name!r}): {type(original).__name__} has no such method."
+                + did_you_mean(name, methods)
+            )
+        self._marked.add(name)
+
+    # -- one state, the user's module's
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.module.training = mode
+
+    def train(self, mode: bool = True) -> FabricModule:
+        """Set the mode of the module and all its parts."""
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FabricModule:
+        """Call ``fn`` on the module and all its parts."""
+        self.module.apply(fn)
+        return self
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        """Yield the module and all its parts."""
+        for _, module in self.module.named_modules(remove_duplicate=remove_duplicate):
+            yield module
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the module and all its parts with their names."""
+        yield from self.module.named_modules(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the user's module."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the state of the user's module."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> FabricModule:
+        self.module._apply(*args, **kwargs)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        if "_original" not in own:
+            raise AttributeError(name)
+        original: nn.Module = own["_original"]
+        if name == "device" and not hasattr(original, "device"):
+            return next((parameter.device for parameter in original.parameters()), own["_runtime"].device)
+        value = getattr(original, name)
+        if not inspect.ismethod(value):
+            return value
+        if name in own["_marked"]:
+            return self._bound(value)
+        if own["_wrapped"] is not original and value.__self__ is original:
+            return _refusing_forward(original, value, name)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.module)})
+
+    def extra_repr(self) -> str:
+        """Return what the user's module says of itself."""
+        return self.module.extra_repr()
+
+    def _get_name(self) -> str:
+        return f"Fabric[{self.module._get_name()}]"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FabricModule:
+        # A copy, such as a running average of the weights, is called in the same precision, in this process alone.
+        original = copy.deepcopy(self.module, memo)
+        return FabricModule(original, self._runtime, original)
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self.module, self._runtime)
+
+
+def _rebuilt(original: nn.Module, runtime: Runtime) -> FabricModule:
+    return FabricModule(original, runtime, original)
+
+
+def _only_scaled_backward(function: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    """Return ``function`` such that ``loss.backward()`` on its output raises: the loss must be scaled."""
+
+    def check(gradient: Tensor) -> None:
+        if not runtime.in_backward:
+            raise RuntimeError(
+                f"loss.backward() with precision={runtime.precision.precision!r}: the loss must be scaled first. "
+                "Call fabric.backward(loss)."
+            )
+
+    def watch(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(check)
+        return tensor
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        map_tensors(watch, output)
+        return output
+
+    return watched
+
+
+def _refusing_forward(original: nn.Module, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return ``method`` such that it raises if it computes gradients past the strategy."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{type(original).__name__}.{name}() calls forward, and the strategy would not see it: gradients "
+                f"would stay on this process. Call model.mark_forward_method({name!r}) after setup()."
+            )
+
+    @functools.wraps(method)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        handles = [module.register_forward_pre_hook(refuse) for module in original.modules()]
+        try:
+            return method(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return watched
+
+
+class FabricOptimizer:
+    """The user's optimizer, stepping in the precision of the run. ``isinstance`` sees the user's class."""
+
+    def __init__(self, optimizer: Optimizer, runtime: Runtime, callbacks: list[Any] | None = None) -> None:
+        own = self.__dict__
+        own["_optimizer"] = optimizer
+        own["_runtime"] = runtime
+        kind: Any = type(optimizer)
+        self.__class__ = _class_like(kind)
+        step, zero_grad = runtime.make_step(optimizer), runtime.make_zero_grad(optimizer)
+        callbacks = callbacks if callbacks is not None else []
+
+        def step_of(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+            result = step(closure)
+            if callbacks:
+                for callback in callbacks:
+                    hook = getattr(callback, "on_after_optimizer_step", None)
+                    if callable(hook):
+                        hook(strategy=runtime.strategy, optimizer=optimizer)
+            return result
+
+        def zero_grad_of(self: Any, set_to_none: bool = True) -> None:
+            if set_to_none:
+                zero_grad()
+            else:
+                optimizer.zero_grad(set_to_none=False)
+
+        # Bound methods: LR schedulers look into them.
+        own["step"] = MethodType(step_of, self)
+        own["zero_grad"] = MethodType(zero_grad_of, self)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's optimizer."""
+        inner: Optimizer = self.__dict__["_optimizer"]
+        return inner
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters."""
+        self.optimizer.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("step", "zero_grad", "__class__", "_opt_called") or name in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.optimizer, name, value)
+
+    def __repr__(self) -> str:
+        return f"Fabric{self.optimizer!r}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return FabricOptimizer, (self.optimizer, self._runtime)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FabricOptimizer:
+        return FabricOptimizer(copy.deepcopy(self.optimizer, memo), self._runtime)
+
+
+@functools.cache
+def _class_like(kind: Any) -> Any:
+    return type(f"Fabric{kind.__name__}", (FabricOptimizer, kind), {})
+
+
+class FabricDataLoader:
+    """The user's loader, its batches on the device of the run and its samplers told each epoch."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
+        self._dataloader = loader
+        self._device = device
+        self._epoch = 0
+        # On the CPU there is nothing to move, and the loader's own iterator serves.
+        self._moves = device is not None and device.type != "cpu"
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where batches are moved to; None for nowhere."""
+        return self._device
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self._dataloader
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for sampler in (
+            getattr(loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        ):
+            # Without it a distributed sampler would give the same order each time.
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(self._epoch)
+        self._epoch += 1
+        return self._moved() if self._moves else iter(loader)
+
+    def _moved(self) -> Iterator[Any]:
+        device = self._device
+        assert device is not None
+        non_blocking = device.type == "cuda"
+        for batch in self._dataloader:
+            yield move_to(batch, device, non_blocking=non_blocking)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataloader":
+            raise AttributeError(name)
+        return getattr(self._dataloader, name)
+
+
+def compiled_of(module: nn.Module) -> tuple[nn.Module, nn.Module | None]:
+    """Return (the user's module, what torch.compile made of it or None)."""
+    inner = getattr(module, "_orig_mod", None)
+    return (inner, module) if isinstance(inner, nn.Module) else (module, None)
+
+
+def is_wrapped(obj: object) -> bool:
+    """Say whether Fabric's setup returned ``obj``."""
+    if isinstance(obj, nn.Module):
+        obj = compiled_of(obj)[0]
+    return isinstance(obj, (FabricModule, FabricOptimizer, FabricDataLoader))
+
+
+def unwrapped(obj: Any) -> Any:
+    """Return the user's own object, in a dictionary of such objects too."""
+    if isinstance(obj, dict):
+        return {key: unwrapped(value) for key, value in obj.items()}
+    if isinstance(obj, nn.Module):
+        obj = compiled_of(obj)[0]
+    if isinstance(obj, FabricModule):
+        return compiled_of(obj.module)[0]
+    if isinstance(obj, FabricOptimizer):
+        return obj.optimizer
+    if isinstance(obj, FabricDataLoader):
+        return obj._dataloader
+    return obj

@@ -1,0 +1,303 @@
+"""ModelCheckpoint over kills, stops and resumes: nothing good is lost, nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hasten as L
+from hasten.callbacks import ModelCheckpoint
+from hasten.checkpoint import files
+from tests.callbacks.scripted import BATCHES, Scripted, names, run
+from tests.models import quiet
+
+VALUES = [5.0, 3.0, 4.0, 2.0, 6.0, 1.0]
+
+
+class StopAt(L.Callback):
+    """Does something to the process at a step."""
+
+    def __init__(self, step: int, action: Callable[[], None]) -> None:
+        self.step, self.action = step, action
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.action()
+
+
+def send(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def in_child(work: Callable[[], Any]) -> int:
+    """Run ``work`` in a forked process; return the number of the signal that killed it, or 0."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def books(checkpoint: ModelCheckpoint) -> dict[str, Any]:
+    """Return the state by file names, without the folder."""
+
+    def name(path: str) -> str:
+        return os.path.basename(path)
+
+    return {
+        "best": name(checkpoint.best_model_path),
+        "score": checkpoint.best_model_score,
+        "kept": {name(path): float(score) for path, score in checkpoint.best_k_models.items()},
+        "kth": name(checkpoint.kth_best_model_path),
+        "last": name(checkpoint.last_model_path),
+    }
+
+
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {},
+    {"save_last": True},
+    {"monitor": "val_loss", "save_top_k": 2},
+    {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "mode": "max"},
+    {"monitor": "val_loss", "save_last": "link"},
+    {"every_n_train_steps": 3, "save_top_k": -1},
+    {"every_n_train_steps": 2, "save_last": True, "monitor": "val_loss"},
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "step"), [(options, (7, 13)[i % 2]) for i, options in enumerate(CONFIGURATIONS)], ids=str
+)
+def test_a_killed_and_resumed_run_has_the_files_of_one_never_killed(
+    tmp_path: Path, options: dict[str, Any], step: int
+) -> None:
+    whole = ModelCheckpoint(tmp_path / "whole", "{epoch}-{step}", **options)
+    run(Scripted(val=VALUES), whole, max_epochs=6)
+
+    folder = tmp_path / "killed"
+    killer = StopAt(step, send(signal.SIGKILL))
+    killed = in_child(
+        lambda: run(
+            Scripted(val=VALUES), ModelCheckpoint(folder, "{epoch}-{step}", **options), killer, max_epochs=6
+        )
+    )
+    assert killed == -signal.SIGKILL
+    again = ModelCheckpoint(folder, "{epoch}-{step}", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(Scripted(val=VALUES), again, max_epochs=6, ckpt_path="last")
+    assert names(folder) == names(tmp_path / "whole")
+    assert books(again) == books(whole)
+    for name in names(folder):
+        assert (
+            files.load(folder / name)["global_step"] == files.load(tmp_path / "whole" / name)["global_step"]
+        )
+
+
+class KilledBeforeRemoving(ModelCheckpoint):
+    deadly = True
+
+    def _remove_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        if self.deadly and trainer.global_step == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._remove_checkpoint(trainer, filepath)
+
+
+@pytest.mark.parametrize("epochs", [3, 4])
+@pytest.mark.parametrize("options", [{}, {"monitor": "train_value", "mode": "max"}], ids=str)
+def test_what_a_killed_run_no_longer_wanted_is_removed_by_the_resumed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], epochs: int
+) -> None:
+    def module() -> Scripted:
+        return Scripted(train=[1.0, 2.0, 3.0, 2.5])
+
+    killed = in_child(
+        lambda: run(module(), KilledBeforeRemoving(tmp_path, "{step}", **options), max_epochs=4)
+    )
+    assert killed == -signal.SIGKILL
+    assert names(tmp_path) == ["step=12.ckpt", "step=8.ckpt"]
+    monkeypatch.setattr(KilledBeforeRemoving, "deadly", False)
+    checkpoint = KilledBeforeRemoving(tmp_path, "{step}", **options)
+    run(module(), checkpoint, max_epochs=epochs, ckpt_path="last")
+    assert names(tmp_path) == [os.path.basename(checkpoint.best_model_path)]
+
+
+def test_the_file_a_user_named_to_start_from_is_kept(tmp_path: Path) -> None:
+    run(Scripted(), ModelCheckpoint(tmp_path, "{step}"), max_epochs=1)
+    run(Scripted(), ModelCheckpoint(tmp_path, "{step}"), max_epochs=2, ckpt_path=tmp_path / "step=4.ckpt")
+    assert names(tmp_path) == ["step=4.ckpt", "step=8.ckpt"]
+
+
+def test_another_folder_starts_anew(tmp_path: Path) -> None:
+    first = ModelCheckpoint(tmp_path / "a", "{epoch}", "val_loss")
+    run(Scripted(val=VALUES), first, max_epochs=2)
+    second = ModelCheckpoint(tmp_path / "b", "{epoch}", "val_loss")
+    with pytest.warns(UserWarning, match="dirpath has changed"):
+        run(Scripted(val=VALUES), second, max_epochs=3, ckpt_path=first.best_model_path)
+    assert names(tmp_path) == ["a/epoch=1.ckpt", "b/epoch=2.ckpt"]
+
+
+def test_a_failed_save_leaves_the_files_and_the_ranking_as_they_were(tmp_path: Path) -> None:
+    class FullDisk(L.Trainer):
+        def save_checkpoint(self, filepath: Any, *arguments: Any, **named: Any) -> None:
+            if self.global_step == 8:
+                raise OSError(28, "No space left on device", str(filepath))
+            super().save_checkpoint(filepath, *arguments, **named)
+
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", "val_loss", save_last=True)
+    trainer = FullDisk(
+        callbacks=[checkpoint], accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=3
+    )
+    with pytest.raises(OSError, match="No space left"):
+        trainer.fit(Scripted(val=[3.0, 2.0, 1.0]), BATCHES, [torch.zeros(2, 1)])
+    assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]
+    assert books(checkpoint) == {
+        "best": "step=4.ckpt",
+        "score": 3.0,
+        "kept": {"step=4.ckpt": 3.0},
+        "kth": "step=4.ckpt",
+        "last": "last.ckpt",
+    }
+
+
+def test_litter_of_a_killed_writer_is_removed(tmp_path: Path) -> None:
+    class KilledWhileWriting(L.Callback):
+        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: Any) -> None:
+            if trainer.global_step == 8:
+                real = os.replace
+                os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+                assert real is not None
+
+    killed = in_child(
+        lambda: run(Scripted(), ModelCheckpoint(tmp_path, "{step}"), KilledWhileWriting(), max_epochs=3)
+    )
+    assert killed == -signal.SIGKILL
+    assert len(names(tmp_path)) == 2
+    run(Scripted(), ModelCheckpoint(tmp_path, "{step}"), max_epochs=3, ckpt_path="last")
+    assert names(tmp_path) == ["step=12.ckpt"]
+
+
+# -- stopped from outside, and errors
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("save_last", [None, True])
+def test_a_stopped_run_is_saved_and_goes_on(tmp_path: Path, number: int, code: int, save_last: Any) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", save_last=save_last)
+    with pytest.raises(SystemExit) as stopped:
+        run(Scripted(), checkpoint, StopAt(6, send(number)), max_epochs=3)
+    assert stopped.value.code == code
+    assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]
+    assert files.load(tmp_path / "last.ckpt")["global_step"] == 6
+    run(Scripted(), ModelCheckpoint(tmp_path, "{step}", save_last=save_last), max_epochs=3, ckpt_path="last")
+    assert names(tmp_path) == (["last.ckpt"] if save_last else []) + ["step=12.ckpt"]
+
+
+def test_a_stopped_run_is_saved_once(tmp_path: Path) -> None:
+    callbacks = [ModelCheckpoint(tmp_path, "a{step}"), ModelCheckpoint(tmp_path, "b{val_loss}", "val_loss")]
+    with pytest.raises(SystemExit):
+        run(Scripted(val=[1.0]), *callbacks, StopAt(2, send(signal.SIGINT)))
+    assert names(tmp_path) == ["last.ckpt"]
+
+
+def test_what_is_saved_already_is_not_saved_again_when_stopped(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2)
+    with pytest.raises(SystemExit):
+        run(Scripted(), checkpoint, StopAt(2, send(signal.SIGINT)))
+    assert names(tmp_path) == ["step=2.ckpt"]
+
+
+def test_a_half_done_batch_is_not_saved(tmp_path: Path) -> None:
+    class Impatient(Scripted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                raise KeyboardInterrupt
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(SystemExit):
+        run(Impatient(), ModelCheckpoint(tmp_path, "{step}"))
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_saving_on_an_error(tmp_path: Path, asked: bool) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    checkpoint = ModelCheckpoint(tmp_path, "best", save_on_exception=asked)
+    with pytest.raises(ZeroDivisionError):
+        run(Scripted(), checkpoint, StopAt(6, fail), max_epochs=2)
+    # A good file of that name is not written over by the state of a failed run.
+    assert names(tmp_path) == (["best-v1.ckpt"] if asked else []) + ["best.ckpt"]
+    assert files.load(tmp_path / "best.ckpt")["global_step"] == 4
+
+
+# -- the last one to go on from
+
+
+def test_last_is_the_newest_whole_file(tmp_path: Path) -> None:
+    run(Scripted(), ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, save_last=True), max_epochs=3)
+    for name in ("last.ckpt", "step=12.ckpt"):
+        content = bytearray((tmp_path / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (tmp_path / name).write_bytes(content)
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, save_last=True)
+    module = Scripted()
+    with pytest.warns(UserWarning, match=r"last\.ckpt is damaged.*step=12\.ckpt is damaged"):
+        trainer = run(module, checkpoint, max_epochs=3, ckpt_path="last")
+    assert trainer.ckpt_path == str(tmp_path / "step=8.ckpt")
+    # The damaged files are replaced, not stepped around.
+    assert names(tmp_path) == ["last.ckpt", "step=12.ckpt", "step=4.ckpt", "step=8.ckpt"]
+    for name in names(tmp_path):
+        files.verify(tmp_path / name)
+
+
+def test_last_is_found_in_the_folders_of_earlier_runs(tmp_path: Path) -> None:
+    def go(epochs: int, **options: Any) -> L.Trainer:
+        return run(Scripted(), default_root_dir=tmp_path, logger=True, max_epochs=epochs, **options)
+
+    go(1)
+    second = go(2)
+    third = go(3, ckpt_path="last")
+    assert third.ckpt_path == str(Path(second.log_dir) / "checkpoints" / "epoch=1-step=8.ckpt")
+    assert third.log_dir != second.log_dir
+    assert third.global_step == 12
+    assert names(Path(second.log_dir) / "checkpoints") == ["epoch=1-step=8.ckpt"]
+
+
+def test_without_a_checkpoint_there_is_no_last(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no checkpoint yet"):
+        trainer = run(Scripted(), ModelCheckpoint(tmp_path), ckpt_path="last")
+    assert trainer.global_step == 4
+
+
+def test_the_best_is_used_for_the_test(tmp_path: Path) -> None:
+    class Tested(Scripted):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("weight", self.weight)
+
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", "val_loss")
+    trainer = quiet(callbacks=[checkpoint], enable_checkpointing=True, max_epochs=3, num_sanity_val_steps=0)
+    trainer.fit(Tested(val=[3.0, 1.0, 2.0]), BATCHES, [torch.zeros(2, 1)])
+    (best,) = trainer.test(dataloaders=[torch.zeros(2, 1)], ckpt_path="best", verbose=False)
+    assert best["weight"] == pytest.approx(-0.8)
+
+
+def test_fit_can_be_called_again(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", save_last=True)
+    trainer = quiet(callbacks=[checkpoint], enable_checkpointing=True, num_sanity_val_steps=0)
+    module = Scripted()
+    trainer.fit(module, BATCHES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.fit(module, BATCHES)
+    assert "last.ckpt" in names(tmp_path)
+    assert len(names(tmp_path)) == 2

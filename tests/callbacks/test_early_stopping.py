@@ -1,0 +1,230 @@
+"""EarlyStopping: after how many checks a run stops, and why."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hasten as L
+from hasten.callbacks import EarlyStopping, ModelCheckpoint
+from hasten.callbacks.early_stopping import EarlyStoppingReason
+from tests.callbacks.scripted import BATCHES, Scripted, run
+from tests.models import quiet
+
+
+def epochs(trainer: L.Trainer) -> int:
+    return trainer.current_epoch
+
+
+def fit(values: list[float], epochs: int = 10, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Return (trainer, stopper) after a fit that logs ``values`` in validation."""
+    stopper = EarlyStopping("val_loss", **options)
+    run_of = run(
+        Scripted(val=values), stopper, max_epochs=epochs, enable_checkpointing=False, **(trainer or {})
+    )
+    return run_of, stopper
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "stopped_after"),
+    [
+        ([6, 5, 5, 5, 5, 5], 3, 5),
+        ([6, 5, 4, 4, 3, 3], 1, 4),
+        ([6, 5, 6, 5, 5, 5], 3, 5),
+        ([5, 6, 7, 8], 0, 2),
+        ([9, 8, 7, 6, 5, 4], 1, 6),
+    ],
+)
+def test_patience_counts_checks_without_improvement(
+    values: list[float], patience: int, stopped_after: int
+) -> None:
+    trainer, stopper = fit(values, epochs=6, patience=patience)
+    assert epochs(trainer) == stopped_after
+    if stopped_after < 6:
+        assert stopper.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED
+        assert stopper.stopped_epoch == stopped_after - 1
+        assert "did not improve" in stopper.stopping_reason_message
+    else:
+        assert stopper.stopping_reason == EarlyStoppingReason.NOT_STOPPED
+    assert stopper.best_score == min(values[:stopped_after])
+
+
+def test_mode_max() -> None:
+    trainer, stopper = fit([1, 2, 3, 3, 3], mode="max", patience=2)
+    assert (epochs(trainer), stopper.best_score) == (5, 3)
+
+
+@pytest.mark.parametrize(("min_delta", "stopped_after"), [(0.0, 5), (1 / 64, 5), (1 / 32, 4), (1 / 16, 3)])
+def test_an_improvement_is_more_than_min_delta(min_delta: float, stopped_after: int) -> None:
+    # Numbers that floats hold exactly: the second value is better by 1/16.
+    trainer, _ = fit([1.0, 15 / 16, 15 / 16, 14.5 / 16, 14.5 / 16], epochs=5, min_delta=min_delta, patience=2)
+    assert epochs(trainer) == stopped_after
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_stops(value: float) -> None:
+    trainer, stopper = fit([1.0, value, 0.5])
+    assert epochs(trainer) == 2
+    assert stopper.stopping_reason == EarlyStoppingReason.NON_FINITE_METRIC
+    trainer, _ = fit([1.0, value, 0.5], epochs=4, check_finite=False)
+    assert epochs(trainer) == 4
+
+
+def test_thresholds() -> None:
+    trainer, stopper = fit([3.0, 2.0, 0.5, 0.1], stopping_threshold=1.0)
+    assert (epochs(trainer), stopper.stopping_reason) == (3, EarlyStoppingReason.STOPPING_THRESHOLD)
+    trainer, stopper = fit([3.0, 2.0, 9.5, 0.1], divergence_threshold=9.0)
+    assert (epochs(trainer), stopper.stopping_reason) == (3, EarlyStoppingReason.DIVERGENCE_THRESHOLD)
+    trainer, stopper = fit([3.0, 2.0, -9.5], mode="max", divergence_threshold=-9.0)
+    assert (epochs(trainer), stopper.stopping_reason) == (3, EarlyStoppingReason.DIVERGENCE_THRESHOLD)
+
+
+def test_min_epochs_come_first() -> None:
+    trainer, _ = fit([1.0, 2.0, 3.0, 4.0], patience=1, trainer={"min_epochs": 4})
+    assert epochs(trainer) == 4
+
+
+# -- when it checks
+
+
+def test_validation_within_the_epoch() -> None:
+    trainer, _ = fit([3.0, 2.0, 2.0, 2.0], patience=2, trainer={"val_check_interval": 0.25})
+    assert trainer.global_step == 4
+
+
+def test_epochs_without_validation_cost_no_patience() -> None:
+    trainer, _ = fit([3.0, 2.0, 2.0, 2.0], patience=2, trainer={"check_val_every_n_epoch": 2})
+    assert epochs(trainer) == 8
+    trainer, _ = fit(
+        [3.0, 2.0, 2.0, 2.0],
+        patience=2,
+        check_on_train_epoch_end=True,
+        trainer={"check_val_every_n_epoch": 2},
+    )
+    assert epochs(trainer) == 8
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}, {"limit_val_batches": 0}]
+)
+def test_a_value_of_training_epochs_is_checked_when_it_is_new(arguments: dict[str, Any]) -> None:
+    stopper = EarlyStopping("train_value", patience=2)
+    module = Scripted(val=[1.0], train=[3.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    trainer = run(module, stopper, max_epochs=6, enable_checkpointing=False, **arguments)
+    assert epochs(trainer) == 4
+
+
+def test_the_sanity_check_costs_no_patience() -> None:
+    stopper = EarlyStopping("val_loss", patience=1)
+    trainer = quiet(callbacks=[stopper], max_epochs=3, num_sanity_val_steps=1)
+    trainer.fit(Scripted(val=[1.0, 0.5, 0.25]), BATCHES, [torch.zeros(2, 1)])
+    assert epochs(trainer) == 3
+
+
+def test_a_quick_check_is_not_stopped() -> None:
+    trainer, _ = fit([1.0], trainer={"fast_dev_run": 2})
+    assert trainer.global_step == 2
+
+
+# -- what is not there
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}, {"limit_val_batches": 0}],
+    ids=str,
+)
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_an_absent_value_is_an_error_naming_what_is_there(
+    arguments: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"EarlyStopping\(monitor='val_los'\).*Log it with"):
+        run(
+            Scripted(val=[1.0]),
+            EarlyStopping("val_los"),
+            max_epochs=4,
+            enable_checkpointing=False,
+            **arguments,
+        )
+
+
+def test_an_absent_value_is_found_out_in_an_endless_epoch() -> None:
+    trainer = quiet(callbacks=[EarlyStopping("nothing")], max_steps=50, max_epochs=-1, val_check_interval=5)
+    with pytest.raises(RuntimeError, match="logged so far is 'val_loss'"):
+        trainer.fit(Scripted(val=[1.0]), Endless(), [torch.zeros(2, 1)])
+    assert trainer.global_step == 5
+
+
+class Endless:
+    def __iter__(self) -> Any:
+        while True:
+            yield torch.zeros(2, 1)
+
+
+def test_an_absent_value_may_be_allowed() -> None:
+    stopper = EarlyStopping("nothing", strict=False, verbose=True)
+    with pytest.warns(RuntimeWarning, match="nothing"):
+        trainer = run(Scripted(val=[1.0]), stopper, max_epochs=2, enable_checkpointing=False)
+    assert epochs(trainer) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "best"}, "mode='best'"),
+        ({"patience": -1}, "patience=-1"),
+        ({"patience": 1.5}, r"patience=1\.5"),
+        ({"min_delta": "a"}, "min_delta='a'"),
+        ({"stopping_threshold": "a"}, "stopping_threshold='a'"),
+        ({"monitor": 3}, "monitor=3"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EarlyStopping(**{"monitor": "val_loss", **arguments})
+
+
+# -- state
+
+
+@pytest.mark.parametrize("split", [1, 2, 3, 4])
+def test_a_resumed_run_stops_when_the_uninterrupted_one_does(tmp_path: Path, split: int) -> None:
+    values = [5.0, 4.0, 4.5, 4.5, 4.5, 4.5, 4.5]
+
+    def parts() -> Any:
+        return (
+            Scripted(val=values),
+            EarlyStopping("val_loss", patience=3),
+            ModelCheckpoint(tmp_path, save_last=True),
+        )
+
+    run(*parts(), max_epochs=split)
+    module, stopper, checkpoint = parts()
+    trainer = run(module, stopper, checkpoint, max_epochs=7, ckpt_path=tmp_path / "last.ckpt")
+    assert epochs(trainer) == 5
+    assert (stopper.best_score, stopper.wait_count, stopper.stopped_epoch) == (4.0, 3, 4)
+
+
+def test_two_of_them_have_states_of_their_own(tmp_path: Path) -> None:
+    stoppers = [EarlyStopping("val_loss", patience=9), EarlyStopping("val_loss", patience=9, mode="max")]
+    checkpoint = ModelCheckpoint(tmp_path)
+    trainer = run(Scripted(val=[1.0, 2.0, 3.0]), *stoppers, checkpoint, max_epochs=3)
+    states = torch.load(checkpoint.best_model_path, weights_only=True)["callbacks"]
+    assert states[stoppers[0].state_key]["best_score"] == 1.0
+    assert states[stoppers[1].state_key]["best_score"] == 3.0
+    assert trainer.early_stopping_callbacks == stoppers
+
+
+def test_it_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hasten"):
+        logging.getLogger("hasten").addHandler(caplog.handler)
+        fit([2.0, 1.0, 1.0], patience=1, verbose=True)
+        logging.getLogger("hasten").removeHandler(caplog.handler)
+    assert "val_loss improved to 2.000" in caplog.text
+    assert "improved by 1.000 >= min_delta" in caplog.text
+    assert "did not improve in the last 1 checks" in caplog.text

@@ -1,0 +1,435 @@
+"""A checkpoint is whole or not there; reading one runs no code; damage is found and the file named."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hasten.checkpoint import files
+from hasten.checkpoint.files import CheckpointDamaged, CheckpointRefused
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+CONTENTS: dict[str, Any] = {
+    "state_dict": OrderedDict(weight=torch.arange(3000.0), bias=torch.ones(2, dtype=torch.bfloat16)),
+    "numbers": [1, -(2**70), 2.5, float("inf"), True, None, 1j],
+    "texts": {"name": "é\ud800", b"key": b"\x00\xff", 3: {"a", "b"}, (1, 2): bytearray(b"x")},
+    "counts": Counter("aab"),
+    "torch": (torch.Size([2, 3]), torch.float16, torch.device("cpu"), torch.nn.Parameter(torch.zeros(1))),
+    "numpy": (np.float32(1.5), np.int64(3), np.bool_(True), np.arange(3), np.ones((2, 2), dtype=np.float16)),
+}
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+class Colour(Enum):
+    RED = 1
+
+
+def python(code: str, *arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code with ``files`` and ``torch`` at hand in a process of its own."""
+    program = [sys.executable, "-c", f"import os, sys, torch\nfrom hasten.checkpoint import files\n{code}"]
+    return subprocess.run(
+        [*program, *map(str, arguments)],
+        env=ENVIRONMENT | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other) and type(one) is type(other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and bool((one == other).all())
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+# -- there and back
+
+
+def test_contents_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "a.ckpt"
+    files.save(CONTENTS, path)
+    files.verify(path)
+    assert same(files.load(path), CONTENTS)
+    assert same(torch.load(path, weights_only=False), CONTENTS)
+    assert [each.name for each in path.parent.iterdir()] == ["a.ckpt"]
+
+
+def test_file_of_torch_save_is_read(tmp_path: Path) -> None:
+    torch.save({"step": 3}, tmp_path / "zip.pt")
+    torch.save({"step": 3}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    for name in ("zip.pt", "legacy.pt"):
+        files.verify(tmp_path / name)
+        assert files.load(tmp_path / name) == {"step": 3}
+
+
+def test_ours_is_read_by_plain_torch_load(tmp_path: Path) -> None:
+    files.save({"weight": torch.ones(5000)}, tmp_path / "a.ckpt")
+    for options in ({}, {"mmap": True}):
+        loaded = torch.load(tmp_path / "a.ckpt", weights_only=True, **options)
+        assert torch.equal(loaded["weight"], torch.ones(5000))
+    with zipfile.ZipFile(tmp_path / "a.ckpt") as archive:
+        assert archive.testzip() is None
+
+
+def test_other_file_systems(tmp_path: Path) -> None:
+    url = "memory://runs/one/last.ckpt"
+    for step in range(2):
+        files.save({"step": step, "weight": torch.ones(5000)}, url)
+        files.verify(url)
+        assert files.load(url)["step"] == step
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    assert [Path(each).name for each in system.ls("/runs/one", detail=False)] == ["last.ckpt"]
+    files.remove(url)
+    files.remove(url)
+    assert not system.exists("/runs/one/last.ckpt")
+    with pytest.raises(FileNotFoundError):
+        files.load(url)
+    files.save({"step": 3}, f"file://{tmp_path}/a.ckpt")
+    assert files.load(tmp_path / "a.ckpt") == {"step": 3}
+
+
+def test_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    files.save({"step": 1}, tmp_path / "best.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("best.ckpt")
+    assert files.load(tmp_path / "last.ckpt") == {"step": 1}
+    files.save({"step": 2}, tmp_path / "last.ckpt")
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert files.load(tmp_path / "best.ckpt") == {"step": 1}
+    assert files.load(tmp_path / "last.ckpt") == {"step": 2}
+
+
+def test_linked_folder_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    files.save({"step": 1}, tmp_path / "link" / "a.ckpt")
+    assert files.load(tmp_path / "real" / "a.ckpt") == {"step": 1}
+
+
+def test_remove(tmp_path: Path) -> None:
+    files.save({"step": 1}, tmp_path / "a.ckpt")
+    (tmp_path / "link.ckpt").symlink_to("a.ckpt")
+    (tmp_path / "sharded").mkdir()
+    (tmp_path / "sharded" / "part").touch()
+    for name in ("link.ckpt", "a.ckpt", "sharded", "absent"):
+        files.remove(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+# -- kills, full disks and folders that cannot be written
+
+
+def test_200_kills_leave_whole_checkpoints_and_no_litter(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "tests.checkpoint.kills", str(tmp_path), "200"]
+    result = subprocess.run(
+        program, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    saved, in_the_middle = map(int, result.stdout.split())
+    # If the kills missed the saves, this test would show nothing.
+    assert in_the_middle >= 20
+    assert saved >= 20
+
+
+def test_what_a_living_process_writes_is_not_cleaned(tmp_path: Path) -> None:
+    with files._temporary(tmp_path / "a.ckpt") as (file, temporary):
+        file.write(b"half")
+        code = "print(files.clean(sys.argv[1]))"
+        assert python(code, tmp_path).stdout.strip() == "[]"
+        assert files.clean(tmp_path) == []
+        assert temporary.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_clean_leaves_other_files_alone(tmp_path: Path) -> None:
+    litter = tmp_path / ".last.ckpt.123-abcdef01.hasten-tmp"
+    for name in ("a.ckpt", "b.hasten-tmp", ".hidden", litter.name):
+        (tmp_path / name).touch()
+    assert files.clean(tmp_path) == [litter]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".hidden", "a.ckpt", "b.hasten-tmp"]
+
+
+FULL = """
+import json, signal
+path = sys.argv[1]
+files.save({"step": 1}, path)
+big = {"step": 2, "weight": torch.zeros(3_000_000)}
+if sys.argv[2] == "limit":
+    import resource
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+try:
+    files.save(big, path)
+except OSError as error:
+    assert os.listdir(os.path.dirname(path)) == ["last.ckpt"], os.listdir(os.path.dirname(path))
+    print(json.dumps([error.errno, str(error), files.load(path)]))
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)], capture_output=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip("cannot mount a small disk here")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def check_full(result: subprocess.CompletedProcess[str], path: Path, code: int) -> None:
+    import json
+
+    assert result.returncode == 0, result.stderr
+    number, message, contents = json.loads(result.stdout)
+    assert number == code
+    assert str(path) in message
+    assert re.search(r"\d+ bytes free in .*What was there before is untouched", message)
+    assert contents == {"step": 1}
+    assert not result.stderr
+
+
+def test_file_too_large_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    check_full(python(FULL, path, "limit"), path, errno.EFBIG)
+
+
+def test_full_disk_leaves_the_old_file(small_disk: Path) -> None:
+    path = small_disk / "last.ckpt"
+    check_full(python(FULL, path, "disk"), path, errno.ENOSPC)
+
+
+def test_temporary_folder_of_the_system_is_not_used(tmp_path: Path) -> None:
+    code = "files.save({'weight': torch.ones(50_000)}, sys.argv[1]); print(files.load(sys.argv[1])['weight'].sum())"
+    result = python(code, tmp_path / "a.ckpt", TMPDIR="/no/such/folder", TMP="/no", TEMP="/no")
+    assert result.stdout.strip() == "tensor(50000.)", result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX permissions")
+def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.owner() == Path.home().owner() and folder != Path(folder.anchor):
+            folder.chmod(folder.stat().st_mode | 0o055)
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    folder.chmod(0o555)
+    code = (
+        "if os.geteuid() == 0: os.seteuid(65534)\n"
+        "try: files.save({}, sys.argv[1])\n"
+        "except PermissionError as error: print(error)"
+    )
+    assert f"could not write the checkpoint: Permission denied. Nothing is left of it.: '{folder}/a.ckpt'" in (
+        python(code, folder / "a.ckpt").stdout
+    )
+
+
+def test_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=f"{tmp_path} is a folder"):
+        files.save({}, tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises((FileExistsError, NotADirectoryError), match="a file is in the way"):
+        files.save({}, tmp_path / "file" / "a.ckpt")
+    with pytest.raises(CheckpointDamaged, match=f"{tmp_path} is a folder"):
+        files.load(tmp_path)
+
+
+def test_failed_save_leaves_nothing(tmp_path: Path) -> None:
+    files.save({"step": 1}, tmp_path / "a.ckpt")
+    with pytest.raises(TypeError):
+        files.save({"step": lambda: 2}, tmp_path / "a.ckpt")
+    assert files.load(tmp_path / "a.ckpt") == {"step": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+# -- damage
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    files.save({"weight": torch.randn(1500), "bias": torch.randn(3)}, path)
+    whole = path.read_bytes()
+    damaged = tmp_path / "damaged.ckpt"
+    chance = random.Random(0)
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << chance.randrange(8)
+        damaged.write_bytes(changed)
+        with pytest.raises(CheckpointDamaged, match=str(damaged)):
+            files.verify(damaged)
+    with pytest.raises(CheckpointDamaged, match=str(damaged)):
+        files.load(damaged)
+
+
+def test_a_cut_or_longer_file_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    files.save({"weight": torch.randn(1500)}, path)
+    whole = path.read_bytes()
+    for end in [*range(0, len(whole), 37), len(whole) - 1]:
+        path.write_bytes(whole[:end])
+        with pytest.raises(CheckpointDamaged, match=str(path)):
+            files.load(path)
+    for longer in (whole + b"\0", whole + whole, whole[:1000] + b"x" + whole[1000:]):
+        path.write_bytes(longer)
+        with pytest.raises(CheckpointDamaged, match=str(path)):
+            files.load(path)
+
+
+def test_damage_of_a_file_by_others_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"weight": torch.zeros(5000)}, path)
+    changed = bytearray(path.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(CheckpointDamaged, match=rf"{path} is damaged"):
+        files.verify(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint at all", b"PK\x03\x04 and no more", b"\x80\x02", b"{}"])
+def test_what_is_no_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointDamaged, match=str(path)):
+        files.load(path)
+
+
+def test_archive_of_other_things_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme", "hello")
+    with pytest.raises(CheckpointDamaged, match=f"{path} is no checkpoint"):
+        files.load(path)
+
+
+def test_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
+    files.save({}, tmp_path / "last.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"no such checkpoint\. Did you mean 'last.ckpt'\?.*lats\.ckpt"):
+        files.load(tmp_path / "lats.ckpt")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        files.load(tmp_path / "none" / "last.ckpt")
+
+
+def test_newest_whole_one_is_found(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.ckpt" for name in "abc"]
+    for number, path in enumerate(paths):
+        files.save({"step": number}, path)
+        os.utime(path, (1000 + number, 1000 + number))
+    candidates = [*paths, tmp_path / "missing.ckpt", tmp_path]
+    assert files.newest_valid(candidates) == str(paths[2])
+    paths[2].write_bytes(paths[2].read_bytes()[:300])
+    with pytest.warns(UserWarning, match=rf"passed over 1.*{paths[2]}.*Going on with {paths[1]}"):
+        assert files.newest_valid(candidates) == str(paths[1])
+    for path in paths:
+        path.write_bytes(b"")
+    with pytest.warns(UserWarning, match=r"passed over 3.*is empty.*no whole checkpoint"):
+        assert files.newest_valid(candidates) is None
+    assert files.newest_valid([]) is None
+
+
+# -- code
+
+
+def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
+    path, trace = tmp_path / "a.ckpt", tmp_path / "trace"
+    for write in (
+        lambda: torch.save({"x": Payload(trace)}, path),
+        lambda: torch.save({"x": Payload(trace)}, path, _use_new_zipfile_serialization=False),
+        lambda: path.write_bytes(pickle.dumps(Payload(trace), protocol=2)),
+        lambda: path.write_bytes(pickle.dumps(Payload(trace), protocol=5)),
+    ):
+        write()
+        with pytest.raises(CheckpointRefused, match=rf"{path} was not loaded.*posix\.system.*weights_only=False"):
+            files.load(path)
+        files.verify(path)
+        assert not trace.exists()
+
+
+def test_code_is_read_where_the_user_says_so(tmp_path: Path) -> None:
+    torch.save({"colour": Colour.RED}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointRefused, match="Colour"):
+        files.load(tmp_path / "a.ckpt")
+    assert files.load(tmp_path / "a.ckpt", weights_only=False) == {"colour": Colour.RED}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda: 1, r"checkpoint\['a'\]\[0\]\['b'\] is a function, which a checkpoint does not hold"),
+        (Path("x"), r"checkpoint\['a'\]\[0\]\['b'\] is a PosixPath.*Store str\(path\) instead"),
+        (Colour.RED, r"checkpoint\['a'\]\[0\]\['b'\] is a Colour.*Store its \.value instead"),
+        ({Colour.RED: 1}, r"a key of checkpoint\['a'\]\[0\]\['b'\] is a Colour"),
+        (np.array([object()]), r"checkpoint\['a'\]\[0\]\['b'\] is a ndarray"),
+        (torch.nn.Linear(1, 1), r"checkpoint\['a'\]\[0\]\['b'\] is a Linear"),
+    ],
+)
+def test_objects_are_refused_when_they_are_saved(tmp_path: Path, value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}"):
+        files.save({"a": [{"b": value}]}, tmp_path / "a.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_contents_that_contain_themselves_are_refused(tmp_path: Path) -> None:
+    contents: dict[str, Any] = {}
+    contents["self"] = contents
+    with pytest.raises(TypeError, match=r"checkpoint\['self'\] contains itself"):
+        files.save(contents, tmp_path / "a.ckpt")
+
+
+def test_everything_accepted_is_read_by_torch_alone_but_numpy(tmp_path: Path) -> None:
+    files.save({key: value for key, value in CONTENTS.items() if key != "numpy"}, tmp_path / "a.ckpt")
+    buffer = io.BytesIO((tmp_path / "a.ckpt").read_bytes())
+    torch.load(buffer, weights_only=True)
+
+
+# -- names
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["../../etc/passwd", "/etc/passwd", "a/b", "..", ".", "", "a\\b", "a\0b", "C:x", "x" * 500, "é" * 500, ".hidden", " "],
+)
+def test_name_stays_in_its_folder(tmp_path: Path, text: str) -> None:
+    name = files.safe_name(text)
+    path = tmp_path / f"{name}.ckpt"
+    assert path.resolve().parent == tmp_path.resolve()
+    assert name
+    path.touch()
+
+
+@pytest.mark.parametrize("text", ["epoch=1-step=20", "val_loss=0.25", "größe-1.5e-05"])
+def test_ordinary_name_stays(text: str) -> None:
+    assert files.safe_name(text) == text

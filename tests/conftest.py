@@ -1,0 +1,60 @@
+"""What all tests share: small thread pools, and the marker that runs a test in several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+# Before torch starts its threads: tests run beside each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_OF_A_RUN = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test marked ``world_size(n)`` in n processes that are in one process group on gloo.
+
+    The function gets its fixtures and parameters, which must be such that they can be pickled (``tmp_path``). What it
+    raises in any process fails the test.
+    """
+    marker = pyfuncitem.get_closest_marker("world_size")
+    if marker is None:
+        return None
+    from hasten.machine.spawn import call_in_file
+    from hasten.resolve import runtime
+    from hasten.strategies import DDPStrategy
+
+    # The server imports torch once; each process is then a copy of it, made in milliseconds.
+    multiprocessing.set_forkserver_preload(["torch", "hasten.fabric", "hasten.trainer"])
+    names = pyfuncitem._fixtureinfo.argnames
+    runtime(accelerator="cpu", devices=marker.args[0], strategy=DDPStrategy(start_method="forkserver")).launch(
+        call_in_file,
+        str(pyfuncitem.path),
+        pyfuncitem.originalname,
+        **{name: pyfuncitem.funcargs[name] for name in names},
+    )
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _no_traces_of_a_run(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Leave neither a process group nor the variables of a run to the next test."""
+    before = {name: os.environ.get(name) for name in _OF_A_RUN}
+    yield
+    from hasten._lib.rank_zero import rank_zero_only
+
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    rank_zero_only.rank = 0  # type: ignore[attr-defined]
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

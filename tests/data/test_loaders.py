@@ -1,0 +1,261 @@
+"""Loaders are checked, and split over processes: equal parts in training, every sample once elsewhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from hasten.data.loaders import prepare
+from hasten.data.stream import Stream
+from hasten.seed import collect_rng_state, seed_everything
+
+DATA = list(range(11))
+
+
+class Buckets(Sampler):
+    """Batches of neighbours, in a random order."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [[0, 1, 2], [3, 4], [5, 6, 7], [8], [9, 10]]
+        random.shuffle(batches)
+        return iter(batches)
+
+    def __len__(self) -> int:
+        return 5
+
+
+class Endless(Sampler):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(torch.randint(len(DATA), ()))
+
+
+class Numbers(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(DATA)
+
+
+class WithInit(DataLoader):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        super().__init__(DATA, batch_size=2, shuffle=True)
+
+
+class Drawing(Dataset):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(1).item()])
+
+    def __len__(self) -> int:
+        return 4
+
+
+def parts(loader: Any, *, replicas: int = 2, epoch: int = 0, **options: Any) -> list[list[list[int]]]:
+    """Return the batches of each rank; the ranks have drawn different random numbers before."""
+    found = []
+    for rank in range(replicas):
+        torch.manual_seed(rank)
+        random.seed(rank)
+        prepared = prepare(loader, num_replicas=replicas, rank=rank, **options)
+        stream = Stream(prepared)
+        stream.set_epoch(epoch)
+        found.append([batch.tolist() for batch, _ in stream.batches()])
+        assert len(found[-1]) == len(prepared)
+    return found
+
+
+def samples(batches: list[list[list[int]]]) -> list[int]:
+    return sorted(sample for part in batches for batch in part for sample in batch)
+
+
+# -- one process
+
+
+def test_loader_of_a_single_process_is_left_alone() -> None:
+    loader = DataLoader(DATA, shuffle=True)
+    assert prepare(loader) is loader
+    batches = [1, 2]
+    assert prepare(batches) is batches
+
+
+def test_overfitting_reads_in_order() -> None:
+    with pytest.warns(UserWarning, match="shuffling of the train dataloader is off"):
+        prepared = prepare(DataLoader(DATA, batch_size=4, shuffle=True, drop_last=True), overfit=True)
+    assert [batch.tolist() for batch in prepared] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+# -- training on several
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_training_gives_each_process_as_many_samples(shuffle: bool) -> None:
+    loader = DataLoader(DATA, batch_size=2, shuffle=shuffle)
+    found = parts(loader)
+    assert [len(part) for part in found] == [3, 3]
+    assert set(samples(found)) == set(DATA)
+    assert len(samples(found)) == 12
+    assert (parts(loader, epoch=1) != found) == shuffle
+
+
+def test_training_uses_the_same_sampler_as_a_hand_written_loop() -> None:
+    seed_everything(7, verbose=False)
+    sampler = prepare(DataLoader(DATA, shuffle=True), num_replicas=2, rank=1).sampler
+    assert isinstance(sampler, DistributedSampler)
+    sampler.set_epoch(2)
+    by_hand = DistributedSampler(DATA, 2, 1, shuffle=True, seed=7)
+    by_hand.set_epoch(2)
+    assert list(sampler) == list(by_hand)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        WeightedRandomSampler([1.0] * 10 + [0.0], 20),
+        SubsetRandomSampler([1, 3, 5, 7]),
+        RandomSampler(DATA, replacement=True, num_samples=8),
+        RandomSampler(DATA, num_samples=6),
+    ],
+    ids=["weighted", "subset", "replacement", "part"],
+)
+def test_other_samplers_keep_what_they_choose(sampler: Any) -> None:
+    loader = DataLoader(DATA, batch_size=2, sampler=sampler)
+    found = parts(loader)
+    assert [len(part) for part in found] == [-(-len(sampler) // 4)] * 2
+    assert len(samples(found)) == len(sampler)
+    assert 10 not in samples(found) or not isinstance(sampler, WeightedRandomSampler)
+    if isinstance(sampler, SubsetRandomSampler):
+        assert samples(found) == [1, 3, 5, 7]
+    assert any(parts(loader, epoch=epoch) != found for epoch in range(1, 4))
+
+
+def test_batches_of_a_batch_sampler_stay_whole() -> None:
+    found = parts(DataLoader(DATA, batch_sampler=Buckets()))
+    assert [len(part) for part in found] == [3, 3]
+    whole = [[0, 1, 2], [3, 4], [5, 6, 7], [8], [9, 10]]
+    assert all(batch in whole for part in found for batch in part)
+    assert set(samples(found)) == set(DATA)
+
+
+def test_torch_batch_sampler_is_split_by_samples() -> None:
+    loader = DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, True))
+    assert parts(loader) == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
+
+
+def test_endless_sampler_is_split_without_waiting_for_its_end() -> None:
+    loader = DataLoader(DATA, batch_size=1, sampler=Endless())
+    drawn = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        stream = Stream(prepare(loader, num_replicas=2, rank=rank, seed=3))
+        drawn.append([batch.item() for batch, _ in stream.batches(4)])
+    torch.manual_seed(3)
+    alone = [int(torch.randint(len(DATA), ())) for _ in range(8)]
+    assert [drawn[0][0], drawn[1][0], drawn[0][1], drawn[1][1]] == alone[:4]
+
+
+def test_splitting_leaves_the_random_generators_alone() -> None:
+    prepared = prepare(DataLoader(DATA, batch_sampler=Buckets()), num_replicas=2, rank=0)
+    before = collect_rng_state()
+    list(prepared.batch_sampler)
+    assert collect_rng_state() == before
+
+
+@pytest.mark.parametrize("stage", ["train", "validate"])
+def test_loader_given_is_not_changed_and_its_class_is_kept(stage: str) -> None:
+    loader = WithInit("here")
+    before = dict(vars(loader))
+    prepared = prepare(loader, stage=stage, num_replicas=2, rank=1)
+    assert type(prepared) is WithInit
+    assert prepared.folder == "here"
+    assert prepared is not loader
+    assert vars(loader) == before
+
+
+def test_what_is_distributed_already_is_kept() -> None:
+    own = DataLoader(DATA, sampler=DistributedSampler(DATA, 4, 3))
+    assert prepare(own, num_replicas=2, rank=1) is own
+    stream = DataLoader(Numbers())
+    assert prepare(stream, num_replicas=2, rank=1) is stream
+
+
+# -- evaluation on several
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("number", [1, 2, 7, 11])
+def test_evaluation_sees_every_sample_once(stage: str, replicas: int, number: int) -> None:
+    loader = DataLoader(DATA[:number], batch_size=2)
+    found = parts(loader, stage=stage, replicas=replicas)
+    assert samples(found) == DATA[:number]
+    sizes = [sum(map(len, part)) for part in found]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_evaluation_with_a_batch_sampler_sees_every_batch_once() -> None:
+    assert samples(parts(DataLoader(DATA, batch_sampler=Buckets()), stage="test")) == DATA
+
+
+# -- workers
+
+
+def test_workers_of_other_ranks_draw_other_numbers_and_those_of_the_first_stay() -> None:
+    loader = DataLoader(Drawing(), batch_size=4, num_workers=1)
+
+    def drawn(loader: DataLoader) -> list[float]:
+        seed_everything(4, workers=True, verbose=False)
+        return [value for batch in loader for value in batch.flatten().tolist()]
+
+    plain = drawn(loader)
+    first = drawn(prepare(loader, num_replicas=2, rank=0))
+    second = drawn(prepare(loader, num_replicas=2, rank=1))
+    assert second == drawn(prepare(loader, num_replicas=2, rank=1))
+    assert len({*first, *second}) == 12
+    assert first == plain[:6]
+
+
+# -- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (3, "is 3, a int, and cannot be iterated over"),
+        ("data", "is 'data', a str, and cannot be iterated over"),
+        (DataLoader, r"is the class DataLoader itself.*Make one: DataLoader\(\.\.\.\)"),
+        (lambda: None, r"is the function <lambda> itself.*Call it"),
+        (Drawing(), r"is a Drawing, which is a dataset.*DataLoader\(dataset, batch_size=\.\.\.\)"),
+    ],
+)
+def test_what_is_no_loader_is_named(loader: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^val_dataloader {message}"):
+        prepare(loader, stage="validate", name="val_dataloader")
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ([], "it is an empty list"),
+        (DataLoader([]), r"its dataset \(list\) is empty"),
+        (DataLoader([1, 2], batch_size=4, drop_last=True), "drop_last=True drops its 2 samples.*batch_size=4"),
+    ],
+)
+def test_empty_loader_is_named_with_the_reason(loader: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^the train dataloader has no batches: {message}"):
+        prepare(loader)

@@ -1,0 +1,367 @@
+"""What a stream of batches gives, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from hasten.data.stream import Stream
+
+
+class Countdown:
+    """A loader without a length, whose reading is watched."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.read = number, 0
+
+    def __iter__(self) -> Iterator[int]:
+        for value in range(self.number):
+            self.read += 1
+            yield value
+
+
+class Failing(Dataset):
+    """Raises at sample 3."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise self.error
+        return index
+
+    def __len__(self) -> int:
+        return 6
+
+
+class TwoPartError(Exception):
+    def __init__(self, place: str, cause: str) -> None:
+        super().__init__(f"{place}: {cause}")
+
+
+class Short(IterableDataset):
+    """Has fewer samples than it says."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class WithState:
+    """A loader that keeps its place itself, as torchdata's does."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < 5:
+            self.place += 1
+            yield self.place
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def numbers(samples: int = 6, **options: Any) -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(samples)), batch_size=2, **options)
+
+
+def values(batches: Iterator[tuple[Any, bool]]) -> list[list[int]]:
+    return [batch[0].tolist() for batch, _ in batches]
+
+
+def python_calls(function: Callable[[], Any]) -> int:
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+# -- batches
+
+
+@pytest.mark.parametrize("loader", [[1, 2, 3], (1, 2, 3), Countdown(3)])
+def test_last_batch_is_marked(loader: Any) -> None:
+    items = [int(value) for value in loader]
+    stream = Stream(loader)
+    for _ in range(2):
+        assert list(stream.batches()) == [
+            (items[0], False),
+            (items[1], False),
+            (items[2], True),
+        ]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(0, 0), (1, 1), (2, 2), (3, 3), (9, 3)])
+def test_limit_ends_an_epoch(limit: int, expected: int) -> None:
+    for loader in ([1, 2, 3], Countdown(3), numbers()):
+        batches = list(Stream(loader).batches(limit))
+        assert [is_last for _, is_last in batches] == [False] * (expected - 1) + [True] * (expected > 0)
+
+
+def test_loader_of_unknown_length_is_read_one_ahead_and_not_beyond_the_limit() -> None:
+    loader = Countdown(9)
+    batches = Stream(loader).batches(limit=3)
+    assert (next(batches), loader.read) == ((0, False), 2)
+    assert list(batches) == [(1, False), (2, True)]
+    assert loader.read == 3
+
+
+def test_loader_with_a_length_is_not_read_ahead() -> None:
+    class Sized(Countdown):
+        def __len__(self) -> int:
+            return self.number
+
+    loader = Sized(3)
+    batches = Stream(loader).batches()
+    assert (next(batches), loader.read) == ((0, False), 1)
+
+
+def test_loader_that_ends_before_its_length_ends_the_epoch() -> None:
+    assert [is_last for _, is_last in Stream(DataLoader(Short(), batch_size=2)).batches()] == [False] * 3
+
+
+def test_a_batch_of_a_list_costs_one_python_call() -> None:
+    stream = Stream(list(range(1000)))
+    list(stream.batches())
+    few = python_calls(lambda: list(stream.batches(100)))
+    assert python_calls(lambda: list(stream.batches(600))) - few == 500
+
+
+def test_a_batch_of_a_dataloader_costs_one_python_call_more_than_the_plain_loop() -> None:
+    def extra(samples: int) -> int:
+        loader = DataLoader(TensorDataset(torch.arange(samples)), batch_size=1)
+        stream = Stream(loader)
+        list(stream.batches())
+        return python_calls(lambda: list(stream.batches())) - python_calls(lambda: list(loader))
+
+    assert extra(60) - extra(10) == 50
+
+
+def test_length_is_none_where_there_is_none() -> None:
+    assert Stream([1]).length == 1
+    assert Stream(Countdown(3)).length is None
+    assert Stream(DataLoader(Short(), batch_size=2)).length == 5
+
+
+# -- the place
+
+
+def test_state_is_that_of_the_batches_consumed() -> None:
+    stream = Stream([1, 2, 3])
+    batches = stream.batches()
+    next(batches)
+    next(batches)
+    for consumed, rest in ((2, [(3, True)]), (1, [(2, False), (3, True)])):
+        again = Stream([1, 2, 3])
+        again.load_state_dict(stream.state_dict(consumed))
+        assert again.position == consumed
+        assert list(again.batches()) == rest
+        assert len(list(again.batches())) == 3
+    with pytest.raises(ValueError, match=r"consumed=0.*2 batches were handed out"):
+        stream.state_dict(0)
+
+
+def test_state_after_leaving_an_epoch_early_is_that_of_the_place_left() -> None:
+    loader = numbers(shuffle=True)
+    stream = Stream(loader)
+    for _ in stream.batches():
+        break
+    again = Stream(loader)
+    again.load_state_dict(stream.state_dict(1))
+    assert len(list(again.batches())) == 2
+
+
+def test_state_loaded_and_not_yet_used_is_given_back() -> None:
+    stream = Stream([1, 2, 3])
+    next(stream.batches())
+    state = stream.state_dict(1)
+    again = Stream([1, 2, 3])
+    again.load_state_dict(state)
+    assert again.state_dict(1) == state
+
+
+def test_finish_gives_up_the_rest_of_an_epoch() -> None:
+    stream = Stream(numbers())
+    next(stream.batches())
+    again = Stream(numbers())
+    again.load_state_dict(stream.state_dict(1))
+    again.finish()
+    assert again.position == 0
+    assert values(again.batches()) == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_start_at_leaves_out_batches(workers: int) -> None:
+    stream = Stream(numbers(num_workers=workers))
+    stream.start_at(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert values(stream.batches()) == [[4, 5]]
+        assert values(stream.batches()) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_loader_with_a_state_of_its_own_keeps_its_place() -> None:
+    stream = Stream(WithState())
+    batches = stream.batches()
+    next(batches)
+    next(batches)
+    again = Stream(WithState())
+    again.load_state_dict(stream.state_dict(2))
+    assert [value for value, _ in again.batches()] == [3, 4, 5]
+    assert [value for value, _ in again.batches()] == [1, 2, 3, 4, 5]
+
+
+def test_resuming_with_other_data_is_told() -> None:
+    stream = Stream(numbers(6))
+    next(stream.batches())
+    again = Stream(numbers(10), name="changed_data")
+    again.load_state_dict(stream.state_dict(1))
+    with pytest.warns(UserWarning, match="changed_data has 5 batches, and had 3"):
+        assert values(again.batches()) == [[2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_resuming_beyond_the_end_of_other_data_is_an_error() -> None:
+    class Variable:
+        """Gives fewer indices the second time."""
+
+        def __init__(self) -> None:
+            self.number = 6
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(self.number))
+
+        def __len__(self) -> int:
+            return 6
+
+    sampler = Variable()
+    stream = Stream(DataLoader(TensorDataset(torch.arange(6)), batch_size=2, sampler=sampler))
+    batches = stream.batches()
+    next(batches)
+    next(batches)
+    state = stream.state_dict(2)
+    sampler.number = 2
+    stream.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"cannot resume after 2 batches: the sampler ended after 1"):
+        next(stream.batches())
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
+def test_resuming_with_another_number_of_workers_keeps_the_samples_and_is_told(before: int, after: int) -> None:
+    torch.manual_seed(5)
+    expected = values(Stream(numbers(12, shuffle=True)).batches())
+    torch.manual_seed(5)
+    stream = Stream(numbers(12, shuffle=True, num_workers=before))
+    batches = stream.batches()
+    for _ in range(3):
+        next(batches)
+    again = Stream(numbers(12, shuffle=True, num_workers=after))
+    again.load_state_dict(stream.state_dict(3))
+    batches.close()
+    with pytest.warns(UserWarning, match=f"begun with num_workers={before} goes on with num_workers={after}"):
+        assert values(again.batches()) == expected[3:]
+
+
+def test_opening_leaves_the_random_generators_alone() -> None:
+    stream = Stream(numbers(shuffle=True))
+    next(stream.batches())
+    again = Stream(numbers(shuffle=True))
+    again.load_state_dict(stream.state_dict(1))
+    before = torch.get_rng_state()
+    again.open()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_set_epoch_tells_everyone_once() -> None:
+    class Told(list):
+        epochs: tuple[int, ...] = ()
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs += (epoch,)
+
+    dataset, sampler = Told([1, 2]), Told([0, 1])
+    Stream(DataLoader(dataset, sampler=sampler)).set_epoch(4)
+    assert (dataset.epochs, sampler.epochs) == ((4,), (4,))
+
+
+# -- the end of things
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_close_ends_the_workers(persistent: bool) -> None:
+    stream = Stream(numbers(num_workers=2, persistent_workers=persistent))
+    batches = stream.batches()
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    stream.close()
+    assert not multiprocessing.active_children()
+
+
+def test_leaving_an_epoch_ends_workers_that_are_not_persistent() -> None:
+    batches = Stream(numbers(num_workers=2)).batches()
+    next(batches)
+    batches.close()
+    assert not multiprocessing.active_children()
+
+
+def test_loader_of_the_user_is_not_changed() -> None:
+    loader = numbers(num_workers=2)
+    before = dict(vars(loader))
+    list(Stream(loader).batches())
+    assert {**vars(loader), "_iterator": None} == {**before, "_iterator": None}
+
+
+# -- errors
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("torn"),
+        KeyError("label"),
+        TwoPartError("image 3", "torn"),
+        json.JSONDecodeError("torn", "{", 0),
+        UnicodeDecodeError("utf8", b"x", 0, 1, "torn"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_error_of_a_dataset_keeps_its_type_and_names_the_place(error: Exception, workers: int) -> None:
+    stream = Stream(DataLoader(Failing(error), batch_size=2, num_workers=workers), name="my_loader")
+    with pytest.raises(type(error)) as caught:
+        list(stream.batches())
+    note = caught.value.__notes__[0]
+    assert note.startswith("in my_loader: batch 1 of the dataset ")
+    assert "test_stream.Failing" in note
+    if workers:
+        assert note.endswith("indices [2, 3]")
+        assert "DataLoader worker process 1" in str(caught.value)
+    else:
+        assert note.endswith("sample 3")
+    assert not multiprocessing.active_children()

@@ -1,0 +1,170 @@
+"""Devices and clusters as users and launchers name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hasten.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from hasten.machine.cluster import (
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    find_cluster,
+    first_host,
+)
+from hasten.machine.determinism import set_deterministic
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("devices", "indices"),
+    [(1, [0]), (2, [0, 1]), ("2", [0, 1]), (-1, [0, 1]), ("-1", [0, 1]), ([1], [1]), ((1, 0), [1, 0]),
+     ("0,1", [0, 1]), ("1,", [1]), (" 0, 1 ", [0, 1])],
+)  # fmt: skip
+def test_gpus_as_users_name_them(devices: Any, indices: list[int]) -> None:
+    assert CUDAAccelerator.parse_devices(devices) == indices
+    assert CUDAAccelerator.get_parallel_devices(devices) == [torch.device("cuda", i) for i in indices]
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("devices", "kind", "said"),
+    [
+        (8, ValueError, "devices=8: this machine has 2 CUDA devices. Use devices=2"),
+        (0, ValueError, "from 1 to 2"),
+        (-2, ValueError, "from 1 to 2"),
+        ([2], ValueError, "no CUDA device 2"),
+        ([0, 0], ValueError, "twice"),
+        ([], ValueError, "names no device"),
+        ("a,b", ValueError, "'0,1'"),
+        (["0"], TypeError, "no index"),
+        ([True], TypeError, "no index"),
+        (2.5, TypeError, "not float"),
+        ({0}, TypeError, "not set"),
+    ],
+)
+def test_gpus_that_are_not_there(devices: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said.replace("[", "\\[")):
+        CUDAAccelerator.parse_devices(devices)
+
+
+@pytest.mark.parametrize(("devices", "number"), [(1, 1), (3, 3), ("2", 2)])
+def test_processes_on_the_cpu(devices: Any, number: int) -> None:
+    assert CPUAccelerator.get_parallel_devices(devices) == [torch.device("cpu")] * number
+
+
+@pytest.mark.parametrize(
+    ("devices", "kind"), [(0, ValueError), (-1, ValueError), ("x", ValueError), ([0, 1], TypeError), (None, TypeError)]
+)
+def test_the_cpu_takes_a_number_of_processes(devices: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="number of processes"):
+        CPUAccelerator.parse_devices(devices)
+
+
+def test_mps_is_one_device() -> None:
+    assert MPSAccelerator.get_parallel_devices(1) == [torch.device("mps", 0)]
+    with pytest.raises(ValueError, match="1 MPS device"):
+        MPSAccelerator.parse_devices(2)
+
+
+# -- clusters
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_JOB_NAME", "LOCAL_RANK", "RANK", "WORLD_SIZE",
+                 "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK"):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_a_cluster_hasten_starts_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = find_cluster()
+    assert type(cluster) is LightningEnvironment
+    assert not cluster.creates_processes_externally
+    assert (cluster.local_rank(), cluster.node_rank(), cluster.main_address) == (0, 0, "127.0.0.1")
+    assert cluster.main_port == cluster.main_port > 0
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("NODE_RANK", "1")
+    assert cluster.creates_processes_externally
+    assert (cluster.local_rank(), cluster.node_rank()) == (3, 1)
+
+
+def test_torchrun_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+              "GROUP_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}  # fmt: skip
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    cluster = find_cluster()
+    assert type(cluster) is TorchElasticEnvironment
+    assert cluster.creates_processes_externally
+    assert (cluster.global_rank(), cluster.local_rank(), cluster.node_rank(), cluster.world_size()) == (3, 1, 1, 4)
+    assert (cluster.main_address, cluster.main_port) == ("host", 1234)
+    cluster.validate_settings(2, 2)
+    with pytest.raises(ValueError, match="torchrun started 4 processes"):
+        cluster.validate_settings(3, 1)
+
+
+def test_slurm_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+              "SLURM_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "train"}  # fmt: skip
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    cluster = find_cluster()
+    assert type(cluster) is SLURMEnvironment
+    assert (cluster.global_rank(), cluster.local_rank(), cluster.node_rank(), cluster.world_size()) == (3, 1, 1, 4)
+    assert (cluster.main_address, cluster.main_port) == ("gpu07", 18456)
+    with pytest.raises(ValueError, match="the SLURM job runs 4 tasks"):
+        cluster.validate_settings(2, 1)
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
+    assert type(find_cluster()) is LightningEnvironment
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("alpha", "alpha"), ("alpha,beta", "alpha"), ("host[22-24,26]", "host22"), ("a b", "a")]
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "one")
+    with pytest.raises(ValueError, match="LOCAL_RANK='one'"):
+        find_cluster().local_rank()
+
+
+# -- determinism
+
+
+@pytest.fixture
+def _deterministic_as_before() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=warns)
+    torch.backends.cudnn.benchmark = before[1]
+
+
+@pytest.mark.usefixtures("_deterministic_as_before")
+def test_deterministic_algorithms() -> None:
+    torch.backends.cudnn.benchmark = True
+    set_deterministic(None)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.benchmark
+    set_deterministic(True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.backends.cudnn.benchmark
+    set_deterministic("warn", benchmark=True)
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.backends.cudnn.benchmark
+    set_deterministic(False)
+    assert not torch.are_deterministic_algorithms_enabled()

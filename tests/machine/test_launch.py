@@ -1,0 +1,234 @@
+"""Two processes, started in every way there is; and what happens when one of them is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hasten.machine.cluster import find_free_port
+from hasten.machine.launch import command_of_this_program, describe_death
+from hasten.machine.spawn import call_in_file
+from hasten.resolve import runtime
+from hasten.strategies import DDPStrategy
+
+PROGRAM = Path(__file__).with_name("programs.py")
+SECONDS = 120  # Far more than any of it takes, on a loaded machine too.
+
+
+def start(strategy: str, mode: str, folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable]
+    if strategy == "torchrun":
+        port = str(find_free_port())
+        command += ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+        strategy = "auto"
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "MASTER_PORT")}
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    return subprocess.Popen(
+        [*command, str(PROGRAM), strategy, mode, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**environment, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def run(strategy: str, mode: str, folder: Path) -> tuple[int, str]:
+    process = start(strategy, mode, folder)
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def process_ids(folder: Path) -> list[int]:
+    return [int(file.read_text()) for file in folder.glob("pid-*")]
+
+
+def assert_all_gone(folder: Path) -> None:
+    ids = process_ids(folder)
+    assert len(ids) == 2
+    deadline = time.monotonic() + 10
+    while any(alive(process_id) for process_id in ids):
+        assert time.monotonic() < deadline, "a process was left behind"
+        time.sleep(0.05)
+
+
+def alive(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_for(*files: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def one_process_weights() -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        loss = model(torch.randn(8, 4, generator=generator)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [float(value) for value in model.weight.detach().flatten()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "torchrun", "ddp_spawn"])
+def test_two_processes_train_to_the_weights_of_one_on_the_joined_batch(strategy: str, tmp_path: Path) -> None:
+    code, output = run(strategy, "trains", tmp_path)
+    assert code == 0, output
+    written = [file.read_text().split() for file in tmp_path.glob("weights-*")]
+    assert len(written) == (1 if strategy == "ddp_spawn" else 2)
+    for weights in written:
+        assert [float.fromhex(value) for value in weights] == pytest.approx(one_process_weights(), abs=1e-6)
+    assert all(weights == written[0] for weights in written)
+    assert_all_gone(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("rank1 dies", "the process of rank 1 was killed by SIGKILL"),
+        ("rank1 exits, others sleep", "the process of rank 1 ended with exit code 3"),
+        ("rank0 raises", "KeyError: \"a mistake of the user's\""),
+    ],
+)
+def test_a_lost_process_ends_the_run_and_is_named(mode: str, said: str, tmp_path: Path) -> None:
+    code, output = run("ddp", mode, tmp_path)
+    assert code == 1
+    assert said in output
+    assert_all_gone(tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
+def test_no_process_outlives_the_one_that_started_it(strategy: str, tmp_path: Path) -> None:
+    process = start(strategy, "endless", tmp_path)
+    wait_for(tmp_path / "started-0", tmp_path / "started-1")
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    assert_all_gone(tmp_path)
+
+
+@pytest.mark.parametrize(("strategy", "number"), [("ddp", signal.SIGTERM), ("ddp_fork", signal.SIGINT)])
+def test_a_signal_to_the_first_process_stops_all_at_the_same_step(
+    strategy: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    process = start(strategy, "endless", tmp_path)
+    wait_for(tmp_path / "started-0", tmp_path / "started-1")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=SECONDS)
+    # Python ends by the signal itself when a KeyboardInterrupt reaches its top.
+    assert process.returncode in (128 + number, -number), output
+    stops = [(tmp_path / f"stopped-{rank}").read_text() for rank in (0, 1)]
+    assert stops[0] == stops[1]
+    assert stops[0].split()[0] == str(int(number))
+    assert_all_gone(tmp_path)
+
+
+def test_the_program_is_run_again_as_it_was_started() -> None:
+    assert command_of_this_program()[0] == sys.executable
+
+
+def test_what_a_death_is_called() -> None:
+    assert "rank 3 was killed by SIGSEGV" in describe_death(3, -signal.SIGSEGV)
+    assert "rank 2 ended with exit code 7" in describe_death(2, 7)
+
+
+# -- copies started from here
+
+
+def copies(mode: str, folder: Path) -> list[float]:
+    strategy = DDPStrategy(start_method="forkserver")
+    run = runtime(accelerator="cpu", devices=2, strategy=strategy)
+    weights: list[float] = run.launch(call_in_file, str(PROGRAM), "train_here", mode, str(folder))
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "said"),
+    [
+        ("rank1 dies", RuntimeError, "the process of rank 1 was killed by SIGKILL"),
+        ("rank1 exits, others sleep", RuntimeError, "the process of rank 1 ended with exit code 3"),
+        ("rank0 raises", KeyError, "a mistake of the user's"),
+        ("rank1 raises", KeyError, "a mistake of the user's"),
+    ],
+)
+def test_a_lost_copy_raises_here_and_is_named(
+    mode: str, kind: type[Exception], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=said) as caught:
+        copies(mode, tmp_path)
+    if kind is KeyError:
+        assert caught.value.__notes__ == [f"This was raised in the process of rank {mode[4]}."]
+        assert "misbehave" in str(caught.value.__cause__)
+    assert_all_gone(tmp_path)
+
+
+def give_back(value: int, *, factor: int = 1) -> int:
+    return value * factor * torch.distributed.get_world_size()
+
+
+def raise_of_a_class_that_cannot_be_sent() -> None:
+    class Local(Exception):
+        pass
+
+    raise Local("from far away")
+
+
+def test_copies_hand_back_the_first_processs_result() -> None:
+    run = runtime(accelerator="cpu", devices=2, strategy="ddp_fork")
+    assert run.launch(give_back, 21, factor=1) == 42
+    assert "LOCAL_RANK" not in os.environ
+    assert not torch.distributed.is_initialized()
+
+
+def test_an_exception_that_cannot_be_sent_still_tells_what_it_was() -> None:
+    run = runtime(accelerator="cpu", devices=2, strategy="ddp_fork")
+    with pytest.raises(RuntimeError, match="Local: from far away"):
+        run.launch(raise_of_a_class_that_cannot_be_sent)
+
+
+def test_a_function_that_cannot_be_sent_is_refused_before_anything_starts() -> None:
+    run = runtime(accelerator="cpu", devices=2, strategy="ddp_spawn")
+    with pytest.raises(TypeError, match="top of a module"):
+        run.launch(lambda: None)
+
+
+class Owner:
+    """Stands for a Trainer: what it learns in the copies is wanted here."""
+
+    def __init__(self) -> None:
+        self.learned: object = None
+
+    def work(self) -> str:
+        self.learned = {"metric": torch.tensor(3.0)}
+        return "done"
+
+    def export_results(self) -> object:
+        return self.learned
+
+    def import_results(self, results: object) -> None:
+        self.learned = results
+
+
+def test_the_owners_results_come_back_from_the_copies() -> None:
+    owner = Owner()
+    run = runtime(accelerator="cpu", devices=2, strategy="ddp_fork")
+    assert run.launch(owner.work, trainer=owner) == "done"
+    assert owner.learned == {"metric": torch.tensor(3.0)}

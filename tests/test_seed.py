@@ -1,0 +1,141 @@
+"""Seeding, and taking, putting back and setting aside the states of all random generators."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hasten.seed import collect_rng_state, isolate_rng, reset_seed, restore_rng_state, seed_everything
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+
+
+def draws() -> list[Any]:
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        np.random.randint(2**30),
+        torch.rand(3).tolist(),
+        torch.randn(5).tolist(),
+    ]
+
+
+def test_same_seed_gives_the_same_numbers() -> None:
+    assert seed_everything(5, workers=True, verbose=False) == 5
+    first = draws()
+    assert seed_everything(5, verbose=False) == 5
+    assert draws() == first
+    assert seed_everything(6, verbose=False) == 6
+    assert draws() != first
+
+
+def test_seeding_equals_seeding_by_hand() -> None:
+    seed_everything(5, verbose=False)
+    ours = draws()
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    assert draws() == ours
+
+
+def test_environment_tells_the_processes_that_are_started() -> None:
+    seed_everything(5, workers=True, verbose=False)
+    assert (os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"]) == ("5", "1")
+    first = draws()
+    assert seed_everything(None, verbose=False) == 5
+    assert draws() == first
+    reset_seed()
+    assert draws() == first
+
+
+def test_without_any_seed_it_is_zero_and_said() -> None:
+    with pytest.warns(UserWarning, match="no seed given, so it is 0"):
+        assert seed_everything() == 0
+    reset_seed()
+
+
+@pytest.mark.parametrize("seed", ["many", [1], -1, 2**32, object])
+def test_bad_seed_is_named(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"seed_everything\(seed=.*between 0 and 4294967295"):
+        seed_everything(seed)
+
+
+def test_bad_seed_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "x1")
+    with pytest.raises(ValueError, match="environment variable PL_GLOBAL_SEED='x1' is not a whole number"):
+        seed_everything()
+
+
+def test_state_brings_everything_back() -> None:
+    # A normal deviate of a pair is held back by random and numpy: that belongs to the state.
+    random.gauss(0, 1)
+    np.random.randn()
+    state = collect_rng_state()
+    first = draws()
+    restore_rng_state(state)
+    assert draws() == first
+
+
+def test_state_is_plain_data() -> None:
+    state = collect_rng_state()
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    read = torch.load(buffer, weights_only=True)
+    assert read == state
+    first = draws()
+    restore_rng_state(read)
+    assert draws() == first
+
+
+def test_isolated_block_leaves_no_trace_even_after_an_error() -> None:
+    state = collect_rng_state()
+    with contextlib.suppress(KeyError), isolate_rng():
+        draws()
+        raise KeyError
+    assert collect_rng_state() == state
+
+
+def test_parts_of_a_state_leave_the_rest_alone() -> None:
+    torch.manual_seed(1)
+    state = {"torch": collect_rng_state()["torch"]}
+    random.seed(2)
+    expected = random.random()
+    random.seed(2)
+    restore_rng_state(state)
+    assert random.random() == expected
+
+
+def test_nothing_touches_the_gpu_before_it_is_used() -> None:
+    code = (
+        "import torch, hasten.seed as s; state = s.collect_rng_state(); s.restore_rng_state(state); "
+        "print(torch.cuda.is_initialized(), 'cuda' in state)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_state_has_the_gpu() -> None:
+    torch.rand(1, device="cuda")
+    state = collect_rng_state()
+    first = torch.rand(3, device="cuda")
+    restore_rng_state(state)
+    assert torch.equal(torch.rand(3, device="cuda"), first)

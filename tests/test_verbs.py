@@ -1,0 +1,450 @@
+"""The verbs give bit for bit what torch's own calls give, and step aside where torch's wrappers do something."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from hasten import verbs
+
+STEPS = 6
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+class Custom(Optimizer):
+    """Sign descent with a step and a zero_grad of its own, counting both."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self.steps = self.zeros = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zeros += 1
+        super().zero_grad(set_to_none)
+
+
+class Twice(torch.optim.SGD):
+    """A step that calls its base's step twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        return super().step(closure)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd_foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adam_amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adam_fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adam_foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "adam_tensor_lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "custom": lambda p: Custom(p),
+    "twice": lambda p: Twice(p, lr=0.05, momentum=0.9),
+}
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        yield torch.randn(8, 5, generator=generator), torch.randn(8, 1, generator=generator)
+
+
+def train_plainly(module: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
+    for x, y in batches():
+        loss = nn.functional.mse_loss(module(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def train_with_verbs(module: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
+    step, zero_grad = verbs.make_step(optimizer), verbs.make_zero_grad(optimizer)
+    for x, y in batches():
+        loss = nn.functional.mse_loss(module(x), y)
+        zero_grad()
+        verbs.backward(loss)
+        step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def assert_equal(first: nn.Module, second: nn.Module) -> None:
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def flat(state: Any) -> list[Any]:
+    if isinstance(state, dict):
+        return [item for value in state.values() for item in flat(value)]
+    if isinstance(state, (list, tuple)):
+        return [item for value in state for item in flat(value)]
+    return [state.tolist() if isinstance(state, Tensor) else state]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_and_optimizer_state_equal_the_plain_loops(name: str) -> None:
+    plain, mine = model(), model()
+    plain_optimizer, my_optimizer = (OPTIMIZERS[name](m.parameters()) for m in (plain, mine))
+    train_plainly(plain, plain_optimizer)
+    train_with_verbs(mine, my_optimizer)
+    assert_equal(plain, mine)
+    assert flat(plain_optimizer.state_dict()) == flat(my_optimizer.state_dict())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "custom", "twice"])
+def test_a_scheduler_works_and_does_not_warn(name: str) -> None:
+    plain, mine = model(), model()
+    plain_optimizer, my_optimizer = (OPTIMIZERS[name](m.parameters()) for m in (plain, mine))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_plainly(plain, plain_optimizer, torch.optim.lr_scheduler.StepLR(plain_optimizer, 2))
+        train_with_verbs(mine, my_optimizer, torch.optim.lr_scheduler.StepLR(my_optimizer, 2))
+    assert_equal(plain, mine)
+
+
+def test_a_scheduler_made_after_the_verbs_works_and_does_not_warn() -> None:
+    plain, mine = model(), model()
+    plain_optimizer, my_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, mine))
+    step, zero_grad = verbs.make_step(my_optimizer), verbs.make_zero_grad(my_optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(my_optimizer, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in batches():
+            zero_grad()
+            verbs.backward(nn.functional.mse_loss(mine(x), y))
+            step()
+            scheduler.step()
+    train_plainly(plain, plain_optimizer, torch.optim.lr_scheduler.ExponentialLR(plain_optimizer, 0.5))
+    assert_equal(plain, mine)
+
+
+def test_torch_still_warns_of_a_scheduler_that_steps_first() -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    verbs.make_step(optimizer)
+    with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
+        scheduler.step()
+
+
+def test_lbfgs_gets_its_closure() -> None:
+    x, y = next(batches())
+
+    def train(module: nn.Module, make_step: Callable[[Any], Any]) -> float:
+        optimizer = torch.optim.LBFGS(module.parameters(), lr=0.5, max_iter=4)
+        step = make_step(optimizer)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(module(x), y)
+            loss.backward()
+            return loss
+
+        return [step(closure).item() for _ in range(3)][-1]
+
+    plain, mine = model(), model()
+    assert train(plain, lambda optimizer: optimizer.step) == train(mine, verbs.make_step)
+    assert_equal(plain, mine)
+
+
+def test_step_hooks_run_whenever_they_are_added() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    step = verbs.make_step(optimizer)
+    seen: list[str] = []
+    step()
+    before = optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    after = optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    step()
+    before.remove()
+    after.remove()
+    step()
+    for_all = torch_optimizer.register_optimizer_step_post_hook(lambda *_: seen.append("all"))
+    step()
+    for_all.remove()
+    step()
+    assert seen == ["before", "after", "all"]
+
+
+def test_a_step_hook_may_change_what_the_step_gets() -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    step, called = verbs.make_step(optimizer), []
+
+    def add_closure(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        return (args[0], lambda: called.append(1)), kwargs
+
+    optimizer.register_step_pre_hook(add_closure)
+    step()
+    assert called == [1]
+
+
+def test_a_profiler_sees_the_step() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    step, zero_grad = verbs.make_step(optimizer), verbs.make_zero_grad(optimizer)
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        zero_grad()
+        verbs.backward(module(torch.ones(1, 5)).sum())
+        step()
+    names = {event.key for event in profile.key_averages()}
+    assert "Optimizer.step#SGD.step" in names
+    assert "Optimizer.zero_grad#SGD.zero_grad" in names
+
+
+def test_a_step_replaced_on_the_instance_or_the_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, calls = torch.optim.SGD(model().parameters(), lr=0.1), []
+    step = verbs.make_step(optimizer)
+    optimizer.step = lambda closure=None: calls.append("instance")  # type: ignore[method-assign,assignment]
+    step()
+    del optimizer.step
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: calls.append("class"))
+    step()
+    assert calls == ["instance", "class"]
+
+
+def test_an_overridden_zero_grad_is_called() -> None:
+    optimizer = Custom(model().parameters())
+    verbs.make_zero_grad(optimizer)()
+    assert optimizer.zeros == 1
+    plain, calls = torch.optim.SGD(model().parameters(), lr=0.1), []
+    zero_grad = verbs.make_zero_grad(plain)
+    plain.zero_grad = lambda set_to_none=True: calls.append(1)  # type: ignore[method-assign]
+    zero_grad()
+    assert calls == [1]
+
+
+def test_something_that_only_looks_like_an_optimizer_is_called_as_it_is() -> None:
+    class Like:
+        calls: list[str]
+
+        def __init__(self) -> None:
+            self.calls = []
+
+        def step(self) -> str:
+            self.calls.append("step")
+            return "done"
+
+        def zero_grad(self) -> None:
+            self.calls.append("zero")
+
+    like = Like()
+    assert verbs.make_step(like)() == "done"
+    verbs.make_zero_grad(like)()
+    assert like.calls == ["step", "zero"]
+
+
+@pytest.mark.parametrize("grad_enabled", [True, False])
+def test_the_grad_mode_is_left_as_it_was(grad_enabled: bool) -> None:
+    module = model()
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(1, 5)).sum().backward()
+    with torch.set_grad_enabled(grad_enabled):
+        verbs.make_step(optimizer)()
+        assert torch.is_grad_enabled() is grad_enabled
+
+
+def test_the_grad_mode_is_left_as_it_was_after_an_error() -> None:
+    class Breaks(torch.optim.SGD):
+        @torch_optimizer._use_grad_for_differentiable
+        def step(self, closure: Any = None) -> None:
+            raise KeyError("broken")
+
+    with pytest.raises(KeyError, match="broken"):
+        verbs.make_step(Breaks(model().parameters(), lr=0.1))()
+    assert torch.is_grad_enabled()
+
+
+def test_a_differentiable_optimizer_keeps_the_graph() -> None:
+    weight = torch.ones(2, requires_grad=True).clone()
+    weight.retain_grad()
+    optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.1), differentiable=True)
+    weight.grad = torch.ones(2, requires_grad=True)
+    verbs.make_step(optimizer)()
+    assert weight.requires_grad
+
+
+# -- backward
+
+
+def gradients_of(run: Callable[[Tensor], Any], loss_of: Callable[[Tensor], Tensor]) -> Tensor:
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64).requires_grad_()
+    run(loss_of(x))
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [lambda x: x.pow(3).sum(), lambda x: x.pow(2).mean().reshape(1), lambda x: x.exp().sum().float()],
+    ids=["no dimensions", "one element", "another type"],
+)
+def test_backward_equals_torchs(loss_of: Callable[[Tensor], Tensor]) -> None:
+    assert torch.equal(gradients_of(verbs.backward, loss_of), gradients_of(Tensor.backward, loss_of))
+
+
+def test_backward_of_a_parameter_itself_twice_accumulates() -> None:
+    weight = nn.Parameter(torch.tensor(2.0))
+    verbs.backward(weight)
+    verbs.backward(weight)
+    assert weight.grad is not None
+    assert weight.grad.item() == 2.0
+
+
+def test_a_hook_that_changes_the_gradient_in_place_does_not_reach_the_next_backward() -> None:
+    weight = nn.Parameter(torch.tensor(2.0))
+    for factor in (10.0, 1.0):
+        weight.grad = None
+        loss = weight * 1.0
+        loss.register_hook(lambda gradient, factor=factor: gradient.mul_(factor))
+        verbs.backward(loss)
+        assert weight.grad.item() == factor
+
+
+def test_backward_takes_what_torchs_takes() -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = (x * 2).sum()
+    verbs.backward(y, retain_graph=True)
+    verbs.backward(y, None, model=None)
+    assert x.grad is not None
+    assert x.grad.tolist() == [4.0, 4.0, 4.0]
+    z = x * 3
+    verbs.backward(z, torch.tensor([1.0, 0.0, 2.0]))
+    assert x.grad.tolist() == [7.0, 4.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        torch.tensor(1.0),
+        torch.ones(2, requires_grad=True) * 2,
+        (torch.ones((), dtype=torch.complex64, requires_grad=True) * 2),
+    ],
+    ids=["no gradient", "several elements", "complex"],
+)
+def test_backward_raises_what_torch_raises(loss: Tensor) -> None:
+    with pytest.raises(RuntimeError) as theirs:
+        loss.backward()
+    with pytest.raises(RuntimeError) as mine:
+        verbs.backward(loss)
+    assert str(mine.value) == str(theirs.value)
+
+
+def test_a_subclass_of_tensor_has_its_own_backward() -> None:
+    class Noted(Tensor):
+        calls = 0
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is Tensor.backward:
+                Noted.calls += 1
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.ones(2, requires_grad=True)
+    verbs.backward((x * 2).sum().as_subclass(Noted))
+    assert Noted.calls == 1
+    assert x.grad is not None
+
+
+def test_a_function_mode_sees_backward() -> None:
+    class Notes(torch.overrides.TorchFunctionMode):
+        seen: list[Any]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    loss = (torch.ones(2, requires_grad=True) * 2).sum()
+    with Notes() as notes:
+        verbs.backward(loss)
+    assert Tensor.backward in notes.seen
+
+
+def test_anomaly_detection_names_the_forward_operation() -> None:
+    x = torch.zeros(1, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = (torch.sqrt(x) * 0).sum()
+        with pytest.raises(RuntimeError, match="returned nan"):
+            verbs.backward(loss)
+
+
+# -- torch without the names the fast ways use
+
+PRIVATE = ("_profiler_enabled", "_pre_hooks", "_post_hooks", "_run_backward", "_guard_code")
+
+
+@pytest.mark.parametrize("missing", PRIVATE)
+def test_without_a_private_name_of_torch_the_results_are_the_same(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verbs, missing, None)
+    plain, mine = model(), model()
+    train_plainly(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
+    train_with_verbs(mine, torch.optim.Adam(mine.parameters(), lr=0.01))
+    assert_equal(plain, mine)
+
+
+def test_the_fast_way_is_taken_where_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Otherwise every test above could pass with the slow one.
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    spans: list[str] = []
+    record = torch.autograd.profiler.record_function
+    monkeypatch.setattr(
+        torch.autograd.profiler, "record_function", lambda name, *a: spans.append(name) or record(name, *a)
+    )
+    optimizer.step()
+    optimizer.zero_grad()
+    assert len(spans) == 2
+    verbs.make_step(optimizer)()
+    verbs.make_zero_grad(optimizer)()
+    assert len(spans) == 2
+
+
+def test_a_copied_optimizer_steps_its_own_parameters() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    verbs.make_step(optimizer)
+    twin_module, twin = copy.deepcopy((module, optimizer))
+    twin_module(torch.ones(1, 5)).sum().backward()
+    before = [parameter.clone() for parameter in module.parameters()]
+    verbs.make_step(twin)()
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before, twin_module.parameters(), strict=True))
