@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,10 @@ def test_nothing_touches_the_gpu_before_it_is_used() -> None:
         "import torch, hasten.seed as s; state = s.collect_rng_state(); s.restore_rng_state(state); "
         "print(torch.cuda.is_initialized(), 'cuda' in state)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert result.stdout.split() == ["False", "False"]
 
 

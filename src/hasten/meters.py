@@ -82,7 +82,7 @@ class Meters:
         self.bar_values: dict[str, float] = {}
         self._contexts: dict[str, Context] = {}
         self._on_the_way: list[tuple[Arrival, list[tuple[Meter, str]], int, int]] = []
-        self._bar_sent = 0.0
+        self._bar_sent = time.monotonic()
         self._warned: set[str] = set()
 
     # -- where a value is logged
@@ -356,6 +356,7 @@ class Meters:
 
     def start_epoch(self, stage: str) -> None:
         """Forget what the stage's last epoch gathered."""
+        self._bar_sent = time.monotonic()
         for meter in self._stage(stage):
             meter.reset()
 

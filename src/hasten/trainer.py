@@ -20,7 +20,7 @@ from hasten.checkpoint.migrate import from_lightning
 from hasten.datamodule import LightningDataModule
 from hasten.hooks import Callbacks, Hooks, overrides
 from hasten.loops.checks import ValidationChecks
-from hasten.loops.evaluate import evaluate
+from hasten.loops.evaluate import evaluate_and_print
 from hasten.loops.fit import fit
 from hasten.loops.predict import predict
 from hasten.loops.prepare import prepare
@@ -407,7 +407,7 @@ class Trainer(TrainerView):
         module = self._module_for(stage, model)
         check_call(self._arguments, stage, module, datamodule, dataloaders, None)
         path = self._weights_for(fn, model, ckpt_path)
-        body = functools.partial(_evaluate_and_print, stage=stage, verbose=verbose)
+        body = functools.partial(evaluate_and_print, testing=fn == TrainerFn.TESTING, verbose=verbose)
         results: list[dict[str, float]] = self._call(
             fn, module, datamodule, {stage: dataloaders}, path, weights_only, body
         )
@@ -611,19 +611,6 @@ class Trainer(TrainerView):
 def _fit(run: Run) -> None:
     with torch.autograd.set_detect_anomaly(run.arguments.detect_anomaly):
         fit(run)
-
-
-def _evaluate_and_print(run: Run, *, stage: str, verbose: bool) -> list[dict[str, float]]:
-    source = run.validation if stage == "validate" else run.test
-    if source.is_off():
-        return []
-    source.load()
-    results = evaluate(run, source)
-    if verbose and run.runtime.is_global_zero:
-        from hasten.report.results import print_results
-
-        print_results(results, stage)
-    return results
 
 
 _FIRST_STAGE = {

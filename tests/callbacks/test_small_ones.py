@@ -91,6 +91,15 @@ def test_a_scheduler_by_epochs_is_logged_by_epochs() -> None:
     assert logged(halving("epoch"), LearningRateMonitor()).of("lr-SGD") == [(0, 1.0), (4, 0.5)]
 
 
+def test_other_callbacks_can_use_a_learning_rate(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, "{lr-SGD:.3f}")
+    callbacks = [LearningRateMonitor(), checkpoint]
+    trainer = quiet(callbacks=callbacks, logger=Rows(), enable_checkpointing=True, log_every_n_steps=1)
+    trainer.fit(Tuned(halving("step")), BATCHES)
+    assert trainer.callback_metrics["lr-SGD"] == 0.125
+    assert [path.name for path in tmp_path.iterdir()] == ["lr-SGD=0.125.ckpt"]
+
+
 @pytest.mark.parametrize(("interval", "steps"), [("step", [1, 3, 5, 7]), ("epoch", [0, 4])])
 def test_the_interval_can_be_chosen(interval: Any, steps: list[int]) -> None:
     rows = logged(

@@ -110,9 +110,8 @@ class LearningRateMonitor(Callback):
                 stats |= self._stats(optimizer, names)
         if not stats:
             return
-        publish = getattr(trainer, "publish_callback_values", None)
-        if publish is not None:
-            publish(stats)
+        # Other callbacks may name a learning rate, for instance in a checkpoint's file name.
+        trainer._meters.callback_values.update(stats)
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(dict(stats), step=step)

@@ -63,9 +63,6 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
         _save_remote(contents, str(path), storage_options)
         return
     target = _local(path)
-    if target.is_dir() and not target.is_symlink():
-        raise IsADirectoryError(errno.EISDIR, f"{target} is a folder; a checkpoint needs a file name", str(target))
-    _make_folder(target.parent)
     with _explained(target), _temporary(target) as (file, temporary):
         _write(contents, file)
         seal(file)
@@ -277,6 +274,9 @@ def _write(contents: dict[str, Any], file: IO[bytes]) -> None:
 @contextmanager
 def _temporary(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
     """Open a file beside ``target``, locked for as long as its writer lives; remove it unless it was renamed."""
+    if target.is_dir() and not target.is_symlink():
+        raise IsADirectoryError(errno.EISDIR, f"{target} is a folder; a checkpoint needs a name", str(target))
+    _make_folder(target.parent)
     while True:
         temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}{_TEMPORARY}")
         file = open(temporary, "x+b")  # noqa: SIM115  (closed below; the name must be known to remove it)
@@ -338,8 +338,10 @@ def _sync_folder(folder: Path) -> None:
 def _explained(target: Path) -> Iterator[None]:
     try:
         yield
+    except (FileExistsError, NotADirectoryError, IsADirectoryError):
+        raise
     except OSError as error:
-        kept = "What was there before is untouched." if target.exists() else "Nothing is left of it."
+        kept = "What was there before is untouched." if os.path.exists(target) else "Nothing is left of it."
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = shutil.disk_usage(target.parent).free
             why = f"{os.strerror(error.errno)} ({free} bytes free in {target.parent})"

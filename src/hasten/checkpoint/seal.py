@@ -24,7 +24,7 @@ class CheckpointDamaged(RuntimeError):
 
 
 def seal(file: IO[bytes]) -> None:
-    """Put the sha256 at the end of a file that ``_write`` has written."""
+    """Put the sha256 at the end of a file that ``torch.save`` has written."""
     size = file.seek(0, os.SEEK_END)
     file.seek(size - 2)
     file.write(_LINE_BYTES.to_bytes(2, "little"))
@@ -56,6 +56,8 @@ def check(file: IO[bytes], path: str | os.PathLike[str]) -> None:
                 if _crc32(file, start, length) != checksum:
                     damaged = name
                     break
+        elif _ends_elsewhere(file, size):
+            damaged = "its end"
         else:
             # Written by someone else, with the checksums of the archive alone.
             with zipfile.ZipFile(file) as archive:
@@ -64,6 +66,15 @@ def check(file: IO[bytes], path: str | os.PathLike[str]) -> None:
         raise CheckpointDamaged(f"{path} is damaged or cut off at {size} bytes: {first_line(error)}") from None
     if damaged is not None:
         raise CheckpointDamaged(f"{path} is damaged: {damaged} differs from what was written, by its checksum.")
+
+
+def _ends_elsewhere(file: IO[bytes], size: int) -> bool:
+    """Say whether an archive's comment is longer or shorter than announced: cut off, or something came after."""
+    file.seek(max(0, size - _END_BYTES - 0xFFFF))
+    tail = file.read()
+    place = tail.rfind(b"PK\x05\x06")
+    announced = tail[place + _END_BYTES - 2 : place + _END_BYTES]
+    return place >= 0 and int.from_bytes(announced, "little") != len(tail) - place - _END_BYTES
 
 
 _NOT_AN_ARCHIVE = (

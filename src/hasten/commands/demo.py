@@ -151,12 +151,12 @@ def _run(options: argparse.Namespace, command: str) -> int:
 def _climb(options: argparse.Namespace, command: str) -> int:
     from hasten.demo import ladder, outcome
 
+    task = _task(options, _device(options.accelerator))
     # Found out before the training, not after it.
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--output {options.output}: cannot be made a folder ({error.strerror}).") from error
-    task = _task(options, _device(options.accelerator))
     facts = outcome.hardware(task.device)
     _say(f"{task.name}: {task.title}")
     _say(outcome.describe(facts))

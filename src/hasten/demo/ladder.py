@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
+import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
@@ -156,7 +157,8 @@ def _short_enough(result: Result, row_seconds: float) -> bool:
 def _probe(task: Task, result: Result, by_width: Sequence[list[int]], row_seconds: float) -> list[list[int]]:
     """Warm up, time the median batch, and return the batches that are left to time if the row is sampled."""
     middle = by_width[len(by_width) // 2]
-    part = middle[:WARM_UP_SAMPLES]
+    # Its longest samples: they are padded as widely as the whole batch.
+    part = sorted(middle, key=lambda sample: task.width(result.row.switches, [sample]))[-WARM_UP_SAMPLES:]
 
     def step_seconds(batch: list[int], count: int = 1) -> float:
         return _run(task, result.row.switches, [batch] * count, epochs=1).step_seconds / count
@@ -235,7 +237,6 @@ def _run(
 ) -> Run:
     """Train a fresh model on these batches."""
     loader = task.train_loader(switches, batches)
-    gc.collect()
     return (_in_hasten if switches.hasten else _by_hand)(task, switches, loader, epochs, bar)
 
 
@@ -266,10 +267,26 @@ def _in_hasten(task: Task, switches: Switches, loader: Any, epochs: int, bar: bo
     torch.manual_seed(task.seed)
     clock = _Clock(task)
     module.loss = clock.loss
-    trainer.fit(module, loader)
-    return clock.stop(
-        module.model, lambda data: float(trainer.test(module, data, verbose=False)[0]["test_acc"])
-    )
+    with _no_news():
+        trainer.fit(module, loader)
+
+    def accuracy(data: Any) -> float:
+        with _no_news():
+            return float(trainer.test(module, data, verbose=False)[0]["test_acc"])
+
+    return clock.stop(module.model, accuracy)
+
+
+@contextmanager
+def _no_news() -> Iterator[None]:
+    """Dozens of short runs would each say that they have ended; warnings still come through."""
+    log = logging.getLogger("hasten")
+    before = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _now(device: torch.device) -> float:

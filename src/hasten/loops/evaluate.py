@@ -16,6 +16,7 @@ from hasten.loops.sources import Source
 from hasten.loops.states import RunningStage
 from hasten.loops.transfer import make_transfer
 from hasten.module import LightningModule
+from hasten.report.results import print_results
 from hasten.seed import isolate_rng
 
 
@@ -89,6 +90,18 @@ def evaluate(
         meters.loggers = loggers
     assert delivered
     return by_loader[: len(source.loaders)] + [{} for _ in range(len(source.loaders) - len(by_loader))]
+
+
+def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[str, float]]:
+    """Evaluate, and print the values logged if ``verbose``; what ``validate`` and ``test`` do."""
+    source = run.test if testing else run.validation
+    if source.is_off():
+        return []
+    source.load()
+    results = evaluate(run, source)
+    if verbose and run.runtime.is_global_zero:
+        print_results(results, "test" if testing else "validate")
+    return results
 
 
 def _evaluate_loader(run: Run, source: Source, loader_idx: int | None) -> None:

@@ -1,0 +1,125 @@
+"""Checkpoints of Lightning come over with their counters."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from hasten.checkpoint.migrate import from_lightning
+from hasten.loops.progress import Progress
+
+
+def counts(ready: int, completed: int, processed: int) -> dict[str, int]:
+    return {"ready": ready, "completed": completed, "started": ready, "processed": processed}
+
+
+def lightning(
+    *,
+    epoch: int,
+    global_step: int,
+    batch: tuple[int, int],
+    total: tuple[int, int],
+    epochs_processed: int,
+    last: bool = False,
+    stepped: int = 0,
+    optimizers: int = 1,
+    automatic: bool = True,
+) -> dict[str, Any]:
+    """Return a checkpoint as Lightning 2.6 writes it; batches are (processed, completed)."""
+    done = global_step if automatic else 0
+    return {
+        "epoch": epoch,
+        "global_step": global_step,
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": {"weight": 1},
+        "optimizer_states": [{}] * optimizers,
+        "loops": {
+            "fit_loop": {
+                "state_dict": {},
+                "epoch_loop.state_dict": {"_batches_that_stepped": stepped},
+                "epoch_loop.batch_progress": {
+                    "total": counts(total[0], total[1], total[0]),
+                    "current": counts(batch[0], batch[1], batch[0]),
+                    "is_last_batch": last,
+                },
+                "epoch_loop.automatic_optimization.optim_progress": {
+                    "optimizer": {"step": {"total": {"ready": done, "completed": done}}}
+                },
+                "epoch_progress": {"current": counts(epoch + 1, epoch, epochs_processed)},
+            },
+            "validate_loop": {},
+        },
+        "callbacks": {"EarlyStopping{'monitor': 'v', 'mode': 'min'}": {"wait_count": 1}},
+    }
+
+
+def progress(checkpoint: dict[str, Any]) -> Progress:
+    found = Progress()
+    found.load_state_dict(from_lightning(checkpoint)["loops"]["fit"])
+    return found
+
+
+def test_checkpoint_of_ours_comes_back_as_it_is() -> None:
+    ours = {"pytorch-lightning_version": "2.6.0", "hasten_version": "0.1.0", "loops": {"fit": {}}}
+    assert from_lightning(ours) is ours
+    foreign = {"state_dict": {}}
+    assert from_lightning(foreign) is foreign
+
+
+def test_all_counters_are_given_and_the_rest_is_kept() -> None:
+    theirs = lightning(epoch=1, global_step=4, batch=(2, 1), total=(7, 6), epochs_processed=1)
+    before = copy.deepcopy(theirs)
+    ours = from_lightning(theirs)
+    assert theirs == before
+    assert set(ours["loops"]["fit"]) == {field.name for field in fields(Progress)}
+    assert {key: value for key, value in ours.items() if key != "loops"} == {
+        key: value for key, value in theirs.items() if key != "loops"
+    }
+
+
+def test_after_a_batch() -> None:
+    # Written by on_train_batch_end after batch 2 of epoch 1, five batches an epoch, two accumulated.
+    theirs = lightning(epoch=1, global_step=4, batch=(2, 1), total=(7, 6), epochs_processed=1, stepped=3)
+    assert progress(theirs) == Progress(
+        epoch=1, batch=2, total_batches=7, global_step=4, updates=4, followed=False
+    )
+
+
+def test_after_a_validation_within_the_epoch() -> None:
+    theirs = lightning(epoch=2, global_step=7, batch=(3, 3), total=(13, 13), epochs_processed=2, stepped=7)
+    assert progress(theirs) == Progress(epoch=2, batch=3, total_batches=13, global_step=7, updates=7)
+
+
+def test_at_the_end_of_an_epoch() -> None:
+    theirs = lightning(
+        epoch=2, global_step=9, batch=(5, 5), total=(15, 15), epochs_processed=3, last=True, stepped=9
+    )
+    found = progress(theirs)
+    assert (found.epoch, found.epochs_done, found.mid_epoch) == (2, 3, False)
+    found.next_epoch()
+    assert (found.epoch, found.batch, found.total_batches) == (3, 0, 15)
+
+
+@pytest.mark.parametrize(("optimizers", "automatic"), [(2, False), (1, False)])
+def test_manual_optimisation_counts_batches_and_steps_apart(optimizers: int, automatic: bool) -> None:
+    theirs = lightning(
+        epoch=0,
+        global_step=10,
+        batch=(5, 4),
+        total=(5, 4),
+        epochs_processed=0,
+        stepped=4,
+        optimizers=optimizers,
+        automatic=automatic,
+    )
+    found = progress(theirs)
+    assert (found.global_step, found.updates) == (10, 5)
+
+
+def test_without_counters_the_epoch_counts_as_complete() -> None:
+    theirs = {"pytorch-lightning_version": "2.0.0", "epoch": 3, "global_step": 40, "state_dict": {}}
+    found = progress(theirs)
+    assert (found.epochs_done, found.global_step, found.mid_epoch) == (4, 40, False)

@@ -1,0 +1,180 @@
+"""What each precision does to modules, inputs, outputs and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hasten.plugins import HalfPrecision, MixedPrecision
+from hasten.resolve import runtime
+
+TYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+class Notes(nn.Module):
+    """A linear layer that notes what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.layer(x)
+        self.seen = {"x": x.dtype, "ids": ids.dtype, "out": out.dtype, "new": torch.zeros(1).dtype}
+        return {"out": out, "ids": ids}
+
+
+def call(precision: str, **options: Any) -> tuple[Notes, dict[str, torch.Tensor]]:
+    run = runtime(accelerator="cpu", precision=precision)
+    module = Notes()
+    run.place(module)
+    forward = run.bind(module, module=module, wrapped=run.wrap(module), training=True, **options)
+    return module, forward(torch.ones(3, 4, dtype=torch.float64), ids=torch.arange(3))
+
+
+@pytest.mark.parametrize("precision", TYPES)
+def test_true_precisions_convert_weights_inputs_and_new_tensors(precision: str) -> None:
+    dtype = TYPES[precision]
+    module, output = call(precision)
+    assert module.layer.weight.dtype == dtype
+    assert module.seen == {"x": dtype, "ids": torch.int64, "out": dtype, "new": dtype}
+    assert output["out"].dtype == dtype
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_mixed_precision_computes_in_bfloat16_on_full_weights() -> None:
+    module, output = call("bf16-mixed")
+    assert module.layer.weight.dtype == torch.float32
+    assert module.seen == {"x": torch.float32, "ids": torch.int64, "out": torch.bfloat16, "new": torch.float32}
+    assert output["out"].dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", *TYPES])
+def test_outputs_come_in_the_default_type_where_asked(precision: str) -> None:
+    _, output = call(precision, convert_outputs=True)
+    assert output["out"].dtype == torch.float32
+    assert output["ids"].dtype == torch.int64
+
+
+def test_full_precision_binds_to_the_function_itself() -> None:
+    run = runtime(accelerator="cpu")
+    module = nn.Linear(1, 1)
+    function = module.forward
+    assert run.bind(function, module=module, wrapped=run.wrap(module), training=True) is function
+    assert run.unscale is None
+
+
+@pytest.mark.parametrize("precision", TYPES)
+def test_the_default_type_comes_back_after_an_error(precision: str) -> None:
+    run = runtime(accelerator="cpu", precision=precision)
+
+    def breaks() -> None:
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError):
+        run.bind(breaks)()
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("precision", TYPES)
+def test_modules_and_tensors_are_made_in_the_precision(precision: str) -> None:
+    run = runtime(accelerator="cpu", precision=precision)
+    with run.init_module():
+        assert nn.Linear(2, 2).weight.dtype == TYPES[precision]
+    with run.init_tensor():
+        assert torch.zeros(1).dtype == TYPES[precision]
+    assert torch.zeros(1).dtype == torch.float32
+
+
+def test_mixed_training_equals_a_loop_with_autocast() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+
+    plain, mine = model(), model()
+    plain_optimizer, my_optimizer = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (plain, mine))
+    run = runtime(accelerator="cpu", precision="bf16-mixed")
+
+    def loss_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return module(x).pow(2).mean()
+
+    training_step = run.bind(loss_of, module=mine)
+    step, zero_grad = run.make_step(my_optimizer), run.make_zero_grad(my_optimizer)
+    for seed in range(5):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+        plain_optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(plain, x)
+        loss.backward()
+        plain_optimizer.step()
+        zero_grad()
+        run.backward(training_step(mine, x))
+        step()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), mine.parameters(), strict=True))
+
+
+class Scaled:
+    """A run on the CPU that believes it needs a scaler, which torch's works for as well."""
+
+    def __init__(self) -> None:
+        precision = MixedPrecision("16-mixed", device="cuda", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+        precision.device = "cpu"
+        self.run = runtime(accelerator="cpu", plugins=precision)
+        torch.manual_seed(0)
+        self.module = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        self.step = self.run.make_step(self.optimizer)
+
+
+def test_the_scaler_scales_unscales_and_steps_as_in_a_plain_loop() -> None:
+    x = torch.ones(2, 4)
+    scaled = Scaled()
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 1)
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(plain(x).pow(2).mean()).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+
+        scaled.run.make_zero_grad(scaled.optimizer)()
+        scaled.run.backward(scaled.module(x).pow(2).mean())
+        assert scaled.run.unscale is not None
+        scaled.run.unscale(scaled.optimizer)
+        scaled.run.unscale(scaled.optimizer)  # A second time does nothing.
+        assert torch.equal(scaled.run.clip_norm(scaled.module.parameters(), 0.5), norm)
+        scaled.step()
+    assert torch.equal(plain.weight, scaled.module.weight)
+
+
+def test_a_step_with_infinite_gradients_is_left_out_and_the_scale_halved() -> None:
+    scaled = Scaled()
+    before = scaled.module.weight.clone()
+    scaled.run.backward(scaled.module(torch.full((1, 4), float("inf"))).sum())
+    scaled.step()
+    assert torch.equal(before, scaled.module.weight)
+    assert scaled.run.scaler is not None
+    assert scaled.run.scaler.get_scale() == 4.0
+    assert scaled.run.precision.state_dict()["scale"] == 4.0
+
+
+def test_the_scaler_and_lbfgs_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="LBFGS"):
+        Scaled().run.make_step(torch.optim.LBFGS(nn.Linear(1, 1).parameters()))
+
+
+def test_what_a_precision_cannot_be() -> None:
+    with pytest.raises(ValueError, match="'bf16-true' or '16-true'"):
+        HalfPrecision("16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'16-mixed' or 'bf16-mixed'"):
+        MixedPrecision("32")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs no scaler"):
+        MixedPrecision("bf16-mixed", "cpu", torch.amp.GradScaler("cpu"))

@@ -1,0 +1,159 @@
+"""DDP on two processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from hasten.resolve import runtime
+from hasten.runtime import Runtime
+from hasten.strategies import DDPStrategy
+
+
+class Model(nn.Module):
+    """A model whose training step calls itself, as a LightningModule's does, and has a part it does not use."""
+
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.norm = nn.BatchNorm1d(4)
+        if unused:
+            self.unused = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.norm(x))
+
+    def training_step(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self(x).pow(2).mean() * scale
+
+
+def started(strategy: Any = "ddp", precision: Any = None) -> Runtime:
+    run = runtime(accelerator="cpu", devices=2, strategy=strategy, precision=precision)
+    run.launch(lambda: None)
+    return run
+
+
+def data(rank: int) -> torch.Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def gradient_of(model: nn.Module) -> torch.Tensor:
+    gradient = model.layer.weight.grad  # type: ignore[union-attr]
+    assert isinstance(gradient, torch.Tensor)
+    return gradient
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("precision", [None, "bf16-mixed", "64-true"])
+def test_a_training_step_averages_gradients_and_the_model_keeps_its_names(precision: str | None) -> None:
+    run = started(precision=precision)
+    model = Model()
+    names = list(model.state_dict())
+    run.place(model)
+    wrapped = run.wrap(model)
+    assert wrapped is not model
+    step = run.bind(model.training_step, module=model, wrapped=wrapped, training=True)
+    run.backward(step(data(run.global_rank), scale=2.0))
+    everywhere = run.all_gather(gradient_of(model))
+    assert torch.equal(everywhere[0], everywhere[1])
+    assert list(run.state_dict(model)) == names
+    assert "forward" not in vars(model)
+    alone = []
+    for rank in (0, 1):
+        twin = Model()
+        run.place(twin)
+        run.bind(twin.training_step)(data(rank), scale=2.0).backward()
+        alone.append(gradient_of(twin))
+    assert torch.allclose(gradient_of(model), (alone[0] + alone[1]) / 2, atol=1e-2 if precision else 1e-6)
+
+
+@pytest.mark.world_size(2)
+def test_gradients_stay_on_their_process_until_the_accumulation_is_complete() -> None:
+    run = started()
+    model = Model()
+    wrapped = run.wrap(model)
+    step = run.bind(model.training_step, module=model, wrapped=wrapped, training=True)
+    assert run.syncs_gradients
+    with run.no_sync(wrapped):
+        run.backward(step(data(run.global_rank)))
+    first, second = run.all_gather(gradient_of(model))
+    assert not torch.equal(first, second)
+    run.backward(step(data(run.global_rank)))
+    first, second = run.all_gather(gradient_of(model))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.world_size(2)
+def test_unused_parameters_need_to_be_found() -> None:
+    run = started("ddp_find_unused_parameters_true")
+    model = Model(unused=True)
+    step = run.bind(model.training_step, module=model, wrapped=run.wrap(model), training=True)
+    for _ in range(3):
+        run.backward(step(data(run.global_rank)))
+    first, second = run.all_gather(gradient_of(model))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.world_size(2)
+def test_a_communication_hook_and_parameters_to_ignore() -> None:
+    run = started(DDPStrategy(ddp_comm_hook=default_hooks.allreduce_hook))
+    model = Model()
+    model._ddp_params_and_buffers_to_ignore = ["layer.bias"]  # type: ignore[assignment]
+    step = run.bind(model.training_step, module=model, wrapped=run.wrap(model), training=True)
+    run.backward(step(data(run.global_rank)))
+    weights, biases = run.all_gather(gradient_of(model)), run.all_gather(model.layer.bias.grad)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(biases[0], biases[1])
+
+
+@pytest.mark.world_size(2)
+def test_a_model_without_gradients_is_not_wrapped() -> None:
+    run = started()
+    model = Model().requires_grad_(False)
+    assert run.wrap(model) is model
+
+
+@pytest.mark.world_size(2)
+def test_another_number_of_processes_in_the_same_program_is_refused() -> None:
+    started()
+    with pytest.raises(RuntimeError, match="already in a group of 2 processes, but the run asks for 3"):
+        runtime(accelerator="cpu", devices=3, strategy="ddp").launch(lambda: None)
+
+
+@pytest.mark.world_size(2)
+def test_a_run_of_two_is_started_once() -> None:
+    first, second = started(), started()
+    assert first.global_rank == second.global_rank
+    assert first.launch(lambda a, b=1: a + b, 2, b=3) == 5
+
+
+def test_one_process_can_be_a_run_of_ddp() -> None:
+    run = runtime(accelerator="cpu", devices=1, strategy="ddp")
+    model = Model()
+
+    def work() -> bool:
+        step = run.bind(model.training_step, module=model, wrapped=run.wrap(model), training=True)
+        run.backward(step(data(0)))
+        return torch.distributed.get_world_size() == 1
+
+    assert run.launch(work)
+    assert not run.syncs_gradients
+    assert gradient_of(model).abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        ({"find_unused_parameter": True}, TypeError, "Did you mean 'find_unused_parameters'"),
+        ({"start_method": "pope"}, ValueError, "Did you mean 'popen'"),
+        ({"timeout": 30}, TypeError, "timedelta"),
+    ],
+)
+def test_what_ddp_does_not_take(arguments: dict[str, Any], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        DDPStrategy(**arguments)

@@ -1,0 +1,190 @@
+"""What users write becomes a Runtime, or an error that says what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hasten._lib.errors import MisconfigurationException
+from hasten.accelerators import Accelerator, CPUAccelerator
+from hasten.plugins import (
+    DoublePrecision,
+    HalfPrecision,
+    LightningEnvironment,
+    MixedPrecision,
+    Precision,
+    TorchCheckpointIO,
+)
+from hasten.resolve import runtime
+from hasten.strategies import DDPStrategy, SingleDeviceStrategy
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def test_the_defaults_are_one_device_in_full_precision() -> None:
+    run = runtime(accelerator="cpu")
+    assert type(run.strategy) is SingleDeviceStrategy
+    assert type(run.precision) is Precision
+    assert run.device == torch.device("cpu")
+    assert (run.world_size, run.global_rank, run.local_rank, run.node_rank, run.num_nodes) == (1, 0, 0, 0, 1)
+    assert run.is_global_zero
+    assert run.scaler is None
+    assert run.distributed_sampler_kwargs is None
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("accelerator", ["auto", "gpu", "cuda", "CUDA"])
+def test_two_gpus_are_found_and_used(accelerator: str) -> None:
+    run = runtime(accelerator=accelerator)
+    assert type(run.strategy) is DDPStrategy
+    assert run.strategy.process_group_backend == "nccl"
+    assert (run.world_size, run.num_devices, run.device_ids) == (2, 2, [0, 1])
+    assert run.device == torch.device("cuda", 0)
+    assert run.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 0}
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_one_gpu_by_its_index() -> None:
+    run = runtime(accelerator="gpu", devices=[1])
+    assert type(run.strategy) is SingleDeviceStrategy
+    assert run.device == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "start_method", "options"),
+    [
+        ("ddp", "popen", {}),
+        ("ddp_spawn", "spawn", {}),
+        ("ddp_fork", "fork", {}),
+        ("ddp_notebook", "fork", {}),
+        ("ddp_find_unused_parameters_true", "popen", {"find_unused_parameters": True}),
+        ("ddp_spawn_find_unused_parameters_false", "spawn", {"find_unused_parameters": False}),
+    ],
+)
+def test_strategies_by_name(name: str, start_method: str, options: dict[str, Any]) -> None:
+    strategy = runtime(accelerator="cpu", devices=2, strategy=name).strategy
+    assert type(strategy) is DDPStrategy
+    assert strategy._ddp_kwargs == options
+    assert getattr(strategy._launcher, "_start_method", "popen") == start_method
+
+
+def test_several_machines() -> None:
+    run = runtime(accelerator="cpu", devices=2, num_nodes=3)
+    assert type(run.strategy) is DDPStrategy
+    assert (run.world_size, run.num_nodes) == (6, 3)
+
+
+@pytest.mark.parametrize(
+    ("written", "means", "kind"),
+    [
+        (None, "32-true", Precision), (32, "32-true", Precision), ("32", "32-true", Precision),
+        (64, "64-true", DoublePrecision), ("64-true", "64-true", DoublePrecision),
+        ("bf16", "bf16-mixed", MixedPrecision), ("bf16-mixed", "bf16-mixed", MixedPrecision),
+        ("16-true", "16-true", HalfPrecision), ("bf16-true", "bf16-true", HalfPrecision),
+    ],
+)  # fmt: skip
+def test_precisions_as_users_write_them(written: Any, means: str, kind: type) -> None:
+    precision = runtime(accelerator="cpu", precision=written).precision
+    assert type(precision) is kind
+    assert precision.precision == means
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("written", [16, "16", "fp16", "16-mixed"])
+def test_sixteen_bits_bring_a_scaler(written: Any) -> None:
+    run = runtime(accelerator="gpu", devices=1, precision=written)
+    assert type(run.precision) is MixedPrecision
+    assert run.scaler is not None
+    assert run.unscale is not None
+
+
+def test_plugins_take_their_places() -> None:
+    io, cluster, precision = TorchCheckpointIO(), LightningEnvironment(), HalfPrecision("bf16-true")
+    run = runtime(accelerator="cpu", plugins=[io, cluster, precision])
+    assert run.checkpoint_io is io
+    assert run.cluster is cluster
+    assert run.precision is precision
+
+
+def test_an_accelerator_of_ones_own() -> None:
+    class Mine(CPUAccelerator):
+        @staticmethod
+        def auto_device_count() -> int:
+            return 2
+
+    mine = Mine()
+    run = runtime(accelerator=mine)
+    assert run.accelerator is mine
+    assert run.world_size == 2
+    assert isinstance(mine, Accelerator)
+
+
+@pytest.mark.parametrize("owner", ["Trainer", "Fabric"])
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        ({"accelerator": "cdua"}, ValueError, "(accelerator='cdua'): there is no such accelerator. Use one of"),
+        ({"accelerator": "cdua"}, ValueError, "Did you mean 'cuda'?"),
+        ({"accelerator": "tpu"}, ValueError, "not in this version of hasten"),
+        ({"accelerator": "mps"}, MisconfigurationException, "Use accelerator='cpu'"),
+        ({"accelerator": 1}, TypeError, "not int"),
+        ({"accelerator": CPUAccelerator}, TypeError, "Write CPUAccelerator()"),
+        ({"devices": 0}, ValueError, "(devices=0, accelerator='cpu'): use the number of processes"),
+        ({"devices": 1.0}, TypeError, "(devices=1.0): use a number"),
+        ({"devices": True}, TypeError, "(devices=True): use a number"),
+        ({"devices": [0]}, TypeError, "the CPU has no indices"),
+        ({"num_nodes": 0}, ValueError, "at least 1"),
+        ({"num_nodes": 1.5}, TypeError, "not float"),
+        ({"strategy": "dpp"}, ValueError, "Did you mean 'ddp'?"),
+        ({"strategy": "fsdp"}, ValueError, "not in this version of hasten. Use strategy='ddp'"),
+        ({"strategy": "deepspeed_stage_2"}, ValueError, "not in this version of hasten"),
+        ({"strategy": DDPStrategy}, TypeError, "Write DDPStrategy()"),
+        ({"strategy": 3}, TypeError, "not int"),
+        ({"strategy": SingleDeviceStrategy(), "devices": 2}, ValueError, "one device cannot be 2"),
+        ({"precision": "bf17"}, ValueError, "Did you mean 'bf16'?"),
+        ({"precision": 8}, ValueError, "there is no such precision"),
+        ({"precision": "nf4"}, ValueError, "not in this version of hasten"),
+        ({"precision": 16.0}, TypeError, "not float"),
+        ({"precision": "16-mixed"}, ValueError, "Use precision='bf16-mixed'"),
+        ({"precision": 32, "plugins": [DoublePrecision()]}, ValueError, "Leave one out"),
+        ({"plugins": [DoublePrecision(), DoublePrecision()]}, ValueError, "two of the kind Precision"),
+        ({"plugins": 3}, TypeError, "3 is no plugin"),
+        ({"plugins": [TorchCheckpointIO]}, TypeError, "Write TorchCheckpointIO()"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_what_can(
+    owner: str, arguments: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        runtime(**{"accelerator": "cpu", **arguments}, owner=owner)
+    assert str(caught.value).startswith(f"{owner}(")
+    assert said in str(caught.value)
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(MisconfigurationException, match="no CUDA device"):
+        runtime(accelerator="gpu")
+
+
+def test_mps_has_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert runtime(accelerator="mps").device.type == "mps"
+    with pytest.raises(ValueError, match="Use strategy='auto'"):
+        runtime(accelerator="mps", strategy="ddp")
+
+
+def test_torchrun_decides_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4",
+                        "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    run = runtime(accelerator="cpu")
+    assert type(run.strategy) is DDPStrategy
+    assert (run.world_size, run.num_nodes, run.global_rank, run.local_rank) == (4, 2, 3, 1)
+    with pytest.raises(ValueError, match="torchrun started 4 processes"):
+        runtime(accelerator="cpu", devices=3)
