@@ -16,7 +16,7 @@ from trainers import fabric_loops, trainer_loops
 
 def lightning() -> dict[str, Loop]:
     """Return the loops of Lightning's Trainer and Fabric; ImportError where it is not installed."""
-    import lightning as L
+    import lightning as L  # type: ignore[import-not-found]
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
@@ -25,8 +25,8 @@ def lightning() -> dict[str, Loop]:
 
 def accelerate() -> dict[str, Loop]:
     """Return the loops of Accelerate; ImportError where it is not installed."""
-    from accelerate import Accelerator
-    from accelerate.state import GradientState
+    from accelerate import Accelerator  # type: ignore[import-not-found]
+    from accelerate.state import GradientState  # type: ignore[import-not-found]
 
     def prepared(accelerator: Accelerator) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
         network = make_network()

@@ -25,7 +25,7 @@ OFF = {
 def trainer_loops(L: ModuleType) -> dict[str, Loop]:
     """Return the loop of each case for a library with the field's names (``import ... as L``)."""
 
-    class Classifier(L.LightningModule):  # type: ignore[name-defined,misc]
+    class Classifier(L.LightningModule):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.network = make_network()

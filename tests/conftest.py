@@ -32,7 +32,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     # The server imports torch once; each process is then a copy of it, made in milliseconds.
     multiprocessing.set_forkserver_preload(["torch", "hasten.fabric", "hasten.trainer"])
     names = pyfuncitem._fixtureinfo.argnames
-    runtime(accelerator="cpu", devices=marker.args[0], strategy=DDPStrategy(start_method="forkserver")).launch(
+    runtime(
+        accelerator="cpu", devices=marker.args[0], strategy=DDPStrategy(start_method="forkserver")
+    ).launch(
         call_in_file,
         str(pyfuncitem.path),
         pyfuncitem.originalname,

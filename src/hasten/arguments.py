@@ -24,6 +24,7 @@ class Arguments:
     logger: Any
     fast_dev_run: int
     max_epochs: int | None
+    max_epochs_assumed: bool
     min_epochs: int | None
     max_steps: int
     min_steps: int | None
@@ -169,13 +170,10 @@ def check(
     elif overfit_batches:
         limits["limit_train_batches"] = limits["limit_val_batches"] = overfit_batches
 
+    max_epochs_assumed = False
     if max_epochs is None:
         if max_steps == -1 and max_time is None:
-            rank_zero_info(
-                "`max_epochs` was not set: training ends after 1000 epochs. "
-                "Pass max_epochs=..., or max_epochs=-1 for no limit."
-            )
-            max_epochs = 1000
+            max_epochs, max_epochs_assumed = 1000, True
         else:
             max_epochs = -1
     if min_epochs is not None and 0 <= max_epochs < min_epochs:
@@ -217,6 +215,7 @@ def check(
         logger=_logger(logger),
         fast_dev_run=fast_dev_run,
         max_epochs=max_epochs,
+        max_epochs_assumed=max_epochs_assumed,
         min_epochs=min_epochs,
         max_steps=max_steps,
         min_steps=min_steps,

@@ -366,6 +366,11 @@ class Meters:
             if context.row.stage == stage and context.row.log is not None and context.row.log.step_allowed:
                 context.enter_loader(loader_idx)
 
+    def leave(self) -> None:
+        """Leave the run: a value logged from now on is logged nowhere."""
+        self.context = _OUTSIDE
+        self.batch = None
+
     def forget_callback_values(self) -> None:
         """Drop everything shown to callbacks and the bar: the sanity check leaves nothing behind."""
         self.callback_values, self.logged_values, self.bar_values = {}, {}, {}

@@ -298,11 +298,8 @@ def _precision_name(precision: Any, owner: str) -> str:
 
 def _interactive() -> bool:
     """Say whether this is a notebook or a prompt, where the program cannot be run again."""
-    return (
-        hasattr(sys, "ps1")
-        or hasattr(sys.modules.get("__main__"), "__IPYTHON__")
-        or "ipykernel" in sys.modules
-    )
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return hasattr(sys, "ps1") or (shell is not None and shell() is not None)
 
 
 def _listed(names: Any) -> str:

@@ -345,6 +345,7 @@ class Runtime:
 
     def teardown(self) -> None:
         """Give back what the run holds; the process group stays until the program ends."""
+        self.checkpoint_io.teardown()
         self.strategy.teardown()
         self.precision.teardown()
         self.accelerator.teardown()

@@ -441,6 +441,7 @@ class Trainer(TrainerView):
 
     def _release(self, run: Run, status: str) -> None:
         self._meters.deliver(wait=True)
+        self._meters.leave()
         try:
             run.hooks.teardown(self.state.fn.value if self.state.fn else "")
         finally:

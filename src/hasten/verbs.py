@@ -22,7 +22,7 @@ Step = Callable[..., Any]
 _profiler_enabled: Callable[[], bool] | None = getattr(torch.autograd, "_profiler_enabled", None)
 _pre_hooks: dict[int, Any] | None = getattr(torch_optimizer, "_global_optimizer_pre_hooks", None)
 _post_hooks: dict[int, Any] | None = getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
-_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+_set_grad_enabled: Callable[[bool], Any] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
 _engine = getattr(getattr(torch.autograd, "Variable", None), "_execution_engine", None)
 _run_backward: Callable[..., Any] | None = getattr(_engine, "run_backward", None)
 # Accelerators run backward in threads of their own, which torch hands the context of the caller.

@@ -85,7 +85,7 @@ def test_what_a_collection_has_beside_its_items_is_kept() -> None:
     assert map_tensors(double, Frozen(X, name="b")).name == "b"
 
 
-@pytest.mark.parametrize("data", [*COLLECTIONS, "text", 3, None, object(), Tensor, {1, 2}], ids=repr)
+@pytest.mark.parametrize("data", [*COLLECTIONS, "text", 3, None, object(), Tensor, {1, 2}], ids=lambda data: type(data).__name__)
 def test_nothing_is_copied_where_nothing_changes(data: Any) -> None:
     assert map_tensors(lambda tensor: tensor, data) is data
     assert move_to(data, "cpu") is data
@@ -94,7 +94,12 @@ def test_nothing_is_copied_where_nothing_changes(data: Any) -> None:
 def test_all_is_moved() -> None:
     batch = {"x": [X, Frozen(X)], "encoding": Encoding({"ids": X}), "n": 3}
     moved = move_to(batch, "meta")
-    assert moved["x"][0].device.type == moved["x"][1].x.device.type == moved["encoding"]["ids"].device.type == "meta"
+    assert (
+        moved["x"][0].device.type
+        == moved["x"][1].x.device.type
+        == moved["encoding"]["ids"].device.type
+        == "meta"
+    )
     assert moved["n"] == 3
     assert batch["x"][0].device.type == "cpu"
 

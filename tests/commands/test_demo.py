@@ -116,7 +116,8 @@ def test_no_gpu_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "no CUDA device" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", ["plain PyTorch loop", "whole batches"])
+def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path, row: str) -> None:
     """In a real terminal: the key, not a signal sent by hand."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -130,8 +131,8 @@ def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path) -> None:
     )
     try:
         assert process.stdout is not None
-        # Told when the first row was probed: rows are being measured.
-        while "plain PyTorch loop:" not in process.stdout.readline():
+        # Told when that row was probed: the next is being measured.
+        while f"{row}: about" not in process.stdout.readline():
             assert process.poll() is None
         os.write(master, b"\x03")
         _, said = process.communicate(timeout=60)
@@ -142,6 +143,7 @@ def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path) -> None:
         os.close(slave)
     assert process.returncode == 130
     assert "Traceback" not in said
+    assert "nterrupted" in said
 
 
 def _own_terminal(slave: int) -> None:

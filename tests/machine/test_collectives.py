@@ -11,7 +11,9 @@ from hasten.resolve import runtime
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("op", ["mean", "sum", "max", "min", "product", "avg", torch.distributed.ReduceOp.MAX])
+@pytest.mark.parametrize(
+    "op", ["mean", "sum", "max", "min", "product", "avg", torch.distributed.ReduceOp.MAX]
+)
 def test_one_process_gets_back_what_it_gave(op: object) -> None:
     tensor = torch.tensor([1, 2])
     assert collectives.all_reduce(tensor, op, device=CPU) is tensor

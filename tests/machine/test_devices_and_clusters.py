@@ -63,7 +63,8 @@ def test_processes_on_the_cpu(devices: Any, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "kind"), [(0, ValueError), (-1, ValueError), ("x", ValueError), ([0, 1], TypeError), (None, TypeError)]
+    ("devices", "kind"),
+    [(0, ValueError), (-1, ValueError), ("x", ValueError), ([0, 1], TypeError), (None, TypeError)],
 )
 def test_the_cpu_takes_a_number_of_processes(devices: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="number of processes"):
@@ -106,7 +107,12 @@ def test_torchrun_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = find_cluster()
     assert type(cluster) is TorchElasticEnvironment
     assert cluster.creates_processes_externally
-    assert (cluster.global_rank(), cluster.local_rank(), cluster.node_rank(), cluster.world_size()) == (3, 1, 1, 4)
+    assert (cluster.global_rank(), cluster.local_rank(), cluster.node_rank(), cluster.world_size()) == (
+        3,
+        1,
+        1,
+        4,
+    )
     assert (cluster.main_address, cluster.main_port) == ("host", 1234)
     cluster.validate_settings(2, 2)
     with pytest.raises(ValueError, match="torchrun started 4 processes"):
@@ -120,7 +126,12 @@ def test_slurm_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     cluster = find_cluster()
     assert type(cluster) is SLURMEnvironment
-    assert (cluster.global_rank(), cluster.local_rank(), cluster.node_rank(), cluster.world_size()) == (3, 1, 1, 4)
+    assert (cluster.global_rank(), cluster.local_rank(), cluster.node_rank(), cluster.world_size()) == (
+        3,
+        1,
+        1,
+        4,
+    )
     assert (cluster.main_address, cluster.main_port) == ("gpu07", 18456)
     with pytest.raises(ValueError, match="the SLURM job runs 4 tasks"):
         cluster.validate_settings(2, 1)
@@ -129,7 +140,8 @@ def test_slurm_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"), [("alpha", "alpha"), ("alpha,beta", "alpha"), ("host[22-24,26]", "host22"), ("a b", "a")]
+    ("nodes", "first"),
+    [("alpha", "alpha"), ("alpha,beta", "alpha"), ("host[22-24,26]", "host22"), ("a b", "a")],
 )
 def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first

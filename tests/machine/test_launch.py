@@ -28,7 +28,9 @@ def start(strategy: str, mode: str, folder: Path) -> subprocess.Popen[str]:
         port = str(find_free_port())
         command += ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
         strategy = "auto"
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "MASTER_PORT")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "MASTER_PORT")
+    }
     source = str(Path(__file__).resolve().parents[2] / "src")
     return subprocess.Popen(
         [*command, str(PROGRAM), strategy, mode, str(folder)],
@@ -106,7 +108,7 @@ def test_two_processes_train_to_the_weights_of_one_on_the_joined_batch(strategy:
     [
         ("rank1 dies", "the process of rank 1 was killed by SIGKILL"),
         ("rank1 exits, others sleep", "the process of rank 1 ended with exit code 3"),
-        ("rank0 raises", "KeyError: \"a mistake of the user's\""),
+        ("rank0 raises", 'KeyError: "a mistake of the user\'s"'),
     ],
 )
 def test_a_lost_process_ends_the_run_and_is_named(mode: str, said: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -88,10 +89,10 @@ def test_checks_come_about_once_a_second_and_are_decided_by_the_slowest_process(
         if stop.due(step):
             assert stop.agreed() is None
             asked.append(step)
-    gaps = [after - before for before, after in zip(asked, asked[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(asked)]
     assert asked[0] == 5000
     assert set(gaps[10:]) <= {99, 100}
-    assert all(after <= 2 * before for before, after in zip(gaps, gaps[1:], strict=False))
+    assert all(after <= 2 * before for before, after in itertools.pairwise(gaps))
 
 
 @pytest.mark.world_size(2)

@@ -91,7 +91,7 @@ class Logs(L.LightningModule):
         time.sleep(self.seconds)
         x, y = batch
         error = self.layer(x) - y
-        loss = error.square().mean()
+        loss: Tensor = error.square().mean()
         self.log("loss", loss, prog_bar=True)
         self.log("error", error.abs().mean(), prog_bar=True, on_step=True, on_epoch=True)
         self.log("largest", error.max(), on_step=True, on_epoch=True, reduce_fx="max")

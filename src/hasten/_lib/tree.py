@@ -83,7 +83,7 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
     if isinstance(data, Mapping):
         items_by_key = {key: _map(function, value) for key, value in data.items()}
         same = all(items_by_key[key] is value for key, value in data.items())
-        return data if same else kind(items_by_key)  # type: ignore[call-arg]
+        return data if same else kind(items_by_key)
     if isinstance(data, (list, tuple)):
         items = [_map(function, item) for item in data]
         if all(new is old for new, old in zip(items, data, strict=True)):

@@ -57,12 +57,12 @@ class Source(Protocol):
         """End worker processes, also persistent ones."""
 
 
-def source_of(loader: Any) -> Source:
-    """Return the source for a loader."""
+def source_of(loader: Any, *, replays: bool = True) -> Source:
+    """Return the source for a loader; ``replays``: a place inside an epoch may be asked for."""
     if has_state(loader):
         return OwnState(loader)
     if not isinstance(loader, DataLoader):
-        return Plain(loader)
+        return Plain(loader, replays=replays)
     return Workers(loader) if loader.num_workers > 0 else InProcess(loader)
 
 
@@ -95,21 +95,22 @@ class Plain:
 
     goes_on = False
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, replays: bool = True) -> None:
         self._loader = loader
-        self._is_list = isinstance(loader, (list, tuple))
+        # A list draws no random numbers; and where no place is asked for, nobody has to know what was drawn.
+        self._just_skips = isinstance(loader, (list, tuple)) or not replays
         self._replay: Replay | None = None
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch."""
-        if self._is_list:
+        if self._just_skips:
             return iter(self._loader)
         self._replay = Replay(iter(self._loader))
         return self._replay
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         """Begin an epoch after its first batches."""
-        if self._is_list:
+        if self._just_skips:
             return islice(iter(self._loader), consumed, None)
         self._replay = Replay(iter(self._loader))
         self._replay.go_to(consumed, (state or {}).get("notes", []))

@@ -28,6 +28,8 @@ class Stream:
     Args:
         loader: a ``DataLoader``, or anything that can be iterated over several times.
         name: what to call it in messages.
+        replays: whether a place inside an epoch may be asked for; False spares a loader of one's own the notes on
+            what it drew.
 
     Example::
 
@@ -46,11 +48,11 @@ class Stream:
 
     """
 
-    def __init__(self, loader: Any, *, name: str = "train_dataloader") -> None:
+    def __init__(self, loader: Any, *, name: str = "train_dataloader", replays: bool = True) -> None:
         self.loader = loader
         self.name = name
         self.epoch: int | None = None
-        self._source: Source = source_of(loader)
+        self._source: Source = source_of(loader, replays=replays)
         self._generators = generators_of(loader)
         self._watch = RngWatch()
         self._iterator: Iterator[Any] | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+import multiprocessing
+import os
 import random
 import sys
 from collections import deque
@@ -144,6 +146,11 @@ class Begin:
         self.states: list[dict[str, Any] | None] = []
 
     def __call__(self, worker_id: int) -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid != 1 and os.getppid() == 1:
+            # The run was killed while this worker started. torch's own watch would take the process that adopted
+            # it for the right parent, and the worker would wait for work for ever.
+            os._exit(1)
         if self._user_function is not None:
             self._user_function(worker_id)
         info = get_worker_info()

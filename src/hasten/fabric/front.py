@@ -139,7 +139,7 @@ class Fabric(FabricView):
                 "gets the Fabric."
             )
         self._launched = True
-        return self._runtime.launch(_in_process, function, self, *args, **kwargs)
+        return self._runtime.launch(functools.partial(function, self, *args, **kwargs))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Do all the work; override it in a subclass, and calling it starts the processes first."""
@@ -452,10 +452,6 @@ class Fabric(FabricView):
 
 def _do_nothing(fabric: Fabric) -> None:
     """Stand for the rest of the program."""
-
-
-def _in_process(function: Callable[..., Any], fabric: Fabric, *args: Any, **kwargs: Any) -> Any:
-    return function(fabric, *args, **kwargs)
 
 
 def _run_inside(fabric: Fabric, *args: Any, **kwargs: Any) -> Any:

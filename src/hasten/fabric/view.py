@@ -10,6 +10,7 @@ import torch
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.fabric import state as states
+from hasten.machine import collectives
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
@@ -145,14 +146,8 @@ class FabricView:
 
         """
         self._require_launch("rank_zero_first")
-        rank = self.local_rank if local else self.global_rank
-        if rank > 0:
-            self._runtime.barrier("rank_zero_first")
-        try:
+        with collectives.first_one_first(self.local_rank if local else self.global_rank):
             yield
-        finally:
-            if rank == 0:
-                self._runtime.barrier("rank_zero_first")
 
     # -- callbacks and loggers
 

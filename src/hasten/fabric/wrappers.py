@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # Called through the strategy without being marked: they are the steps of a LightningModule.
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
-_OWN = frozenset({"_original", "_runtime", "_wrapped", "_call", "_marked", "training"})
+# What makes up a module's state: the wrapper has the user's.
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 class FabricModule(nn.Module):
@@ -36,8 +37,8 @@ class FabricModule(nn.Module):
         own = self.__dict__
         # One set of parameters under one set of names: the module's own dictionaries, not copies.
         own.update(_original=original, _runtime=runtime, _wrapped=wrapped, _marked=set(_STEPS))
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            own[name] = original.__dict__[name]
+        for name in _SHARED:
+            own[name] = getattr(original, name)
         bare = nn.Module()
         for name, value in bare.__dict__.items():
             if name != "training":
@@ -54,7 +55,12 @@ class FabricModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         own = self.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]:
+        if (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+        ):
             return super().__call__(*args, **kwargs)
         return own["_call"](*args, **kwargs)
 
@@ -155,7 +161,7 @@ class FabricModule(nn.Module):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        if name == "training" or (name in self.__dict__ and name not in _SHARED):
             object.__setattr__(self, name, value)
         else:
             setattr(self.module, name, value)

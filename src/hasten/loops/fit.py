@@ -47,6 +47,11 @@ def fit(run: Run) -> None:
     if run.train.is_off() or run.finished():
         _say_why_finished(run)
         return
+    if run.arguments.max_epochs_assumed:
+        rank_zero_info(
+            "`max_epochs` was not set: training ends after 1000 epochs. "
+            "Pass max_epochs=..., or max_epochs=-1 for no limit."
+        )
     sanity_check(run)
     run.enter(RunningStage.TRAINING)
     run.hooks.on_train_start()
@@ -91,7 +96,8 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     """Train on each batch: the loop itself."""
     progress, hooks, meters, stop = run.progress, run.hooks, run.meters, run.stop
     train_step, transfer = make_step(run), make_transfer(run, run.train)
-    log_every_n_steps = run.arguments.log_every_n_steps
+    # 0 means never: no count is a multiple of infinity.
+    log_every_n_steps = run.arguments.log_every_n_steps or math.inf
     max_steps = run.max_steps
     several_processes = run.runtime.world_size > 1
     window_size = run.accumulate_grad_batches

@@ -80,6 +80,8 @@ def _restore_training(run: Run, snapshot: Snapshot, checkpoint: dict[str, Any] |
     run.skip_sanity = True
     if mine is not None:
         run.on_resumed = snapshot.restore_own_state(mine)
+    elif run.progress.mid_epoch:
+        run.train.start_at(run.progress.batch)
 
 
 def _configure_optimizers(run: Run) -> None:

@@ -147,6 +147,10 @@ class Source:
         stream.open()
         return stream.batches(_whole(self.limit))
 
+    def start_at(self, batch: int) -> None:
+        """Leave out the first batches of the next epoch, where no exact position is known."""
+        self._only().start_at(batch)
+
     def set_epoch(self, epoch: int) -> None:
         """Tell samplers the epoch."""
         for stream in self._loaded():
@@ -237,6 +241,7 @@ class Source:
                         **(self._sampler_kwargs or {}),
                     ),
                     name=HOOK_OF[self.stage],
+                    replays=self.stage == "train",
                 )
                 for index, loader in enumerate(found)
             ]

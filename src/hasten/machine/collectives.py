@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -142,6 +144,26 @@ def barrier(device: torch.device) -> None:
 
 def _object_device(device: torch.device) -> torch.device | None:
     return device if device.type != "cpu" else None
+
+
+@contextmanager
+def first_one_first(rank: int) -> Iterator[None]:
+    """Let the process with ``rank`` 0 run the block before the others, however long it takes."""
+    if world_size() == 1:
+        yield
+        return
+    # A group of its own: a download may take longer than a collective of the training may.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+    try:
+        if rank > 0:
+            dist.barrier(group)
+        try:
+            yield
+        finally:
+            if rank == 0:
+                dist.barrier(group)
+    finally:
+        dist.destroy_process_group(group)
 
 
 def join(

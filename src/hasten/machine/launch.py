@@ -17,14 +17,11 @@ from typing import Any
 import torch
 import torch.distributed
 
-from hasten._lib.names import did_you_mean
 from hasten.machine import collectives
 from hasten.machine.cluster import ClusterEnvironment
 
 # Set in the processes started here: the id of the one that started them.
 _PARENT = "HASTEN_PARENT_PID"
-
-START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 # How long the first process may take to fail by itself, with its own traceback, after another one died.
 _GRACE_SECONDS = 4.0
@@ -65,25 +62,6 @@ class Launcher(ABC):
             kwargs: for the function.
 
         """
-
-
-def launcher_for(start_method: str, *, owner: str) -> Launcher:
-    """Return the launcher for "popen", "spawn", "fork" or "forkserver".
-
-    Raises:
-        ValueError: there is no such method.
-
-    """
-    if start_method == "popen":
-        return RunScriptAgain()
-    if start_method in START_METHODS:
-        from hasten.machine.spawn import StartCopies
-
-        return StartCopies(start_method)
-    raise ValueError(
-        f"{owner}(start_method={start_method!r}): use one of {', '.join(map(repr, START_METHODS))}."
-        + did_you_mean(str(start_method), START_METHODS)
-    )
 
 
 def join_external(

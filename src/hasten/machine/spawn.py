@@ -132,9 +132,7 @@ def _pickled(task: Any, start_method: str) -> bytes:
         ) from error
 
 
-def _child(
-    local_rank: int, address: str, task: Any, connection: Connection, threads: int | None
-) -> None:
+def _child(local_rank: int, address: str, task: Any, connection: Connection, threads: int | None) -> None:
     """Do the work of one process, and report how it ended."""
     if (parent := multiprocessing.parent_process()) is not None:
         launch.end_when(parent.join)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, final
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -115,6 +116,9 @@ class DDPStrategy(ParallelStrategy):
         target = inner.__dict__
 
         def routed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                # Nothing to prepare. DDP would exchange buffers, and wait for processes that have fewer batches.
+                return function(*args, **kwargs)
             target["function"] = function
             return wrapped(*args, **kwargs)
 

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_only
 from hasten.machine import collectives
-from hasten.machine.launch import Launcher, launcher_for
+from hasten.machine.launch import Launcher, RunScriptAgain
+from hasten.machine.spawn import StartCopies
 from hasten.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
 
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -47,7 +50,7 @@ class ParallelStrategy(Strategy):
             )
         self._backend = process_group_backend
         self._timeout = timeout if timeout is not None else timedelta(minutes=30)
-        self._launcher: Launcher = launcher_for(start_method, owner=type(self).__name__)
+        self._launcher: Launcher = _launcher(start_method, owner=type(self).__name__)
         self._global_rank = 0
         self._local_rank = 0
 
@@ -180,3 +183,12 @@ class ParallelStrategy(Strategy):
     def _speaking_device(self) -> torch.device:
         """Where the backend wants tensors."""
         return self.root_device if "nccl" in self.process_group_backend else torch.device("cpu")
+
+
+def _launcher(start_method: str, *, owner: str) -> Launcher:
+    if start_method not in START_METHODS:
+        raise ValueError(
+            f"{owner}(start_method={start_method!r}): use one of {', '.join(map(repr, START_METHODS))}."
+            + did_you_mean(str(start_method), START_METHODS)
+        )
+    return RunScriptAgain() if start_method == "popen" else StartCopies(start_method)

@@ -1,0 +1,69 @@
+"""Names, durations, optional packages, and what only the first process says."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from hasten._lib.durations import parse_duration
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import did_you_mean, nearest
+from hasten._lib.optional import installed, need
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn, warn_once
+
+
+def test_the_nearest_name() -> None:
+    assert nearest("max_epoch", ["min_steps", "max_epochs"]) == "max_epochs"
+    assert nearest("zzz", ["max_epochs"]) is None
+    assert did_you_mean("GPU", ["cpu", "gpu"]) == " Did you mean 'gpu'?"
+    assert did_you_mean("zzz", ["max_epochs"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [("00:00:00:30", 30), ("01:02:03:04", 93784), ("90min", 5400), ("2h", 7200), ("1.5 hours", 5400), ("45s", 45),
+     ("3d", 259200), ({"minutes": 2}, 120), (timedelta(seconds=7), 7)],
+)  # fmt: skip
+def test_durations_as_users_write_them(written: Any, seconds: float) -> None:
+    assert parse_duration(written, argument="max_time") == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("written", ["soon", "12", "1:2:3", "5 parsecs", {"minuets": 3}])
+def test_durations_that_cannot_be_read(written: Any) -> None:
+    with pytest.raises(ValueError, match="max_time"):
+        parse_duration(written, argument="max_time")
+
+
+def test_a_missing_package_is_named_with_the_line_that_installs_it() -> None:
+    assert installed("torch")
+    assert not installed("no_such_package_at_all")
+    with pytest.raises(ModuleNotFoundError, match=r"Trick needs .*Run: pip install no_such_package_at_all"):
+        need("no_such_package_at_all.part", purpose="Trick")
+    assert need("json", purpose="Trick").dumps([1]) == "[1]"
+
+
+def test_a_misconfiguration_is_a_value_error() -> None:
+    assert issubclass(MisconfigurationException, ValueError)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_process_speaks(
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", rank)
+    calls: list[int] = []
+    rank_zero_only(calls.append)(1)
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.INFO):
+        warnings.simplefilter("always")
+        rank_zero_warn("careful")
+        rank_zero_info("hello")
+        for _ in range(3):
+            warn_once(f"key {rank}", "only once")
+    spoken = [str(warning.message) for warning in caught]
+    assert spoken == ([] if rank else ["careful", "only once"])
+    assert calls == ([] if rank else [1])
+    assert ("hello" in caplog.text) is (rank == 0)

@@ -1,0 +1,184 @@
+"""Fabric on two processes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hasten as L
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).pow(2).mean()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.loss(x)
+
+
+def data(**options: Any) -> DataLoader[Any]:
+    values = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(values, torch.arange(16)), **options)
+
+
+def launched(**options: Any) -> L.Fabric:
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp", **options)
+    fabric.launch()
+    return fabric
+
+
+def train(fabric: L.Fabric, batch_size: int, call: str = "forward") -> list[float]:
+    module = Model()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    if call == "loss":
+        model.mark_forward_method("loss")
+    for x, _ in fabric.setup_dataloaders(data(batch_size=batch_size)):
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean() if call == "forward" else getattr(model, call)(x)
+        fabric.backward(loss)
+        optimizer.step()
+    return [float(value) for value in module.layer.weight.detach().flatten()]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("call", ["forward", "training_step", "loss"])
+def test_two_processes_train_to_the_weights_of_one(call: str) -> None:
+    weights = train(launched(), batch_size=2, call=call)
+    # Process r reads samples r, r + 2, ...: two batches of 2 together are one batch of 4 in the plain order.
+    alone = train(L.Fabric(accelerator="cpu"), batch_size=4, call=call)
+    assert weights == pytest.approx(alone, abs=1e-6)
+
+
+@pytest.mark.world_size(2)
+def test_each_process_reads_its_own_part_in_a_new_order_each_epoch() -> None:
+    fabric = launched()
+    loader = fabric.setup_dataloaders(data(batch_size=2, shuffle=True))
+    epochs = []
+    for _ in range(2):
+        mine = [int(i) for _, ids in loader for i in ids]
+        both = fabric.all_gather(torch.tensor(mine)).flatten().tolist()
+        assert sorted(both) == list(range(16))
+        epochs.append(both)
+    assert epochs[0] != epochs[1]
+    whole = fabric.setup_dataloaders(data(batch_size=2), use_distributed_sampler=False)
+    assert len(whole) == 8
+
+
+@pytest.mark.world_size(2)
+def test_gradients_wait_for_the_end_of_the_accumulation() -> None:
+    fabric = launched()
+    module = Model()
+    model, _ = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = torch.full((2, 4), float(fabric.global_rank + 1))
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(x).sum())
+    first, second = fabric.all_gather(module.layer.weight.grad)
+    assert not torch.equal(first, second)
+    with fabric.no_backward_sync(model, enabled=False):
+        fabric.backward(model(x).sum())
+    first, second = fabric.all_gather(module.layer.weight.grad)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.world_size(2)
+def test_a_method_that_would_train_past_ddp_is_refused_until_it_is_marked() -> None:
+    fabric = launched()
+    model = fabric.setup(Model())
+    with pytest.raises(RuntimeError, match=r"mark_forward_method\('loss'\)"):
+        model.loss(torch.ones(2, 4))
+    with torch.no_grad():
+        assert model.loss(torch.ones(2, 4)).shape == ()
+    model.mark_forward_method(model.module.loss)
+    fabric.backward(model.loss(torch.full((2, 4), float(fabric.global_rank))))
+    first, second = fabric.all_gather(model.layer.weight.grad)
+    assert torch.equal(first, second)
+    assert list(model.state_dict()) == ["layer.weight", "layer.bias"]
+
+
+@pytest.mark.world_size(2)
+def test_evaluation_does_not_wait_for_a_process_with_fewer_batches() -> None:
+    fabric = launched()
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model = fabric.setup(module)
+    model.eval()
+    with torch.no_grad():
+        for _ in range(1 + 5 * fabric.global_rank):
+            model(torch.ones(2, 4))
+    fabric.barrier()
+
+
+@pytest.mark.world_size(2)
+def test_processes_talk_and_take_turns(tmp_path: Path) -> None:
+    fabric = launched()
+    rank = fabric.global_rank
+    assert fabric.all_gather({"rank": rank})["rank"].tolist() == [0, 1]
+    assert fabric.all_reduce(float(rank), reduce_op="sum").item() == 1.0
+    assert fabric.all_reduce([rank])[0].item() == 0.5
+    assert fabric.broadcast({"from": rank}, src=1) == {"from": 1}
+    fabric.barrier()
+    file = tmp_path / "downloaded"
+    with fabric.rank_zero_first():
+        if rank == 0:
+            time.sleep(0.2)
+            file.touch()
+        assert file.exists()
+    try:
+        with fabric.rank_zero_first(local=True):
+            if rank == 0:
+                raise KeyError("no network")
+    except KeyError:
+        assert rank == 0
+    assert torch.randn(1).shape == (1,)
+
+
+@pytest.mark.world_size(2)
+def test_a_checkpoint_is_written_once_and_read_by_all(tmp_path: Path) -> None:
+    fabric = launched()
+    module = Model()
+    model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters()))
+    fabric.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    fabric.save(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer, "rank": fabric.global_rank})
+    expected = module.layer.weight.clone()
+    with torch.no_grad():
+        module.layer.weight.zero_()
+    state = {"model": model, "optimizer": optimizer, "rank": -1}
+    assert fabric.load(tmp_path / "a.ckpt", state) == {}
+    assert torch.equal(module.layer.weight, expected)
+    assert state["rank"] == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def in_copies(fabric: L.Fabric, factor: int, trainer: str, owner: str) -> list[float]:
+    assert (fabric.world_size, trainer, owner) == (2, "a", "b")
+    return [factor * value for value in train(fabric, batch_size=2)]
+
+
+class Launches(L.Fabric):
+    def run(self, batch_size: int) -> list[float]:
+        return train(self, batch_size)
+
+
+def test_a_function_is_launched_in_copies() -> None:
+    alone = train(L.Fabric(accelerator="cpu"), batch_size=4)
+    for strategy in ("ddp_fork", "ddp_notebook"):
+        fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        assert fabric.launch(in_copies, 2, trainer="a", owner="b") == pytest.approx(
+            [2 * value for value in alone], abs=2e-6
+        )
+    fabric = Launches(accelerator="cpu", devices=2, strategy="ddp_fork")
+    assert fabric.run(2) == pytest.approx(alone, abs=1e-6)
