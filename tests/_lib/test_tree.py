@@ -85,7 +85,9 @@ def test_what_a_collection_has_beside_its_items_is_kept() -> None:
     assert map_tensors(double, Frozen(X, name="b")).name == "b"
 
 
-@pytest.mark.parametrize("data", [*COLLECTIONS, "text", 3, None, object(), Tensor, {1, 2}], ids=lambda data: type(data).__name__)
+@pytest.mark.parametrize(
+    "data", [*COLLECTIONS, "text", 3, None, object(), Tensor, {1, 2}], ids=lambda data: type(data).__name__
+)
 def test_nothing_is_copied_where_nothing_changes(data: Any) -> None:
     assert map_tensors(lambda tensor: tensor, data) is data
     assert move_to(data, "cpu") is data

@@ -46,7 +46,12 @@ def results() -> list[Result]:
         Result(plain, 117, step_seconds=[11.0, 12.0, 13.0]),
         Result(same, 117, step_seconds=[12.0, 12.0, 12.0]),
         Result(
-            faster, 117, step_seconds=[3.0], full_seconds=[351.0], accuracy=0.852, validation_accuracy=0.84
+            faster,
+            117,
+            step_seconds=[3.0, 3.0, 3.0],
+            afterwards_seconds=362.0,
+            accuracy=0.852,
+            validation_accuracy=0.84,
         ),
         Result(slower, 117, step_seconds=[60.0], part_of_batch=2),
     ]
@@ -62,14 +67,17 @@ def test_table_fits_and_says_all(task: Digits, results: list[Result], width: int
     flat = " ".join(text.split())
     for said in ("~1,404", "1.00x", "351", "4.00x", "85.2%", "0.20x", "2.13.0+cpu", "2 threads"):
         assert said in flat
-    assert "rows 1, 2: 3 of 117 steps" in flat
+    assert "rows 1, 2, 3: 3 of 117 steps" in flat
+    assert "Row 3 was then trained in full, for its accuracy: in 362 s." in flat
     assert "row 4: one step of 2 samples, scaled to all 117 steps" in flat
     assert "* changes the maths" in flat
     assert "Slower here than the row above: row 4." in flat
 
 
 def test_a_row_trained_in_full_carries_no_mark(task: Digits, results: list[Result]) -> None:
-    text = outcome.table(task, [results[2]], FACTS)
+    whole = Result(results[2].row, 117, full_seconds=[350.0, 351.0, 360.0], accuracy=0.852)
+    text = outcome.table(task, [whole], FACTS)
+    assert "351" in text
     assert "~" not in text
 
 
@@ -84,8 +92,9 @@ def test_files_hold_every_row_and_the_command(task: Digits, results: list[Result
     whole = json.loads(files[1].read_text())
     assert whole["command"] == "hasten demo --epochs 1"
     assert whole["hardware"] == FACTS
-    assert [row["sampled"] for row in whole["rows"]] == [True, True, False, True]
+    assert [row["sampled"] for row in whole["rows"]] == [True, True, True, True]
     assert whole["rows"][0]["step_seconds"] == [11.0, 12.0, 13.0]
+    assert whole["rows"][2]["afterwards_seconds"] == 362.0
     assert whole["rows"][2]["same_maths"] is False
 
 

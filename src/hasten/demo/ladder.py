@@ -42,6 +42,8 @@ class Result:
         step_seconds: of each timed step, when the row was timed over a sample of its steps.
         full_seconds: of each whole training.
         alike: whether all steps cost the same; one that was disturbed is then seen, and does not count.
+        afterwards_seconds: of the whole training of a row that was sampled, for its accuracy. Not what it is
+            compared by: it ran when the others did not.
         part_of_batch: the samples of a batch that were timed, when a whole one would have taken too long.
         accuracy: on the test samples, 0 to 1; None when the row was not trained in full.
         validation_accuracy: likewise, on the validation samples.
@@ -52,6 +54,7 @@ class Result:
     steps: int
     step_seconds: list[float] = field(default_factory=list)
     full_seconds: list[float] = field(default_factory=list)
+    afterwards_seconds: float | None = None
     part_of_batch: int | None = None
     alike: bool = True
     accuracy: float | None = None
@@ -131,15 +134,16 @@ def climb(
     for turn in range(1 if full else rounds):
         for result, sample, short in zip(results, samples, in_full, strict=True):
             if short and turn < times:
-                _train_in_full(task, result, evaluate=turn == 0, bar=full)
-                say(f"{result.row.name}: trained in full in {result.full_seconds[-1]:,.1f} s")
+                seconds = _train_in_full(task, result, evaluate=turn == 0, bar=full)
+                result.full_seconds.append(seconds)
+                say(f"{result.row.name}: trained in full in {seconds:,.1f} s")
             elif not short and sample[turn::rounds]:
                 _time_steps(task, result, sample[turn::rounds])
                 say(f"{result.row.name}: {len(result.step_seconds)} of {result.steps:,} steps timed")
     fastest = min(results, key=lambda result: result.seconds)
     if fastest.sampled:
         say(f"{fastest.row.name}: the fastest; now in full, {fastest.seconds:,.0f} s by its sample")
-        _train_in_full(task, fastest, evaluate=True, bar=True)
+        fastest.afterwards_seconds = _train_in_full(task, fastest, evaluate=True, bar=True)
     return results
 
 
@@ -187,13 +191,14 @@ def _time_steps(task: Task, result: Result, batches: list[list[int]]) -> None:
     result.step_seconds += [seconds / len(batches)] * len(batches)
 
 
-def _train_in_full(task: Task, result: Result, *, evaluate: bool, bar: bool) -> None:
+def _train_in_full(task: Task, result: Result, *, evaluate: bool, bar: bool) -> float:
+    """Train all steps, measure the accuracy, and return the seconds of the training."""
     switches = result.row.switches
     run = _run(task, switches, task.batches(switches), epochs=task.epochs, bar=bar)
-    result.full_seconds.append(run.seconds)
     if evaluate:
         result.validation_accuracy = run.accuracy(task.validation_loader())
         result.accuracy = run.accuracy(task.test_loader())
+    return run.seconds
 
 
 @dataclass(frozen=True)

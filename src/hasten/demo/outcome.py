@@ -110,9 +110,14 @@ def _legend(results: Sequence[Result], width: int) -> list[str]:
             f"row{'s' * (len(rows) > 1)} {', '.join(rows)}: {basis}" for basis, rows in by_basis.items()
         )
         notes.append(
-            f"~ timed over a sample of steps and scaled to all ({places}); no accuracy, as not trained in "
-            "full."
+            f"~ timed over a sample of steps and scaled to all ({places}); no accuracy where not trained "
+            "in full."
         )
+    notes += [
+        f"Row {number} was then trained in full, for its accuracy: in {_seconds(result.afterwards_seconds)} s."
+        for number, result in enumerate(results, start=1)
+        if result.afterwards_seconds is not None
+    ]
     if not all(result.row.same_maths for result in results):
         notes.append(
             "* changes the maths: not the same training, check the accuracy. The rows below it keep the "
@@ -184,6 +189,7 @@ def _as_row(result: Result, speed: float) -> dict[str, Any]:
         "steps": result.steps,
         "step_seconds": [round(seconds, 4) for seconds in result.step_seconds],
         "full_seconds": [round(seconds, 4) for seconds in result.full_seconds],
+        "afterwards_seconds": result.afterwards_seconds,
         "switches": asdict(result.row.switches),
     }
 
