@@ -11,7 +11,8 @@ from tests.models import Classifier, loader, quiet
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_epoch": 3}, "max_epochs"),
-    ({"gpus": 1}, "no such argument"),
+    ({"gpus": 1}, "accelerator='gpu'"),
+    ({"resume_from_checkpoint": "a.ckpt"}, "ckpt_path"),
     ({"max_epochs": "3"}, "max_epochs='3'"),
     ({"max_epochs": 2.5}, "max_epochs=2.5"),
     ({"max_epochs": -2}, "-1 for no limit"),
@@ -33,7 +34,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"log_every_n_steps": -1}, "log_every_n_steps=-1"),
     ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0"),
     ({"accumulate_grad_batches": 2.0}, "accumulate_grad_batches=2"),
-    ({"accumulate_grad_batches": {0: 2}}, "GradientAccumulationScheduler"),
+    ({"accumulate_grad_batches": {0: 2}}, "on_train_epoch_start"),
     ({"gradient_clip_val": "1"}, "gradient_clip_val='1'"),
     ({"gradient_clip_val": -1.0}, "gradient_clip_val=-1.0"),
     ({"gradient_clip_algorithm": "norms"}, "Did you mean 'norm'"),
@@ -134,6 +135,35 @@ def test_wrong_losses_are_told(returns: Any, words: str) -> None:
     text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
     assert words in text
     assert "Wrong.training_step" in text
+
+
+def test_hooks_that_would_never_run_are_refused() -> None:
+    class Old(Classifier):
+        def validation_epoch_end(self, outputs: Any) -> None: ...
+
+    with pytest.raises(ValueError, match="on_validation_epoch_end"):
+        quiet().fit(Old(), loader())
+
+
+def test_loading_on_an_instance_and_bare_weights_are_told(tmp_path: Any) -> None:
+    import torch
+
+    model = Classifier()
+    torch.save(model.state_dict(), tmp_path / "bare.pt")
+    with pytest.raises(ValueError, match="no 'state_dict'"):
+        Classifier.load_from_checkpoint(tmp_path / "bare.pt")
+    with pytest.raises(TypeError, match=r"Classifier\.load_from_checkpoint\(\) makes a new"):
+        model.load_from_checkpoint(tmp_path / "bare.pt")
+
+
+def test_names_that_are_not_in_this_version_say_so() -> None:
+    import hasten.callbacks
+    import hasten.loggers
+
+    with pytest.raises(AttributeError, match="not in this version"):
+        hasten.callbacks.RichProgressBar
+    with pytest.raises(AttributeError, match="not in this version"):
+        hasten.loggers.WandbLogger
 
 
 def test_empty_loaders_are_told() -> None:

@@ -195,7 +195,7 @@ def check(
     if isinstance(accumulate_grad_batches, dict):
         raise TypeError(
             "Trainer(accumulate_grad_batches={...}): give one number. "
-            "For a number that changes with the epoch use the GradientAccumulationScheduler callback."
+            "For a number that changes with the epoch set trainer.accumulate_grad_batches in on_train_epoch_start."
         )
     accumulate_grad_batches = _integer("accumulate_grad_batches", accumulate_grad_batches, least=1)
 
@@ -245,6 +245,21 @@ def check(
     )
 
 
+# Arguments of older versions of the field, and what took their place.
+_REMOVED = {
+    "gpus": "accelerator='gpu', devices=...",
+    "num_processes": "accelerator='cpu', devices=...",
+    "tpu_cores": "accelerator='tpu', devices=...",
+    "checkpoint_callback": "enable_checkpointing=...",
+    "progress_bar_refresh_rate": "callbacks=[TQDMProgressBar(refresh_rate=...)], or enable_progress_bar=False",
+    "weights_summary": "enable_model_summary=..., or callbacks=[ModelSummary(max_depth=...)]",
+    "resume_from_checkpoint": "Trainer.fit(ckpt_path=...)",
+    "auto_lr_find": "a learning rate of your choice: the tuner is not in this version",
+    "auto_scale_batch_size": "a batch size of your choice: the tuner is not in this version",
+    "terminate_on_nan": "detect_anomaly=True",
+    "track_grad_norm": "self.log in on_before_optimizer_step",
+}
+
 NAMES = tuple(inspect.signature(check).parameters)
 
 
@@ -257,6 +272,8 @@ def refuse_unknown(unknown: Iterable[str], function: Callable[..., Any], owner: 
     """
     known = [name for name in inspect.signature(function).parameters if name not in ("self", "unknown")]
     for name in unknown:
+        if name in _REMOVED:
+            raise TypeError(f"{owner}({name}=...): there is no such argument any more. Use {_REMOVED[name]}.")
         raise TypeError(
             f"{owner}({name}=...): there is no such argument.{did_you_mean(name, known)} "
             f"The arguments are: {', '.join(known)}."

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hasten._lib.patched import replaced
-from hasten.hparams import HyperparametersMixin, construct
+from hasten.hparams import HyperparametersMixin, OnClassOnly, construct
 
 if TYPE_CHECKING:
     from hasten.trainer import Trainer
@@ -129,7 +129,7 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
             datamodule.predict_dataloader = lambda: loaders(predict_dataset)  # type: ignore[method-assign]
         return datamodule
 
-    @classmethod
+    @OnClassOnly
     def load_from_checkpoint(
         cls,
         checkpoint_path: Any,

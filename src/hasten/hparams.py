@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -21,6 +21,28 @@ from hasten.checkpoint import files
 from hasten.checkpoint.weights import load_weights
 
 T = TypeVar("T")
+
+
+if TYPE_CHECKING:
+    OnClassOnly = classmethod
+else:
+
+    class OnClassOnly(classmethod):
+        """A classmethod that refuses to be called on an instance, whose state it would leave as it is."""
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                return super().__get__(instance, owner)
+            name, kind = self.__func__.__name__, type(instance).__name__
+
+            # Refused when it is called: tools look at the methods of instances.
+            def refuse(*_: Any, **__: Any) -> Any:
+                raise TypeError(
+                    f"{kind}.{name}() makes a new object and leaves this one as it is. "
+                    f"Write model = {kind}.{name}(path)."
+                )
+
+            return refuse
 
 
 class AttributeDict(dict[str, Any]):
@@ -266,6 +288,11 @@ def construct(
     else:
         checkpoint = files.load(
             checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False
+        )
+    if issubclass(cls, torch.nn.Module) and "state_dict" not in checkpoint:
+        raise ValueError(
+            f"{checkpoint_path} holds no 'state_dict': it is no checkpoint of a Trainer. Load bare weights with "
+            "model.load_state_dict(torch.load(path))."
         )
     owner: Any = cls
     stored = dict(checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_KEY) or {})

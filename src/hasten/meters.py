@@ -302,6 +302,9 @@ class Meters:
             return {}
         found = [meter for meter in self._stage(stage) if meter.on_step and meter.step_value() is not None]
         values = send_to_host([meter.step_value() for meter in found]).values()
+        for meter, value in zip(found, values, strict=True):
+            if meter.prog_bar:
+                self.bar_values[meter.step_name] = value
         return {
             name: value
             for meter, value in zip(found, values, strict=True)

@@ -14,7 +14,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.patched import replaced
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.datamodule import DataHooks
-from hasten.hparams import HyperparametersMixin, construct
+from hasten.hparams import HyperparametersMixin, OnClassOnly, construct
 from hasten.module_hooks import ModelHooks
 
 if TYPE_CHECKING:
@@ -478,7 +478,7 @@ class LightningModule(DataHooks, ModelHooks, HyperparametersMixin, nn.Module):
 
     # -- loading
 
-    @classmethod
+    @OnClassOnly
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | IO[bytes] | Any,

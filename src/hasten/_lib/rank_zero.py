@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 log = logging.getLogger("hasten")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 log.setLevel(logging.INFO)
 if not log.handlers and not logging.getLogger().handlers:
     # A program that sets up logging itself gets our messages its own way; others see them on stderr.
@@ -53,9 +55,26 @@ def rank_zero_debug(message: str, *args: Any) -> None:
 
 
 @rank_zero_only
-def rank_zero_warn(message: str, category: type[Warning] = UserWarning, stacklevel: int = 4) -> None:
-    """Warn, on the first process."""
-    warnings.warn(message, category, stacklevel=stacklevel)
+def rank_zero_warn(
+    message: str, category: type[Warning] = UserWarning, stacklevel: int | None = None
+) -> None:
+    """Warn, on the first process.
+
+    Args:
+        message: what to change.
+        category: the kind of warning.
+        stacklevel: as for ``warnings.warn``; by default the line of the user's program that led here.
+
+    """
+    warnings.warn(message, category, stacklevel=_users_level() if stacklevel is None else stacklevel)
+
+
+def _users_level() -> int:
+    """Return the stacklevel, seen from the caller, of the first frame outside this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @rank_zero_only
@@ -71,4 +90,4 @@ def warn_once(key: str, message: str, category: type[Warning] = UserWarning) -> 
     """Warn, once a process for each ``key``."""
     if key not in _said:
         _said.add(key)
-        rank_zero_warn(message, category, stacklevel=5)
+        rank_zero_warn(message, category)

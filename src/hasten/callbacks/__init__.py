@@ -30,6 +30,28 @@ _HOME = {
     "Timer": "hasten.callbacks.timer",
 }
 
+# Names of the field that a program may ask for.
+_NOT_YET = frozenset(
+    {
+        "BackboneFinetuning",
+        "BaseFinetuning",
+        "BasePredictionWriter",
+        "BatchSizeFinder",
+        "DeviceStatsMonitor",
+        "EMAWeightAveraging",
+        "GradientAccumulationScheduler",
+        "LearningRateFinder",
+        "ModelPruning",
+        "OnExceptionCheckpoint",
+        "RichModelSummary",
+        "RichProgressBar",
+        "SpikeDetection",
+        "StochasticWeightAveraging",
+        "ThroughputMonitor",
+        "WeightAveraging",
+    }
+)
+
 __all__ = [
     "Callback",
     "Checkpoint",
@@ -49,6 +71,11 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
+    if name in _NOT_YET:
+        raise AttributeError(
+            f"hasten.callbacks.{name} is not in this version of hasten. There are: {', '.join(__all__)}; "
+            "or write a hasten.Callback."
+        )
     from hasten._lib.names import did_you_mean
 
     raise AttributeError(f"module 'hasten.callbacks' has no attribute {name!r}.{did_you_mean(name, _HOME)}")

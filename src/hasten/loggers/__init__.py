@@ -18,6 +18,9 @@ _HOME = {
     "TensorBoardLogger": "hasten.loggers.tensorboard",
 }
 
+# Names of the field that a program may ask for.
+_NOT_YET = frozenset({"CometLogger", "LitLogger", "MLFlowLogger", "NeptuneLogger", "WandbLogger"})
+
 __all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
 
 
@@ -26,6 +29,11 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
+    if name in _NOT_YET:
+        raise AttributeError(
+            f"hasten.loggers.{name} is not in this version of hasten. There are CSVLogger and TensorBoardLogger; "
+            "or subclass hasten.loggers.Logger."
+        )
     from hasten._lib.names import did_you_mean
 
     raise AttributeError(f"module 'hasten.loggers' has no attribute {name!r}.{did_you_mean(name, _HOME)}")

@@ -106,6 +106,12 @@ def add_place(error: BaseException, step: str, module: nn.Module, batch: Any, ba
         )
     elif isinstance(error, (ValueError, TypeError)) and ("unpack" in text):
         notes.append("The step unpacks the batch into another number of parts than the dataset gives.")
+    elif isinstance(error, TypeError) and f"{step}()" in text and "positional argument" in text:
+        notes.append(
+            f"{step} is called with (batch, batch_idx), and with dataloader_idx as well where there are several "
+            f"loaders: def {step}(self, batch, batch_idx, dataloader_idx=0). Several optimizers need manual "
+            "optimisation, not an optimizer_idx."
+        )
     elif isinstance(error, NotImplementedError) and "forward" in text:
         notes.append("Define forward(), or call the layers by name in the step.")
     for note in notes:

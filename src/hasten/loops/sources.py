@@ -103,6 +103,10 @@ class Source:
         hook = HOOK_OF[self.stage]
         call = "fit" if self.stage == "train" else self.stage
         argument = "train_dataloaders" if self.stage == "train" else "dataloaders"
+        if self.datamodule is not None:
+            raise MisconfigurationException(
+                f"Trainer.{call}(): the datamodule {type(self.datamodule).__name__} has no {hook}(). Define it."
+            )
         raise MisconfigurationException(
             f"Trainer.{call}(): there is no data. Pass {argument}=..., a datamodule, or define "
             f"{type(self._module).__name__}.{hook}()."

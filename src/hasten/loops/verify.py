@@ -15,6 +15,16 @@ from hasten.hooks import overrides
 from hasten.loops.run import Run
 from hasten.module import LightningModule
 
+# Hooks of older versions of the field: code in them would silently not run.
+_REMOVED_HOOKS = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+    "training_step_end": "on_train_batch_end",
+    "validation_step_end": "on_validation_batch_end",
+    "test_step_end": "on_test_batch_end",
+}
+
 
 def check_call(arguments: Arguments, call: str, module: Any, datamodule: Any, *given: Any) -> None:
     """Check what a call was given, before anything starts.
@@ -39,6 +49,12 @@ def check_call(arguments: Arguments, call: str, module: Any, datamodule: Any, *g
         raise MisconfigurationException(
             f"Trainer.{call}(): data was given twice, as loaders and as a datamodule. Pass one of them."
         )
+    for name, instead in _REMOVED_HOOKS.items():
+        if hasattr(module, name):
+            raise MisconfigurationException(
+                f"Trainer.{call}(): {type(module).__name__}.{name}() would never be called. Rename it to "
+                f"{instead}(self), and keep what you need of the outputs in an attribute."
+            )
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(call)
     if step is not None and not overrides(module, LightningModule, step):
         near = _near_method(module, step)
