@@ -173,6 +173,9 @@ def _probe(task: Task, result: Result, by_width: Sequence[list[int]], row_second
         result.part_of_batch = len(part)
         result.step_seconds.append(of_part)
         return []
+    if result.row is task.rows[0]:
+        # The first whole batch of the process also pays for its memory, up to twice a step: no row's share.
+        step_seconds(middle)
     seconds = step_seconds(middle)
     if seconds < PROBE_SECONDS:
         seconds = step_seconds(middle, PROBE_STEPS)
