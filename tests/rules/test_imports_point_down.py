@@ -25,12 +25,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # Files that only give public names to what lives elsewhere, as the field's programs import them.
 PUBLIC_NAMES = frozenset({"accelerators", "plugins", "utilities", "pytorch", "fabric_names"})
 
-# Where a file stands on another layer than the room it is in, and why.
-LAYER_OF_FILE = {
-    # What a checkpoint holds is asked of loops, callbacks and the module: collect and restore work on a Run.
-    "hasten.checkpoint.contents": 5,
-}
-
 LAYER_OF_ROOM = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 
 
@@ -48,8 +42,6 @@ MODULES = modules()
 
 def layer_of(module: str) -> int | None:
     """Return the layer of a module; None for one whose room is in no layer."""
-    if module in LAYER_OF_FILE:
-        return LAYER_OF_FILE[module]
     room = module.split(".")[1] if "." in module else "__init__"
     return len(LAYERS) - 1 if room in PUBLIC_NAMES else LAYER_OF_ROOM.get(room)
 
