@@ -81,6 +81,16 @@ def test_a_row_trained_in_full_carries_no_mark(task: Digits, results: list[Resul
     assert "~" not in text
 
 
+def test_a_busy_machine_is_said(task: Digits, results: list[Result]) -> None:
+    said = "This machine was busy: the same work in row 2 took up to 2.5 times as long."
+    assert said not in " ".join(outcome.table(task, results, FACTS).split())
+    results[1].step_seconds = [12.0, 30.0, 12.0]
+    assert said in " ".join(outcome.table(task, results, FACTS).split())
+    # Steps of different width may differ as they like.
+    results[1].alike = False
+    assert said not in " ".join(outcome.table(task, results, FACTS).split())
+
+
 def test_files_hold_every_row_and_the_command(task: Digits, results: list[Result], tmp_path: Path) -> None:
     files = outcome.write(tmp_path / "made", task, results, FACTS, "hasten demo --epochs 1")
     assert [path.name for path in files] == ["digits.csv", "digits.json", "digits.png"]

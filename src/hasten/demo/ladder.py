@@ -41,7 +41,7 @@ class Result:
         steps: optimizer steps of the whole training.
         step_seconds: of each timed step, when the row was timed over a sample of its steps.
         full_seconds: of each whole training.
-        alike: whether all steps cost the same; one that was disturbed is then seen, and does not count.
+        alike: whether all steps cost the same.
         afterwards_seconds: of the whole training of a row that was sampled, for its accuracy. Not what it is
             compared by: it ran when the others did not.
         part_of_batch: the samples of a batch that were timed, when a whole one would have taken too long.
@@ -68,7 +68,14 @@ class Result:
     @property
     def estimate(self) -> float:
         """Seconds of the whole training, from the sampled steps."""
-        return (median if self.alike else mean)(self.step_seconds) * self.steps
+        # The mean, not the median: where steps differ in width only the mean stands for their sum, and what
+        # disturbs the machine disturbs all rows alike, as long as all are averaged alike.
+        return mean(self.step_seconds) * self.steps
+
+    @property
+    def repeats(self) -> list[float]:
+        """Seconds of the same work, done several times: equal but for what else the machine did."""
+        return self.full_seconds or (self.step_seconds if self.alike else [])
 
     @property
     def seconds(self) -> float:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Rows that differ by less are not called slower: no machine with anything else to do repeats itself better.
 NOISE = 0.1
+# The same work took so many times as long at another moment: then the figures are not worth quoting.
+UNSTEADY = 1.5
 WIDEST = 100
 NARROWEST = 72
 # Columns of fixed width: number, name, seconds, speed, accuracy; the changed line gets the rest.
@@ -122,6 +124,17 @@ def _legend(results: Sequence[Result], width: int) -> list[str]:
         notes.append(
             "* changes the maths: not the same training, check the accuracy. The rows below it keep the "
             "change."
+        )
+    unsteady = [
+        (max(result.repeats) / min(result.repeats), number)
+        for number, result in enumerate(results, start=1)
+        if result.repeats and max(result.repeats) > UNSTEADY * min(result.repeats)
+    ]
+    if unsteady:
+        worst, number = max(unsteady)
+        notes.append(
+            f"This machine was busy: the same work in row {number} took up to {worst:.1f} times as long. "
+            "Run again when it is idle."
         )
     slower = [
         str(number)
