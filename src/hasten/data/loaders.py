@@ -117,7 +117,8 @@ def _samplers(loader: DataLoader[Any]) -> Iterator[Any]:
 
 def _is_distributed(loader: DataLoader[Any]) -> bool:
     return any(
-        isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
+        isinstance(sampler, DistributedSampler)
+        or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
         for sampler in _samplers(loader)
     )
 

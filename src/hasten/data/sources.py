@@ -69,7 +69,12 @@ def source_of(loader: Any, *, replays: bool = True) -> Source:
 def generators_of(loader: Any) -> list[torch.Generator]:
     """Return the generators that the user gave to a loader and its samplers, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    owners = (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    )
     found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
@@ -325,7 +330,11 @@ class Workers:
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         """Begin an epoch after its first batches, with the workers as they were."""
         if state is None or self.is_changed(state):
-            state = {"base": 0 if self._replays or self._is_iterable else consumed, "workers": [], "birth": None}
+            state = {
+                "base": 0 if self._replays or self._is_iterable else consumed,
+                "workers": [],
+                "birth": None,
+            }
         elif not self._loader.in_order:
             warn_once(
                 "resume-in-order",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.data.combined import CombinedLoader, is_collection
+from hasten.data.combined_stream import CombinedStream
 from hasten.data.loaders import prepare
 from hasten.data.stream import Stream
 from hasten.datamodule import DataHooks, LightningDataModule
@@ -71,7 +74,7 @@ class Source:
         self._sampler_kwargs = sampler_kwargs
         self._overfit = overfit
         self._reload_every_n_epochs = reload_every_n_epochs
-        self._streams: list[Stream] | None = None
+        self._streams: list[Stream | CombinedStream] | None = None
         self._loaded_at_epoch = 0
         self._resume_state: list[dict[str, Any]] | None = None
 
@@ -114,8 +117,11 @@ class Source:
 
     @property
     def loaders(self) -> list[Any]:
-        """The prepared loaders; asked for once."""
-        return [stream.loader for stream in self._loaded()]
+        """The prepared loaders; asked for once. Joined ones are in the structure they were given in."""
+        return [
+            stream.loader.iterables if isinstance(stream, CombinedStream) else stream.loader
+            for stream in self._loaded()
+        ]
 
     @property
     def limits(self) -> list[float]:
@@ -217,10 +223,10 @@ class Source:
             return self._module
         return None
 
-    def _only(self) -> Stream:
+    def _only(self) -> Stream | CombinedStream:
         return self._loaded()[0]
 
-    def _loaded(self) -> list[Stream]:
+    def _loaded(self) -> list[Stream | CombinedStream]:
         if self._streams is None:
             given = self._given
             name = HOOK_OF[self.stage]
@@ -236,34 +242,39 @@ class Source:
                 name = f"the {self.stage} dataloader"
             found = self._several(given, name)
             self._streams = [
-                Stream(
-                    prepare(
-                        loader,
-                        name=name if len(found) == 1 else f"{name}[{index}]",
-                        stage=self.stage,
-                        overfit=self._overfit,
-                        **(self._sampler_kwargs or {}),
-                    ),
-                    name=HOOK_OF[self.stage],
-                    replays=self.stage == "train",
-                )
+                self._stream(loader, name if len(found) == 1 else f"{name}[{index}]")
                 for index, loader in enumerate(found)
             ]
             self._check_limits()
         return self._streams
 
+    def _stream(self, loader: Any, name: str) -> Stream | CombinedStream:
+        if not isinstance(loader, CombinedLoader):
+            prepared = prepare(
+                loader, name=name, stage=self.stage, overfit=self._overfit, **(self._sampler_kwargs or {})
+            )
+            return Stream(prepared, name=HOOK_OF[self.stage], replays=self.stage == "train")
+        streams = [self._stream(leaf, f"{name}[{index}]") for index, leaf in enumerate(loader.flattened)]
+        assert all(isinstance(stream, Stream) for stream in streams)
+        combined = copy.copy(loader)
+        combined.flattened = [stream.loader for stream in streams]
+        return CombinedStream(combined, cast("list[Stream]", streams), name=HOOK_OF[self.stage])
+
     def _several(self, given: Any, name: str) -> list[Any]:
+        """Return the loaders to read one after the other; training reads one, which may join several."""
         if self.stage == "train":
-            if _is_collection_of_loaders(given):
+            return [CombinedLoader(given, "max_size_cycle") if is_collection(given) else given]
+        if isinstance(given, CombinedLoader):
+            if given.mode == "sequential":
+                return given.flattened
+            if self.stage == "predict":
                 raise MisconfigurationException(
-                    f"{name} is a {type(given).__name__} of {len(given)} loaders, and training reads one. "
-                    "Join the datasets (torch.utils.data.ConcatDataset or StackDataset) into one DataLoader."
+                    f"{name} is a CombinedLoader(mode={given.mode!r}); prediction reads one loader after the other. "
+                    'Use mode="sequential".'
                 )
             return [given]
-        if isinstance(given, Mapping):
-            return list(given.values())
-        if _is_collection_of_loaders(given):
-            return list(given)
+        if isinstance(given, Mapping) or is_collection(given):
+            return CombinedLoader(given, "sequential").flattened
         return [given]
 
     def _check_limits(self) -> None:
@@ -272,7 +283,7 @@ class Source:
         if self.stage == "train" and self._streams and self._streams[0].length == 0:
             raise MisconfigurationException("the train dataloader has no batches.")
 
-    def _limited(self, stream: Stream) -> float:
+    def _limited(self, stream: Stream | CombinedStream) -> float:
         length = math.inf if stream.length is None else stream.length
         limit = self._limit
         if limit is None or (isinstance(limit, float) and limit == 1.0):
@@ -304,26 +315,6 @@ def warn_about_missing_parts(validation: Source, module: LightningModule) -> Non
             f"There is validation data but {type(module).__name__} has no validation_step(): no validation runs. "
             "Define it, or leave the data out."
         )
-
-
-def _is_collection_of_loaders(given: Any) -> bool:
-    if not isinstance(given, (list, tuple, Mapping)) or not given:
-        return False
-    members = given.values() if isinstance(given, Mapping) else given
-    # A list of batches is a loader itself; a list of things that have loader-like length and iteration,
-    # but are no tensors or collections of tensors, is a list of loaders.
-    return all(_is_loader(member) for member in members)
-
-
-def _is_loader(thing: Any) -> bool:
-    from torch.utils.data import DataLoader
-
-    return isinstance(thing, DataLoader) or (
-        hasattr(thing, "__iter__")
-        and not isinstance(thing, (str, bytes, list, tuple, Mapping))
-        and not hasattr(thing, "shape")
-        and not hasattr(thing, "to")
-    )
 
 
 def _whole(limit: float) -> int | None:

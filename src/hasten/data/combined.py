@@ -1,0 +1,223 @@
+"""CombinedLoader: several loaders read as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self
+
+from hasten._lib.names import did_you_mean
+
+MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+
+
+class CombinedLoader:
+    """Read several loaders as one.
+
+    Args:
+        iterables: loaders in a list, tuple or dict, nested as you like. A batch has the same structure.
+        mode: ``"min_size"``: end with the shortest loader (default). ``"max_size_cycle"``: end with the longest and
+            begin shorter ones again. ``"max_size"``: end with the longest; shorter ones give None from their end on.
+            ``"sequential"``: one loader after the other, each batch alone.
+
+    Raises:
+        ValueError: ``mode`` is another.
+        TypeError: something in ``iterables`` cannot be iterated over.
+
+    Iterating gives ``(batch, batch_idx, dataloader_idx)``; ``dataloader_idx`` is 0 except in sequential mode.
+
+    Example::
+
+        >>> loader = CombinedLoader({"a": range(3), "b": range(2)}, mode="max_size_cycle")
+        >>> [batch for batch, batch_idx, dataloader_idx in loader]
+        [{'a': 0, 'b': 0}, {'a': 1, 'b': 1}, {'a': 2, 'b': 0}]
+        >>> len(loader)
+        3
+
+    """
+
+    def __init__(self, iterables: Any, mode: str = "min_size") -> None:
+        if mode not in MODES:
+            raise ValueError(
+                f"CombinedLoader(mode={mode!r}): use one of {', '.join(map(repr, MODES))}."
+                + did_you_mean(str(mode), MODES)
+            )
+        self._leaves, self._rebuild = flatten(iterables)
+        for leaf in self._leaves:
+            if not hasattr(leaf, "__iter__") and not hasattr(leaf, "__getitem__"):
+                raise TypeError(
+                    f"CombinedLoader(iterables=...): a {type(leaf).__name__} cannot be iterated over."
+                )
+        self._mode = mode
+        # Batches of each loader to use, in sequential mode.
+        self.limits: list[int | float | None] | None = None
+        self._running: Iterator[tuple[Any, int, int]] | None = None
+
+    @property
+    def mode(self) -> str:
+        """How the loaders are joined."""
+        return self._mode
+
+    @property
+    def iterables(self) -> Any:
+        """The loaders, in the structure they were given in."""
+        return self._rebuild(self._leaves)
+
+    @property
+    def flattened(self) -> list[Any]:
+        """The loaders as one list; assign a list of the same length to replace them."""
+        return list(self._leaves)
+
+    @flattened.setter
+    def flattened(self, loaders: list[Any]) -> None:
+        if len(loaders) != len(self._leaves):
+            raise ValueError(
+                f"CombinedLoader.flattened: {len(loaders)} loaders were assigned and there are {len(self._leaves)}."
+            )
+        self._leaves = list(loaders)
+
+    @property
+    def sampler(self) -> Any:
+        """The samplers of the loaders, in their structure."""
+        return self._rebuild([getattr(leaf, "sampler", None) for leaf in self._leaves])
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch samplers of the loaders, in their structure."""
+        return self._rebuild([getattr(leaf, "batch_sampler", None) for leaf in self._leaves])
+
+    def combine(self, batches: list[Any]) -> Any:
+        """Return one batch of each loader in the structure of the loaders."""
+        return self._rebuild(batches)
+
+    def __len__(self) -> int:
+        length = joint_length(self._mode, [length_of(leaf) for leaf in self._leaves])
+        if length is None:
+            raise _NoLengthError("This CombinedLoader has no length: not all of its loaders have one.")
+        return length
+
+    def __iter__(self) -> Self:
+        self._running = self._sequential() if self._mode == "sequential" else self._side_by_side()
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if self._running is None:
+            iter(self)
+        assert self._running is not None
+        return next(self._running)
+
+    def reset(self) -> None:
+        """Give up an iteration, and the worker processes it started."""
+        self._running = None
+
+    def _sequential(self) -> Iterator[tuple[Any, int, int]]:
+        for loader_idx, leaf in enumerate(self._leaves):
+            limit = None if self.limits is None else self.limits[loader_idx]
+            for batch_idx, batch in enumerate(leaf):
+                if limit is not None and batch_idx >= limit:
+                    break
+                yield batch, batch_idx, loader_idx
+
+    def _side_by_side(self) -> Iterator[tuple[Any, int, int]]:
+        iterators = [iter(leaf) for leaf in self._leaves]
+        ended = [False] * len(iterators)
+        batch_idx = 0
+        while iterators:
+            batches: list[Any] = []
+            for index, leaf in enumerate(self._leaves):
+                batch = next(iterators[index], _END)
+                if batch is _END:
+                    ended[index] = True
+                    if self._mode == "min_size" or all(ended):
+                        return
+                    batch = None
+                    if self._mode == "max_size_cycle":
+                        iterators[index] = iter(leaf)
+                        batch = next(iterators[index])
+                batches.append(batch)
+            yield self.combine(batches), batch_idx, 0
+            batch_idx += 1
+
+
+_END = object()
+
+
+class _NoLengthError(TypeError, NotImplementedError):
+    """What Python expects of a thing without length, and what programs of the field catch."""
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches of a loader; None where it does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def joint_length(mode: str, lengths: list[int | None]) -> int | None:
+    """Return how many batches loaders of these lengths give together; None where it cannot be known."""
+    known = [length for length in lengths if length is not None]
+    if len(known) < len(lengths):
+        return None
+    if not known:
+        return 0
+    return {"min_size": min, "max_size": max, "max_size_cycle": max, "sequential": sum}[mode](known)
+
+
+def flatten(loaders: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the loaders of a nested collection as a list, and a function that puts such a list back in shape."""
+    leaves: list[Any] = []
+    shape = _shape(loaders, leaves, top=True)
+
+    def rebuild(parts: list[Any]) -> Any:
+        return _fill(shape, iter(parts))
+
+    return leaves, rebuild
+
+
+def is_collection(given: Any) -> bool:
+    """Say whether ``given`` holds loaders; a list of batches is one loader itself."""
+    if isinstance(given, Mapping):
+        members: Iterable[Any] = given.values()
+    elif isinstance(given, (list, tuple)):
+        members = given
+    else:
+        return False
+    members = list(members)
+    return bool(members) and all(_is_loader(member) or is_collection(member) for member in members)
+
+
+def _is_loader(thing: Any) -> bool:
+    from torch.utils.data import DataLoader
+
+    return isinstance(thing, (DataLoader, CombinedLoader)) or (
+        hasattr(thing, "__iter__")
+        and not isinstance(thing, (str, bytes, list, tuple, Mapping))
+        and not hasattr(thing, "shape")
+        and not hasattr(thing, "to")
+    )
+
+
+_LEAF = object()
+
+
+def _shape(loaders: Any, leaves: list[Any], *, top: bool = False) -> Any:
+    if isinstance(loaders, Mapping) and (top or is_collection(loaders)):
+        return {key: _shape(value, leaves) for key, value in loaders.items()}
+    if isinstance(loaders, (list, tuple)) and (is_collection(loaders) or (top and not loaders)):
+        parts = [_shape(value, leaves) for value in loaders]
+        if isinstance(loaders, tuple):
+            return type(loaders)(*parts) if hasattr(loaders, "_fields") else tuple(parts)
+        return parts
+    leaves.append(loaders)
+    return _LEAF
+
+
+def _fill(shape: Any, parts: Iterator[Any]) -> Any:
+    if shape is _LEAF:
+        return next(parts)
+    if isinstance(shape, dict):
+        return {key: _fill(value, parts) for key, value in shape.items()}
+    filled = [_fill(value, parts) for value in shape]
+    if isinstance(shape, tuple):
+        return type(shape)(*filled) if hasattr(shape, "_fields") else tuple(filled)
+    return filled
