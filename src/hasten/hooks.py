@@ -106,6 +106,7 @@ HOOK_NAMES = frozenset(row.name for row in HOOKS) | frozenset(STEPS)
 # Hooks whose order differs from "callbacks, then the module", or that the datamodule hears too.
 _DATAMODULE_LAST = frozenset({"on_exception", "on_save_checkpoint", "on_load_checkpoint"})
 _NOT_FOR_DATAMODULE = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
+_MODULE_FIRST = frozenset({"on_load_checkpoint"})
 
 
 def nothing(*_: Any) -> None:
@@ -211,7 +212,7 @@ class Hooks:
             if overrides(callback, Callback, name)
         ]
         if module is not None and overrides(module, LightningModule, name):
-            listeners.append(getattr(module, name))
+            listeners.insert(0 if name in _MODULE_FIRST else len(listeners), getattr(module, name))
         datamodule = self._datamodule
         if (
             module is not None

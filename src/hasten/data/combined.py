@@ -160,7 +160,9 @@ def joint_length(mode: str, lengths: list[int | None]) -> int | None:
         return None
     if not known:
         return 0
-    return {"min_size": min, "max_size": max, "max_size_cycle": max, "sequential": sum}[mode](known)
+    if mode == "sequential":
+        return sum(known)
+    return min(known) if mode == "min_size" else max(known)
 
 
 def flatten(loaders: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

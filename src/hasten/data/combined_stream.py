@@ -107,10 +107,8 @@ class CombinedStream:
             last_reader = index == len(self._readers) - 1
             for other in self._readers:
                 other.took = False
-            while not reader.at_end:
-                batch = reader.next(end, self._handed)
-                if batch is not _END:
-                    yield batch, reader.at_end and last_reader
+            while (batch := reader.next(end, self._handed)) is not _END:
+                yield batch, reader.at_end and last_reader
 
     # -- the place
 

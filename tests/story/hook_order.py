@@ -1,0 +1,233 @@
+"""Record which hooks run in which order, and write docs/hooks.md: ``python -m tests.story.hook_order --write``."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hasten as L
+from hasten.datamodule import DataHooks
+from hasten.hooks import HOOK_NAMES
+from hasten.module_hooks import ModelHooks
+from tests.models import quiet
+
+PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
+
+_OTHER_METHODS = (
+    "backward",
+    "clip_gradients",
+    "configure_callbacks",
+    "configure_gradient_clipping",
+    "configure_optimizers",
+    "lr_scheduler_step",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+_DATA = tuple(name for name in vars(DataHooks) if not name.startswith("_"))
+OF_MODULE = sorted(
+    {name for name in HOOK_NAMES if hasattr(L.LightningModule, name)}
+    | {name for name in vars(ModelHooks) if not name.startswith("_")}
+    | {*_OTHER_METHODS, *(name for name in _DATA if not name.endswith("_dataloader"))}
+)
+OF_CALLBACK = sorted(name for name in vars(L.Callback) if name.startswith(("on_", "setup", "teardown")))
+OF_DATAMODULE = sorted({*_DATA, "on_exception"})
+
+
+def recording(base: type, names: list[str], who: str, calls: list[tuple[str, str]]) -> type:
+    """Return a subclass of ``base`` whose methods ``names`` note that they were called."""
+
+    def noting(name: str) -> Callable[..., Any]:
+        original = getattr(base, name)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append((name, who))
+            return original(self, *args, **kwargs)
+
+        return method
+
+    return type(base.__name__, (base,), {name: noting(name) for name in names})
+
+
+class _Module(L.LightningModule):
+    manual = raises = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = not self.manual
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.raises:
+            raise RuntimeError("on purpose")
+        loss = self.layer(batch[0]).mean()
+        if not self.manual:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def predict_step(self, batch: Any, batch_idx: int) -> int:
+        return 1
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class _Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(4, 4)), 2)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+def _record(call: str = "fit", **options: Any) -> list[tuple[str, str]]:
+    calls: list[tuple[str, str]] = []
+    flags = {name: options.pop(name, False) for name in ("manual", "raises", "resume")}
+    module = recording(_Module, OF_MODULE, "module", calls)
+    module.manual, module.raises = flags["manual"], flags["raises"]  # type: ignore[attr-defined]
+    model = module()
+    data = recording(_Data, OF_DATAMODULE, "datamodule", calls)()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "default_root_dir": folder, **options}
+        callback = recording(L.Callback, OF_CALLBACK, "callbacks", calls)
+        ckpt_path = None
+        if flags["resume"]:
+            first = quiet(**options)
+            first.fit(model, datamodule=data)
+            ckpt_path = Path(folder) / "first.ckpt"
+            first.save_checkpoint(ckpt_path)
+            calls.clear()
+            options["max_epochs"] = 2
+        trainer = quiet(callbacks=callback(), **options)
+        try:
+            getattr(trainer, call)(model, datamodule=data, ckpt_path=ckpt_path)
+        except RuntimeError:
+            calls.append(("(the error leaves fit)", ""))
+    return calls
+
+
+# What each column of the table is a run of.
+RUNS: dict[str, dict[str, Any]] = {
+    "fit": {},
+    "accumulate 2": {"accumulate_grad_batches": 2},
+    "clipping": {"gradient_clip_val": 1.0},
+    "manual": {"manual": True},
+    "validation within": {"val_check_interval": 1},
+    "sanity check": {"num_sanity_val_steps": 1},
+    "checkpoints": {"enable_checkpointing": True},
+    "resumed": {"resume": True},
+    "exception": {"raises": True},
+    "validate": {"call": "validate"},
+    "test": {"call": "test"},
+    "predict": {"call": "predict"},
+}
+
+
+def merged(calls: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    """Join neighbouring calls of one hook: ``[(hook, who listens, in order)]``."""
+    rows: list[tuple[str, list[str]]] = []
+    for name, who in calls:
+        if rows and rows[-1][0] == name and who not in rows[-1][1]:
+            rows[-1][1].append(who)
+        else:
+            rows.append((name, [who]))
+    return rows
+
+
+def page() -> str:
+    """Return docs/hooks.md as the runs make it."""
+    runs = {name: merged(_record(**options)) for name, options in RUNS.items()}
+    apart = {name: runs.pop(name) for name in ("test", "predict")}
+    order = _joined_order([[hook for hook, _ in rows] for rows in runs.values()])
+    listeners: dict[str, list[str]] = {}
+    for rows in runs.values():
+        for hook, who in rows:
+            listeners[hook] = max(listeners.get(hook, []), who, key=len)
+    lines = [
+        "# The order of the hooks",
+        "",
+        "This page is written by runs, and a test compares it with new ones: `python -m tests.story.hook_order --write`.",
+        "An epoch of these runs has two batches, a validation one. A number says how often the hook ran.",
+        "",
+        "Where several listen they are called in the order of the second column; callbacks in the order of the",
+        "Trainer's list, those that save checkpoints and `EarlyStopping` after the module at the moments where they",
+        "monitor: `on_train_batch_end`, `on_train_epoch_end`, `on_validation_epoch_end`, `on_validation_end`.",
+        "`test` and `predict` have the hooks of `validate` under their own names; they stand at the end of the page.",
+        "",
+        f"| hook | who, in order | {' | '.join(runs)} |",
+        f"|---|---|{'---|' * len(runs)}",
+    ]
+    for hook in order:
+        counts = [sum(name == hook for name, _ in rows) for rows in runs.values()]
+        cells = " | ".join(str(count or "") for count in counts)
+        name = f"`{hook}`" if listeners[hook] != [""] else hook
+        lines.append(f"| {name} | {', '.join(listeners[hook])} | {cells} |")
+    lines += ["", "## Each run, call by call", "", "`hook x 2` ran twice in a row; listeners as above."]
+    for name, rows in (runs | apart).items():
+        if name in ("clipping", "checkpoints"):
+            continue  # the table says how they differ from "fit"
+        lines += ["", f"### {name}", "", "```", *_shortened([hook for hook, _ in rows]), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _joined_order(runs: list[list[str]]) -> list[str]:
+    order: list[str] = []
+    for run in sorted(runs, key=len, reverse=True):
+        at = 0
+        for hook in run:
+            if hook in order:
+                at = max(at, order.index(hook) + 1)
+            else:
+                order.insert(at, hook)
+                at += 1
+    return order
+
+
+def _shortened(hooks: list[str]) -> list[str]:
+    lines: list[str] = []
+    at = 0
+    while at < len(hooks):
+        # A block that comes again at once (the hooks of a batch) is shown once, with its count.
+        for size in range(min(30, (len(hooks) - at) // 2), 0, -1):
+            times = 1
+            while hooks[at : at + size] == hooks[at + times * size : at + (times + 1) * size]:
+                times += 1
+            if times > 1:
+                indent = "    " if size > 1 else ""
+                lines += [f"{times} times:"] if size > 1 else []
+                lines += [
+                    f"{indent}{hook}{'' if size > 1 else f' x {times}'}" for hook in hooks[at : at + size]
+                ]
+                at += times * size
+                break
+        else:
+            lines.append(hooks[at])
+            at += 1
+    return lines
+
+
+if __name__ == "__main__":
+    import logging
+
+    logging.disable(logging.WARNING)
+    text = page()
+    if "--write" in sys.argv:
+        PAGE.write_text(text)
+    else:
+        print(text, end="")
