@@ -15,6 +15,7 @@ from hasten._lib.patched import replaced
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.datamodule import DataHooks
 from hasten.hparams import HyperparametersMixin, OnClassOnly, construct
+from hasten.module_export import ModelExport
 from hasten.module_hooks import ModelHooks
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from hasten.trainer import Trainer
 
 
-class LightningModule(DataHooks, ModelHooks, HyperparametersMixin, nn.Module):
+class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, nn.Module):
     """A ``torch.nn.Module`` that knows its training, validation, test and prediction step.
 
     Example::
@@ -46,13 +47,21 @@ class LightningModule(DataHooks, ModelHooks, HyperparametersMixin, nn.Module):
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
 
+    # Annotated for type checkers only: TorchScript would take annotations for types of its own.
+    if TYPE_CHECKING:
+        _trainer: Trainer | None
+        _fabric: Any
+        _meters: Meters | None
+        _strict_loading: bool | None
+        _example_input_array: Any
+
     # Class attributes, so that a subclass which sets them before super().__init__() finds them too.
-    _trainer: Trainer | None = None
-    _fabric: Any = None
-    _meters: Meters | None = None
+    _trainer = None
+    _fabric = None
+    _meters = None
     _automatic_optimization = True
-    _strict_loading: bool | None = None
-    _example_input_array: Any = None
+    _strict_loading = None
+    _example_input_array = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -113,6 +122,9 @@ class LightningModule(DataHooks, ModelHooks, HyperparametersMixin, nn.Module):
 
     def configure_model(self) -> None:
         """Create layers here to have them made directly on the device and in the precision of the run."""
+
+    def configure_sharded_model(self) -> None:
+        """Older name of ``configure_model``."""
 
     # -- logging
 
@@ -308,6 +320,11 @@ class LightningModule(DataHooks, ModelHooks, HyperparametersMixin, nn.Module):
         return self.device.type == "cuda"
 
     @property
+    def device_mesh(self) -> Any:
+        """The device mesh of a strategy that splits the model; None for others."""
+        return None if self._trainer is None else getattr(self._trainer.strategy, "device_mesh", None)
+
+    @property
     def current_epoch(self) -> int:
         """Index of the epoch, from 0."""
         return 0 if self._trainer is None else self._trainer.current_epoch
@@ -430,13 +447,16 @@ class LightningModule(DataHooks, ModelHooks, HyperparametersMixin, nn.Module):
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only the parameters of ``optimizer`` require gradients, until ``untoggle_optimizer``."""
+        self.untoggle_optimizer(optimizer)
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        wrapped = [getattr(other, "optimizer", other) for other in self.trainer.optimizers]
         state = {
-            p: p.requires_grad for other in wrapped for group in other.param_groups for p in group["params"]
+            p: p.requires_grad
+            for other in self.trainer.optimizers
+            for group in other.param_groups
+            for p in group["params"]
         }
-        for parameter in state:
-            parameter.requires_grad = state[parameter] and id(parameter) in own
+        for parameter, required in state.items():
+            parameter.requires_grad = required and id(parameter) in own
         self.__dict__["_before_toggle"] = state
 
     def untoggle_optimizer(self, optimizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -181,15 +182,39 @@ class HastenOptimizer:
     """An optimizer as manual optimisation sees it: ``step`` counts, and knows the precision of the run.
 
     Everything else is the wrapped optimizer's; ``optimizer`` is that optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        step: steps and counts it; its own ``step`` by default.
+        toggled: the context that ``toggle_model`` enters, given ``sync_grad``.
+
     """
 
-    def __init__(self, optimizer: Any, step: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        step: Callable[..., Any] | None = None,
+        toggled: Callable[[bool], AbstractContextManager[Any]] | None = None,
+    ) -> None:
         self.optimizer = optimizer
-        self._step = step
+        self._step = optimizer.step if step is None else step
+        self._toggled = toggled
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the optimizer and count it in ``trainer.global_step``."""
         return self._step(closure, **kwargs)
+
+    def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[Any]:
+        """Return a context in which only this optimizer's parameters get gradients.
+
+        Args:
+            sync_grad: exchange the gradients with the other processes; False while accumulating, since only the
+                last backward before a step needs the exchange.
+
+        Example: ``with optimizer.toggle_model(sync_grad=is_last): self.manual_backward(loss)``
+
+        """
+        return nullcontext() if self._toggled is None else self._toggled(sync_grad)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -197,7 +222,7 @@ class HastenOptimizer:
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("optimizer", "_step"):
+        if name in ("optimizer", "_step", "_toggled"):
             object.__setattr__(self, name, value)
         else:
             setattr(self.optimizer, name, value)

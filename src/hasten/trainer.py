@@ -517,6 +517,7 @@ class Trainer(TrainerView):
         run = self._run
         assert run is not None
         run.hooks.on_before_backward(loss)
+        run.runtime.strategy.prepare_backward(loss, run.wrapped)
         if overrides(run.module, LightningModule, "backward"):
             run.module.backward(loss if run.runtime.scaler is None else run.runtime.scaler.scale(loss))
         else:

@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("machine", "checkpoint", "data", "loggers", "profilers", "seed"),
     ("strategies", "precision", "verbs"),
     ("runtime", "resolve", "compile", "optim", "hparams"),
-    ("callback", "module", "module_hooks", "datamodule", "hooks", "meter", "meters"),
+    ("callback", "module", "module_hooks", "module_export", "datamodule", "hooks", "meter", "meters"),
     ("loops", "callbacks", "tuner", "report", "arguments"),
     ("trainer", "trainer_view", "fabric"),
     ("cli", "speed"),

@@ -162,7 +162,7 @@ def page() -> str:
     lines = [
         "# The order of the hooks",
         "",
-        "This page is written by runs, and a test compares it with new ones: `python -m tests.story.hook_order --write`.",
+        "Written by runs; a test compares it with new ones. To renew it: `python -m tests.story.hook_order --write`.",
         "An epoch of these runs has two batches, a validation one. A number says how often the hook ran.",
         "",
         "Where several listen they are called in the order of the second column; callbacks in the order of the",

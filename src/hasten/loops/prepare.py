@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from hasten import optim
 from hasten.callback import Callback
 from hasten.checkpoint import contents
 from hasten.datamodule import LightningDataModule
+from hasten.hooks import overrides
 from hasten.hparams import logged_hparams
 from hasten.loops.run import Run
 from hasten.loops.snapshot import Snapshot
 from hasten.loops.sources import warn_about_missing_parts
 from hasten.loops.states import TrainerFn
 from hasten.loops.verify import check_fit
+from hasten.module import LightningModule
 from hasten.optim import HastenOptimizer
 
 # () -> (checkpoint, where it came from), or (None, None) to start from the beginning
@@ -42,12 +45,17 @@ def prepare(
     if fitting:
         warn_about_missing_parts(run.validation, module)
     {"fit": run.train, "validate": run.validation, "test": run.test, "predict": run.predict}[fn].require()
+    for logger in run.meters.loggers:
+        # One that cannot write says so now, and paths that hold its version are known from here on.
+        getattr(logger, "experiment", None)
     if runtime.local_rank == 0:
         hooks.prepare_data()
     runtime.barrier("prepare_data")
     hooks.setup(fn.value)
     with runtime.init_module():
         hooks.configure_model()
+        if overrides(module, LightningModule, "configure_sharded_model"):
+            module.configure_sharded_model()
 
     checkpoint, path = read_checkpoint()
     if checkpoint is not None:
@@ -105,7 +113,14 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
         progress.global_step += 1
         return result
 
-    return HastenOptimizer(optimizer, counted_step)
+    @contextmanager
+    def toggled(sync_grad: bool) -> Iterator[None]:
+        held_back = run.runtime.syncs_gradients and not sync_grad
+        with run.module.toggled_optimizer(optimizer):
+            with run.runtime.no_sync(run.wrapped) if held_back else nullcontext():
+                yield
+
+    return HastenOptimizer(optimizer, counted_step, toggled)
 
 
 def _log_hyperparams(run: Run, datamodule: LightningDataModule | None) -> None:

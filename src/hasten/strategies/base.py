@@ -116,6 +116,9 @@ class Strategy(ABC):
         """Return ``function`` such that it runs inside ``wrapped``, which prepares its backward."""
         return function
 
+    def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:  # noqa: B027 - most need none
+        """Prepare a backward that runs inside the forward of ``wrapped``, as in manual optimisation."""
+
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward leaves the gradients of this process alone."""
         raise TypeError(f"{type(self).__name__} exchanges no gradients: there is nothing to hold back.")

@@ -99,8 +99,12 @@ class DDPStrategy(ParallelStrategy):
         self.model = module
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
+        kwargs = self._ddp_kwargs
+        if _is_manual(module) and not kwargs.get("static_graph"):
+            # Each backward of manual optimisation may reach other parameters (a GAN's generator, then its critic).
+            kwargs = {"find_unused_parameters": True, **kwargs}
         # No device_ids: the batch is on the device already, and DDP need not walk it to move it again.
-        wrapped = DistributedDataParallel(_Routed(module), **self._ddp_kwargs)
+        wrapped = DistributedDataParallel(_Routed(module), **kwargs)
         if self._comm_hook is not None:
             hook = self._comm_hook if self._comm_wrapper is None else self._comm_wrapper(self._comm_hook)
             wrapped.register_comm_hook(self._comm_state, hook)
@@ -122,7 +126,27 @@ class DDPStrategy(ParallelStrategy):
             target["function"] = function
             return wrapped(*args, **kwargs)
 
-        return routed
+        def routed_manual(*args: Any, **kwargs: Any) -> Any:
+            def unprepared(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    # Each backward prepared itself and is over: DDP must not wait for another one.
+                    wrapped.require_backward_grad_sync = False
+
+            target["function"] = unprepared
+            try:
+                return wrapped(*args, **kwargs)
+            finally:
+                wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
+
+        return routed_manual if _is_manual(inner.module) else routed
+
+    def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:
+        """Make DDP exchange the gradients of the backward of ``loss``, which runs before its forward returns."""
+        if isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync:
+            searches = wrapped.find_unused_parameters and not wrapped.static_graph
+            wrapped.reducer.prepare_for_backward([loss] if searches else [])
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward leaves the gradients of this process alone."""
@@ -131,3 +155,7 @@ class DDPStrategy(ParallelStrategy):
                 f"no_backward_sync got a {type(wrapped).__name__}: pass the module that setup() returned."
             )
         return wrapped.no_sync()
+
+
+def _is_manual(module: nn.Module) -> bool:
+    return getattr(module, "automatic_optimization", True) is False

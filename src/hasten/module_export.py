@@ -1,0 +1,190 @@
+"""ModelExport: a trained module as TorchScript, ONNX or TensorRT."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import did_you_mean
+from hasten._lib.optional import need
+from hasten._lib.tree import move_to
+
+
+class ModelExport:
+    """The ways out of a module; each leaves it as it was."""
+
+    if TYPE_CHECKING:
+        example_input_array: Any
+
+    # What TorchScript must not look at: properties of a run.
+    __jit_unused_properties__ = [  # noqa: RUF012 - the name and type torch.jit looks for
+        "automatic_optimization", "current_epoch", "device", "device_mesh", "dtype", "example_input_array",
+        "fabric", "global_rank", "global_step", "hparams", "hparams_initial", "local_rank", "logger", "loggers",
+        "on_gpu", "strict_loading", "trainer",
+    ]  # fmt: skip
+
+    def to_torchscript(
+        self,
+        file_path: str | os.PathLike[str] | None = None,
+        method: str = "script",
+        example_inputs: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the module as TorchScript, in eval mode.
+
+        Args:
+            file_path: also write it there.
+            method: "script" compiles ``forward``; "trace" records what it does with ``example_inputs``.
+            example_inputs: for "trace": the arguments of ``forward``; ``example_input_array`` by default.
+            kwargs: for ``torch.jit.script`` or ``torch.jit.trace``.
+
+        Raises:
+            ValueError: ``method`` is another, or there is no input to trace with.
+
+        Example::
+
+            >>> import hasten as L, torch
+            >>> class Double(L.LightningModule):
+            ...     def forward(self, x):
+            ...         return 2 * x
+            >>> Double().to_torchscript()(torch.ones(2))
+            tensor([2., 2.])
+
+        Source: `PyTorch, TorchScript <https://docs.pytorch.org/docs/stable/jit.html>`_.
+
+        """
+        module = self._as_module()
+        with _evaluating(module):
+            if method == "script":
+                scripted = torch.jit.script(module, **kwargs)
+            elif method == "trace":
+                inputs = self._inputs("to_torchscript(method='trace')", "example_inputs", example_inputs)
+                scripted = torch.jit.trace(module, inputs, **kwargs)
+            else:
+                raise ValueError(
+                    f"to_torchscript(method={method!r}): use 'script' or 'trace'."
+                    + did_you_mean(str(method), ["script", "trace"])
+                )
+        if file_path is not None:
+            import fsspec
+
+            with fsspec.open(os.fspath(file_path), "wb") as file:
+                torch.jit.save(scripted, file)
+        return scripted
+
+    @torch.no_grad()
+    def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Write the module as ONNX, in eval mode; return what ``torch.onnx.export`` returns.
+
+        Args:
+            file_path: where to; nowhere by default, which needs the exporter of ``dynamo=True`` (torch's default).
+            input_sample: the arguments of ``forward``; ``example_input_array`` by default.
+            kwargs: for ``torch.onnx.export``.
+
+        Raises:
+            ModuleNotFoundError: the package onnx or onnxscript is missing.
+            ValueError: there is no input sample.
+
+        Source: `PyTorch, torch.onnx <https://docs.pytorch.org/docs/stable/onnx.html>`_.
+
+        """
+        need("onnx", purpose="LightningModule.to_onnx()")
+        if kwargs.get("dynamo", True):
+            need("onnxscript", purpose="LightningModule.to_onnx()")
+        module = self._as_module()
+        inputs = self._inputs("to_onnx()", "input_sample", input_sample)
+        with _evaluating(module):
+            return torch.onnx.export(module, inputs, file_path, **kwargs)
+
+    @torch.no_grad()
+    def to_tensorrt(
+        self,
+        file_path: str | os.PathLike[str] | None = None,
+        input_sample: Any = None,
+        ir: str = "default",
+        output_format: str = "exported_program",
+        retrace: bool = False,
+        default_device: str | torch.device = "cuda",
+        **compile_kwargs: Any,
+    ) -> Any:
+        """Return the module compiled by TensorRT.
+
+        Args:
+            file_path: also write it there.
+            input_sample: the arguments of ``forward``; ``example_input_array`` by default.
+            ir: "default", "dynamo" or "ts".
+            output_format: "exported_program" or "torchscript", of the file.
+            retrace: trace the compiled module again when it is written.
+            default_device: where to compile if the module is not on a CUDA device.
+            compile_kwargs: for ``torch_tensorrt.compile``.
+
+        Raises:
+            ModuleNotFoundError: the package torch_tensorrt is missing.
+            ValueError: an option is another, or there is no input sample.
+
+        Source: `Torch-TensorRT <https://docs.pytorch.org/TensorRT/>`_.
+
+        """
+        for name, value, allowed in (
+            ("ir", ir, ("default", "dynamo", "ts")),
+            ("output_format", output_format, ("exported_program", "torchscript")),
+        ):
+            if value not in allowed:
+                raise ValueError(
+                    f"to_tensorrt({name}={value!r}): use one of {', '.join(map(repr, allowed))}."
+                    + did_you_mean(str(value), allowed)
+                )
+        tensorrt = need("torch_tensorrt", purpose="LightningModule.to_tensorrt()")
+        module = self._as_module()
+        inputs = self._inputs("to_tensorrt()", "input_sample", input_sample)
+        before = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        device = before if before.type == "cuda" else torch.device(default_device)
+        with _evaluating(module):
+            try:
+                inputs = move_to(inputs, device)
+                compiled = tensorrt.compile(module.to(device), ir=ir, inputs=inputs, **compile_kwargs)
+                if file_path is not None:
+                    tensorrt.save(
+                        compiled,
+                        os.fspath(file_path),
+                        inputs=inputs,
+                        output_format=output_format,
+                        retrace=retrace,
+                    )
+            finally:
+                module.to(before)
+        return compiled
+
+    def _as_module(self) -> nn.Module:
+        assert isinstance(self, nn.Module)
+        return self
+
+    def _inputs(self, call: str, argument: str, given: Any) -> tuple[Any, ...]:
+        if given is None:
+            given = self.example_input_array
+        if given is None:
+            raise MisconfigurationException(
+                f"{type(self).__name__}.{call}: there is no input to run with. Pass {argument}=..., or set "
+                "self.example_input_array in __init__."
+            )
+        inputs = given if isinstance(given, tuple) else (given,)
+        device = next((parameter.device for parameter in self._as_module().parameters()), torch.device("cpu"))
+        moved: tuple[Any, ...] = move_to(inputs, device)
+        return moved
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child, training in modes:
+            child.training = training
