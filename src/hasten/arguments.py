@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from hasten._lib.durations import parse_duration
+from hasten._lib.durations import Interval, parse_interval
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.callback import Callback
@@ -34,7 +34,7 @@ class Arguments:
     limit_test_batches: int | float | None
     limit_predict_batches: int | float | None
     overfit_batches: int | float
-    val_check_interval: int | float | timedelta
+    val_check_interval: int | float | Interval
     check_val_every_n_epoch: int | None
     num_sanity_val_steps: int
     log_every_n_steps: int
@@ -151,11 +151,14 @@ def check(
     limits = {name: None if value is None else _share(name, value) for name, value in limits.items()}
     overfit_batches = _share("overfit_batches", overfit_batches)
 
+    max_epochs, max_steps, max_time = _in_own_units(
+        max_epochs=max_epochs, max_steps=None if max_steps in (None, -1) else max_steps, max_time=max_time
+    )
+    min_epochs, min_steps, _ = _in_own_units(min_epochs=min_epochs, min_steps=min_steps)
     max_epochs = _limit("max_epochs", max_epochs)
     max_steps = -1 if max_steps is None else _limit("max_steps", max_steps)
     min_epochs = None if min_epochs is None else _integer("min_epochs", min_epochs, least=0)
     min_steps = None if min_steps is None else _integer("min_steps", min_steps, least=0)
-    max_time = None if max_time is None else _duration("max_time", max_time)
     num_sanity_val_steps = 2 if num_sanity_val_steps is None else num_sanity_val_steps
     num_sanity_val_steps = _integer("num_sanity_val_steps", num_sanity_val_steps, least=-1)
     if logger is None:
@@ -185,9 +188,13 @@ def check(
             f"Trainer(min_steps={min_steps}, max_steps={max_steps}): the least is above the most."
         )
 
+    check_val_every_n_epoch = _count("check_val_every_n_epoch", check_val_every_n_epoch, "epochs")
     if check_val_every_n_epoch is not None:
         check_val_every_n_epoch = _integer("check_val_every_n_epoch", check_val_every_n_epoch, least=1)
-    val_check_interval = _val_check_interval(val_check_interval, check_val_every_n_epoch)
+    val_check_interval, check_val_every_n_epoch = _validation_interval(
+        val_check_interval, check_val_every_n_epoch
+    )
+    log_every_n_steps = _count("log_every_n_steps", log_every_n_steps, "steps")
     if log_every_n_steps is None:
         log_every_n_steps = 50
     log_every_n_steps = _integer("log_every_n_steps", log_every_n_steps, least=0)
@@ -208,7 +215,8 @@ def check(
             f"Trainer(deterministic={deterministic!r}): use True, False or 'warn'."
             + did_you_mean(str(deterministic), ["warn"])
         )
-    reload_every = _integer("reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, least=0)
+    reload_every = _count("reload_dataloaders_every_n_epochs", reload_dataloaders_every_n_epochs, "epochs")
+    reload_every = _integer("reload_dataloaders_every_n_epochs", reload_every, least=0)
 
     return Arguments(
         callbacks=_callbacks(callbacks),
@@ -254,8 +262,8 @@ _REMOVED = {
     "progress_bar_refresh_rate": "callbacks=[TQDMProgressBar(refresh_rate=...)], or enable_progress_bar=False",
     "weights_summary": "enable_model_summary=..., or callbacks=[ModelSummary(max_depth=...)]",
     "resume_from_checkpoint": "Trainer.fit(ckpt_path=...)",
-    "auto_lr_find": "a learning rate of your choice: the tuner is not in this version",
-    "auto_scale_batch_size": "a batch size of your choice: the tuner is not in this version",
+    "auto_lr_find": "hasten.tuner.Tuner(trainer).lr_find(model)",
+    "auto_scale_batch_size": "hasten.tuner.Tuner(trainer).scale_batch_size(model)",
     "terminate_on_nan": "detect_anomaly=True",
     "track_grad_norm": "self.log in on_before_optimizer_step",
 }
@@ -315,27 +323,83 @@ def _share(name: str, value: Any) -> int | float:
     return value
 
 
-def _duration(name: str, value: Any) -> timedelta:
-    if isinstance(value, timedelta):
-        duration = value
-    elif isinstance(value, (str, dict)):
-        duration = parse_duration(value, argument=f"Trainer({name}=...)")
-    else:
-        raise TypeError(
-            f"Trainer({name}={value!r}): use 'DD:HH:MM:SS', a text such as '90min', a timedelta or a dict, "
-            f"not {type(value).__name__}."
+def _in_own_units(**given: Any) -> tuple[Any, Any, timedelta | None]:
+    """Return (epochs, steps, time) of limits, each of which may be written in the unit of another."""
+    found: dict[str, tuple[str, Any]] = {}
+    for name, value in given.items():
+        unit = "epochs" if "epochs" in name else "steps" if "steps" in name else "time"
+        if value is None:
+            continue
+        if isinstance(value, str) and value.strip().isdigit() and unit != "time":
+            raise TypeError(
+                f"Trainer({name}={value!r}): use a whole number, for instance {name}={int(value)}."
+            )
+        if isinstance(value, (str, dict, timedelta)):
+            interval = parse_interval(value, argument=f"Trainer({name}=...)")
+            if interval.time is not None and interval.time <= timedelta(0):
+                raise ValueError(f"Trainer({name}={value!r}): the time must be longer than zero.")
+            unit, amount = interval.unit, getattr(interval, interval.unit)
+            if unit == "time" and "max_time" not in given:
+                raise ValueError(
+                    f"Trainer({name}={value!r}): a time cannot be given here, write '2ep' or '500st'."
+                )
+        elif unit == "time":
+            raise TypeError(
+                f"Trainer({name}={value!r}): use 'DD:HH:MM:SS', a text such as '90min', a timedelta or a dict, "
+                f"not {type(value).__name__}."
+            )
+        else:
+            amount = value
+        if unit in found:
+            raise ValueError(
+                f"Trainer({found[unit][0]}={given[found[unit][0]]!r}, {name}={value!r}): both say how many {unit}. "
+                "Leave out one of them."
+            )
+        found[unit] = name, amount
+    return tuple(found.get(unit, (None, None))[1] for unit in ("epochs", "steps", "time"))  # type: ignore[return-value]
+
+
+_TAKES = {
+    "epochs": "check_val_every_n_epoch, val_check_interval, max_epochs",
+    "steps": "val_check_interval, log_every_n_steps, max_steps",
+    "time": "val_check_interval, max_time",
+}
+
+
+def _count(name: str, value: Any, unit: str) -> Any:
+    """Return the number in a text such as "2ep"; anything else as it is."""
+    if not isinstance(value, (str, dict, timedelta)):
+        return value
+    interval = parse_interval(value, argument=f"Trainer({name}=...)")
+    if interval.unit != unit:
+        raise ValueError(
+            f"Trainer({name}={value!r}): this counts {unit}, for instance {'2ep' if unit == 'epochs' else '500st'!r}. "
+            f"An interval in {interval.unit} can be given to {_TAKES[interval.unit]}."
         )
-    if duration <= timedelta(0):
-        raise ValueError(f"Trainer({name}={value!r}): the time must be longer than zero.")
-    return duration
+    return getattr(interval, unit)
 
 
-def _val_check_interval(value: Any, every_n_epochs: int | None) -> int | float | timedelta:
+def _validation_interval(value: Any, every_n_epochs: int | None) -> tuple[int | float | Interval, int | None]:
+    """Return ``val_check_interval`` and ``check_val_every_n_epoch``."""
     if value is None:
         value = 1.0
     if isinstance(value, (str, dict, timedelta)):
-        return _duration("val_check_interval", value)
-    allowed = "a number of batches (int, at least 1), a share of an epoch (float, above 0.0 to 1.0) or a time"
+        interval = parse_interval(value, argument="Trainer(val_check_interval=...)")
+        if interval.time is not None and interval.time <= timedelta(0):
+            raise ValueError(f"Trainer(val_check_interval={value!r}): the time must be longer than zero.")
+        if interval.epochs is None:
+            # Steps are counted over epochs, as time is.
+            return interval, None if interval.unit == "steps" else every_n_epochs
+        if every_n_epochs not in (None, 1, interval.epochs):
+            raise ValueError(
+                f"Trainer(val_check_interval={value!r}, check_val_every_n_epoch={every_n_epochs}): both say after "
+                "how many epochs to validate. Leave out one of them."
+            )
+        return 1.0, interval.epochs
+    allowed = (
+        "a number of batches (int, at least 1), a share of an epoch (float, above 0.0 to 1.0), "
+        "or a text such as '2ep', '500st', '90min'"
+    )
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"Trainer(val_check_interval={value!r}): use {allowed}.")
     if value <= 0 or (isinstance(value, float) and value > 1.0):
@@ -346,7 +410,7 @@ def _val_check_interval(value: Any, every_n_epochs: int | None) -> int | float |
             f"Trainer(val_check_interval={value!r}, check_val_every_n_epoch=None): counting over epochs needs "
             "a number of batches (int) or a time."
         )
-    return value
+    return value, every_n_epochs
 
 
 def _clip_value(value: Any) -> float | None:

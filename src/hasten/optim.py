@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from hasten._lib.durations import parse_interval
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
@@ -23,7 +24,7 @@ class LRSchedulerConfig:
     Args:
         scheduler: the scheduler.
         name: the name under which ``LearningRateMonitor`` logs it.
-        interval: "epoch" or "step".
+        interval: "epoch" or "step"; "2ep" or "500st" say the frequency, too.
         frequency: step it every so many intervals.
         reduce_on_plateau: it steps on a monitored value.
         monitor: the name of that value.
@@ -123,6 +124,8 @@ def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
             f"{where}: lr_scheduler is {_describe(scheduler)}, which is no learning-rate scheduler (no step())."
         )
     config = LRSchedulerConfig(**entry)
+    if isinstance(config.interval, str) and config.interval[:1].isdigit():
+        _read_interval(config, f"{where}: lr_scheduler interval")
     if config.interval not in ("epoch", "step"):
         raise MisconfigurationException(
             f'{where}: lr_scheduler interval={config.interval!r}; use "epoch" or "step".'
@@ -140,6 +143,20 @@ def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
             '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.'
         )
     return config
+
+
+def _read_interval(config: LRSchedulerConfig, argument: str) -> None:
+    interval = parse_interval(config.interval, argument=argument)
+    if interval.unit == "time":
+        raise MisconfigurationException(
+            f"{argument}={config.interval!r}: use epochs or steps, '2ep' or '500st'."
+        )
+    if config.frequency != 1:
+        raise MisconfigurationException(
+            f"{argument}={config.interval!r} and frequency={config.frequency}: both say how often. Leave out one."
+        )
+    config.frequency = interval.epochs or interval.steps or 1
+    config.interval = "epoch" if interval.epochs else "step"
 
 
 def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic: bool, owner: str) -> None:

@@ -59,13 +59,14 @@ class Trainer(TrainerView):
         min_epochs: epochs to train before a callback may stop the run.
         max_steps: optimizer steps to train; -1 for no limit.
         min_steps: optimizer steps to train before a callback may stop the run.
-        max_time: time to train: "DD:HH:MM:SS", "90min", timedelta or dict.
+        max_time: time to train: "DD:HH:MM:SS", "90min", timedelta or dict. Wherever epochs, steps or a time
+            are asked for, "2ep", "500st" and "90min" may be written.
         limit_train_batches: batches (int) or share (float) of the training data in an epoch.
         limit_val_batches: the same for validation.
         limit_test_batches: the same for test.
         limit_predict_batches: the same for prediction.
         overfit_batches: train and validate on the same few batches (int) or share (float).
-        val_check_interval: batches (int), share of an epoch (float) or time between validations.
+        val_check_interval: batches (int), share of an epoch (float), "500st", "2ep" or time between validations.
         check_val_every_n_epoch: validate every so many epochs; None counts batches over epochs.
         num_sanity_val_steps: validation batches run before training; 2 by default, -1 for all.
         log_every_n_steps: optimizer steps between two rows of the loggers; 50 by default.
@@ -113,10 +114,10 @@ class Trainer(TrainerView):
         logger: Any = None,
         callbacks: Any = None,
         fast_dev_run: int | bool = False,
-        max_epochs: int | None = None,
-        min_epochs: int | None = None,
-        max_steps: int = -1,
-        min_steps: int | None = None,
+        max_epochs: int | str | None = None,
+        min_epochs: int | str | None = None,
+        max_steps: int | str = -1,
+        min_steps: int | str | None = None,
         max_time: str | timedelta | dict[str, int] | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
@@ -124,9 +125,9 @@ class Trainer(TrainerView):
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
         val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
-        check_val_every_n_epoch: int | None = 1,
+        check_val_every_n_epoch: int | str | None = 1,
         num_sanity_val_steps: int | None = None,
-        log_every_n_steps: int | None = None,
+        log_every_n_steps: int | str | None = None,
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None,
@@ -142,7 +143,7 @@ class Trainer(TrainerView):
         barebones: bool = False,
         plugins: Any = None,
         sync_batchnorm: bool = False,
-        reload_dataloaders_every_n_epochs: int = 0,
+        reload_dataloaders_every_n_epochs: int | str = 0,
         default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True,
         model_registry: Any = None,

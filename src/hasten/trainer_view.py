@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hasten._lib.durations import Interval
 from hasten._lib.errors import MisconfigurationException
 from hasten.callback import Callback
 from hasten.hooks import Callbacks
@@ -162,8 +163,9 @@ class TrainerView:
 
     @property
     def val_check_interval(self) -> Any:
-        """Batches, share of an epoch or time between validations."""
-        return self._arguments.val_check_interval
+        """Batches, share of an epoch, optimizer steps or time between validations."""
+        interval = self._arguments.val_check_interval
+        return interval.time if isinstance(interval, Interval) and interval.time is not None else interval
 
     @property
     def check_val_every_n_epoch(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,53 @@ _UNITS = {
     "d": "days", "day": "days", "days": "days",
     "w": "weeks", "week": "weeks", "weeks": "weeks",
 }  # fmt: skip
+
+_COUNTS = {
+    "ep": "epochs", "epoch": "epochs", "epochs": "epochs",
+    "st": "steps", "step": "steps", "steps": "steps",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number of epochs or optimizer steps, or a time: one of the three."""
+
+    epochs: int | None = None
+    steps: int | None = None
+    time: timedelta | None = None
+
+    @property
+    def unit(self) -> str:
+        """Which of the three it is: "epochs", "steps" or "time"."""
+        return "epochs" if self.epochs is not None else "steps" if self.steps is not None else "time"
+
+
+def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) -> Interval:
+    """Read "2ep", "500st", or a time as ``parse_duration`` does.
+
+    Args:
+        value: what the user wrote.
+        argument: whose value it is, for the message.
+
+    Raises:
+        ValueError: it cannot be read, or is zero epochs or steps.
+
+    Example::
+
+        >>> parse_interval("2ep", argument="max_epochs")
+        Interval(epochs=2, steps=None, time=None)
+        >>> parse_interval("500st", argument="val_check_interval").steps
+        500
+
+    """
+    count = re.fullmatch(r"(\d+)\s*([a-z]+)", value.strip().lower()) if isinstance(value, str) else None
+    if count is None or count.group(2) not in _COUNTS:
+        return Interval(time=parse_duration(value, argument=argument))
+    number = int(count.group(1))
+    interval = Interval(epochs=number) if _COUNTS[count.group(2)] == "epochs" else Interval(steps=number)
+    if not interval.epochs and not interval.steps:
+        raise ValueError(f"{argument} got {value!r}: it must be more than zero.")
+    return interval
 
 
 def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) -> timedelta:
@@ -49,5 +97,6 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
     if amount and amount.group(2) in _UNITS:
         return timedelta(**{_UNITS[amount.group(2)]: float(amount.group(1))})
     raise ValueError(
-        f"{argument} got {value!r}: write 'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h'."
+        f"{argument} got {value!r}: write 'DD:HH:MM:SS', for instance '00:12:00:00', or '90min', '2h' (epochs "
+        "and optimizer steps, where they can be given: '2ep', '500st')."
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-from hasten._lib.durations import parse_duration
+from hasten._lib.durations import Interval, parse_interval
 from hasten._lib.errors import MisconfigurationException
 from hasten.callbacks.checkpoint_names import check_template
 from hasten.callbacks.monitored import check_mode, check_monitor
@@ -49,22 +50,24 @@ def check_arguments(
             f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: nothing says "
             "which are the best. Give monitor=, or save_top_k=-1 to keep all, 1 to keep the newest."
         )
-    steps = _count("every_n_train_steps", every_n_train_steps)
-    epochs = _count("every_n_epochs", every_n_epochs)
-    interval = None
-    if train_time_interval is not None:
-        if not isinstance(train_time_interval, (timedelta, str, dict)):
-            raise TypeError(
-                f"ModelCheckpoint(train_time_interval={train_time_interval!r}): use a datetime.timedelta."
-            )
-        interval = parse_duration(train_time_interval, argument="ModelCheckpoint(train_time_interval)")
-    if (steps > 0) + (epochs > 0) + (interval is not None) > 1:
+    given = {
+        "every_n_train_steps": every_n_train_steps,
+        "every_n_epochs": every_n_epochs,
+        "train_time_interval": train_time_interval,
+    }
+    # "2ep", "500st" and "90min" mean the same wherever they are written.
+    units = {name: _interval(name, value) for name, value in given.items()}
+    times = [each.time for each in units.values() if each is not None and each.time is not None]
+    steps = _sum(each.steps for each in units.values() if each is not None)
+    epochs = _sum(each.epochs for each in units.values() if each is not None)
+    interval = times[0] if times else None
+    if (steps > 0) + (epochs > 0) + (interval is not None) > 1 or len(times) > 1:
         raise MisconfigurationException(
             f"ModelCheckpoint(every_n_train_steps={every_n_train_steps}, every_n_epochs={every_n_epochs}, "
             f"train_time_interval={train_time_interval}): these should be mutually exclusive. Use one "
             "ModelCheckpoint for each."
         )
-    if every_n_train_steps is None and every_n_epochs is None and interval is None:
+    if all(each is None for each in units.values()):
         epochs = 1
     return steps, epochs, interval
 
@@ -81,11 +84,21 @@ def check_folder(dirpath: Any) -> str | None:
     return path if is_url(path) else os.path.realpath(os.path.expanduser(local(path)))
 
 
-def _count(name: str, value: Any) -> int:
+def _interval(name: str, value: Any) -> Interval | None:
     if value is None:
-        return 0
+        return None
+    if isinstance(value, (str, dict, timedelta)):
+        return parse_interval(value, argument=f"ModelCheckpoint({name})")
+    if name == "train_time_interval":
+        raise TypeError(
+            f"ModelCheckpoint({name}={value!r}): use a datetime.timedelta, or a text such as '90min'."
+        )
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"ModelCheckpoint({name}={value!r}): use a whole number.")
     if value < 0:
         raise MisconfigurationException(f"ModelCheckpoint({name}={value}): Must be >= 0.")
-    return value
+    return Interval(steps=value) if name == "every_n_train_steps" else Interval(epochs=value)
+
+
+def _sum(counts: Iterable[int | None]) -> int:
+    return sum(count or 0 for count in counts)

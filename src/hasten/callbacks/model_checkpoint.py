@@ -93,9 +93,9 @@ class ModelCheckpoint(CheckpointFiles):
         save_weights_only: bool = False,
         mode: str = "min",
         auto_insert_metric_name: bool = True,
-        every_n_train_steps: int | None = None,
-        train_time_interval: timedelta | None = None,
-        every_n_epochs: int | None = None,
+        every_n_train_steps: int | str | None = None,
+        train_time_interval: timedelta | str | dict[str, int] | None = None,
+        every_n_epochs: int | str | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
     ) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from hasten._lib.durations import Interval
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -15,16 +16,17 @@ class ValidationChecks:
     """Decide after which batches validation is due.
 
     Args:
-        interval: batches (int), a share of an epoch (float) or time (timedelta) between validations.
+        interval: batches (int), a share of an epoch (float), optimizer steps or time between validations.
         every_n_epochs: validate in every so many epochs; None counts ``interval`` over epochs.
 
     """
 
-    def __init__(self, interval: int | float | timedelta, every_n_epochs: int | None) -> None:
+    def __init__(self, interval: int | float | Interval, every_n_epochs: int | None) -> None:
         self._interval = interval
         self._every_n_epochs = every_n_epochs
         self._last_seconds = time.monotonic()
-        self.by_time = isinstance(interval, timedelta)
+        # What cannot be told in batches is asked after each of them.
+        self.asks_each = isinstance(interval, Interval)
 
     def batches_between(self, length: float) -> float:
         """Return the number of batches between validations, in an epoch of ``length`` batches.
@@ -34,7 +36,7 @@ class ValidationChecks:
 
         """
         interval = self._interval
-        if isinstance(interval, timedelta):
+        if isinstance(interval, Interval):
             return math.inf
         if isinstance(interval, int):
             if self._every_n_epochs is not None and not math.isinf(length) and interval > length:
@@ -61,8 +63,11 @@ class ValidationChecks:
             return False
         if run.should_stop and run.may_stop_early():
             return True
-        if isinstance(self._interval, timedelta):
-            late = time.monotonic() - self._last_seconds >= self._interval.total_seconds()
+        if isinstance(self._interval, Interval):
+            if self._interval.steps is not None:
+                return progress.window == 0 and progress.updates % self._interval.steps == 0
+            assert self._interval.time is not None
+            late = time.monotonic() - self._last_seconds >= self._interval.time.total_seconds()
             # Clocks differ between processes; the first one's is right for all.
             return bool(run.runtime.broadcast(late)) if run.runtime.world_size > 1 else late
         every = self.batches_between(run.train.limit)
@@ -74,7 +79,7 @@ class ValidationChecks:
 
     def next_at(self, run: Run) -> float:
         """Return the next ``total_batches`` at which ``due`` must be asked; epoch ends always ask."""
-        if run.validation.is_off() or self.by_time:
+        if run.validation.is_off() or self.asks_each:
             return math.inf
         every = self.batches_between(run.train.limit)
         if math.isinf(every):

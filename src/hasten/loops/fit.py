@@ -102,7 +102,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     several_processes = run.runtime.world_size > 1
     window_size = run.accumulate_grad_batches
     tail_size, tail_start = _tail(run.train.limit, window_size)
-    follows_each = schedule.any_monitored(run, "step") or run.checks.by_time
+    follows_each = schedule.any_monitored(run, "step") or run.checks.asks_each
     next_validation = run.checks.next_at(run)
 
     if not progress.followed:

@@ -116,9 +116,9 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
     @contextmanager
     def toggled(sync_grad: bool) -> Iterator[None]:
         held_back = run.runtime.syncs_gradients and not sync_grad
-        with run.module.toggled_optimizer(optimizer):
-            with run.runtime.no_sync(run.wrapped) if held_back else nullcontext():
-                yield
+        local = run.runtime.no_sync(run.wrapped) if held_back else nullcontext()
+        with run.module.toggled_optimizer(optimizer), local:
+            yield
 
     return HastenOptimizer(optimizer, counted_step, toggled)
 

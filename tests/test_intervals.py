@@ -1,0 +1,152 @@
+"""Epochs, steps and times as texts, wherever an interval is asked for."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import hasten as L
+from hasten.callbacks import ModelCheckpoint
+from tests.models import Classifier, loader, quiet
+
+
+class Validations(L.Callback):
+    def __init__(self) -> None:
+        self.at: list[int] = []
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.at.append(trainer.global_step)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_epochs": "2ep"}, 20),
+        ({"max_epochs": "7st"}, 7),
+        ({"max_steps": "7 steps", "max_epochs": None}, 7),
+        ({"max_steps": "1 epoch", "max_epochs": None}, 10),
+        ({"max_time": "3ep", "max_epochs": None}, 30),
+        ({"max_time": "13st", "max_epochs": None}, 13),
+        ({"max_time": {"hours": 2}, "max_steps": "4st", "max_epochs": None}, 4),
+    ],
+)
+def test_limits(options: Any, steps: int) -> None:
+    trainer = quiet(**options)
+    trainer.fit(Classifier(), loader(40))
+    assert trainer.global_step == steps
+
+
+def test_time_in_the_place_of_epochs_is_a_time_limit() -> None:
+    for given in ("00:12:00:00", "720min", timedelta(hours=12), {"hours": 12}):
+        trainer = quiet(max_epochs=given)
+        timer = next(callback for callback in trainer.callbacks if type(callback).__name__ == "Timer")
+        assert timer.time_remaining() == pytest.approx(12 * 3600, abs=1)
+        assert trainer.max_epochs == -1
+
+
+@pytest.mark.parametrize(
+    ("options", "at"),
+    [
+        ({"val_check_interval": "4st"}, [4, 8, 12, 16, 20]),
+        # Five steps an epoch, the last of each with two batches of three: counted in steps, over epochs.
+        ({"val_check_interval": "4st", "accumulate_grad_batches": 3}, [4, 8]),
+        ({"val_check_interval": "2ep"}, [20]),
+        ({"check_val_every_n_epoch": "2ep"}, [20]),
+        ({"check_val_every_n_epoch": "1ep"}, [10, 20]),
+    ],
+)
+def test_validations(options: Any, at: list[int]) -> None:
+    validations = Validations()
+    quiet(max_epochs=2, callbacks=validations, num_sanity_val_steps=0, **options).fit(
+        Classifier(), loader(40), loader(8)
+    )
+    assert validations.at == at
+
+
+def test_other_arguments(tmp_path: Any) -> None:
+    assert quiet(log_every_n_steps="5st").log_every_n_steps == 5
+    assert quiet(val_check_interval="90min").val_check_interval == timedelta(minutes=90)
+    trainer = quiet(min_epochs="2ep", max_epochs="3ep")
+    assert (trainer.min_epochs, trainer.max_epochs) == (2, 3)
+    assert quiet(min_epochs="5st").min_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"log_every_n_steps": "2ep"},
+            r"log_every_n_steps='2ep'.*counts steps, for instance '500st'.*val_check_int",
+        ),
+        (
+            {"check_val_every_n_epoch": "9st"},
+            r"counts epochs, for instance '2ep'.*steps can be given to val_check",
+        ),
+        (
+            {"reload_dataloaders_every_n_epochs": "90min"},
+            r"in time can be given to val_check_interval, max_time",
+        ),
+        (
+            {"max_epochs": "2ep", "max_time": "3ep"},
+            r"max_epochs='2ep', max_time='3ep'.*both say how many epochs",
+        ),
+        ({"max_epochs": "0ep"}, r"got '0ep': it must be more than zero"),
+        ({"max_epochs": "two"}, r"max_epochs=\.\.\.\) got 'two': write 'DD:HH:MM:SS'.*'2ep', '500st'"),
+        ({"min_epochs": "90min"}, r"min_epochs='90min'.*a time cannot be given here"),
+        ({"val_check_interval": "2ep", "check_val_every_n_epoch": 3}, r"both say after how many epochs"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quiet(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        ({"every_n_train_steps": "5st"}, [5, 10, 15, 20]),
+        ({"every_n_epochs": "2ep"}, [20]),
+        ({"train_time_interval": "2ep"}, [20]),
+        ({"every_n_epochs": "8st"}, [8, 16]),
+    ],
+)
+def test_checkpoints(options: Any, saved: list[int], tmp_path: Any) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **options)
+    quiet(max_epochs=2, enable_checkpointing=True, callbacks=checkpoint).fit(Classifier(), loader(40))
+    assert sorted(int(path.stem.removeprefix("step=")) for path in tmp_path.iterdir()) == saved
+
+
+def test_checkpoint_intervals_that_contradict_each_other() -> None:
+    assert ModelCheckpoint(every_n_epochs="90min")._train_time_interval == timedelta(minutes=90)
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        ModelCheckpoint(every_n_epochs="2ep", every_n_train_steps=5)
+    with pytest.raises(TypeError, match=r"train_time_interval=5\): use a datetime.timedelta, or a text"):
+        ModelCheckpoint(train_time_interval=5)
+
+
+class Scheduled(Classifier):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.options}}
+
+
+@pytest.mark.parametrize(("interval", "times"), [("5st", 4), ("2ep", 1), ("epoch", 2), ("step", 20)])
+def test_schedulers(interval: str, times: int) -> None:
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Scheduled(interval=interval), loader(40))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**times
+
+
+def test_schedulers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"interval='90min': use epochs or steps"):
+        quiet().fit(Scheduled(interval="90min"), loader())
+    with pytest.raises(ValueError, match=r"interval='2ep' and frequency=3: both say how often"):
+        quiet().fit(Scheduled(interval="2ep", frequency=3), loader())
