@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 
 class DataHooks:
-    """The hooks about data, the same for a module and a datamodule."""
+    """The hooks about data, the same for a module and a datamodule.
+
+    ``prepare_data_per_node``: call ``prepare_data`` once a machine (default), or once in the whole run.
+    ``allow_zero_length_dataloader_with_multiple_devices``: a loader without batches is no error.
+    """
+
+    prepare_data_per_node = True
+    allow_zero_length_dataloader_with_multiple_devices = False
 
     def prepare_data(self) -> None:
         """Download and write to disk here. Called once a node, before the processes work side by side."""

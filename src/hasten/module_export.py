@@ -53,7 +53,7 @@ class ModelExport:
             >>> class Double(L.LightningModule):
             ...     def forward(self, x):
             ...         return 2 * x
-            >>> Double().to_torchscript()(torch.ones(2))
+            >>> Double().to_torchscript(method="trace", example_inputs=torch.zeros(2))(torch.ones(2))
             tensor([2., 2.])
 
         Source: `PyTorch, TorchScript <https://docs.pytorch.org/docs/stable/jit.html>`_.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from hasten import arguments as checks
+from hasten import trainer_copies as copies
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.callback import Callback
 from hasten.checkpoint import contents
@@ -27,6 +28,7 @@ from hasten.loops.prepare import prepare
 from hasten.loops.progress import Progress
 from hasten.loops.resume import resolve_path
 from hasten.loops.run import Run, Stopped
+from hasten.loops.signatures import check_signatures
 from hasten.loops.snapshot import Snapshot
 from hasten.loops.sources import Source
 from hasten.loops.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -320,6 +322,7 @@ class Trainer(TrainerView):
         body: Callable[[Run], Any],
     ) -> Any:
         """Start the other processes if there are any, and run ``body`` with everything in place."""
+        check_signatures(module, datamodule, self._callbacks)
         self.state = TrainerState(TrainerStatus.RUNNING, fn, _FIRST_STAGE[fn])
         self._should_stop = False
         self._module, self._datamodule = module, datamodule
@@ -464,27 +467,11 @@ class Trainer(TrainerView):
 
     def export_results(self) -> dict[str, Any]:
         """Return what the process that started the copies must learn of the run."""
-        assert self._module is not None
-        return {
-            "weights": {key: value.cpu() for key, value in self._module.state_dict().items()},
-            "progress": self._progress.state_dict(),
-            "callbacks": [(callback.state_dict(), _paths_of(callback)) for callback in self._callbacks],
-            "values": (self._meters.callback_values, self._meters.logged_values, self._meters.bar_values),
-            "state": self.state,
-            "should_stop": self._should_stop,
-        }
+        return copies.export_results(self)
 
     def import_results(self, results: dict[str, Any]) -> None:
         """Take over what the first copy exported."""
-        assert self._module is not None
-        self._module.load_state_dict(results["weights"])
-        self._progress.load_state_dict(results["progress"])
-        for callback, (state, paths) in zip(self._callbacks, results["callbacks"], strict=False):
-            callback.load_state_dict(state)
-            callback.__dict__.update(paths)
-        meters = self._meters
-        meters.callback_values, meters.logged_values, meters.bar_values = results["values"]
-        self.state, self._should_stop = results["state"], results["should_stop"]
+        copies.import_results(self, results)
 
     # -- checkpoints
 
@@ -588,6 +575,7 @@ class Trainer(TrainerView):
         brought = module.configure_callbacks()
         brought = [brought] if isinstance(brought, Callback) else list(brought or ())
         if brought:
+            check_signatures(module, datamodule, brought)
             kinds = {type(callback) for callback in brought}
             kept = [callback for callback in self._callbacks if type(callback) not in kinds]
             self._callbacks[:] = _last_ones_last(kept + brought)
@@ -622,12 +610,6 @@ _FIRST_STAGE = {
     TrainerFn.TESTING: RunningStage.TESTING,
     TrainerFn.PREDICTING: RunningStage.PREDICTING,
 }
-
-
-def _paths_of(callback: Callback) -> dict[str, Any]:
-    """Return what a checkpoint callback knows of the files it wrote."""
-    names = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "dirpath")
-    return {name: vars(callback)[name] for name in names if name in vars(callback)}
 
 
 def _last_ones_last(callbacks: list[Callback]) -> list[Callback]:

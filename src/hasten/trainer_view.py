@@ -13,6 +13,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten.callback import Callback
 from hasten.hooks import Callbacks
 from hasten.loops.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from hasten.trainer_loops import EvaluationLoop, FitLoop, PredictionLoop
 
 if TYPE_CHECKING:
     import torch
@@ -233,6 +234,46 @@ class TrainerView:
     def default_root_dir(self) -> str:
         """Where logs and checkpoints go."""
         return self._arguments.default_root_dir
+
+    @property
+    def reload_dataloaders_every_n_epochs(self) -> int:
+        """Epochs after which loaders are asked for again; 0 for never."""
+        return self._arguments.reload_dataloaders_every_n_epochs
+
+    @property
+    def enable_autolog_hparams(self) -> bool:
+        """Whether hyper-parameters are handed to the loggers."""
+        return self._arguments.enable_autolog_hparams
+
+    @property
+    def val_check_batch(self) -> float:
+        """Batches between two validations; infinite where that is not told in batches."""
+        run = self._run
+        if run is None or not run.train.loaded:
+            return math.inf
+        return _whole(run.checks.batches_between(run.train.limit))
+
+    # -- the loops, as programs of the field read them
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """Limits and counters of training."""
+        return FitLoop(self)
+
+    @property
+    def validate_loop(self) -> EvaluationLoop:
+        """The batches of ``validate``."""
+        return EvaluationLoop(self, "validation")
+
+    @property
+    def test_loop(self) -> EvaluationLoop:
+        """The batches of ``test``."""
+        return EvaluationLoop(self, "test")
+
+    @property
+    def predict_loop(self) -> PredictionLoop:
+        """The batches and outputs of ``predict``."""
+        return PredictionLoop(self, "predict")
 
     # -- the machine
 

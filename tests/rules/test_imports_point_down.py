@@ -17,9 +17,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime", "resolve", "compile", "optim", "hparams"),
     ("callback", "module", "module_hooks", "module_export", "datamodule", "hooks", "meter", "meters"),
     ("loops", "callbacks", "tuner", "report", "arguments"),
-    ("trainer", "trainer_view", "fabric"),
+    ("trainer", "trainer_view", "trainer_loops", "trainer_copies", "fabric"),
     ("cli", "speed"),
-    ("commands", "compat", "demo", "__main__", "__init__"),
+    ("commands", "compat", "demo", "demos", "__main__", "__init__"),
 )
 
 # Files that only give public names to what lives elsewhere, as the field's programs import them.

@@ -31,6 +31,7 @@ def prepare(
     rank: int = 0,
     seed: int | None = None,
     overfit: bool = False,
+    allow_empty: bool = False,
 ) -> Any:
     """Return ``loader`` checked and, where several processes share the data, with the part of this one.
 
@@ -46,6 +47,7 @@ def prepare(
         rank: which of them this is, from 0.
         seed: of the shuffling, the same on all processes; by default what ``seed_everything`` was given.
         overfit: read the samples in the same order each epoch.
+        allow_empty: a loader without batches is no error.
 
     Raises:
         TypeError: ``loader`` cannot be iterated over.
@@ -65,7 +67,8 @@ def prepare(
     """
     name = name or f"the {stage} dataloader"
     _check_iterable(loader, name)
-    _check_not_empty(loader, name)
+    if not allow_empty:
+        _check_not_empty(loader, name)
     if not isinstance(loader, DataLoader):
         return loader
     train = stage == "train"

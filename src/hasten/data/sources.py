@@ -24,10 +24,13 @@ State = dict[str, Any]
 class Source(Protocol):
     """One kind of loader.
 
-    ``goes_on`` says whether something survives from one epoch to the next that a new process has to rebuild.
+    ``goes_on`` says whether something survives from one epoch to the next that a new process has to rebuild,
+    ``indices`` which samples the latest batches are made of, where that is known.
     """
 
     goes_on: bool
+    keeps_indices: bool
+    indices: Indices | None
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch."""
@@ -99,6 +102,8 @@ class Plain:
     """A list of batches, or anything else that can be iterated over: gone through again up to the place."""
 
     goes_on = False
+    keeps_indices = False
+    indices: Indices | None = None
 
     def __init__(self, loader: Any, *, replays: bool = True) -> None:
         self._loader = loader
@@ -185,6 +190,7 @@ class InProcess:
     """A ``DataLoader`` without workers: index batches are skipped, the dataset is not touched."""
 
     goes_on = False
+    keeps_indices = False
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
@@ -192,7 +198,7 @@ class InProcess:
         self._replays = _replays(loader)
         self._dataset_state = has_state(loader.dataset) and not _overrides_iter(loader)
         self._sampler = stateful_sampler(loader)
-        self._indices: Indices | None = None
+        self.indices: Indices | None = None
         self._replay: Replay | None = None
 
     def open(self) -> Iterator[Any]:
@@ -200,7 +206,8 @@ class InProcess:
         if self._replays:
             self._replay = Replay(iter(self._loader))
             return self._replay
-        return iter(self._loader if self._sampler is None else self._counting())
+        counts = self._sampler is not None or (self.keeps_indices and not _is_iterable(self._loader))
+        return iter(self._counting() if counts else self._loader)
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         """Begin an epoch after its first batches."""
@@ -213,10 +220,10 @@ class InProcess:
         if self._dataset_state and "dataset" in state:
             self._dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
         loader = self._counting()
-        assert self._indices is not None
-        _place(self._indices, self._sampler, state, consumed, skip=not _is_iterable(self._loader))
+        assert self.indices is not None
+        _place(self.indices, self._sampler, state, consumed, skip=not _is_iterable(self._loader))
         batches: Iterator[Any] = iter(loader)
-        self._indices.opened()
+        self.indices.opened()
         return batches
 
     def is_changed(self, state: State) -> bool:
@@ -228,8 +235,8 @@ class InProcess:
         state: State = {}
         if self._dataset_state:
             state["dataset"] = copy.deepcopy(self._dataset.state_dict())  # type: ignore[attr-defined]
-        if self._sampler is not None and self._indices is not None:
-            state["sampler"] = self._indices.state(count)
+        if self._sampler is not None and self.indices is not None:
+            state["sampler"] = self.indices.state(count)
         if self._replay is not None:
             state["notes"] = self._replay.notes(count)
         return state
@@ -264,8 +271,8 @@ class InProcess:
 
     def _counting(self) -> Any:
         key, sampler = _index_sampler(self._loader)
-        self._indices = Indices(sampler, stateful=self._sampler, keep=4)
-        return with_attributes(self._loader, **{key: self._indices})
+        self.indices = Indices(sampler, stateful=self._sampler, keep=4)
+        return with_attributes(self._loader, **{key: self.indices})
 
 
 class Workers:
@@ -297,11 +304,11 @@ class Workers:
         )
         key, sampler = _index_sampler(loader)
         issued_ahead = (loader.prefetch_factor or 2) * self._count
-        self._indices = Indices(sampler, stateful=self._sampler, keep=2 * issued_ahead + self._count + 4)
+        self.indices = Indices(sampler, stateful=self._sampler, keep=2 * issued_ahead + self._count + 4)
         self._issued_ahead = issued_ahead
         self._rigged = with_attributes(
             loader,
-            **{key: self._indices},
+            **{key: self.indices},
             collate_fn=ship,
             worker_init_fn=self._begin,
             _iterator=None,
@@ -344,7 +351,7 @@ class Workers:
         base, workers, birth = state["base"], state["workers"], state["birth"]
         self._begin.states = workers
         self._received.start_epoch(base, workers or [None] * self._count)
-        _place(self._indices, self._sampler, state, base, skip=not self._is_iterable, once=birth is not None)
+        _place(self.indices, self._sampler, state, base, skip=not self._is_iterable, once=birth is not None)
         self._birth, self._born_before = birth, birth is not None
         rigged, generator = self._rigged, self._loader.generator
         if birth is not None:
@@ -352,7 +359,7 @@ class Workers:
             rigged.generator = torch.Generator()
             set_generator_state(rigged.generator, birth)
         self._iterator = iter(rigged)
-        self._indices.opened()
+        self.indices.opened()
         drop(self._iterator, consumed - base)
         rigged.generator = generator
         return self._iterator
@@ -375,7 +382,7 @@ class Workers:
             "birth": self._birth if self._born_before else None,
         }
         if self._sampler is not None:
-            state["sampler"] = self._indices.state(base)
+            state["sampler"] = self.indices.state(base)
         return state
 
     def between_epochs(self) -> State:
@@ -390,7 +397,7 @@ class Workers:
     def describe(self, error: Exception, number: int) -> str:
         """Say which dataset, batch and indices it was; PyTorch's own message names the worker."""
         where = f"batch {number - 1} of the dataset {_name(self._dataset)}"
-        indices = None if self._is_iterable else self._indices.batch(number)
+        indices = None if self._is_iterable else self.indices.batch(number)
         if indices is None:
             return where
         text = repr(indices)
@@ -410,18 +417,18 @@ class Workers:
 
     def _make_iterator(self) -> Receiver:
         # The index sampler is asked for its iterator right before the seed of the workers is drawn.
-        self._indices.on_iter = self._remember_birth if self.goes_on else None
+        self.indices.on_iter = self._remember_birth if self.goes_on else None
         return Receiver(type(self._rigged)._get_iterator(self._rigged), self._received)
 
     def _remember_birth(self) -> None:
-        self._indices.on_iter = None
+        self.indices.on_iter = None
         if self._birth is None:
             self._birth = generator_state(self._rigged.generator or torch.default_generator)
 
     def _fetch_issued(self) -> None:
         """Let the workers finish what they were given ahead, to know the states they end the epoch in."""
         assert self._iterator is not None
-        self._indices.stop()
+        self.indices.stop()
         for _ in range(self._issued_ahead + self._count):
             try:
                 next(self._iterator)

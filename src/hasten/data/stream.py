@@ -228,6 +228,21 @@ class Stream:
             }
         )
 
+    def keep_indices(self) -> None:
+        """Remember of which samples the latest batches are made, for ``batch_indices``."""
+        self._source.keeps_indices = True
+
+    def batch_indices(self, batch_idx: int) -> list[int]:
+        """Return the indices in the dataset of the samples of a batch just handed out, from 0.
+
+        Empty where they are not known: without a ``DataLoader``, or with an ``IterableDataset``.
+        """
+        indices = self._source.indices
+        found = None if indices is None else indices.batch(batch_idx + 1)
+        if found is None:
+            return []
+        return [found] if isinstance(found, int) else list(found)
+
     def finish(self) -> None:
         """Give up the rest of the epoch that a loaded state is in; the next batches are those of a new epoch."""
         if self._loaded is not None:

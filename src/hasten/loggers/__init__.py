@@ -8,20 +8,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hasten.loggers.base import DummyLogger as DummyLogger
     from hasten.loggers.base import Logger as Logger
+    from hasten.loggers.comet import CometLogger as CometLogger
     from hasten.loggers.csv import CSVLogger as CSVLogger
+    from hasten.loggers.mlflow import MLFlowLogger as MLFlowLogger
     from hasten.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from hasten.loggers.wandb import WandbLogger as WandbLogger
 
 _HOME = {
     "CSVLogger": "hasten.loggers.csv",
+    "CometLogger": "hasten.loggers.comet",
     "DummyLogger": "hasten.loggers.base",
     "Logger": "hasten.loggers.base",
+    "MLFlowLogger": "hasten.loggers.mlflow",
     "TensorBoardLogger": "hasten.loggers.tensorboard",
+    "WandbLogger": "hasten.loggers.wandb",
 }
 
 # Names of the field that a program may ask for.
-_NOT_YET = frozenset({"CometLogger", "LitLogger", "MLFlowLogger", "NeptuneLogger", "WandbLogger"})
+_NOT_YET = frozenset({"LitLogger", "NeptuneLogger"})
 
-__all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
+__all__ = ["CSVLogger", "CometLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,7 +37,7 @@ def __getattr__(name: str) -> Any:
         return value
     if name in _NOT_YET:
         raise AttributeError(
-            f"hasten.loggers.{name} is not in this version of hasten. There are CSVLogger and TensorBoardLogger; "
+            f"hasten.loggers.{name} is not in this version of hasten. There are {', '.join(__all__)}; "
             "or subclass hasten.loggers.Logger."
         )
     from hasten._lib.names import did_you_mean

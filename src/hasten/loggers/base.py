@@ -8,7 +8,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -93,20 +93,59 @@ class Logger(ABC):
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:  # noqa: B027 - optional
         """Called after a checkpoint was written, with the ModelCheckpoint that did."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this logger: plain data that says how far it has written."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
+        """Take the state back: what was recorded after the checkpoint will be recorded again."""
+
 
 class DummyExperiment:
-    """Takes every call and item access and does nothing: the experiment on other processes than the first."""
+    """Takes whatever is done with an experiment and does nothing: what other processes than the first have.
+
+    Example::
+
+        >>> experiment = DummyExperiment()
+        >>> experiment.config["lr"] = 0.1
+        >>> for row in experiment.log({"loss": 0.5}).rows:
+        ...     print(row)
+
+    """
 
     def nop(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
-    def __getattr__(self, _: str) -> Callable[..., None]:
-        return self.nop
+    def __getattr__(self, name: str) -> DummyExperiment:
+        if name.startswith("__"):  # what copy and pickle ask for
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> DummyExperiment:
+        return self
 
     def __getitem__(self, _: Any) -> DummyExperiment:
         return self
 
     def __setitem__(self, *_: Any) -> None:
+        pass
+
+    def __setattr__(self, *_: Any) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __enter__(self) -> DummyExperiment:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
         pass
 
 
@@ -139,6 +178,9 @@ class DummyLogger(Logger):
 
     def __getitem__(self, _: Any) -> DummyLogger:
         return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):

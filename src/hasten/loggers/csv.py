@@ -12,7 +12,7 @@ from torch import Tensor
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 from hasten.loggers.base import Logger, as_dict, rank_zero_experiment, with_prefix, write_hparams
 from hasten.loggers.csv_table import LocalTable, RemoteTable
-from hasten.loggers.folders import entries, is_url, local, make_folder, next_version, version_folder
+from hasten.loggers.folders import entries, is_url, local, make_writable, next_version, version_folder
 
 
 class ExperimentWriter:
@@ -36,7 +36,7 @@ class ExperimentWriter:
                 f"Experiment logs directory {log_dir} exists and is not empty. New rows are appended to its "
                 f"{self.NAME_METRICS_FILE}; give another version= to keep runs apart."
             )
-        make_folder(log_dir)
+        make_writable("CSVLogger", f"save_dir={log_dir!r}", log_dir)
         table = RemoteTable if is_url(log_dir) else LocalTable
         self._table = table(self.metrics_file_path)
 
@@ -63,6 +63,16 @@ class ExperimentWriter:
         if self.metrics:
             self._table.append(self.metrics)
             self.metrics = []
+
+    def rows(self) -> int:
+        """Return the number of rows in the file, after writing what is held back."""
+        self.save()
+        return self._table.count()
+
+    def keep(self, rows: int) -> None:
+        """Drop all but the first ``rows`` rows."""
+        self.save()
+        self._table.keep(rows)
 
     def close(self) -> None:
         """Write what is held back and let go of the file."""
@@ -131,7 +141,7 @@ class CSVLogger(Logger):
     def version(self) -> int | str:
         """Which run of the experiment this is; the next free number is taken when it is first asked for."""
         if self._version is None:
-            self._version = next_version(self.root_dir)
+            self._version = next_version(self._runs)
         return self._version
 
     @property
@@ -142,12 +152,16 @@ class CSVLogger(Logger):
     @property
     def root_dir(self) -> str:
         """Folder of the experiment: ``save_dir/name``."""
+        return self._runs
+
+    @property
+    def _runs(self) -> str:
         return os.path.join(self.save_dir, self.name)
 
     @property
     def log_dir(self) -> str:
         """Folder of this run: ``save_dir/name/version_N``."""
-        return os.path.join(self.root_dir, version_folder(self.version))
+        return os.path.join(self._runs, version_folder(self.version))
 
     @property
     @rank_zero_experiment
@@ -193,9 +207,25 @@ class CSVLogger(Logger):
         if self._experiment is not None:
             self._experiment.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of rows written, and where."""
+        if self._experiment is None:
+            return {}
+        return {"file": _place(self._experiment.metrics_file_path), "rows": self._experiment.rows()}
+
+    @rank_zero_only
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Drop the rows after the checkpoint when the run goes on in the same file: they come again."""
+        if state and state["file"] == _place(self.experiment.metrics_file_path):
+            self.experiment.keep(state["rows"])
+
     def __getstate__(self) -> dict[str, Any]:
         # Another process must not write the rows held back here once more.
         return {**self.__dict__, "_experiment": None}
+
+
+def _place(path: str) -> str:
+    return path if is_url(path) else os.path.realpath(path)
 
 
 def folder_argument(owner: str, save_dir: Any) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
+import itertools
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,6 +41,7 @@ class LocalTable:
         self.columns: list[str] = []
         self._size = 0
         self._first_row: list[str] | None = None  # of a long file: its fields, to move the room in
+        self._count: int | None = 0  # of rows; None until it is asked for, in a file of an earlier run
         self._descriptor: int | None = None
         self._closing: Any = None
         with contextlib.suppress(FileNotFoundError):
@@ -57,8 +60,22 @@ class LocalTable:
         if new:
             self._add_columns(new)
         self._write_at_end(_encode((row.get(name) for name in self.columns) for row in rows))
+        if self._count is not None:
+            self._count += len(rows)
         if self._size > SMALL_BYTES and self._first_row is None:
             self._rewrite(self.columns)
+
+    def count(self) -> int:
+        """Return the number of rows in the file."""
+        if self._count is None:
+            self._count = sum(1 for _ in self._rows())
+        return self._count
+
+    def keep(self, rows: int) -> None:
+        """Drop all but the first ``rows`` rows; the file is the old one or the new one, whole, at any moment."""
+        if rows < self.count():
+            self._rewrite(self.columns, rows)
+            self._count = rows
 
     def close(self) -> None:
         """Let go of the file; a later ``append`` opens it again."""
@@ -72,9 +89,9 @@ class LocalTable:
         elif not self._grow_header(new):
             self._rewrite([*self.columns, *new])
 
-    def _rewrite(self, columns: list[str]) -> None:
-        """Write the whole file anew, beside the old one, which it then replaces."""
-        old = self._rows() if self._size else iter(())
+    def _rewrite(self, columns: list[str], rows: int | None = None) -> None:
+        """Write the file anew (its first ``rows`` rows), beside the old one, which it then replaces."""
+        old = itertools.islice(self._rows(), rows) if self._size else iter(())
         place = {name: i for i, name in enumerate(self.columns)}
         order = [place.get(name) for name in columns]
         first: list[str] | None = None
@@ -82,8 +99,8 @@ class LocalTable:
         try:
             with open(beside, "wb") as file:
                 header = _encode([columns])
-                if self._size > SMALL_BYTES:
-                    row = next(old)
+                row = next(old, None) if self._size > SMALL_BYTES else None
+                if row is not None:
                     first = [_at(row, i).strip() for i in order]
                     file.write(_head(header, first, room=max(ROOM_BYTES, len(header))))
                 else:
@@ -105,6 +122,8 @@ class LocalTable:
         if first is None:
             return False
         columns = [*self.columns, *new]
+        if any("\n" in field for field in (*columns, *first)):
+            return False  # header and first row are then not the first two lines
         with open(self.path, "r+b", buffering=0) as file:
             old = file.readline()
             old += file.readline()
@@ -144,6 +163,7 @@ class LocalTable:
         if not self._size:
             os.remove(self.path)
             return
+        self._count = None
         rows = self._rows(with_header=True)
         self.columns = next(rows)
         if self._size > SMALL_BYTES:
@@ -188,10 +208,25 @@ class RemoteTable:
         if self._size <= SMALL_BYTES or self._size > 1.25 * self._written:
             self._write()
 
+    def count(self) -> int:
+        """Return the number of rows."""
+        return sum(1 for _ in self._read())
+
+    def keep(self, rows: int) -> None:
+        """Drop all but the first ``rows`` rows."""
+        if rows < self.count():
+            self._rows = [_encode(itertools.islice(self._read(), rows))]
+            self._size = len(self._rows[0])
+            self._write()
+
     def close(self) -> None:
         """Write what is not written yet."""
         if self._size != self._written:
             self._write()
+
+    def _read(self) -> Iterator[list[str]]:
+        text = b"".join(self._rows).decode()
+        return (row for row in csv.reader(io.StringIO(text, newline="")) if row)
 
     def _write(self) -> None:
         self._rows = [b"".join(self._rows)]

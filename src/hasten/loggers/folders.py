@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from typing import Any
 
@@ -30,6 +31,35 @@ def make_folder(path: str) -> None:
         file_system(path).makedirs(path, exist_ok=True)
     else:
         os.makedirs(local(path), exist_ok=True)
+
+
+def make_writable(owner: str, argument: str, path: str) -> None:
+    """Make a folder that ``owner`` writes to.
+
+    Args:
+        owner: who asks, for the message.
+        argument: the argument that says where the folder is, with its value.
+        path: the folder; URLs are left to their file system.
+
+    Raises:
+        OSError: the folder cannot be made or written to; of the type of the cause, such as PermissionError.
+
+    """
+    if is_url(path):
+        make_folder(path)
+        return
+    path = local(path)
+    try:
+        os.makedirs(path, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+    except OSError as error:
+        raise type(error)(
+            error.errno,
+            f"{owner}({argument}) cannot write to {os.path.abspath(path)}: {error.strerror}. Give a folder that can "
+            "be written to",
+            error.filename or path,
+        ) from error
 
 
 def exists(path: str) -> bool:

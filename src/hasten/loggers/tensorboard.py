@@ -13,7 +13,7 @@ from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 from hasten.loggers.base import Logger, as_dict, flat, plain, rank_zero_experiment, with_prefix, write_hparams
 from hasten.loggers.csv import folder_argument, name_argument, version_argument
-from hasten.loggers.folders import exists, make_folder, next_version, version_folder
+from hasten.loggers.folders import exists, make_writable, next_version, version_folder
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -84,7 +84,7 @@ class TensorBoardLogger(Logger):
     def version(self) -> int | str:
         """Which run of the experiment this is; the next free number is taken when it is first asked for."""
         if self._version is None:
-            self._version = next_version(self.root_dir)
+            self._version = next_version(self._runs)
         return self._version
 
     @property
@@ -100,12 +100,16 @@ class TensorBoardLogger(Logger):
     @property
     def root_dir(self) -> str:
         """Folder of the experiment: ``save_dir/name``."""
+        return self._runs
+
+    @property
+    def _runs(self) -> str:
         return os.path.join(self.save_dir, self.name)
 
     @property
     def log_dir(self) -> str:
         """Folder of this run's event files: ``save_dir/name/version_N``, and ``sub_dir`` below."""
-        folder = os.path.join(self.root_dir, version_folder(self.version))
+        folder = os.path.join(self._runs, version_folder(self.version))
         if self._sub_dir is not None:
             folder = os.path.join(folder, self._sub_dir)
         return os.path.expanduser(os.path.expandvars(folder))
@@ -115,7 +119,7 @@ class TensorBoardLogger(Logger):
     def experiment(self) -> SummaryWriter:
         """The ``SummaryWriter`` of this run; made when it is first asked for."""
         if self._experiment is None:
-            make_folder(self.root_dir)
+            make_writable("TensorBoardLogger", f"save_dir={self._save_dir!r}", self.log_dir)
             summaries = need("torch.utils.tensorboard", purpose="TensorBoardLogger")
             self._experiment = summaries.SummaryWriter(log_dir=self.log_dir, **self._kwargs)
         return self._experiment

@@ -12,6 +12,7 @@ from torch import nn
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops.explain import add_place, takes
 from hasten.loops.run import Run, Stopped
+from hasten.loops.signatures import check_takes_loader
 from hasten.loops.sources import Source
 from hasten.loops.states import RunningStage
 from hasten.loops.transfer import make_transfer
@@ -98,6 +99,7 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
     if source.is_off():
         return []
     source.load()
+    check_takes_loader(run.module, "test" if testing else "validation", len(source.loaders))
     results = evaluate(run, source)
     if verbose and run.runtime.is_global_zero:
         print_results(results, "test" if testing else "validate")

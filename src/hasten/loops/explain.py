@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
+
+_WRONG_KEYWORD = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 
 
 def loss_of(output: Any, run: Run) -> Tensor | None:
@@ -112,6 +116,12 @@ def add_place(error: BaseException, step: str, module: nn.Module, batch: Any, ba
             f"loaders: def {step}(self, batch, batch_idx, dataloader_idx=0). Several optimizers need manual "
             "optimisation, not an optimizer_idx."
         )
+    elif isinstance(error, TypeError) and (wrong := _WRONG_KEYWORD.search(text)):
+        function = getattr(module, wrong.group(1), None)
+        known = list(inspect.signature(function).parameters) if callable(function) else []
+        if known:
+            near = did_you_mean(wrong.group(2), known)
+            notes.append(f"self.{wrong.group(1)} takes: {', '.join(known)}.{near}")
     elif isinstance(error, NotImplementedError) and "forward" in text:
         notes.append("Define forward(), or call the layers by name in the step.")
     for note in notes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.hooks import STEPS
+from hasten.hooks import STEPS, nothing
 from hasten.loops.evaluate import restore_modes, without_gradients
 from hasten.loops.explain import add_place, takes
 from hasten.loops.run import Run, Stopped
@@ -28,6 +28,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
     modes = [(child, child.training) for child in module.modules()]
     module.on_predict_model_eval()
     outputs: list[list[Any]] = []
+    run.epoch_batch_indices = []
     try:
         with without_gradients(run):
             hooks.on_predict_start()
@@ -35,13 +36,16 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
             several = len(source.loaders) > 1
             for loader_idx in range(len(source.loaders)):
                 outputs.append([])
-                _predict_loader(run, loader_idx, several, outputs[-1] if return_predictions else None)
+                run.epoch_batch_indices.append([])
+                keeps = return_predictions or run.keeps_predictions
+                _predict_loader(run, loader_idx, several, outputs[-1] if keeps else None)
             run.kept_predictions = outputs if several else (outputs[0] if outputs else [])
             hooks.on_predict_epoch_end()
             hooks.on_predict_end()
     finally:
         restore_modes(modes)
     if not return_predictions:
+        run.kept_predictions = None
         return None
     return outputs if len(outputs) != 1 else outputs[0]
 
@@ -60,7 +64,15 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
         suffix = ()
         step = bound if takes(run.module.predict_step, "batch_idx", at=2) else lambda batch, _: bound(batch)
     transfer = make_transfer(run, run.predict, loader_idx)
+    # Which samples a batch is made of is asked by those who write predictions, in these two hooks.
+    keeps_indices = hooks.on_predict_batch_end is not nothing or hooks.on_predict_epoch_end is not nothing
+    if keeps_indices:
+        run.predict.keep_indices(loader_idx)
     for batch_idx, (batch, _) in enumerate(run.predict.batches(loader_idx)):
+        if keeps_indices:
+            run.batch_indices = run.predict.batch_indices(loader_idx, batch_idx)
+            if run.keeps_predictions:
+                run.epoch_batch_indices[-1].append(run.batch_indices)
         if transfer is not None:
             batch = transfer(batch)
         hooks.on_predict_batch_start(batch, batch_idx, *suffix)

@@ -33,8 +33,8 @@ def prepare(
 
     In short::
 
-        prepare_data (once a machine), setup, configure_model
-        on_load_checkpoint, weights
+        prepare_data (once a machine, or once), setup, configure_model
+        on_load_checkpoint, weights, states of callbacks
         module to the device; configure_optimizers; the strategy wraps the module
         on_fit_start; hyper-parameters to the loggers; loaders
         optimizers, schedulers, counters, data position, random states
@@ -48,7 +48,9 @@ def prepare(
     for logger in run.meters.loggers:
         # One that cannot write says so now, and paths that hold its version are known from here on.
         getattr(logger, "experiment", None)
-    if runtime.local_rank == 0:
+    owners = [owner for owner in (datamodule, module) if owner is not None]
+    once_a_machine = all(owner.prepare_data_per_node for owner in owners)
+    if (runtime.local_rank if once_a_machine else runtime.global_rank) == 0:
         hooks.prepare_data()
     runtime.barrier("prepare_data")
     hooks.setup(fn.value)
@@ -62,6 +64,9 @@ def prepare(
         hooks.on_load_checkpoint(checkpoint)
         snapshot = Snapshot(run, callbacks, datamodule)
         contents.restore_model(snapshot, checkpoint, strict=module.strict_loading, source=str(path))
+        if fitting:
+            # Before on_fit_start: what a callback changes there may depend on what it knew.
+            snapshot.load_callback_states(checkpoint.get("callbacks") or {})
 
     if run.arguments.sync_batchnorm and runtime.world_size > 1:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)

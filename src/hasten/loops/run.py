@@ -64,6 +64,9 @@ class Run:
     is_last_batch: bool = False
     window_weight: Any = None
     kept_predictions: Any = None
+    keeps_predictions: bool = False
+    batch_indices: list[int] = field(default_factory=list)
+    epoch_batch_indices: list[list[list[int]]] = field(default_factory=list)
     skipped_batches: int = 0
 
     @property

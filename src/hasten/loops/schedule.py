@@ -45,7 +45,17 @@ def step_on_monitored(run: Run, interval: str) -> None:
 
 
 def _step_one(run: Run, config: LRSchedulerConfig, value: Any) -> None:
-    run.module.lr_scheduler_step(config.scheduler, value)
+    try:
+        run.module.lr_scheduler_step(config.scheduler, value)
+    except ValueError as error:
+        if "total steps" in str(error):
+            error.add_note(
+                f"The {type(config.scheduler).__name__} was made for fewer steps than this run takes: {run.max_epochs} "
+                f"epochs of {run.train.limit} batches. Make it with total_steps=self.trainer."
+                "estimated_stepping_batches. A resumed run keeps the plan of its checkpoint: to train longer than that "
+                "plan, load the weights alone and begin a new one."
+            )
+        raise
 
 
 def _monitored(run: Run, config: LRSchedulerConfig) -> Any:

@@ -11,6 +11,7 @@ from hasten.checkpoint import contents
 from hasten.datamodule import LightningDataModule
 from hasten.hooks import HOOKS, STEPS
 from hasten.hparams import plain_hparams
+from hasten.loggers.base import Logger
 from hasten.loops.run import Run
 
 
@@ -75,11 +76,16 @@ class Snapshot:
         """Return what each process has for itself."""
         run = self._run
         names = {id(child): name for name, child in run.module.named_modules()}
+        # Values still on their way belong to the steps before this checkpoint.
+        run.meters.deliver(wait=True)
         return {
             "random": contents.random_state(),
             "data": run.train.state_dict(run.progress.batch) if run.train.loaded else None,
             "values": run.meters.state_dict(lambda metric: names.get(id(metric))),
             "window_weight": run.window_weight,
+            "loggers": [
+                logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.meters.loggers
+            ],
             "evaluations": {
                 source.stage: source.evaluations() for source in (run.validation,) if source.loaded
             },
@@ -93,6 +99,9 @@ class Snapshot:
         rows = {row.name: row for row in HOOKS} | STEPS
         run.meters.load_state_dict(mine["values"], rows, run.module.get_submodule)
         run.window_weight = mine["window_weight"]
+        for logger, state in zip(run.meters.loggers, mine.get("loggers", ()), strict=False):
+            if isinstance(logger, Logger):
+                logger.load_state_dict(state)
         for state in mine["evaluations"].values():
             run.validation.load_evaluations(state)
         return contents.restore_random_state(mine["random"])

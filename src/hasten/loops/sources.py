@@ -189,6 +189,17 @@ class Source:
         limit = _whole(self.limits[loader_idx])
         return iter(()) if limit == 0 else self._loaded()[loader_idx].batches(limit)
 
+    def keep_indices(self, loader_idx: int) -> None:
+        """Remember of which samples each batch of a loader is made."""
+        stream = self._loaded()[loader_idx]
+        if isinstance(stream, Stream):
+            stream.keep_indices()
+
+    def batch_indices(self, loader_idx: int, batch_idx: int) -> list[int]:
+        """Return the samples of a batch just read, by their index in the dataset; empty where unknown."""
+        stream = self._loaded()[loader_idx]
+        return stream.batch_indices(batch_idx) if isinstance(stream, Stream) else []
+
     def evaluations(self) -> list[dict[str, Any]]:
         """Return where the loaders are, between two evaluations or inside one."""
         return [stream.state_dict(stream.position) for stream in self._loaded()]
@@ -251,7 +262,12 @@ class Source:
     def _stream(self, loader: Any, name: str) -> Stream | CombinedStream:
         if not isinstance(loader, CombinedLoader):
             prepared = prepare(
-                loader, name=name, stage=self.stage, overfit=self._overfit, **(self._sampler_kwargs or {})
+                loader,
+                name=name,
+                stage=self.stage,
+                overfit=self._overfit,
+                allow_empty=self._may_be_empty(),
+                **(self._sampler_kwargs or {}),
             )
             return Stream(prepared, name=HOOK_OF[self.stage], replays=self.stage == "train")
         streams = [self._stream(leaf, f"{name}[{index}]") for index, leaf in enumerate(loader.flattened)]
@@ -259,6 +275,10 @@ class Source:
         combined = copy.copy(loader)
         combined.flattened = [stream.loader for stream in streams]
         return CombinedStream(combined, cast("list[Stream]", streams), name=HOOK_OF[self.stage])
+
+    def _may_be_empty(self) -> bool:
+        owners = [owner for owner in (self.datamodule, self._module) if owner is not None]
+        return any(owner.allow_zero_length_dataloader_with_multiple_devices for owner in owners)
 
     def _several(self, given: Any, name: str) -> list[Any]:
         """Return the loaders to read one after the other; training reads one, which may join several."""
@@ -280,7 +300,12 @@ class Source:
     def _check_limits(self) -> None:
         for stream in self._streams or []:
             self._limited(stream)
-        if self.stage == "train" and self._streams and self._streams[0].length == 0:
+        if (
+            self.stage == "train"
+            and self._streams
+            and self._streams[0].length == 0
+            and not self._may_be_empty()
+        ):
             raise MisconfigurationException("the train dataloader has no batches.")
 
     def _limited(self, stream: Stream | CombinedStream) -> float:

@@ -13,6 +13,7 @@ from hasten.arguments import Arguments
 from hasten.datamodule import LightningDataModule
 from hasten.hooks import overrides
 from hasten.loops.run import Run
+from hasten.loops.signatures import check_takes_loader
 from hasten.module import LightningModule
 
 # Hooks of older versions of the field: code in them would silently not run.
@@ -100,6 +101,7 @@ def check_fit(run: Run) -> None:
             raise MisconfigurationException(f"The {type(optimizer).__name__} has no parameters to train.")
     if not run.validation.is_off():
         run.validation.load()
+        check_takes_loader(run.module, "validation", len(run.validation.loaders))
 
 
 def _near_method(module: object, name: str) -> str:

@@ -1,0 +1,169 @@
+"""BasePredictionWriter: hand predictions to code that stores them, each with the samples it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import did_you_mean
+from hasten._lib.rank_zero import warn_once
+from hasten.callback import Callback
+from hasten.hooks import overrides
+
+if TYPE_CHECKING:
+    from hasten.module import LightningModule
+    from hasten.trainer import Trainer
+
+
+class WriteInterval(StrEnum):
+    """When predictions are handed over."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        """Whether after each batch."""
+        return self is not WriteInterval.EPOCH
+
+    @property
+    def on_epoch(self) -> bool:
+        """Whether when all batches are done."""
+        return self is not WriteInterval.BATCH
+
+
+class BasePredictionWriter(Callback):
+    """Base of callbacks that store predictions; override ``write_on_batch_end`` or ``write_on_epoch_end``.
+
+    On several processes each one is handed its own part of the predictions, with the indices of the samples in the
+    dataset, so that the parts can be put together: over all processes every sample comes exactly once.
+    ``trainer.predict(..., return_predictions=False)`` then keeps nothing in memory with ``"batch"``.
+
+    Args:
+        write_interval: ``"batch"`` (after each batch), ``"epoch"`` (when all are done) or ``"batch_and_epoch"``.
+
+    Raises:
+        MisconfigurationException: the interval is none of these; when prediction begins, if the method it calls is not
+            overridden.
+
+    Example::
+
+        >>> import torch, hasten as L
+        >>> class Printer(BasePredictionWriter):
+        ...     def write_on_batch_end(
+        ...         self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx
+        ...     ):
+        ...         print(batch_indices, prediction.tolist())
+        >>> class Doubles(L.LightningModule):
+        ...     def predict_step(self, batch, batch_idx):
+        ...         return 2 * batch
+        >>> data = torch.utils.data.DataLoader([1.0, 2.0, 3.0], batch_size=2)
+        >>> trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[Printer()])
+        >>> trainer.predict(Doubles(), data, return_predictions=False)
+        [0, 1] [2.0, 4.0]
+        [2] [6.0]
+
+    """
+
+    def __init__(self, write_interval: str = "batch") -> None:
+        if write_interval not in list(WriteInterval):
+            allowed = [interval.value for interval in WriteInterval]
+            raise MisconfigurationException(
+                f"{type(self).__name__}(write_interval={write_interval!r}): use one of {allowed}."
+                + did_you_mean(str(write_interval), allowed)
+            )
+        self.interval = WriteInterval(write_interval)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse an interval whose method nobody wrote, before hours of prediction are lost to it."""
+        if stage != "predict":
+            return
+        for due, name in (
+            (self.interval.on_batch, "write_on_batch_end"),
+            (self.interval.on_epoch, "write_on_epoch_end"),
+        ):
+            if due and not overrides(self, BasePredictionWriter, name):
+                raise MisconfigurationException(
+                    f"{type(self).__name__}(write_interval={self.interval.value!r}) calls {name}, which it does not define. "
+                    f"Define {name}, or use another write_interval."
+                )
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Store the prediction of one batch.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the module.
+            prediction: what ``predict_step`` returned.
+            batch_indices: the samples of the batch, by their index in the dataset; empty where that is not known
+                (an ``IterableDataset``, or no ``DataLoader``).
+            batch: the batch.
+            batch_idx: its index, from 0, in this process.
+            dataloader_idx: which of several loaders it is from.
+
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define write_on_batch_end.")
+
+    def write_on_epoch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        """Store all predictions of this process.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the module.
+            predictions: what ``predict_step`` returned, by batch; by loader and batch where there are several.
+            batch_indices: the samples of each batch, always by loader and batch.
+
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define write_on_epoch_end.")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have the predictions kept if they are wanted at the end."""
+        if self.interval.on_epoch:
+            run = trainer._run
+            assert run is not None
+            run.keeps_predictions = True
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Hand over the prediction of a batch."""
+        indices = trainer.predict_loop.current_batch_indices
+        if not indices:
+            warn_once(
+                f"batch-indices-{dataloader_idx}",
+                f"{type(self).__name__}: the predict dataloader does not tell of which samples a batch is made, so "
+                "batch_indices are empty. Use a DataLoader with a dataset that has a length, or put the index into the "
+                "batch.",
+            )
+        if self.interval.on_batch:
+            self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hand over all predictions."""
+        if self.interval.on_epoch:
+            loop = trainer.predict_loop
+            self.write_on_epoch_end(trainer, pl_module, loop.predictions, loop.epoch_batch_indices)

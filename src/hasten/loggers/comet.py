@@ -1,0 +1,212 @@
+"""CometLogger: values at Comet, or in its offline archives."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from hasten._lib.optional import need
+from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
+from hasten.loggers.artifacts import SavedCheckpoint, Shelf
+from hasten.loggers.base import Logger, as_dict, plain, rank_zero_experiment
+from hasten.loggers.folders import make_writable
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+_MODES = ("get_or_create", "get", "create")
+_OLDER_NAMES = {
+    "experiment_name": "name",
+    "project_name": "project",
+    "offline": "online",
+    "save_dir": "offline_directory",
+}
+
+
+class CometLogger(Logger):
+    """Log to Comet. Needs the package ``comet_ml``; sending is done by threads of its own.
+
+    The experiment is started at once, and stays open after ``fit``, so that ``test`` logs to it too; end it with
+    ``logger.experiment.end()`` where several follow each other in one program.
+
+    Args:
+        api_key: key of your account; ``$COMET_API_KEY`` or Comet's configuration file by default.
+        workspace: name of the workspace; that of the account by default.
+        project: name of the project.
+        experiment_key: key of the experiment, 32 to 50 letters and digits; one that exists is gone on with.
+        mode: "get_or_create" (default), "get" (it must exist) or "create" (it must not).
+        online: False writes an archive, which ``comet upload`` sends later; True by default.
+        prefix: put before every name, with "_" between.
+        log_model: checkpoints as models of the experiment: "all" when each is written; True those left when the
+            fit has ended, or each if the callback keeps all; False none.
+        **kwargs: passed to ``comet_ml.ExperimentConfig``, such as ``name``, ``tags``, ``offline_directory``.
+
+    Raises:
+        ModuleNotFoundError: ``comet_ml`` is not installed.
+        ValueError: ``mode`` or ``log_model`` is none of the above.
+        TypeError: Comet has no such option.
+        OSError: ``offline_directory`` cannot be written to.
+        RuntimeError: Comet did not start the experiment, for instance without a key.
+
+    Example::
+
+        >>> logger = CometLogger(project="digits", online=False)  # doctest: +SKIP
+        >>> logger.log_metrics({"loss": 0.25}, step=0)  # doctest: +SKIP
+
+    Source: https://www.comet.com/docs/v2/api-and-sdk/python-sdk/reference/start/
+
+    """
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        workspace: str | None = None,
+        project: str | None = None,
+        experiment_key: str | None = None,
+        mode: Literal["get_or_create", "get", "create"] | None = None,
+        online: bool | None = None,
+        prefix: str | None = None,
+        log_model: Literal["all"] | bool = False,
+        **kwargs: Any,
+    ) -> None:
+        # Comet watches torch and others by itself unless told not to before it is imported.
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+        comet = need("comet_ml", purpose="CometLogger")
+        if mode is not None and mode not in _MODES:
+            raise ValueError(f"CometLogger(mode={mode!r}): use one of {', '.join(map(repr, _MODES))}.")
+        given: dict[str, Any] = {"project": project, "online": online}
+        _take_older_names(kwargs, given)
+        self._shelf = Shelf("CometLogger", log_model)
+        self._prefix = prefix
+        self._experiment_key = experiment_key
+        self._start_with = {
+            "api_key": api_key,
+            "workspace": workspace,
+            "mode": mode,
+            "online": given["online"],
+        }
+        self._project: str | None = given["project"]
+        self._options = kwargs
+        self._save_dir = _offline_folder(comet, kwargs)
+        self._experiment: Any = None
+        self.experiment  # noqa: B018 - a key that is missing is an error here, not after the data is loaded
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The Comet experiment."""
+        if self._experiment is None:
+            self._experiment = self._start()
+        return self._experiment
+
+    def _start(self) -> Any:
+        comet = need("comet_ml", purpose="CometLogger")
+        if self._start_with["online"] is False and self._save_dir is not None:
+            make_writable("CometLogger", f"offline_directory={self._save_dir!r}", self._save_dir)
+        try:
+            experiment = comet.start(
+                project=self._project,
+                experiment_key=self._experiment_key,
+                experiment_config=comet.ExperimentConfig(**self._options),
+                **self._start_with,
+            )
+        except TypeError:
+            raise
+        except Exception as error:  # Comet has many, some of them ValueError
+            raise RuntimeError(
+                f"CometLogger: Comet did not start an experiment: {error}. Log in with `comet login` or pass api_key=, "
+                "or write an archive with CometLogger(online=False)."
+            ) from error
+        self._experiment_key = experiment.get_key()
+        self._project = experiment.project_name
+        experiment.log_other("Created from", "hasten")
+        return experiment
+
+    @property
+    def name(self) -> str | None:
+        """Name of the project."""
+        return self._project
+
+    @property
+    def version(self) -> str | None:
+        """Key of the experiment; None on other processes than the first, unless it was given."""
+        return self._experiment_key
+
+    @property
+    def save_dir(self) -> str | None:
+        """Folder of offline archives, if one was set."""
+        return self._save_dir
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log values.
+
+        Args:
+            metrics: numbers by name; "epoch" is logged as the epoch of the others.
+            step: index of the optimizer step.
+
+        """
+        row = {
+            name: value.detach().cpu() if isinstance(value, Tensor) else value
+            for name, value in metrics.items()
+        }
+        epoch = row.pop("epoch", None)
+        self.experiment.log_metrics(
+            row, prefix=self._prefix, step=step, epoch=None if epoch is None else int(epoch)
+        )
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        """Log hyper-parameters, nested ones too."""
+        self.experiment.log_parameters(plain(as_dict(params)), nested_support=True)
+
+    @rank_zero_only
+    def log_graph(self, model: Module, input_array: Any = None) -> None:
+        """Log the modules that ``model`` is made of."""
+        self.experiment.set_model_graph(model, overwrite=True)
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Log the checkpoint, if ``log_model`` says so."""
+        for checkpoint in self._shelf.after_save(checkpoint_callback):
+            self._log_checkpoint(checkpoint)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Send what is held back, and the checkpoints that are left. The experiment stays open."""
+        if self._experiment is None:
+            return
+        if status == "success":
+            for checkpoint in self._shelf.at_end():
+                self._log_checkpoint(checkpoint)
+        self._experiment.flush()
+
+    def _log_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
+        metadata = {**checkpoint.metadata, "aliases": checkpoint.aliases}
+        name = os.path.splitext(os.path.basename(checkpoint.path))[0]
+        self.experiment.log_model(name, checkpoint.path, metadata=plain(metadata), overwrite=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Connections stay with this process; another goes on with the experiment of the same key.
+        return {**self.__dict__, "_experiment": None}
+
+
+def _take_older_names(options: dict[str, Any], given: dict[str, Any]) -> None:
+    """Move arguments that Comet named otherwise once to where they belong now."""
+    for old, new in _OLDER_NAMES.items():
+        if old not in options:
+            continue
+        value = options.pop(old)
+        rank_zero_warn(f"CometLogger({old}=...) is an older name. Write {new}=.", DeprecationWarning)
+        place = given if new in given else options
+        if place.get(new) is None:
+            place[new] = not value if old == "offline" else value
+
+
+def _offline_folder(comet: Any, options: dict[str, Any]) -> str | None:
+    folder = comet.ExperimentConfig(**options).offline_directory
+    return None if folder is None else os.fspath(folder)

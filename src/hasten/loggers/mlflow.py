@@ -1,0 +1,345 @@
+"""MLFlowLogger: values in an MLflow store, on a server or in a local database."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from hasten._lib.optional import need
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn, warn_once
+from hasten.loggers.artifacts import SavedCheckpoint, Shelf
+from hasten.loggers.base import Logger, as_dict, flat, plain, rank_zero_experiment, with_prefix
+from hasten.loggers.folders import local, make_writable
+
+# What MLflow takes in one call.
+_PARAMS_PER_CALL = 100
+_METRICS_PER_CALL = 1000
+# Stores differ in what they take; all take this much.
+_PARAM_CHARACTERS = 250
+# Rows on their way to the store before training waits for the oldest.
+_MOST_ON_THE_WAY = 1000
+
+_STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED", "aborted": "KILLED"}
+
+
+class MLFlowLogger(Logger):
+    """Log to MLflow. Needs the package ``mlflow``.
+
+    Values are sent by a thread, so that a slow server does not hold up training; they have arrived when ``fit``
+    returns. The run is created before training begins.
+
+    Args:
+        experiment_name: name of the experiment; created when there is none.
+        run_name: name of the run; MLflow makes one up by default.
+        tracking_uri: where the store is: "http://...", "sqlite:///...", "file:...". By default
+            ``$MLFLOW_TRACKING_URI``, or a database ``mlflow.db`` in ``save_dir`` (look at it with
+            ``mlflow ui --backend-store-uri sqlite:///mlruns/mlflow.db``); a ``save_dir`` that holds MLflow's older
+            store of plain files is gone on with.
+        tags: tags of the run.
+        save_dir: folder of the local store, without ``tracking_uri``; checkpoints are saved below it too.
+        log_model: checkpoints as artifacts: "all" when each is written; True those left when the fit has ended, or
+            each if the callback keeps all; False none.
+        prefix: put before every name, with "-" between.
+        artifact_location: where artifacts of a new experiment are kept; the server decides by default.
+        run_id: go on with this run.
+        synchronous: True waits until each row is written; None and False do not.
+
+    Raises:
+        ModuleNotFoundError: ``mlflow`` is not installed.
+        ValueError: ``log_model`` is none of the above.
+
+    Example::
+
+        >>> logger = MLFlowLogger("digits", tracking_uri="http://localhost:5000")  # doctest: +SKIP
+        >>> logger.log_metrics({"loss": 0.25}, step=0)  # doctest: +SKIP
+        >>> logger.finalize("success")  # doctest: +SKIP
+
+    Source: https://mlflow.org/docs/latest/ml/tracking
+
+    """
+
+    LOGGER_JOIN_CHAR = "-"
+
+    def __init__(
+        self,
+        experiment_name: str = "lightning_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: dict[str, Any] | None = None,
+        save_dir: str | os.PathLike[str] | None = "./mlruns",
+        log_model: Literal["all"] | bool = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool | None = None,
+    ) -> None:
+        need("mlflow", purpose="MLFlowLogger")
+        self._experiment_name = experiment_name
+        self._run_name = run_name
+        self._folder = local(os.fspath(save_dir)) if save_dir is not None else "./mlruns"
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._is_own_store = not uri and not _holds_plain_files(self._folder)
+        self._tracking_uri = uri or (
+            _database(self._folder) if self._is_own_store else f"file:{self._folder}"
+        )
+        self.tags = tags
+        self._shelf = Shelf("MLFlowLogger", log_model)
+        self._prefix = prefix
+        self._artifact_location = artifact_location
+        self._run_id = run_id
+        self._synchronous = synchronous
+        self._experiment_id: str | None = None
+        self._client: Any = None
+        self._is_running = False
+        self._sender: ThreadPoolExecutor | None = None
+        self._on_the_way: deque[Future[Any]] = deque()
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The ``mlflow.MlflowClient``; run and experiment are created when it is first asked for.
+
+        Raises:
+            OSError: the local store cannot be written to.
+            RuntimeError: the store cannot be reached, or has no such run.
+
+        """
+        if self._client is None:
+            self._client = self._start()
+        return self._client
+
+    def _start(self) -> Any:
+        mlflow = need("mlflow", purpose="MLFlowLogger")
+        if self._is_own_store:
+            make_writable("MLFlowLogger", f"save_dir={self._folder!r}", self._folder)
+        try:
+            mlflow.set_tracking_uri(self._tracking_uri)
+            client = need("mlflow.tracking", purpose="MLFlowLogger").MlflowClient(self._tracking_uri)
+            if self._run_id is None:
+                self._create_run(client)
+            else:
+                self._experiment_id = client.get_run(self._run_id).info.experiment_id
+                client.update_run(self._run_id, status="RUNNING")
+        except Exception as error:
+            asked = "" if self._run_id is None else f", run_id={self._run_id!r}"
+            raise RuntimeError(
+                f"MLFlowLogger(tracking_uri={self._tracking_uri!r}{asked}): MLflow cannot use this store: {error}. "
+                "Check that the server runs and the run exists, or use a local database: "
+                'tracking_uri="sqlite:///mlflow.db".'
+            ) from error
+        self._is_running = True
+        return client
+
+    def _create_run(self, client: Any) -> None:
+        if self._experiment_id is None:
+            found = client.get_experiment_by_name(self._experiment_name)
+            if found is not None and found.lifecycle_stage != "deleted":
+                self._experiment_id = found.experiment_id
+            else:
+                rank_zero_info(f"MLflow: the experiment {self._experiment_name} is new and is created.")
+                location = self._artifact_location
+                if location is None and self._is_own_store:
+                    location = (Path(self._folder).absolute() / "artifacts").as_uri()
+                self._experiment_id = client.create_experiment(
+                    name=self._experiment_name, artifact_location=location
+                )
+        if self._run_name is not None:
+            self.tags = {**(self.tags or {}), "mlflow.runName": self._run_name}
+        context = need("mlflow.tracking.context.registry", purpose="MLFlowLogger")
+        run = client.create_run(experiment_id=self._experiment_id, tags=context.resolve_tags(self.tags))
+        self._run_id = run.info.run_id
+
+    @property
+    def run_id(self) -> str | None:
+        """Id of the run, which is created if it does not exist."""
+        self.experiment  # noqa: B018 - creates it
+        return self._run_id
+
+    @property
+    def experiment_id(self) -> str | None:
+        """Id of the experiment, which is created if it does not exist."""
+        self.experiment  # noqa: B018 - creates it
+        return self._experiment_id
+
+    @property
+    def name(self) -> str | None:
+        """Id of the experiment."""
+        return self.experiment_id
+
+    @property
+    def version(self) -> str | None:
+        """Id of the run."""
+        return self.run_id
+
+    @property
+    def save_dir(self) -> str | None:
+        """Folder of the local store; None with a store that is no folder."""
+        if self._is_own_store:
+            return self._folder
+        uri = self._tracking_uri
+        return uri.removeprefix("file:") if uri.startswith("file:") else None
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log values; text is left out, and so are characters of names that MLflow does not take.
+
+        Args:
+            metrics: numbers by name.
+            step: index of the optimizer step; 0 by default.
+
+        """
+        metric = need("mlflow.entities", purpose="MLFlowLogger").Metric
+        now_ms = int(time.time() * 1000)
+        row = []
+        for name, value in with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR).items():
+            if isinstance(value, str):
+                warn_once(
+                    f"mlflow text {name}",
+                    f"MLFlowLogger: {name}={value!r} is text, which MLflow has no place for among values; it is left "
+                    "out. Use logger.experiment.set_tag(logger.run_id, ...).",
+                )
+                continue
+            number = value.item() if isinstance(value, Tensor) else value
+            row.append(metric(key=_allowed(name), value=number, timestamp=now_ms, step=step or 0))
+        client = self._running()
+        for part in _parts(row, _METRICS_PER_CALL):
+            self._send(client, part)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        """Log hyper-parameters, nested names joined with "/", values as text of at most 250 characters.
+
+        MLflow keeps parameters as they were first logged: in a run gone on with, one that has changed is named in a
+        warning.
+        """
+        param = need("mlflow.entities", purpose="MLFlowLogger").Param
+        client = self._running()
+        texts = {name: str(value)[:_PARAM_CHARACTERS] for name, value in flat(_simple(params)).items()}
+        stored = client.get_run(self._run_id).data.params if texts else {}
+        changed = [
+            f"{name}={text} (was {stored[name]})"
+            for name, text in texts.items()
+            if stored.get(name, text) != text
+        ]
+        if changed:
+            rank_zero_warn(
+                f"MLFlowLogger: the run {self._run_id} has other hyper-parameters, and MLflow keeps them as they are: "
+                f"{', '.join(changed)}. Leave out run_id= to start a run of its own."
+            )
+        new = [param(key=name, value=text) for name, text in texts.items() if name not in stored]
+        for part in _parts(new, _PARAMS_PER_CALL):
+            client.log_batch(run_id=self._run_id, params=part)
+
+    def _running(self) -> Any:
+        """Return the client, with the run marked as running again if it had ended."""
+        client = self.experiment
+        if not self._is_running:
+            client.update_run(self._run_id, status="RUNNING")
+            self._is_running = True
+        return client
+
+    def _send(self, client: Any, metrics: list[Any]) -> None:
+        if self._synchronous:
+            client.log_batch(run_id=self._run_id, metrics=metrics)
+            return
+        if self._sender is None:
+            # One thread, so that rows arrive in order; Python lets it finish before the program ends.
+            self._sender = ThreadPoolExecutor(1, thread_name_prefix="MLFlowLogger")
+        self._on_the_way.append(self._sender.submit(client.log_batch, run_id=self._run_id, metrics=metrics))
+        self._arrive(at_most=_MOST_ON_THE_WAY)
+
+    def _arrive(self, at_most: int) -> None:
+        """Wait until at most so many rows are on their way; name those that were lost."""
+        lost: list[BaseException] = []
+        while self._on_the_way and (len(self._on_the_way) > at_most or self._on_the_way[0].done()):
+            error = self._on_the_way.popleft().exception()
+            if error is not None:
+                lost.append(error)
+        if lost:
+            warn_once(
+                f"mlflow lost {self._run_id}",
+                f"MLFlowLogger: {len(lost)} row(s) of values could not be written to {self._tracking_uri}: {lost[0]}",
+            )
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Log the checkpoint, if ``log_model`` says so."""
+        for checkpoint in self._shelf.after_save(checkpoint_callback):
+            self._log_checkpoint(checkpoint)
+
+    def _log_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
+        import yaml
+
+        client, run_id = self.experiment, self._run_id
+        folder = Path(checkpoint.path).stem
+        if checkpoint.is_folder:
+            client.log_artifacts(run_id, checkpoint.path, f"{folder}/{os.path.basename(checkpoint.path)}")
+        else:
+            client.log_artifact(run_id, checkpoint.path, folder)
+        with tempfile.TemporaryDirectory() as beside:
+            metadata = yaml.safe_dump(plain(checkpoint.metadata), sort_keys=False)
+            Path(beside, "metadata.yaml").write_text(metadata, encoding="utf-8")
+            Path(beside, "aliases.txt").write_text(str(checkpoint.aliases), encoding="utf-8")
+            client.log_artifacts(run_id, beside, folder)
+
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        """Wait until all values have arrived, log the checkpoints that are left, and mark the run as ended.
+
+        Args:
+            status: "success" marks it FINISHED, "failed" FAILED, "aborted" KILLED.
+
+        """
+        if self._client is None:
+            return
+        self._arrive(at_most=0)
+        for checkpoint in self._shelf.at_end():
+            self._log_checkpoint(checkpoint)
+        self._client.set_terminated(self._run_id, _STATUS.get(status, status.upper()))
+        self._is_running = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Connections and rows on their way stay with this process; another goes on with the same run.
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            self.experiment  # noqa: B018 - creates the run
+        return {**self.__dict__, "_client": None, "_sender": None, "_on_the_way": deque()}
+
+
+def _database(folder: str) -> str:
+    return f"sqlite:///{Path(folder).absolute().as_posix()}/mlflow.db"
+
+
+def _holds_plain_files(folder: str) -> bool:
+    """Say whether a folder is a store of MLflow's older kind, which describes each experiment in a file."""
+    return os.path.isdir(folder) and any(Path(folder).glob("*/meta.yaml"))
+
+
+def _simple(params: Any) -> dict[str, Any]:
+    simple: dict[str, Any] = plain(as_dict(params))
+    return simple
+
+
+def _allowed(name: str) -> str:
+    kept = re.sub("[^a-zA-Z0-9_/. -]+", "", name)
+    if kept != name:
+        warn_once(
+            f"mlflow name {name}",
+            "MLFlowLogger: MLflow only allows letters, digits, '_', '/', '.', '-' and ' ' in names of values. "
+            f"Replacing {name} with {kept}.",
+            RuntimeWarning,
+        )
+    return kept
+
+
+def _parts(items: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -1,0 +1,360 @@
+"""WandbLogger: values at Weights & Biases, or in its offline files."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.optional import need
+from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
+from hasten.loggers.artifacts import SavedCheckpoint, Shelf
+from hasten.loggers.base import Logger, as_dict, plain, rank_zero_experiment, with_prefix
+from hasten.loggers.folders import local, make_writable
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+STEP = "trainer/global_step"
+
+
+class WandbLogger(Logger):
+    """Log to Weights & Biases. Needs the package ``wandb``; sending is done by a process of its own.
+
+    The run is started before training begins. It stays open after ``fit``, so that ``test`` logs to it too; end it
+    with ``wandb.finish()`` where several runs follow each other in one program.
+
+    Args:
+        name: name of the run; W&B makes one up by default.
+        save_dir: folder under which W&B keeps its files, and checkpoints are saved.
+        version: id of the run; a run that exists is gone on with.
+        offline: write files only; ``wandb sync`` sends them later.
+        dir: another name of ``save_dir``.
+        id: another name of ``version``.
+        anonymous: allow a run without an account, where W&B still does.
+        project: name of the project; ``$WANDB_PROJECT`` or "lightning_logs" by default.
+        log_model: checkpoints as artifacts: "all" when each is written; True those left when the fit has ended, or
+            each if the callback keeps all; False none.
+        experiment: a run that was started already.
+        prefix: put before every name, with "-" between.
+        checkpoint_name: name of the artifact; "model-<id>" by default.
+        add_file_policy: "mutable" copies a checkpoint before it is sent; "immutable" sends the file itself, which
+            must then stay as it is.
+        **kwargs: passed to ``wandb.init``, such as ``entity``, ``group``, ``tags``.
+
+    Raises:
+        ModuleNotFoundError: ``wandb`` is not installed.
+        MisconfigurationException: ``log_model`` with ``offline=True``.
+        ValueError: ``log_model`` or ``add_file_policy`` is none of the above.
+
+    Example::
+
+        >>> logger = WandbLogger(project="digits", offline=True)  # doctest: +SKIP
+        >>> logger.log_metrics({"loss": 0.25}, step=0)  # doctest: +SKIP
+
+    Source: https://docs.wandb.ai/ref/python/
+
+    """
+
+    LOGGER_JOIN_CHAR = "-"
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] = ".",
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | os.PathLike[str] | None = None,
+        id: str | None = None,
+        anonymous: bool | None = None,
+        project: str | None = None,
+        log_model: Literal["all"] | bool = False,
+        experiment: Any = None,
+        prefix: str = "",
+        checkpoint_name: str | None = None,
+        add_file_policy: Literal["mutable", "immutable"] = "mutable",
+        **kwargs: Any,
+    ) -> None:
+        need("wandb", purpose="WandbLogger")
+        if offline and log_model:
+            raise MisconfigurationException(
+                f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints cannot be uploaded offline. Leave "
+                "out offline=True to log them, or leave out log_model."
+            )
+        if add_file_policy not in ("mutable", "immutable"):
+            raise ValueError(
+                f'WandbLogger(add_file_policy={add_file_policy!r}): use "mutable" or "immutable".'
+            )
+        folder = save_dir if save_dir is not None else dir
+        self._init: dict[str, Any] = {
+            "name": name,
+            "project": project or os.environ.get("WANDB_PROJECT", "lightning_logs"),
+            "dir": None if folder is None else local(os.fspath(folder)),
+            "id": version or id,
+            "resume": "allow",
+        }
+        if anonymous:
+            self._init["anonymous"] = "allow"
+        if offline:
+            self._init["mode"] = "offline"
+        self._init.update(kwargs)
+        self._shelf = Shelf("WandbLogger", log_model)
+        self._prefix = prefix
+        self._checkpoint_name = checkpoint_name
+        self.add_file_policy = add_file_policy
+        self._experiment = experiment
+        self._attach_id: str | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Name of the project; the run's own is ``logger.experiment.name``."""
+        project: str | None = self._init["project"]
+        return project
+
+    @property
+    def version(self) -> str | None:
+        """Id of the run; None while none was given and the run has not started."""
+        run_id: str | None = self._init["id"] if self._experiment is None else self._experiment.id
+        return run_id
+
+    @property
+    def save_dir(self) -> str | None:
+        """Folder under which W&B keeps its files, and checkpoints are saved."""
+        folder: str | None = self._init["dir"]
+        return folder
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The ``wandb.Run``; started when it is first asked for.
+
+        Raises:
+            OSError: ``save_dir`` cannot be written to.
+            RuntimeError: W&B did not start the run, for instance without an API key.
+
+        """
+        if self._experiment is None:
+            self._experiment = self._start()
+        return self._experiment
+
+    def _start(self) -> Any:
+        wandb = need("wandb", purpose="WandbLogger")
+        if wandb.run is not None:
+            rank_zero_warn(
+                f"WandbLogger: the W&B run {wandb.run.id} is open in this program, and this logger goes on with it. "
+                "Call wandb.finish() before making the logger to start a run of its own."
+            )
+            return wandb.run
+        if self._attach_id is not None:
+            return getattr(wandb, "attach", wandb._attach)(self._attach_id)
+        if self.save_dir is not None:
+            make_writable("WandbLogger", f"save_dir={self.save_dir!r}", self.save_dir)
+        try:
+            run = wandb.init(**self._init)
+        except wandb.Error as error:
+            raise RuntimeError(
+                f"WandbLogger: W&B did not start a run: {error}. Log in with `wandb login`, or write files only with "
+                "WandbLogger(offline=True)."
+            ) from error
+        if self._init.get("sync_tensorboard"):
+            run.define_metric("*", step_metric="global_step")
+        else:
+            run.define_metric(STEP)
+            run.define_metric("*", step_metric=STEP, step_sync=True)
+        return run
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log values.
+
+        Args:
+            metrics: numbers, or any of W&B's media, by name.
+            step: index of the optimizer step: the x axis, logged as "trainer/global_step".
+
+        """
+        row = dict(with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR))
+        if step is not None and not self._init.get("sync_tensorboard"):
+            row[STEP] = step
+        self.experiment.log(row)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        """Log hyper-parameters to the run's config; a value that was there is replaced."""
+        self.experiment.config.update(plain(as_dict(params)), allow_val_change=True)
+
+    # -- media
+
+    @rank_zero_only
+    def log_table(
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Log a table.
+
+        Args:
+            key: its name.
+            columns: names of the columns.
+            data: the rows, of anything W&B shows: numbers, text, images.
+            dataframe: a pandas DataFrame instead.
+            step: index of the optimizer step.
+
+        """
+        table = need("wandb", purpose="WandbLogger").Table(columns=columns, data=data, dataframe=dataframe)
+        self.log_metrics({key: table}, step)
+
+    @rank_zero_only
+    def log_text(
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[str]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Log text as a table; see ``log_table``."""
+        self.log_table(key, columns, data, dataframe, step)
+
+    @rank_zero_only
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images.
+
+        Args:
+            key: their name.
+            images: tensors, arrays, PIL images or paths.
+            step: index of the optimizer step.
+            **kwargs: for ``wandb.Image``, each a list with one item an image, such as ``caption=["a", "b"]``.
+
+        Raises:
+            TypeError: ``images`` is no list.
+            ValueError: a list is of another length.
+
+        """
+        self._log_media("Image", "images", key, images, step, kwargs)
+
+    @rank_zero_only
+    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log sounds: arrays or paths; options as for ``log_image``, such as ``sample_rate=[16000]``."""
+        self._log_media("Audio", "audios", key, audios, step, kwargs)
+
+    @rank_zero_only
+    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log videos: arrays (time, channels, height, width) or paths; options as for ``log_image``."""
+        self._log_media("Video", "videos", key, videos, step, kwargs)
+
+    def _log_media(
+        self, kind: str, argument: str, key: str, items: Any, step: int | None, options: dict[str, list[Any]]
+    ) -> None:
+        if not isinstance(items, list):
+            raise TypeError(
+                f"WandbLogger.log_{kind.lower()}: {argument} must be a list, and is a {type(items).__name__}. "
+                f"Write {argument}=[...], also for one."
+            )
+        for name, values in options.items():
+            if len(values) != len(items):
+                raise ValueError(
+                    f"WandbLogger.log_{kind.lower()}: {name} has {len(values)} items for {len(items)} {argument}. "
+                    "Give one for each."
+                )
+        make = getattr(need("wandb", purpose="WandbLogger"), kind)
+        media = [
+            make(item, **{name: values[i] for name, values in options.items()})
+            for i, item in enumerate(items)
+        ]
+        self.log_metrics({key: media}, step)
+
+    # -- the model
+
+    @rank_zero_only
+    def watch(
+        self,
+        model: Module,
+        log: Literal["gradients", "parameters", "all"] | None = "gradients",
+        log_freq: int = 100,
+        log_graph: bool = True,
+    ) -> None:
+        """Log histograms of gradients or parameters as training goes on; this reads them from the device.
+
+        Args:
+            model: the module.
+            log: "gradients", "parameters", "all" or None.
+            log_freq: batches between two.
+            log_graph: also log the graph.
+
+        """
+        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
+
+    @rank_zero_only
+    def unwatch(self, model: Module | None = None) -> None:
+        """End what ``watch`` began, for one module or for all."""
+        self.experiment.unwatch(model)
+
+    # -- artifacts
+
+    @staticmethod
+    @rank_zero_only
+    def download_artifact(
+        artifact: str,
+        save_dir: str | os.PathLike[str] | None = None,
+        artifact_type: str | None = None,
+        use_artifact: bool | None = True,
+    ) -> str:
+        """Download an artifact; return the folder it is in.
+
+        Args:
+            artifact: its name, such as "entity/project/model-abc:best".
+            save_dir: where to put it; W&B chooses by default.
+            artifact_type: its type.
+            use_artifact: note that the open run uses it.
+
+        """
+        wandb = need("wandb", purpose="WandbLogger")
+        if wandb.run is not None and use_artifact:
+            found = wandb.run.use_artifact(artifact, type=artifact_type)
+        else:
+            found = wandb.Api().artifact(artifact, type=artifact_type)
+        folder: str = found.download(root=None if save_dir is None else os.fspath(save_dir))
+        return folder
+
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
+        """Note that the run uses an artifact, and return it."""
+        return self.experiment.use_artifact(artifact, type=artifact_type)
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Log the checkpoint, if ``log_model`` says so."""
+        for checkpoint in self._shelf.after_save(checkpoint_callback):
+            self._log_checkpoint(checkpoint)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Log the checkpoints that are left, after a run that ended well. The W&B run stays open."""
+        if status == "success" and self._experiment is not None:
+            for checkpoint in self._shelf.at_end():
+                self._log_checkpoint(checkpoint)
+
+    def _log_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
+        experiment = self.experiment
+        if not self._checkpoint_name:
+            self._checkpoint_name = f"model-{experiment.id}"
+        artifact = need("wandb", purpose="WandbLogger").Artifact(
+            name=self._checkpoint_name, type="model", metadata=plain(checkpoint.metadata)
+        )
+        if checkpoint.is_folder:
+            artifact.add_dir(checkpoint.path, name="model.ckpt", policy=self.add_file_policy)
+        else:
+            artifact.add_file(checkpoint.path, name="model.ckpt", policy=self.add_file_policy)
+        experiment.log_artifact(artifact, aliases=checkpoint.aliases)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A run belongs to W&B's own process: another process of ours attaches to it there. It must have begun.
+        run = self.experiment if rank_zero_only.rank == 0 else None  # type: ignore[attr-defined]
+        state = {**self.__dict__, "_experiment": None}
+        if run is not None:
+            state["_attach_id"] = getattr(run, "_attach_id", None)
+            state["_init"] = {**self._init, "id": run.id, "name": run.name}
+        return state

@@ -1,0 +1,133 @@
+"""Methods of the user that cannot take what they will be called with, told before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from hasten._lib.errors import MisconfigurationException
+from hasten.callback import Callback
+from hasten.datamodule import DataHooks, LightningDataModule
+from hasten.hooks import overrides
+from hasten.module import LightningModule
+from hasten.module_hooks import ModelHooks
+
+# The steps, and the other methods whose base takes anything: (least, most) of what they are called with.
+_STEPS = {
+    "training_step": ("batch", "batch_idx"),
+    "validation_step": ("batch", "batch_idx", "dataloader_idx"),
+    "test_step": ("batch", "batch_idx", "dataloader_idx"),
+    "predict_step": ("batch", "batch_idx", "dataloader_idx"),
+}
+_MODULE_METHODS = (
+    "configure_optimizers", "configure_callbacks", "configure_model", "optimizer_step", "optimizer_zero_grad",
+    "lr_scheduler_step", "configure_gradient_clipping",
+)  # fmt: skip
+
+
+def check_signatures(
+    module: LightningModule, datamodule: LightningDataModule | None, callbacks: Iterable[Callback]
+) -> None:
+    """Check every hook and step that is overridden.
+
+    Raises:
+        MisconfigurationException: a method takes too few or too many arguments; the message has the line to write.
+
+    """
+    for owner, base, names in (
+        (module, LightningModule, [*_names(ModelHooks), *_names(DataHooks), *_MODULE_METHODS]),
+        (datamodule, LightningDataModule, _names(DataHooks)),
+        *((callback, Callback, _names(Callback)) for callback in callbacks),
+    ):
+        for name in names:
+            if owner is not None and overrides(owner, base, name):
+                _check(owner, name, _arguments(getattr(base, name)))
+    for name, arguments in _STEPS.items():
+        if overrides(module, LightningModule, name):
+            _check_step(module, name, arguments)
+
+
+def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> None:
+    """Check that the step and batch hooks of a stage take ``dataloader_idx`` where there are several loaders.
+
+    Args:
+        module: the module.
+        stage: "validation" or "test".
+        loaders: how many loaders there are.
+
+    Raises:
+        MisconfigurationException: one of them does not.
+
+    """
+    if loaders < 2:
+        return
+    for name, arguments in (
+        (f"{stage}_step", ("batch", "batch_idx", "dataloader_idx")),
+        (f"on_{stage}_batch_start", ("batch", "batch_idx", "dataloader_idx")),
+        (f"on_{stage}_batch_end", ("outputs", "batch", "batch_idx", "dataloader_idx")),
+    ):
+        if overrides(module, LightningModule, name) and not _accepts(getattr(module, name), arguments):
+            raise MisconfigurationException(
+                f"{type(module).__name__}.{name}() does not take `dataloader_idx`, and there are {loaders} "
+                f"{stage} loaders. Write: def {name}(self, {', '.join(arguments[:-1])}, dataloader_idx=0)."
+            )
+
+
+def _names(base: type) -> list[str]:
+    kept = ("on_", "setup", "teardown", "prepare_data", "transfer_", "state_dict", "load_state_dict")
+    return [
+        name
+        for name, value in vars(base).items()
+        if inspect.isfunction(value) and (name.startswith(kept) or name.endswith("_dataloader"))
+    ]
+
+
+def _arguments(method: Any) -> tuple[str, ...]:
+    """Return the arguments that are always given: those without a default in the base."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.default is p.empty or p.name == "optimizer_closure")
+
+
+def _accepts(method: Any, arguments: tuple[str, ...]) -> bool:
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # written in C: nothing is known
+    return True
+
+
+def _check(owner: object, name: str, arguments: tuple[str, ...]) -> None:
+    method = getattr(owner, name)
+    if not callable(method):
+        raise MisconfigurationException(
+            f"{type(owner).__name__}.{name} is a {type(method).__name__}; it must be a method. "
+            "Rename what you keep there."
+        )
+    if not _accepts(method, arguments):
+        raise MisconfigurationException(
+            f"{type(owner).__name__}.{name}{inspect.signature(method)} cannot be called: it is given "
+            f"({', '.join(arguments)}). Write: def {name}({', '.join(('self', *arguments))})."
+        )
+
+
+def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) -> None:
+    method = getattr(module, name)
+    # "validation_step" and its like are given dataloader_idx only where there are several loaders.
+    if any(_accepts(method, arguments[:count]) for count in range(1, len(arguments) + 1)):
+        return
+    try:
+        signature = str(inspect.signature(method))
+    except (TypeError, ValueError):
+        return
+    several = (
+        " Several optimizers need manual optimisation (self.automatic_optimization = False), not an optimizer_idx."
+        if "optimizer_idx" in signature
+        else ""
+    )
+    raise MisconfigurationException(
+        f"{type(module).__name__}.{name}{signature} cannot be called: it is given (batch, batch_idx). "
+        f"Write: def {name}(self, batch, batch_idx).{several}"
+    )

@@ -1,0 +1,70 @@
+"""Errors of the user's code keep their type and say what usually mends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import Classifier, loader, quiet
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+def failing(step: Any) -> str:
+    model = type("Net", (Classifier,), {"training_step": step})()
+    with pytest.raises(Exception) as caught:
+        quiet().fit(model, loader())
+    return notes(caught.value)
+
+
+def test_unknown_keyword_of_log_names_the_nearest() -> None:
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        self.log("loss", 1.0, on_steps=True)
+
+    said = failing(step)
+    assert "self.log takes: name, value, prog_bar" in said
+    assert "Did you mean 'on_step'?" in said
+    assert "in Net.training_step, batch 0: list of 2 (Tensor (4, 8) float32, Tensor (4,) int64)" in said
+
+
+def test_loss_without_gradient() -> None:
+    said = failing(lambda self, batch, batch_idx: self.loss(batch).detach())
+    assert "does not depend on any parameter" in said
+
+
+def test_loss_of_several_elements() -> None:
+    said = failing(lambda self, batch, batch_idx: self(batch[0]).sum(1))
+    assert "Return its mean" in said
+
+
+def test_graph_that_reaches_back() -> None:
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        self.carried = getattr(self, "carried", 0) + self.loss(batch)
+        return self.carried
+
+    assert "Detach what you carry over" in failing(step)
+
+
+def test_batch_of_another_shape() -> None:
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        _x, _y, _z = batch
+
+    assert "unpacks the batch into another number of parts" in failing(step)
+
+
+class OneCycle(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=15)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def test_scheduler_made_for_fewer_steps() -> None:
+    with pytest.raises(ValueError, match="total steps is 15") as caught:
+        quiet(max_epochs=2).fit(OneCycle(), loader())
+    assert "total_steps=self.trainer.estimated_stepping_batches" in notes(caught.value)
+    assert "2 epochs of 10 batches" in notes(caught.value)

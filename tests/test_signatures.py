@@ -1,0 +1,115 @@
+"""A hook or step that cannot take its arguments is told before anything runs, with the line to write."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+import hasten as L
+from tests.models import Classifier, loader, quiet
+
+
+class Touched(Classifier):
+    ran = False
+
+    def setup(self, stage: str) -> None:
+        type(self).ran = True
+
+
+def module_with(name: str, function: Any) -> Any:
+    return type("Net", (Touched,), {name: function, "ran": False})
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "message"),
+    [
+        ("on_train_batch_start", lambda self, batch: None, r"def on_train_batch_start\(self, batch, batch_idx\)"),
+        ("on_train_epoch_end", lambda self, outputs: None, r"def on_train_epoch_end\(self\)\."),
+        ("on_before_optimizer_step", lambda self: None, r"def on_before_optimizer_step\(self, optimizer\)\."),
+        ("optimizer_step", lambda self, epoch: None, r"given \(epoch, batch_idx, optimizer, optimizer_closure\)"),
+        ("lr_scheduler_step", lambda self, scheduler: None, r"def lr_scheduler_step\(self, scheduler, metric\)"),
+        ("on_save_checkpoint", lambda self: None, r"def on_save_checkpoint\(self, checkpoint\)"),
+        ("train_dataloader", lambda self, batch_size: None, r"def train_dataloader\(self\)\."),
+        ("configure_optimizers", lambda self, lr: None, r"def configure_optimizers\(self\)\."),
+        ("transfer_batch_to_device", lambda self, batch: None, r"\(self, batch, device, dataloader_idx\)"),
+        ("training_step", lambda self: None, r"Net.training_step\(\) cannot.*given \(batch, batch_idx\)"),
+        ("training_step", lambda self, batch, idx, optimizer_idx: None, r"manual optimisation.*not an optimizer_idx"),
+        ("on_train_start", 3, r"Net.on_train_start is a int; it must be a method"),
+    ],
+)  # fmt: skip
+def test_methods_of_the_module(name: str, function: Any, message: str) -> None:
+    model = module_with(name, function)()
+    with pytest.raises(ValueError, match=message):
+        quiet().fit(model, loader())
+    assert not type(model).ran
+
+
+def test_setup_without_stage() -> None:
+    model = type("Net", (Classifier,), {"setup": lambda self: None})()
+    with pytest.raises(ValueError, match=r"Net\.setup\(\) cannot be called: it is given \(stage\)"):
+        quiet().fit(model, loader())
+
+
+class WrongCallback(L.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any) -> None: ...
+
+
+class WrongData(L.LightningDataModule):
+    def setup(self) -> None: ...  # type: ignore[override]
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+def test_callbacks_and_datamodules() -> None:
+    expected = r"WrongCallback\.on_train_batch_end.*\(self, trainer, pl_module, outputs, batch, batch_idx\)"
+    with pytest.raises(ValueError, match=expected):
+        quiet(callbacks=WrongCallback()).fit(Classifier(), loader())
+    model = Classifier()
+    model.configure_callbacks = lambda: [WrongCallback()]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=expected):
+        quiet().fit(model, loader())
+    with pytest.raises(ValueError, match=r"WrongData\.setup\(\).*def setup\(self, stage\)"):
+        quiet().fit(Classifier(), datamodule=WrongData())
+
+
+def test_several_loaders_need_their_index() -> None:
+    model = Classifier()
+    message = (
+        r"Classifier.validation_step\(\) does not take `dataloader_idx`, and there are 2 validation loaders"
+    )
+    with pytest.raises(ValueError, match=message):
+        quiet(num_sanity_val_steps=0).fit(model, loader(), [loader(8), loader(8)])
+    with pytest.raises(ValueError, match=message):
+        quiet().validate(model, [loader(8), loader(8)])
+    with pytest.raises(ValueError, match=r"def test_step\(self, batch, batch_idx, dataloader_idx=0\)"):
+        quiet().test(model, [loader(8), loader(8)])
+
+    class Takes(Classifier):
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
+
+        def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    with pytest.raises(
+        ValueError, match=r"on_test_batch_end\(self, outputs, batch, batch_idx, dataloader_idx=0\)"
+    ):
+        quiet().test(Takes(), [loader(8), loader(8)])
+
+
+def test_wider_signatures_and_mocks_are_fine() -> None:
+    class Wide(Classifier):
+        def setup(self, stage: Any = None) -> None: ...
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int, unused: int = 0) -> None: ...
+
+        def on_train_batch_end(self, *args: Any) -> None: ...
+
+        def training_step(self, batch: Any) -> Any:
+            return self.loss(batch)
+
+    model = Wide()
+    model.on_train_epoch_end = Mock()  # type: ignore[method-assign]
+    quiet(limit_train_batches=1).fit(model, loader())
+    model.on_train_epoch_end.assert_called_once_with()

@@ -1,0 +1,161 @@
+"""What programs read of trainer.fit_loop and its like, and the data hooks that change who prepares what."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import hasten as L
+from tests.models import Classifier, loader, quiet, same_weights
+
+
+class Reads(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loop = trainer.fit_loop
+        inner = loop.epoch_loop
+        self.seen.append(
+            (
+                (loop.batch_idx, loop.total_batch_idx, inner.global_step, inner._batches_that_stepped),
+                (inner.batch_progress.current.completed, inner.batch_progress.total.ready),
+                (loop.epoch_progress.current.ready, loop.epoch_progress.total.completed),
+            )
+        )
+
+
+def test_counters_of_the_fit_loop() -> None:
+    reads = Reads()
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=2, callbacks=reads)
+    assert trainer.fit_loop.epoch_progress.current.ready == 0
+    assert not trainer.fit_loop.done
+    trainer.fit(Classifier(), loader(12))
+    assert reads.seen == [
+        ((0, 0, 0, 0), (1, 1), (1, 0)),
+        ((1, 1, 1, 1), (2, 2), (1, 0)),
+        ((2, 2, 2, 2), (3, 3), (1, 0)),
+        ((0, 3, 2, 2), (1, 4), (2, 1)),
+        ((1, 4, 3, 3), (2, 5), (2, 1)),
+        ((2, 5, 4, 4), (3, 6), (2, 1)),
+    ]
+    loop = trainer.fit_loop
+    assert loop.done
+    assert not loop.restarting
+    assert loop.max_batches == 3
+    assert loop.epoch_progress.current.processed == loop.epoch_progress.current.started == 2
+    assert (loop.max_steps, loop.min_steps) == (-1, None)
+
+
+def test_limits_raised_between_two_fits_let_the_run_go_on() -> None:
+    torch.manual_seed(0)
+    model = Classifier()
+    twice = Classifier()
+    twice.load_state_dict(model.state_dict())
+    quiet(max_epochs=3).fit(model, loader())
+    trainer = quiet(max_epochs=1)
+    optimizer = torch.optim.SGD(twice.parameters(), lr=0.1, momentum=0.9)
+    twice.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    trainer.fit(twice, loader())
+    trainer.fit_loop.max_epochs += 2
+    assert trainer.max_epochs == 3
+    trainer.fit(twice, loader())
+    assert (trainer.current_epoch, trainer.global_step) == (3, 30)
+    assert same_weights(model, twice)
+    trainer.fit_loop.max_epochs = None
+    assert trainer.max_epochs == -1
+    trainer.fit_loop.epoch_loop.max_steps = 34
+    trainer.fit(twice, loader())
+    assert trainer.global_step == trainer.max_steps == trainer.fit_loop.max_steps == 34
+    with pytest.raises(ValueError, match=r"max_epochs=-2; use a whole number of at least -1"):
+        trainer.fit_loop.max_epochs = -2
+    with pytest.raises(ValueError, match=r"min_epochs=1\.5"):
+        trainer.fit_loop.min_epochs = 1.5
+
+
+class Stops(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = True
+
+
+def test_least_epochs_and_steps_can_be_set() -> None:
+    trainer = quiet(max_epochs=5, callbacks=Stops())
+    trainer.fit_loop.min_epochs = 2
+    trainer.fit(Classifier(), loader())
+    assert trainer.current_epoch == 2
+    assert trainer.fit_loop.min_epochs == trainer.min_epochs == 2
+    trainer = quiet(max_epochs=5, callbacks=Stops())
+    trainer.fit_loop.epoch_loop.min_steps = 13
+    trainer.fit(Classifier(), loader())
+    assert trainer.global_step == trainer.fit_loop.epoch_loop.min_steps == 13
+
+
+class Several(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        pass
+
+
+def test_evaluation_and_prediction_loops() -> None:
+    trainer = quiet()
+    assert trainer.validate_loop.skip
+    trainer.validate(Several(), [loader(8), loader(12)], verbose=False)
+    assert trainer.validate_loop.max_batches == trainer.fit_loop.epoch_loop.val_loop.max_batches == [2, 3]
+    assert trainer.validate_loop.num_dataloaders == 2
+    assert not trainer.validate_loop.skip
+    assert trainer.test_loop.num_dataloaders == 0
+    outputs = trainer.predict(Classifier(), loader(8))
+    assert trainer.predict_loop.predictions is outputs
+    assert trainer.predict_loop.max_batches == [2]
+
+
+def test_other_properties() -> None:
+    trainer = quiet(reload_dataloaders_every_n_epochs=2, enable_autolog_hparams=False, val_check_interval=0.5)
+    assert trainer.reload_dataloaders_every_n_epochs == 2
+    assert trainer.enable_autolog_hparams is False
+    assert trainer.val_check_batch == math.inf
+    trainer.fit(Classifier(), loader(40), loader(8))
+    assert trainer.val_check_batch == 5
+
+
+class Prepared(L.LightningDataModule):
+    def __init__(self, per_node: bool) -> None:
+        super().__init__()
+        self.prepare_data_per_node = per_node
+        self.prepared = 0
+
+    def prepare_data(self) -> None:
+        self.prepared += 1
+
+    def train_dataloader(self) -> Any:
+        return loader(8)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "rank", "times"), [(True, 0, 1), (True, 2, 1), (False, 0, 1), (False, 2, 0)]
+)
+def test_data_is_prepared_once_a_machine_or_once(
+    per_node: bool, rank: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hasten.runtime import Runtime
+
+    # The first process of the second machine: it cannot be had here.
+    monkeypatch.setattr(Runtime, "global_rank", property(lambda self: rank))
+    data = Prepared(per_node)
+    quiet().fit(Classifier(), datamodule=data)
+    assert data.prepared == times
+
+
+def test_empty_loader_that_is_allowed() -> None:
+    model = Classifier()
+    empty = DataLoader([], batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no batches"):
+        quiet().fit(model, loader(8), empty)
+    model.allow_zero_length_dataloader_with_multiple_devices = True
+    trainer = quiet()
+    trainer.fit(model, loader(8), empty)
+    assert trainer.global_step == 2
+    quiet().fit(model, empty)
