@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -248,12 +248,12 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
             RuntimeError: the module is not attached to a Trainer.
 
         """
-        if self._trainer is None:
+        if self._trainer is None and not self._is_exported:
             raise RuntimeError(
                 f"{type(self).__name__} is not attached to a Trainer. "
                 "self.trainer exists during fit, validate, test and predict."
             )
-        return self._trainer
+        return cast("Trainer", self._trainer)
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:

@@ -22,6 +22,8 @@ class ModelExport:
     if TYPE_CHECKING:
         example_input_array: Any
 
+    _is_exported = False
+
     # What TorchScript must not look at: properties of a run.
     __jit_unused_properties__ = [  # noqa: RUF012 - the name and type torch.jit looks for
         "automatic_optimization", "current_epoch", "device", "device_mesh", "dtype", "example_input_array",
@@ -182,9 +184,15 @@ class ModelExport:
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
     modes = [(child, child.training) for child in module.modules()]
+    exported = [child for child in module.modules() if isinstance(child, ModelExport)]
     module.eval()
+    for each in exported:
+        # torch.jit looks at every attribute, also at ``trainer``, which raises where there is none.
+        each.__dict__["_is_exported"] = True
     try:
         yield
     finally:
+        for each in exported:
+            del each.__dict__["_is_exported"]
         for child, training in modes:
             child.training = training
