@@ -444,6 +444,10 @@ class Fabric(FabricView):
         else:
             target.load_state_dict(contents)
 
+    def sharded_model(self) -> AbstractContextManager[Any]:
+        """Return a context for making a model in shards; the field's older name for ``init_module``."""
+        return self.init_module()
+
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
         """Seed python, numpy, torch and (unless ``workers=False``) the workers of loaders; return the seed."""
