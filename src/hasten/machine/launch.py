@@ -152,7 +152,8 @@ class RunScriptAgain(Launcher):
             if children is not None and collectives.lost_partner(error):
                 said = children.why_dead(wait_seconds=_GRACE_SECONDS)
                 if said is not None:
-                    raise RuntimeError(said) from error
+                    # What the other process printed is the cause; sockets that closed here say nothing.
+                    raise RuntimeError(said) from None
             raise
 
 
