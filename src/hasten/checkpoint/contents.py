@@ -130,7 +130,6 @@ def restore_training(
     loops = checkpoint.get("loops", {})
     if "fit" in loops:
         parts.progress.load_state_dict(loops["fit"])
-    parts.load_callback_states(checkpoint.get("callbacks") or {})
     for optimizer, state in zip(parts.optimizers, checkpoint["optimizer_states"], strict=True):
         load_optimizer(optimizer, state)
     for config, state in zip(parts.schedulers, checkpoint["lr_schedulers"], strict=True):

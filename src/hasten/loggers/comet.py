@@ -54,8 +54,11 @@ class CometLogger(Logger):
 
     Example::
 
-        >>> logger = CometLogger(project="digits", online=False)  # doctest: +SKIP
-        >>> logger.log_metrics({"loss": 0.25}, step=0)  # doctest: +SKIP
+        >>> import tempfile
+        >>> logger = CometLogger(
+        ...     project="digits", online=False, offline_directory=tempfile.mkdtemp(), disabled=True
+        ... )
+        >>> logger.log_metrics({"loss": 0.25}, step=0)
 
     Source: https://www.comet.com/docs/v2/api-and-sdk/python-sdk/reference/start/
 

@@ -60,9 +60,9 @@ class MLFlowLogger(Logger):
 
     Example::
 
-        >>> logger = MLFlowLogger("digits", tracking_uri="http://localhost:5000")  # doctest: +SKIP
-        >>> logger.log_metrics({"loss": 0.25}, step=0)  # doctest: +SKIP
-        >>> logger.finalize("success")  # doctest: +SKIP
+        >>> import hasten as L
+        >>> logger = MLFlowLogger("digits", tracking_uri="http://localhost:5000")  # asked when training starts
+        >>> trainer = L.Trainer(logger=logger, accelerator="cpu")
 
     Source: https://mlflow.org/docs/latest/ml/tracking
 

@@ -51,8 +51,10 @@ class WandbLogger(Logger):
 
     Example::
 
-        >>> logger = WandbLogger(project="digits", offline=True)  # doctest: +SKIP
-        >>> logger.log_metrics({"loss": 0.25}, step=0)  # doctest: +SKIP
+        >>> import tempfile
+        >>> logger = WandbLogger(project="digits", save_dir=tempfile.mkdtemp(), mode="disabled")
+        >>> logger.log_metrics({"loss": 0.25}, step=0)
+        >>> logger.experiment.finish()
 
     Source: https://docs.wandb.ai/ref/python/
 
