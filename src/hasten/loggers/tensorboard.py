@@ -73,6 +73,8 @@ class TensorBoardLogger(Logger):
         self._sub_dir = None if sub_dir is None else os.fspath(sub_dir)
         self._kwargs = kwargs
         self._experiment: SummaryWriter | None = None
+        self._next_step = 0  # after the last one logged
+        self._purge: dict[str, int] = {}
         self.hparams: dict[str, Any] = {}
 
     @property
@@ -121,7 +123,9 @@ class TensorBoardLogger(Logger):
         if self._experiment is None:
             make_writable("TensorBoardLogger", f"save_dir={self._save_dir!r}", self.log_dir)
             summaries = need("torch.utils.tensorboard", purpose="TensorBoardLogger")
-            self._experiment = summaries.SummaryWriter(log_dir=self.log_dir, **self._kwargs)
+            self._experiment = summaries.SummaryWriter(
+                log_dir=self.log_dir, **{**self._purge, **self._kwargs}
+            )
         return self._experiment
 
     @rank_zero_only
@@ -137,6 +141,7 @@ class TensorBoardLogger(Logger):
 
         """
         experiment = self.experiment
+        self._next_step = max(self._next_step, (step or 0) + 1)
         for name, value in with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR).items():
             if isinstance(value, Mapping):
                 experiment.add_scalars(name, dict(value), step)
@@ -221,6 +226,23 @@ class TensorBoardLogger(Logger):
         if self._experiment is not None:
             self.save()
             self._experiment.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step after the last one logged, and where."""
+        if self._experiment is None:
+            return {}
+        return {"folder": os.path.realpath(self.log_dir), "next_step": self._next_step}
+
+    @rank_zero_only
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have TensorBoard hide the steps after the checkpoint when the run goes on in the same folder."""
+        if state and state["folder"] == os.path.realpath(self.log_dir):
+            if self._experiment is not None:
+                self._experiment.close()
+                self._experiment = None
+            self._next_step = state["next_step"]
+            # The writer says so in the first event of its file, so a new one is made.
+            self._purge = {"purge_step": self._next_step}
 
     def __getstate__(self) -> dict[str, Any]:
         # Event files are written by threads, which do not travel to another process.

@@ -78,6 +78,10 @@ def prepare(
     if run.arguments.enable_autolog_hparams and runtime.is_global_zero:
         _log_hyperparams(run, datamodule)
     if fitting:
+        if checkpoint is not None and "fit" in checkpoint.get("loops", {}):
+            # Which data a program gives may depend on the epoch it is asked in.
+            run.progress.load_state_dict(checkpoint["loops"]["fit"])
+            run.progress.in_epoch = run.progress.mid_epoch
         run.train.load()
         check_fit(run)
         _restore_training(run, Snapshot(run, callbacks, datamodule), checkpoint, str(path))
@@ -88,9 +92,13 @@ def _restore_training(run: Run, snapshot: Snapshot, checkpoint: dict[str, Any] |
         if run.progress.mid_epoch:
             # An earlier fit ended in the middle of an epoch; this one begins the next.
             run.progress.epoch_ended = True
+        run.progress.in_epoch = False
         return
     mine = contents.restore_training(snapshot, checkpoint, rank=run.runtime.global_rank, source=path)
     run.skip_sanity = True
+    run.progress.in_epoch = run.progress.mid_epoch
+    for source in (run.train, run.validation):
+        source.loaded_in(run.progress.epochs_done)
     if mine is not None:
         run.on_resumed = snapshot.restore_own_state(mine)
     elif run.progress.mid_epoch:

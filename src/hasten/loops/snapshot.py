@@ -13,6 +13,7 @@ from hasten.hooks import HOOKS, STEPS
 from hasten.hparams import plain_hparams
 from hasten.loggers.base import Logger
 from hasten.loops.run import Run
+from hasten.loops.states import TrainerFn
 
 
 class Snapshot:
@@ -29,7 +30,7 @@ class Snapshot:
         self.schedulers = run.schedulers
         self.scaler = run.runtime.scaler
         self.precision_name = "MixedPrecision"
-        self.epoch = run.progress.epoch
+        self.epoch = run.progress.current_epoch
         self.global_step = run.progress.global_step
         self.progress = run.progress
 
@@ -44,10 +45,20 @@ class Snapshot:
 
     def load_callback_states(self, states: Mapping[str, Any]) -> None:
         """Give each callback its state back; one with other arguments than then starts anew."""
+        left = set(states)
         for callback in self._callbacks:
-            state = states.get(callback.state_key, states.get(type(callback).__qualname__))
-            if state is not None:
-                callback.load_state_dict(dict(state))
+            key = callback.state_key if callback.state_key in states else type(callback).__qualname__
+            if states.get(key) is not None:
+                callback.load_state_dict(dict(states[key]))
+                left.discard(key)
+        kinds = {type(callback).__qualname__ for callback in self._callbacks}
+        # One whose arguments changed is there, and starts anew.
+        missing = sorted(key for key in left if key.partition("{")[0] not in kinds)
+        if missing and self._run.state.fn == TrainerFn.FITTING:
+            rank_zero_warn(
+                f"The checkpoint holds the state of {', '.join(missing)}, which this Trainer does not have. "
+                "Add them to Trainer(callbacks=[...]) to go on as before."
+            )
 
     def hyper_parameters(self) -> Iterable[tuple[str, Any]]:
         """Return the hyper-parameters of module and datamodule as plain data."""
@@ -102,9 +113,14 @@ class Snapshot:
         for logger, state in zip(run.meters.loggers, mine.get("loggers", ()), strict=False):
             if isinstance(logger, Logger):
                 logger.load_state_dict(state)
-        for state in mine["evaluations"].values():
-            run.validation.load_evaluations(state)
+        if not run.validation.is_off():
+            for state in mine["evaluations"].values():
+                run.validation.load_evaluations(state)
         return contents.restore_random_state(mine["random"])
+
+    def evaluation_metrics(self) -> set[int]:
+        """Return the ids of the torchmetrics that belong to validation or test alone."""
+        return self._run.meters.evaluation_metrics()
 
     def gather(self, mine: Any) -> list[Any]:
         """Return every process's ``mine``."""

@@ -1,0 +1,321 @@
+"""The smallest models and data that use every part of a run: for trying things out, and for tests of programs.
+
+Their values mean nothing; what they draw at random and compute is the same as in Lightning's classes of these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from hasten.datamodule import LightningDataModule
+from hasten.module import LightningModule
+
+
+class RandomDataset(Dataset[Tensor]):
+    """Random features.
+
+    Args:
+        size: features of a sample.
+        length: number of samples.
+
+    Example::
+
+        >>> RandomDataset(32, 64)[0].shape
+        torch.Size([32])
+
+    """
+
+    def __init__(self, size: int, length: int) -> None:
+        self.len = length
+        self.data = torch.randn(length, size)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index]
+
+    def __len__(self) -> int:
+        return self.len
+
+
+class RandomDictDataset(Dataset[dict[str, Tensor]]):
+    """Random features as dicts: ``a`` is random, ``b`` is ``a + 2``.
+
+    Args:
+        size: features of each of the two.
+        length: number of samples.
+
+    """
+
+    def __init__(self, size: int, length: int) -> None:
+        self.len = length
+        self.data = torch.randn(length, size)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.data[index]
+        return {"a": row, "b": row + 2}
+
+    def __len__(self) -> int:
+        return self.len
+
+
+class RandomIterableDataset(IterableDataset[Tensor]):
+    """Random features one after the other, new ones each time; it has no length.
+
+    Args:
+        size: features of a sample.
+        count: number of samples.
+
+    """
+
+    def __init__(self, size: int, count: int) -> None:
+        self.count = count
+        self.size = size
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.randn(self.size) for _ in range(self.count))
+
+
+class RandomIterableDatasetWithLen(RandomIterableDataset):
+    """Random features one after the other, new ones each time; it has a length."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class BoringModel(LightningModule):
+    """A linear layer from 32 features to 2, which learns to give 1; all steps and loaders are there.
+
+    Subclass it and override what you want to try.
+
+    Example::
+
+        >>> import hasten as L
+        >>> trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False)
+        >>> trainer.fit(BoringModel())
+        >>> trainer.global_step
+        1
+
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output: (batch, 2)."""
+        output: Tensor = self.layer(x)
+        return output
+
+    def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return the mean squared distance to ``labels``, to 1 by default."""
+        return F.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
+
+    def step(self, batch: Any) -> Tensor:
+        """Return the loss on a batch."""
+        return self.loss(self(batch))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss as ``{"loss": ...}``."""
+        return {"loss": self.step(batch)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss as ``{"x": ...}``."""
+        return {"x": self.step(batch)}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss as ``{"y": ...}``."""
+        return {"y": self.step(batch)}
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD whose learning rate, 0.1, is divided by 10 after each epoch."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
+
+    def train_dataloader(self) -> Any:
+        """Return 64 batches of one sample."""
+        return DataLoader(RandomDataset(32, 64))
+
+    def val_dataloader(self) -> Any:
+        """Return 64 batches of one sample."""
+        return DataLoader(RandomDataset(32, 64))
+
+    def test_dataloader(self) -> Any:
+        """Return 64 batches of one sample."""
+        return DataLoader(RandomDataset(32, 64))
+
+    def predict_dataloader(self) -> Any:
+        """Return 64 batches of one sample."""
+        return DataLoader(RandomDataset(32, 64))
+
+
+class ManualOptimBoringModel(BoringModel):
+    """``BoringModel`` with manual optimisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Make a step of the one optimizer, and return the loss."""
+        optimizer: Any = self.optimizers()
+        loss = self.step(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class DemoModel(LightningModule):
+    """A linear layer from 32 features, whose positive outputs are made small.
+
+    Args:
+        out_dim: number of outputs.
+        learning_rate: of Adam.
+
+    """
+
+    def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
+        super().__init__()
+        self.l1 = nn.Linear(32, out_dim)
+        self.learning_rate = learning_rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the positive outputs: (batch, out_dim)."""
+        return torch.relu(self.l1(x.view(x.size(0), -1)))
+
+    def training_step(self, batch: Any, batch_nb: int) -> Any:
+        """Return the sum of the outputs."""
+        return self(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        """Return Adam."""
+        return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
+
+
+class Net(nn.Module):
+    """A small convolutional network for images (batch, 1, 28, 28); it returns log-probabilities (batch, 10)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, 1)
+        self.conv2 = nn.Conv2d(32, 64, 3, 1)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(64 * 12 * 12, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return log-probabilities: (batch, 10)."""
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
+        x = self.dropout2(F.relu(self.fc1(x)))
+        return F.log_softmax(self.fc2(x), dim=1)
+
+
+class BoringDataModule(LightningDataModule):
+    """256 samples of 32 random features: a quarter each to train, validate, test and predict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random_full = RandomDataset(32, 64 * 4)
+
+    def setup(self, stage: str) -> None:
+        """Cut the quarters that ``stage`` uses."""
+        if stage == "fit":
+            self.random_train = self._quarter(0)
+        if stage in ("fit", "validate"):
+            self.random_val = self._quarter(1)
+        if stage == "test":
+            self.random_test = self._quarter(2)
+        if stage == "predict":
+            self.random_predict = self._quarter(3)
+
+    def _quarter(self, which: int) -> Subset[Tensor]:
+        return Subset(self.random_full, range(64 * which, 64 * (which + 1)))
+
+    def train_dataloader(self) -> Any:
+        """Return the first quarter."""
+        return DataLoader(self.random_train)
+
+    def val_dataloader(self) -> Any:
+        """Return the second quarter."""
+        return DataLoader(self.random_val)
+
+    def test_dataloader(self) -> Any:
+        """Return the third quarter."""
+        return DataLoader(self.random_test)
+
+    def predict_dataloader(self) -> Any:
+        """Return the fourth quarter."""
+        return DataLoader(self.random_predict)
+
+
+class BoringDataModuleNoLen(LightningDataModule):
+    """Random samples without a length: 512 to train, 128 to validate, 256 to test, 64 to predict."""
+
+    def setup(self, stage: str) -> None:
+        """Make the datasets that ``stage`` uses."""
+        if stage == "fit":
+            self.random_train = RandomIterableDataset(32, 512)
+        if stage in ("fit", "validate"):
+            self.random_val = RandomIterableDataset(32, 128)
+        if stage == "test":
+            self.random_test = RandomIterableDataset(32, 256)
+        if stage == "predict":
+            self.random_predict = RandomIterableDataset(32, 64)
+
+    def train_dataloader(self) -> Any:
+        """Return 512 batches of one sample."""
+        return DataLoader(self.random_train)
+
+    def val_dataloader(self) -> Any:
+        """Return 128 batches of one sample."""
+        return DataLoader(self.random_val)
+
+    def test_dataloader(self) -> Any:
+        """Return 256 batches of one sample."""
+        return DataLoader(self.random_test)
+
+    def predict_dataloader(self) -> Any:
+        """Return 64 batches of one sample."""
+        return DataLoader(self.random_predict)
+
+
+class IterableBoringDataModule(LightningDataModule):
+    """Two loaders for each stage, one with and one without a length, of 4 random features."""
+
+    def setup(self, stage: str) -> None:
+        """Make the datasets that ``stage`` uses."""
+        if stage == "fit":
+            self.train_datasets = _with_and_without_length(16)
+        if stage in ("fit", "validate"):
+            self.val_datasets = _with_and_without_length(32)
+        if stage == "test":
+            self.test_datasets = _with_and_without_length(64)
+        if stage == "predict":
+            self.predict_datasets = _with_and_without_length(128)
+
+    def train_dataloader(self) -> Any:
+        """Return two loaders of 16 batches."""
+        return [DataLoader(dataset) for dataset in self.train_datasets]
+
+    def val_dataloader(self) -> Any:
+        """Return two loaders of 32 batches."""
+        return [DataLoader(dataset) for dataset in self.val_datasets]
+
+    def test_dataloader(self) -> Any:
+        """Return two loaders of 64 batches."""
+        return [DataLoader(dataset) for dataset in self.test_datasets]
+
+    def predict_dataloader(self) -> Any:
+        """Return two loaders of 128 batches."""
+        return [DataLoader(dataset) for dataset in self.predict_datasets]
+
+
+def _with_and_without_length(samples: int) -> list[Dataset[Tensor]]:
+    return [RandomDataset(4, samples), RandomIterableDataset(4, samples)]

@@ -1,0 +1,435 @@
+"""What all loggers share: several at once, one that cannot write, other processes, a resume in the same run."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hasten as L
+from hasten.callbacks import ModelCheckpoint
+from hasten.fabric import loggers as fabric_loggers
+from hasten.loggers import CSVLogger, Logger, TensorBoardLogger
+from hasten.loggers.artifacts import Shelf
+from hasten.loggers.base import DummyExperiment, DummyLogger
+from tests.models import Classifier, loader, quiet
+
+
+class Recorder(Logger):
+    """Keeps what it is given."""
+
+    name = "recorder"
+    version = 3
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+        self.params: list[Any] = []
+        self.graphs: list[Any] = []
+        self.statuses: list[str] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.params.append(dict(params))
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        self.graphs.append(model)
+
+    def finalize(self, status: str) -> None:
+        self.statuses.append(status)
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_all_loggers_get_the_same(tmp_path: Path) -> None:
+    recorders = [Recorder(), Recorder()]
+    trainer = quiet(logger=[*recorders, CSVLogger(tmp_path)], log_every_n_steps=5)
+    model = Classifier()
+    trainer.fit(model, loader(), loader())
+    one, other = recorders
+    assert one.rows == other.rows
+    assert [(step, sorted(row)) for step, row in one.rows] == [
+        (4, ["epoch", "train_loss"]),
+        (9, ["epoch", "train_loss"]),
+        (9, ["epoch", "val_loss"]),
+    ]
+    assert one.params == [{"width": 16, "lr": 0.1, "dropout": 0.0}] == other.params
+    assert one.graphs == [model]
+    assert one.statuses == ["success"]
+    written = table(tmp_path / "lightning_logs" / "version_0" / "metrics.csv")
+    assert [(int(row["step"]), float(row["train_loss"] or row["val_loss"])) for row in written] == [
+        (step, row.get("train_loss", row.get("val_loss"))) for step, row in one.rows
+    ]
+    assert trainer.logger is one
+    assert model.loggers == trainer.loggers
+
+
+def test_a_row_belongs_to_one_logger_alone() -> None:
+    class Spoils(Recorder):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            metrics.clear()
+
+    recorder = Recorder()
+    quiet(logger=[Spoils(), recorder], log_every_n_steps=10).fit(Classifier(), loader())
+    assert ["train_loss" in row for _, row in recorder.rows] == [True]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(RuntimeError("stop"), "failed"), (KeyboardInterrupt(), "aborted")]
+)
+def test_loggers_learn_how_a_run_ended(error: BaseException, status: str) -> None:
+    class Fails(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise error
+
+    recorder = Recorder()
+    with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
+        quiet(logger=recorder).fit(Fails(), loader())
+    assert recorder.statuses == [status]
+
+
+def test_loggers_are_opened_before_the_module_is_set_up(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    class Opens(Recorder):
+        @property
+        def experiment(self) -> Any:
+            order.append("experiment")
+            return self
+
+    class Watched(Classifier):
+        def prepare_data(self) -> None:
+            order.append("prepare_data")
+
+        def setup(self, stage: str) -> None:
+            order.append("setup")
+
+    quiet(logger=Opens(), enable_autolog_hparams=False).fit(Watched(), loader())
+    assert order == ["experiment", "prepare_data", "setup"]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path: Path, kind: Any) -> None:
+    (tmp_path / "file").write_text("")
+    seen: list[int] = []
+
+    class Watched(Classifier):
+        def prepare_data(self) -> None:
+            seen.append(1)
+
+    trainer = quiet(logger=kind(tmp_path / "file" / "runs"))
+    with pytest.raises(NotADirectoryError) as caught:
+        trainer.fit(Watched(), loader())
+    message = str(caught.value)
+    assert f"{kind.__name__}(save_dir='" in message
+    assert f"cannot write to {tmp_path / 'file' / 'runs'}" in message
+    assert "Give a folder that can be written to" in message
+    assert seen == []
+
+
+def test_a_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A superuser, as in many containers, may write anywhere: what the system would say is put in its place.
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(
+        PermissionError, match=r"CSVLogger\(save_dir='.*'\) cannot write to .*: Permission denied"
+    ):
+        CSVLogger(tmp_path).experiment
+
+
+# -- a resume in the same version
+
+
+def runs(folder: Path, **arguments: Any) -> L.Trainer:
+    return quiet(logger=CSVLogger(folder, version=0), log_every_n_steps=1, **arguments)
+
+
+class Dies(L.Callback):
+    """Ends the process's run at a step, as a kill would: nothing after it happens."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("killed")
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+@pytest.mark.parametrize("every", [3, 5])
+def test_rows_after_the_checkpoint_are_not_there_twice(tmp_path: Path, every: int) -> None:
+    """With every=5 the checkpoint is written in the middle of a step that validates afterwards."""
+    torch.manual_seed(0)
+    start = Classifier()
+    runs(tmp_path / "whole", max_epochs=2, val_check_interval=5).fit(
+        copy.deepcopy(start), loader(), loader(8)
+    )
+    expected = table(tmp_path / "whole" / "lightning_logs" / "version_0" / "metrics.csv")
+    assert len(expected) == 24
+
+    saves = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=every, save_top_k=-1, filename="{step}")
+    trainer = runs(
+        tmp_path, callbacks=[saves, Dies(8)], enable_checkpointing=True, max_epochs=2, val_check_interval=5
+    )
+    with pytest.raises(RuntimeError, match="killed"):
+        trainer.fit(copy.deepcopy(start), loader(), loader(8))
+    path = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
+    assert max(int(row["step"]) for row in table(path)) >= 6
+    trainer = runs(tmp_path, max_epochs=2, val_check_interval=5)
+    trainer.fit(Classifier(), loader(), loader(8), ckpt_path=tmp_path / "ckpt" / f"step={every}.ckpt")
+    assert table(path) == expected
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def run(folder: Path, *callbacks: Any, **arguments: Any) -> L.Trainer:
+        logger = TensorBoardLogger(folder, version=0)
+        return quiet(logger=logger, log_every_n_steps=1, callbacks=list(callbacks), **arguments)
+
+    def steps(folder: Path) -> list[int]:
+        reader = EventAccumulator(str(folder / "lightning_logs" / "version_0"))
+        reader.Reload()
+        return [event.step for event in reader.Scalars("train_loss")]
+
+    saves = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path, saves, Dies(8), enable_checkpointing=True).fit(Classifier(), loader())
+    assert steps(tmp_path) == list(range(7))
+    run(tmp_path).fit(Classifier(), loader(), ckpt_path=tmp_path / "ckpt" / "step=3.ckpt")
+    assert steps(tmp_path) == list(range(10))
+    other = tmp_path / "other"  # another run's steps are left alone
+    run(other).fit(Classifier(), loader())
+    run(other).fit(Classifier(), loader(), ckpt_path=tmp_path / "ckpt" / "step=3.ckpt")
+    assert sorted(steps(other)) == sorted([*range(10), *range(3, 10)])
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+def test_rows_of_another_run_are_kept(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    runs(tmp_path / "one", callbacks=[saves], enable_checkpointing=True).fit(Classifier(), loader())
+    runs(tmp_path / "other").fit(Classifier(), loader())
+    runs(tmp_path / "other").fit(Classifier(), loader(), ckpt_path=tmp_path / "ckpt" / "step=3.ckpt")
+    other = table(tmp_path / "other" / "lightning_logs" / "version_0" / "metrics.csv")
+    assert [int(row["step"]) for row in other] == [*range(10), *range(3, 10)]
+    one = table(tmp_path / "one" / "lightning_logs" / "version_0" / "metrics.csv")
+    assert [int(row["step"]) for row in one] == list(range(10))
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+@pytest.mark.parametrize("rows", [20, 6000])  # a short file, and one with room in its header
+def test_a_csv_file_goes_back_to_where_it_was(tmp_path: Path, rows: int) -> None:
+    logger = CSVLogger(tmp_path, version=0, flush_logs_every_n_steps=7)
+    assert logger.state_dict() == {}
+    for step in range(rows):
+        logger.log_metrics({"loss": step / 2, "text": "a\nb"}, step=step)  # type: ignore[dict-item]
+    state = logger.state_dict()
+    assert state["rows"] == rows
+    logger.log_metrics({"loss": -1.0, "new": 3.0}, step=rows)
+    logger.finalize("failed")
+    again = CSVLogger(tmp_path, version=0)
+    again.load_state_dict(state)
+    again.log_metrics({"loss": -2.0}, step=rows)
+    again.finalize("success")
+    written = table(Path(again.log_dir) / "metrics.csv")
+    assert [float(row["loss"]) for row in written] == [*(step / 2 for step in range(rows)), -2.0]
+    assert again.state_dict()["rows"] == rows + 1
+    again.load_state_dict({**state, "rows": rows + 100})  # more than there are: nothing to drop
+    again.load_state_dict({})
+    assert again.state_dict()["rows"] == rows + 1
+
+
+def test_a_csv_file_behind_a_url_goes_back_too() -> None:
+    import fsspec
+
+    logger = CSVLogger("memory://back", version=0)
+    for step in range(3):
+        logger.log_metrics({"loss": float(step)}, step=step)
+    state = logger.state_dict()
+    assert state["rows"] == 3
+    logger.log_metrics({"loss": 9.0}, step=3)
+    logger.finalize("failed")
+    logger.load_state_dict(state)
+    logger.log_metrics({"loss": 7.0}, step=3)
+    logger.finalize("success")
+    with fsspec.open(logger.experiment.metrics_file_path, "rt") as file:
+        assert [row["loss"] for row in csv.DictReader(file)] == ["0.0", "1.0", "2.0", "7.0"]
+
+
+# -- other processes than the first
+
+
+def test_a_dummy_experiment_takes_anything() -> None:
+    experiment = DummyExperiment()
+    experiment.config["lr"] = 0.1
+    experiment.name = "x"
+    assert experiment.log({"loss": 1.0}).artifacts.download(root="here") is experiment
+    assert list(experiment.rows) == []
+    assert len(experiment) == 0
+    assert experiment
+    with experiment.train() as inside:
+        inside.log_metric("loss", 1.0)
+    assert experiment.nop(1, key=2) is None
+    assert isinstance(pickle.loads(pickle.dumps(experiment)), DummyExperiment)
+    assert isinstance(copy.deepcopy(experiment), DummyExperiment)
+
+
+def test_a_dummy_logger_takes_anything() -> None:
+    logger = DummyLogger()
+    logger.log_metrics({"loss": 1.0}, step=3)
+    logger.log_hyperparams({"lr": 1.0})
+    logger.log_image("key", images=[])
+    assert logger[0] is logger
+    assert list(logger) == []
+    assert (logger.name, logger.version) == ("", "")
+    assert isinstance(logger.experiment, DummyExperiment)
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_other_processes_than_the_first_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    from hasten._lib.rank_zero import rank_zero_only
+
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    logger = kind(tmp_path)
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.log_hyperparams({"lr": 1.0})
+    logger.save()
+    logger.finalize("success")
+    assert isinstance(logger.experiment, DummyExperiment)
+    assert logger.state_dict() == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.world_size(2)
+def test_two_processes_write_one_run(tmp_path: Path) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        logger=[CSVLogger(tmp_path), TensorBoardLogger(tmp_path, name="tb")],
+        max_epochs=1,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Classifier(), loader())
+    if trainer.is_global_zero:
+        written = table(tmp_path / "lightning_logs" / "version_0" / "metrics.csv")
+        assert [int(row["step"]) for row in written] == [0, 1, 2, 3, 4]
+        assert len(list((tmp_path / "tb" / "version_0").glob("events*"))) == 1
+
+
+# -- Fabric
+
+
+@pytest.mark.parametrize("kind", [fabric_loggers.CSVLogger, fabric_loggers.TensorBoardLogger])
+def test_fabric_s_loggers_have_a_root_dir(tmp_path: Path, kind: Any) -> None:
+    logger = kind(root_dir=tmp_path, name="exp", version=2, prefix="my")
+    assert logger.root_dir == str(tmp_path)
+    assert Path(logger.log_dir) == tmp_path / "exp" / "version_2"
+    fabric = L.Fabric(accelerator="cpu", loggers=[logger])
+    fabric.log_dict({"loss": torch.tensor(0.5)}, step=4)
+    logger.finalize("success")
+    assert len(list((tmp_path / "exp" / "version_2").iterdir())) >= 1
+    assert kind(root_dir=tmp_path, name="exp").version == 3
+    if kind is fabric_loggers.CSVLogger:
+        assert table(tmp_path / "exp" / "version_2" / "metrics.csv") == [{"my-loss": "0.5", "step": "4"}]
+
+
+def test_fabric_s_tensorboard_logger_draws_graphs_when_asked(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = fabric_loggers.TensorBoardLogger(root_dir=tmp_path, sub_dir="events")
+    logger.log_graph(torch.nn.Linear(3, 2), torch.zeros(1, 3))
+    logger.finalize("success")
+    reader = EventAccumulator(logger.log_dir)
+    reader.Reload()
+    assert reader.Tags()["graph"] is True
+
+
+# -- which checkpoints are handed to a service
+
+
+class Callback:
+    """What a shelf reads of a ModelCheckpoint."""
+
+    monitor, mode, save_top_k = "val_loss", "min", 2
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.last_model_path = self.best_model_path = ""
+        self.current_score = self.best_model_score = None
+        self.best_k_models: dict[str, Any] = {}
+
+    def write(self, name: str, score: float, *, best: bool, at: float) -> None:
+        import os
+
+        path = self.folder / name
+        path.write_text(str(score))
+        os.utime(path, (at, at))
+        self.best_k_models[str(path)] = torch.tensor(score)
+        if best:
+            self.best_model_path, self.best_model_score = str(path), torch.tensor(score)  # type: ignore[assignment]
+
+
+def test_a_shelf_hands_over_each_writing_once(tmp_path: Path) -> None:
+    shelf, callback = Shelf("A", "all"), Callback(tmp_path)
+    callback.write("a.ckpt", 0.75, best=True, at=1000.0)
+    (first,) = shelf.after_save(callback)
+    assert (first.path, first.aliases, first.is_folder) == (
+        str(tmp_path / "a.ckpt"),
+        ["latest", "best"],
+        False,
+    )
+    assert first.metadata == {
+        "score": 0.75,
+        "original_filename": "a.ckpt",
+        "ModelCheckpoint": {"monitor": "val_loss", "mode": "min", "save_top_k": 2},
+    }
+    assert list(shelf.after_save(callback)) == []
+    callback.write("b.ckpt", 0.5, best=False, at=1001.0)
+    (second,) = shelf.after_save(callback)
+    assert (second.aliases, second.metadata["score"]) == (["latest"], 0.5)
+    callback.write("a.ckpt", 0.25, best=True, at=1002.0)  # written again under its name
+    assert [checkpoint.metadata["score"] for checkpoint in shelf.after_save(callback)] == [0.25]
+    assert list(shelf.at_end()) == []
+
+
+def test_a_shelf_hands_over_what_is_left_in_the_order_of_writing(tmp_path: Path) -> None:
+    shelf, callback = Shelf("A", True), Callback(tmp_path)
+    callback.write("late.ckpt", 0.5, best=True, at=1002.0)
+    callback.write("early.ckpt", 0.75, best=False, at=1001.0)
+    callback.write("gone.ckpt", 0.9, best=False, at=1000.0)
+    (tmp_path / "gone.ckpt").unlink()
+    (tmp_path / "folder.ckpt").mkdir()
+    callback.last_model_path, callback.current_score = str(tmp_path / "folder.ckpt"), torch.tensor(0.1)  # type: ignore[assignment]
+    assert list(shelf.after_save(callback)) == []
+    assert list(shelf.after_save(callback)) == []
+    left = list(shelf.at_end())
+    assert [Path(checkpoint.path).name for checkpoint in left] == ["early.ckpt", "late.ckpt", "folder.ckpt"]
+    assert [checkpoint.is_folder for checkpoint in left] == [False, False, True]
+    assert left[2].metadata["score"] == pytest.approx(0.1)
+    assert list(shelf.at_end()) == []
+    callback.write("late.ckpt", 0.4, best=True, at=1003.0)
+    list(shelf.after_save(callback))
+    assert list(pickle.loads(pickle.dumps(shelf)).at_end()) == []  # callbacks stay in their process
+
+
+def test_a_shelf_that_is_off_or_wrong() -> None:
+    assert list(Shelf("A", False).after_save(Callback(Path()))) == []
+    for wrong in ("best", 1, None):
+        with pytest.raises(ValueError, match=rf"A\(log_model={wrong!r}\): use True, False or \"all\""):
+            Shelf("A", wrong)
