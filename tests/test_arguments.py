@@ -104,7 +104,7 @@ def test_missing_parts_are_named_before_anything_starts() -> None:
         trainer.fit(Classifier, loader())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="twice"):
         trainer.fit(Classifier(), loader(), datamodule=L.LightningDataModule())
-    with pytest.raises(TypeError, match="there is no model"):
+    with pytest.raises(TypeError, match="requires a `LightningModule`"):
         quiet().test()
     with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt"):
         trainer.fit(Classifier(), loader(), ckpt_path="nowhere.ckpt")

@@ -71,9 +71,9 @@ def test_limits_raised_between_two_fits_let_the_run_go_on() -> None:
     trainer.fit_loop.epoch_loop.max_steps = 34
     trainer.fit(twice, loader())
     assert trainer.global_step == trainer.max_steps == trainer.fit_loop.max_steps == 34
-    with pytest.raises(ValueError, match=r"max_epochs=-2; use a whole number of at least -1"):
+    with pytest.raises(ValueError, match=r"max_epochs=-2\): use a whole number of at least 0, or -1"):
         trainer.fit_loop.max_epochs = -2
-    with pytest.raises(ValueError, match=r"min_epochs=1\.5"):
+    with pytest.raises(TypeError, match=r"min_epochs=1\.5"):
         trainer.fit_loop.min_epochs = 1.5
 
 

@@ -32,10 +32,16 @@ _HOME = {
 _ROOMS = (
     "accelerators",
     "callbacks",
+    "cli",
+    "compat",
     "data",
+    "demos",
     "loggers",
     "plugins",
+    "profilers",
     "strategies",
+    "tuner",
+    "utilities",
 )
 
 __all__ = [

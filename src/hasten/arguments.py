@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ from hasten._lib.durations import Interval, parse_interval
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.callback import Callback
+from hasten.loggers.base import DummyLogger
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,10 @@ def check(
         limits = dict.fromkeys(limits, fast_dev_run)
         max_epochs, max_steps, num_sanity_val_steps = 1, fast_dev_run, 0
         min_epochs = min_steps = None
-        val_check_interval, check_val_every_n_epoch, logger = 1.0, 1, False
+        val_check_interval, check_val_every_n_epoch = 1.0, 1
+        if _logger(logger):
+            # Code that writes to its logger runs through as well.
+            logger = DummyLogger()
         overfit_batches = 0.0
     elif overfit_batches:
         limits["limit_train_batches"] = limits["limit_val_batches"] = overfit_batches
@@ -253,6 +257,51 @@ def check(
     )
 
 
+def changed(arguments: Arguments, name: str, value: Any) -> Arguments:
+    """Return ``arguments`` with another value for one of them, checked as in ``check``.
+
+    Raises:
+        TypeError: the value has a type it cannot have.
+        ValueError: it is out of range.
+
+    """
+    new: dict[str, Any] = {}
+    if name.startswith("limit_"):
+        new[name] = None if value is None else _share(name, value)
+    elif name == "overfit_batches":
+        new[name] = new["limit_train_batches"] = new["limit_val_batches"] = _share(name, value)
+        if not value:
+            new["limit_train_batches"] = new["limit_val_batches"] = None
+    elif name in ("max_epochs", "max_steps"):
+        new[name] = -1 if value is None else _limit(name, value)
+    elif name in ("min_epochs", "min_steps"):
+        new[name] = None if value is None else _integer(name, value, least=0)
+    elif name in ("val_check_interval", "check_val_every_n_epoch"):
+        interval, epochs = arguments.val_check_interval, arguments.check_val_every_n_epoch
+        if name == "val_check_interval":
+            interval = value
+        else:
+            epochs = _count(name, value, "epochs")
+            epochs = None if epochs is None else _integer(name, epochs, least=1)
+        if not isinstance(interval, Interval):
+            interval, epochs = _validation_interval(interval, epochs)
+        new = {"val_check_interval": interval, "check_val_every_n_epoch": epochs}
+    elif name == "gradient_clip_val":
+        new[name] = _clip_value(value)
+    elif name == "gradient_clip_algorithm":
+        new[name] = _one_of(name, value, ("norm", "value"), default="norm")
+    else:
+        least = {"num_sanity_val_steps": -1, "accumulate_grad_batches": 1}.get(name, 0)
+        unit = "steps" if name == "log_every_n_steps" else "epochs"
+        number = (
+            int(value) if isinstance(value, bool) and name == "fast_dev_run" else _count(name, value, unit)
+        )
+        if name == "num_sanity_val_steps" and value == math.inf:
+            number = -1
+        new[name] = _integer(name, number, least=least)
+    return replace(arguments, **new)
+
+
 # Arguments of older versions of the field, and what took their place.
 _REMOVED = {
     "gpus": "accelerator='gpu', devices=...",
@@ -281,9 +330,12 @@ def refuse_unknown(unknown: Iterable[str], function: Callable[..., Any], owner: 
     known = [name for name in inspect.signature(function).parameters if name not in ("self", "unknown")]
     for name in unknown:
         if name in _REMOVED:
-            raise TypeError(f"{owner}({name}=...): there is no such argument any more. Use {_REMOVED[name]}.")
+            raise TypeError(
+                f"{owner}.__init__() got an unexpected keyword argument {name!r}: there is no such argument any "
+                f"more. Use {_REMOVED[name]}."
+            )
         raise TypeError(
-            f"{owner}({name}=...): there is no such argument.{did_you_mean(name, known)} "
+            f"{owner}.__init__() got an unexpected keyword argument {name!r}.{did_you_mean(name, known)} "
             f"The arguments are: {', '.join(known)}."
         )
 

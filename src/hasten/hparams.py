@@ -127,7 +127,7 @@ class HyperparametersMixin:
                 )
             found = {arg: given[arg] for arg in args if arg not in ignored}
         elif len(args) == 1:
-            name = next((key for key, value in given.items() if value is args[0]), "kwargs")
+            name = next((key for key, value in given.items() if _same_config(value, args[0])), "kwargs")
             found = {k: v for k, v in _as_dict(args[0], type(self).__name__).items() if k not in ignored}
         else:
             raise ValueError(
@@ -145,8 +145,12 @@ class HyperparametersMixin:
             kept[key] = value
         self.__dict__["_log_hyperparams"] = logger
         self.__dict__["_hparams_name"] = name
-        self.__dict__.setdefault("_hparams", AttributeDict()).update(kept)
-        self.__dict__["_hparams_initial"] = copy.copy(self.__dict__["_hparams"])
+        hparams = self.__dict__.setdefault("_hparams", AttributeDict())
+        hparams.update(kept)
+        for key in ignored:
+            # Also those that a base class has kept already.
+            hparams.pop(key, None)
+        self.__dict__["_hparams_initial"] = _frozen(hparams)
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
         """Do not keep the hyper-parameters in ``ignore_list``, now and later."""
@@ -163,7 +167,7 @@ class HyperparametersMixin:
     @property
     def hparams_initial(self) -> AttributeDict:
         """The hyper-parameters as they were when they were saved."""
-        return AttributeDict(copy.copy(self.__dict__.get("_hparams_initial", AttributeDict())))
+        return _frozen(self.__dict__.get("_hparams_initial", AttributeDict()))
 
 
 def _init_arguments(owner: object, frame: types.FrameType) -> dict[str, Any]:
@@ -183,6 +187,28 @@ def _init_arguments(owner: object, frame: types.FrameType) -> dict[str, Any]:
             found = {**found, **here}
         current = current.f_back
     return found
+
+
+def _frozen(hparams: AttributeDict) -> AttributeDict:
+    """Return a copy that later changes of nested configurations do not reach."""
+    frozen = AttributeDict()
+    for key, value in hparams.items():
+        try:
+            # A module is not copied: it may be large, and is kept in memory only.
+            frozen[key] = value if isinstance(value, torch.nn.Module) else copy.deepcopy(value)
+        except Exception:
+            frozen[key] = value
+    return frozen
+
+
+def _same_config(argument: Any, saved: Any) -> bool:
+    """Say whether ``saved`` is the argument itself, or holds what it holds: ``dict(config)``, ``vars(config)``."""
+    if argument is saved:
+        return True
+    try:
+        return bool(_as_dict(argument, "") == _as_dict(saved, ""))
+    except (ValueError, RuntimeError, TypeError):
+        return False
 
 
 def _as_dict(hparams: Any, owner: str) -> dict[str, Any]:
@@ -303,8 +329,9 @@ def construct(
     made = cls(**arguments)
     thing: Any = made
     if isinstance(thing, torch.nn.Module):
-        thing.on_load_checkpoint(checkpoint)  # type: ignore[operator]
+        # As in a run: what the hook looks at may be built there.
         thing.configure_model()  # type: ignore[operator]
+        thing.on_load_checkpoint(checkpoint)  # type: ignore[operator]
         exact = thing.strict_loading if strict is None else strict
         load_weights(thing, checkpoint["state_dict"], strict=bool(exact), source=str(checkpoint_path))
         if map_location is not None and not callable(map_location) and not isinstance(map_location, dict):

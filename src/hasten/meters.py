@@ -81,7 +81,7 @@ class Meters:
         self.logged_values: dict[str, float] = {}
         self.bar_values: dict[str, float] = {}
         self._contexts: dict[str, Context] = {}
-        self._on_the_way: list[tuple[Arrival, list[tuple[Meter, str]], int, int]] = []
+        self._on_the_way: list[tuple[Arrival, list[tuple[Meter, str]], int, int | None]] = []
         self._bar_sent = time.monotonic()
         self._warned: set[str] = set()
 
@@ -165,7 +165,8 @@ class Meters:
             )
         if not on_step and not on_epoch:
             raise MisconfigurationException(
-                f"{where}: with on_step=False and on_epoch=False the value goes nowhere. Set one of them."
+                f"{where}: with on_step=False and on_epoch=False logging is not useful, the value goes nowhere. "
+                "Set one of them."
             )
         meter.on_step, meter.on_epoch = bool(on_step), bool(on_epoch)
         meter.prog_bar = bool(options[PROG_BAR])
@@ -225,19 +226,19 @@ class Meters:
             self._bar_sent = now
             self.publish_step(0, epoch, to_loggers=False)
 
-    def publish_evaluation_step(self, stage: str, step: int, epoch: int) -> None:
-        """Send values logged with ``on_step=True`` in an evaluation step."""
+    def publish_evaluation_step(self, stage: str, step: int) -> None:
+        """Send values logged with ``on_step=True`` in an evaluation step; their x axis is the batch's index."""
         entries = [
             (meter, meter.step_name)
             for meter in self._stage(stage, current_loader=True)
             if meter.on_step and meter.step_value() is not None
         ]
         if entries:
-            self._send(entries, step, epoch)
+            self._send(entries, step, None)
         if len(self._on_the_way) > 64:
             self.deliver()
 
-    def _send(self, entries: list[tuple[Meter, str]], step: int, epoch: int) -> None:
+    def _send(self, entries: list[tuple[Meter, str]], step: int, epoch: int | None) -> None:
         self._bar_sent = time.monotonic()
         values = [meter.step_value() for meter, _ in entries]
         values = self._synchronised(values, [meter for meter, _ in entries])
@@ -256,10 +257,11 @@ class Meters:
             if log:
                 self._log(log, step, epoch)
 
-    def _log(self, values: dict[str, float], step: int, epoch: int) -> None:
+    def _log(self, values: dict[str, float], step: int, epoch: int | None) -> None:
         self.logged_values.update(values)
         row = dict(values)
-        row.setdefault("epoch", epoch)
+        if epoch is not None:
+            row.setdefault("epoch", epoch)
         step = int(row.pop("step", step))
         for logger in self.loggers:
             logger.log_metrics(metrics=dict(row), step=step)
@@ -305,6 +307,8 @@ class Meters:
         for meter, value in zip(found, values, strict=True):
             if meter.prog_bar:
                 self.bar_values[meter.step_name] = value
+            if meter.logger:
+                self.logged_values[meter.step_name] = value
         return {
             name: value
             for meter, value in zip(found, values, strict=True)
@@ -375,7 +379,7 @@ class Meters:
         self.batch = None
 
     def forget_callback_values(self) -> None:
-        """Drop everything shown to callbacks and the bar: the sanity check leaves nothing behind."""
+        """Drop everything shown to callbacks, bar and loggers, after the sanity check and before a new call."""
         self.callback_values, self.logged_values, self.bar_values = {}, {}, {}
 
     def callback_metrics(self) -> dict[str, Tensor]:
@@ -387,6 +391,25 @@ class Meters:
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
                 metrics[meter.plain_name] = metrics[meter.step_name] = tensor
         return metrics
+
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """Return the latest value of everything meant for the loggers; reading one may wait for the device."""
+        metrics = {name: torch.tensor(value) for name, value in self.logged_values.items()}
+        for meter in self._stage("train"):
+            value = meter.step_value() if meter.logger and meter.on_step and meter.weight is not None else None
+            if value is not None:
+                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+                metrics[meter.step_name] = tensor
+        return metrics
+
+    def evaluation_metrics(self) -> set[int]:
+        """Return the ids of the torchmetrics that belong to validation or test alone."""
+        training: set[int] = set()
+        evaluation: set[int] = set()
+        for context in self._contexts.values():
+            metrics = {id(meter.metric) for meter in context.all_meters() if meter.metric is not None}
+            (training if context.row.stage == "train" else evaluation).update(metrics)
+        return evaluation - training
 
     def names_logged(self) -> list[str]:
         """Return every name under which something was logged so far."""

@@ -78,7 +78,10 @@ class ModelHooks:
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Called when validation ends; by default every sub-module gets back the mode it had."""
+        """Called when validation ends; unless overridden, every sub-module gets back the mode it had instead."""
+        # For an override that calls super(): whoever takes the moment over decides for the whole module.
+        assert isinstance(self, nn.Module)
+        self.train()
 
     def on_test_start(self) -> None:
         """Called when a test begins."""
@@ -104,7 +107,10 @@ class ModelHooks:
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """Called when a test ends; by default every sub-module gets back the mode it had."""
+        """Called when a test ends; unless overridden, every sub-module gets back the mode it had instead."""
+        # For an override that calls super(): whoever takes the moment over decides for the whole module.
+        assert isinstance(self, nn.Module)
+        self.train()
 
     def on_predict_start(self) -> None:
         """Called when prediction begins."""

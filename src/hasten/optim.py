@@ -187,7 +187,12 @@ def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Say whether ``optimizer.step`` must be given a closure, because it may call it several times."""
+    """Say whether ``optimizer.step`` must be given a closure, because it may call it several times.
+
+    Of torch's own optimizers that is known; others may use a closure whenever they are given one.
+    """
+    if not str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim."):
+        return True
     try:
         parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     except (TypeError, ValueError):

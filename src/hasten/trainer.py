@@ -6,7 +6,7 @@ import functools
 import os
 import signal as signals
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +14,7 @@ import torch
 
 from hasten import arguments as checks
 from hasten import trainer_copies as copies
-from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callback import Callback
 from hasten.checkpoint import contents
 from hasten.checkpoint.migrate import from_lightning
@@ -304,7 +304,8 @@ class Trainer(TrainerView):
         run = self._run
         if run is None:
             raise AttributeError(
-                "Trainer.save_checkpoint(): there is no model yet. Call fit, validate, test or predict first."
+                "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached. Call fit, "
+                "validate, test or predict first."
             )
         checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
         self._runtime.save(filepath, checkpoint, storage_options=storage_options)
@@ -338,6 +339,7 @@ class Trainer(TrainerView):
         module, runtime = self._module, self._runtime
         assert module is not None
         self._attach(module, self._datamodule)
+        self._meters.forget_callback_values()
         several = runtime.world_size > 1
         with StopRequests(runtime.all_reduce if several else None) as stop:
             run = self._run = self._make_run(module, given, stop)
@@ -372,12 +374,13 @@ class Trainer(TrainerView):
                 limit=limit,
                 sampler_kwargs=sampler,
                 overfit=bool(arguments.overfit_batches),
-                reload_every_n_epochs=arguments.reload_dataloaders_every_n_epochs if stage == "train" else 0,
+                reload_every_n_epochs=arguments.reload_dataloaders_every_n_epochs,
             )
 
         self._meters.loggers = self._loggers if runtime.is_global_zero else ()
         self._hooks = Hooks(self, module, self._callbacks, self._datamodule, self._meters)
-        return Run(
+        before, fn = self._run, self.state.fn
+        run = Run(
             arguments=arguments,
             runtime=runtime,
             module=module,
@@ -394,6 +397,13 @@ class Trainer(TrainerView):
             predict=source("predict", arguments.limit_predict_batches),
             accumulate_grad_batches=self._accumulate_grad_batches,
         )
+        if before is not None and fn != TrainerFn.FITTING and before.module is module:
+            # After an evaluation a checkpoint still holds all that the fit before it left.
+            run.optimizers, run.wrapped_optimizers = before.optimizers, before.wrapped_optimizers
+            run.schedulers, run.train = before.schedulers, before.train
+            if fn != TrainerFn.VALIDATING:
+                run.validation = before.validation
+        return run
 
     def _evaluate(
         self,
@@ -436,6 +446,7 @@ class Trainer(TrainerView):
     def _abort(self, run: Run, error: BaseException) -> None:
         self.state.status = TrainerStatus.INTERRUPTED
         try:
+            self._runtime.strategy.on_exception(error)
             run.hooks.on_exception(error)
         finally:
             try:
@@ -507,7 +518,8 @@ class Trainer(TrainerView):
         run.hooks.on_before_backward(loss)
         run.runtime.strategy.prepare_backward(loss, run.wrapped)
         if overrides(run.module, LightningModule, "backward"):
-            run.module.backward(loss if run.runtime.scaler is None else run.runtime.scaler.scale(loss))
+            scaled = loss if run.runtime.scaler is None else run.runtime.scaler.scale(loss)
+            run.module.backward(scaled, *args, **kwargs)
         else:
             run.runtime.backward(loss, *args, **kwargs)
         run.hooks.on_after_backward()
@@ -548,7 +560,7 @@ class Trainer(TrainerView):
         if model is not None:
             return model
         if self._module is None:
-            raise TypeError(f"Trainer.{call}(): there is no model. Pass one, or call fit first.")
+            raise TypeError(f"`Trainer.{call}()` requires a `LightningModule`: pass one, or call fit first.")
         return self._module
 
     def _weights_for(self, fn: TrainerFn, model: Any, ckpt_path: Any) -> Any:
@@ -556,9 +568,10 @@ class Trainer(TrainerView):
         if model is None and ckpt_path is None and self._run is not None:
             best = getattr(self.checkpoint_callback, "best_model_path", "")
             if best:
-                rank_zero_info(
-                    f"Trainer.{fn.value}() without a model and ckpt_path: using the best checkpoint, {best}. "
-                    'Say ckpt_path="best" to be explicit, or pass the model for the weights in memory.'
+                rank_zero_warn(
+                    f"Trainer.{fn.value}() without a model and ckpt_path: The best model of the previous `fit` call "
+                    f'will be used, {best}. Say ckpt_path="best" to be explicit, or pass the model for the weights '
+                    "in memory."
                 )
                 return best
         return ckpt_path
@@ -576,8 +589,8 @@ class Trainer(TrainerView):
         brought = [brought] if isinstance(brought, Callback) else list(brought or ())
         if brought:
             check_signatures(module, datamodule, brought)
-            kinds = {type(callback) for callback in brought}
-            kept = [callback for callback in self._callbacks if type(callback) not in kinds]
+            kinds = tuple(type(callback) for callback in brought)
+            kept = [callback for callback in self._callbacks if not _replaced_by(type(callback), kinds)]
             self._callbacks[:] = _last_ones_last(kept + brought)
 
     def _make_loggers(self, logger: Any) -> list[Any]:
@@ -610,6 +623,11 @@ _FIRST_STAGE = {
     TrainerFn.TESTING: RunningStage.TESTING,
     TrainerFn.PREDICTING: RunningStage.PREDICTING,
 }
+
+
+def _replaced_by(kind: type[Callback], kinds: Iterable[type[Callback]]) -> bool:
+    """Say whether one of ``kinds`` is ``kind`` or derived from it, and so takes its place."""
+    return kind is not Callback and any(issubclass(other, kind) for other in kinds)
 
 
 def _last_ones_last(callbacks: list[Callback]) -> list[Callback]:

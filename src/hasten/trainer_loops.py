@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ class FitLoop:
 
     @max_epochs.setter
     def max_epochs(self, epochs: int | None) -> None:
-        _change(self._trainer, "max_epochs", -1 if epochs is None else epochs)
+        self._trainer._change("max_epochs", epochs)
 
     @property
     def min_epochs(self) -> int | None:
@@ -62,7 +61,7 @@ class FitLoop:
 
     @min_epochs.setter
     def min_epochs(self, epochs: int | None) -> None:
-        _change(self._trainer, "min_epochs", epochs)
+        self._trainer._change("min_epochs", epochs)
 
     @property
     def max_steps(self) -> int:
@@ -135,7 +134,7 @@ class TrainingEpochLoop:
 
     @max_steps.setter
     def max_steps(self, steps: int) -> None:
-        _change(self._trainer, "max_steps", steps)
+        self._trainer._change("max_steps", steps)
 
     @property
     def min_steps(self) -> int | None:
@@ -144,7 +143,7 @@ class TrainingEpochLoop:
 
     @min_steps.setter
     def min_steps(self, steps: int | None) -> None:
-        _change(self._trainer, "min_steps", steps)
+        self._trainer._change("min_steps", steps)
 
     @property
     def batch_idx(self) -> int:
@@ -219,25 +218,3 @@ class PredictionLoop(EvaluationLoop):
         """Indices in the dataset of the samples of the batch in hand."""
         run = self._trainer._run
         return [] if run is None else run.batch_indices
-
-    @property
-    def current_batch_indices(self) -> list[int]:
-        """The samples of the batch in hand, by their index in the dataset; empty where unknown."""
-        run = self._trainer._run
-        return [] if run is None else run.batch_indices
-
-    @property
-    def epoch_batch_indices(self) -> list[list[list[int]]]:
-        """The samples of all batches, by loader and batch; kept where predictions are written at the end."""
-        run = self._trainer._run
-        return [] if run is None else run.epoch_batch_indices
-
-
-def _change(trainer: TrainerView, name: str, value: Any) -> None:
-    least = -1 if name.startswith("max") else 0
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"trainer.fit_loop: {name}={value!r}; use a whole number of at least {least}.")
-    changed: dict[str, Any] = {name: value}
-    trainer._arguments = dataclasses.replace(trainer._arguments, **changed)
-    if trainer._run is not None:
-        trainer._run.arguments = trainer._arguments

@@ -8,20 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hasten._lib.durations import Interval
 from hasten._lib.errors import MisconfigurationException
 from hasten.callback import Callback
 from hasten.hooks import Callbacks
-from hasten.loops.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from hasten.loops.states import RunningStage, TrainerState, TrainerStatus
 from hasten.trainer_loops import EvaluationLoop, FitLoop, PredictionLoop
+from hasten.trainer_settings import TrainerSettings
 
 if TYPE_CHECKING:
     import torch
 
-    from hasten.arguments import Arguments
     from hasten.datamodule import LightningDataModule
     from hasten.loops.progress import Progress
-    from hasten.loops.run import Run
     from hasten.loops.sources import Source
     from hasten.meters import Meters
     from hasten.module import LightningModule
@@ -29,15 +27,13 @@ if TYPE_CHECKING:
     from hasten.runtime import Runtime
 
 
-class TrainerView:
+class TrainerView(TrainerSettings):
     """The readable side of a Trainer."""
 
     state: TrainerState
-    _arguments: Arguments
     _runtime: Runtime
     _progress: Progress
     _meters: Meters
-    _run: Run | None
     _callbacks: Callbacks
     _loggers: list[Any]
     _module: LightningModule | None
@@ -46,16 +42,13 @@ class TrainerView:
     _ckpt_path: str | None
     _received_sigterm: bool
     _between_batches: bool
-    _accumulate_grad_batches: int
 
     # -- progress
 
     @property
     def current_epoch(self) -> int:
-        """Index of the epoch in hand; the number of epochs done when fit has ended."""
-        if self.state.status == TrainerStatus.FINISHED and self.state.fn == TrainerFn.FITTING:
-            return self._progress.epochs_done
-        return self._progress.epoch
+        """Index of the epoch in hand; between epochs and after fit, how many there were."""
+        return self._progress.current_epoch
 
     @property
     def global_step(self) -> int:
@@ -129,129 +122,6 @@ class TrainerView:
     def between_batches(self) -> bool:
         """Whether the state is that between two batches, and so can be saved."""
         return self._between_batches
-
-    # -- arguments
-
-    @property
-    def max_epochs(self) -> int | None:
-        """Epochs to train; -1 for no limit."""
-        return self._arguments.max_epochs
-
-    @property
-    def min_epochs(self) -> int | None:
-        """Epochs to train before a callback may stop the run."""
-        return self._arguments.min_epochs
-
-    @property
-    def max_steps(self) -> int:
-        """Optimizer steps to train; -1 for no limit."""
-        return self._arguments.max_steps
-
-    @property
-    def min_steps(self) -> int | None:
-        """Optimizer steps to train before a callback may stop the run."""
-        return self._arguments.min_steps
-
-    @property
-    def fast_dev_run(self) -> int:
-        """Batches of a quick check; 0 when off."""
-        return self._arguments.fast_dev_run
-
-    @property
-    def log_every_n_steps(self) -> int:
-        """Optimizer steps between two rows of the loggers."""
-        return self._arguments.log_every_n_steps
-
-    @property
-    def val_check_interval(self) -> Any:
-        """Batches, share of an epoch, optimizer steps or time between validations."""
-        interval = self._arguments.val_check_interval
-        return interval.time if isinstance(interval, Interval) and interval.time is not None else interval
-
-    @property
-    def check_val_every_n_epoch(self) -> int | None:
-        """Epochs between validations."""
-        return self._arguments.check_val_every_n_epoch
-
-    @property
-    def num_sanity_val_steps(self) -> float:
-        """Validation batches run before training."""
-        steps = self._arguments.num_sanity_val_steps
-        return math.inf if steps == -1 else steps
-
-    @property
-    def limit_train_batches(self) -> Any:
-        """Batches or share of the training data in an epoch."""
-        return _one_if_none(self._arguments.limit_train_batches)
-
-    @property
-    def limit_val_batches(self) -> Any:
-        """Batches or share of the validation data."""
-        return _one_if_none(self._arguments.limit_val_batches)
-
-    @property
-    def limit_test_batches(self) -> Any:
-        """Batches or share of the test data."""
-        return _one_if_none(self._arguments.limit_test_batches)
-
-    @property
-    def limit_predict_batches(self) -> Any:
-        """Batches or share of the prediction data."""
-        return _one_if_none(self._arguments.limit_predict_batches)
-
-    @property
-    def overfit_batches(self) -> int | float:
-        """Batches or share to overfit on."""
-        return self._arguments.overfit_batches
-
-    @property
-    def gradient_clip_val(self) -> float | None:
-        """The largest gradient norm or value."""
-        return self._arguments.gradient_clip_val
-
-    @property
-    def gradient_clip_algorithm(self) -> str:
-        """ "norm" or "value"."""
-        return self._arguments.gradient_clip_algorithm
-
-    @property
-    def barebones(self) -> bool:
-        """Whether all that is not training is off."""
-        return self._arguments.barebones
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        """Batches an optimizer step; a change takes effect at the next epoch."""
-        return self._accumulate_grad_batches
-
-    @accumulate_grad_batches.setter
-    def accumulate_grad_batches(self, batches: int) -> None:
-        self._accumulate_grad_batches = batches
-        if self._run is not None:
-            self._run.accumulate_grad_batches = batches
-
-    @property
-    def default_root_dir(self) -> str:
-        """Where logs and checkpoints go."""
-        return self._arguments.default_root_dir
-
-    @property
-    def reload_dataloaders_every_n_epochs(self) -> int:
-        """Epochs after which loaders are asked for again; 0 for never."""
-        return self._arguments.reload_dataloaders_every_n_epochs
-
-    @property
-    def enable_autolog_hparams(self) -> bool:
-        """Whether hyper-parameters are handed to the loggers."""
-        return self._arguments.enable_autolog_hparams
-
-    @property
-    def val_check_batch(self) -> float:
-        """Batches between two validations; infinite where that is not told in batches."""
-        run = self._run
-        if run is None or not run.train.loaded:
-            return math.inf
-        return _whole(run.checks.batches_between(run.train.limit))
 
     # -- the loops, as programs of the field read them
 
@@ -451,9 +321,17 @@ class TrainerView:
             raise MisconfigurationException(
                 "Trainer.estimated_stepping_batches: known during fit only, for instance in configure_optimizers."
             )
-        run.train.load()
-        if math.isinf(run.train.limit) or math.isinf(run.max_epochs):
+        if math.isinf(run.max_epochs):
             return _whole(max_steps)
+        run.train.load()
+        if math.isinf(run.train.limit):
+            return _whole(max_steps)
+        from hasten.callbacks.accumulation import GradientAccumulationScheduler
+
+        for callback in self._callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):
+                windows = map(callback.get_accumulate_grad_batches, range(int(run.max_epochs)))
+                return _whole(min(sum(math.ceil(run.train.limit / window) for window in windows), max_steps))
         an_epoch = math.ceil(run.train.limit / run.accumulate_grad_batches)
         return _whole(min(an_epoch * run.max_epochs, max_steps))
 
@@ -496,10 +374,8 @@ class TrainerView:
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """The values last handed to the loggers."""
-        import torch
-
-        return {name: torch.tensor(value) for name, value in self._meters.logged_values.items()}
+        """The latest value of everything logged for the loggers; converting one to a number may wait."""
+        return self._meters.logged_metrics()
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -577,7 +453,3 @@ class TrainerView:
 
 def _whole(value: float) -> float:
     return value if math.isinf(value) else int(value)
-
-
-def _one_if_none(value: Any) -> Any:
-    return 1.0 if value is None else value

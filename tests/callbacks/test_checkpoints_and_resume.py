@@ -274,7 +274,7 @@ def test_last_is_found_in_the_folders_of_earlier_runs(tmp_path: Path) -> None:
 
 
 def test_without_a_checkpoint_there_is_no_last(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="no checkpoint yet"):
+    with pytest.warns(UserWarning, match="No checkpoint will be loaded"):
         trainer = run(Scripted(), ModelCheckpoint(tmp_path), ckpt_path="last")
     assert trainer.global_step == 4
 

@@ -14,7 +14,7 @@ from hasten.loops.explain import add_place, takes
 from hasten.loops.run import Run, Stopped
 from hasten.loops.signatures import check_takes_loader
 from hasten.loops.sources import Source
-from hasten.loops.states import RunningStage
+from hasten.loops.states import RunningStage, TrainerFn
 from hasten.loops.transfer import make_transfer
 from hasten.module import LightningModule
 from hasten.report.results import print_results
@@ -54,6 +54,8 @@ def evaluate(
     sanity = run.state.stage == RunningStage.SANITY_CHECKING
     if not sanity:
         run.enter(RunningStage.TESTING if testing else RunningStage.VALIDATING)
+        if run.state.fn == TrainerFn.FITTING:
+            source.reload_if_due(run.progress.epoch)
     hooks, meters, progress = run.hooks, run.meters, run.progress
     stage = "test" if testing else "validate"
     loggers, delivered = meters.loggers, False
@@ -78,7 +80,7 @@ def evaluate(
             for result in by_loader:
                 result.update(late_by_loader[0])
             step = progress.updates if run.state.fn != "fit" else max(progress.updates - 1, 0)
-            meters.log_epoch(values, step, progress.epoch)
+            meters.log_epoch(values, step, progress.current_epoch)
             delivered = True
             (hooks.on_test_end if testing else hooks.on_validation_end)()
             if before_last_hooks is not None:
@@ -135,7 +137,7 @@ def _evaluate_loader(run: Run, source: Source, loader_idx: int | None) -> None:
         if end is not nothing:
             end(output, batch, batch_idx, *suffix)
         if meters.logs_evaluation_steps:
-            meters.publish_evaluation_step(stage, batch_idx, run.progress.epoch)
+            meters.publish_evaluation_step(stage, batch_idx)
         if stop.signal is not None and not several_processes:
             raise Stopped(stop.signal)
 

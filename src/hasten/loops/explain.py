@@ -64,7 +64,7 @@ def check_some_loss(run: Run) -> None:
         MisconfigurationException: training_step never returned a loss.
 
     """
-    if run.skipped_batches and run.skipped_batches >= run.progress.total_batches:
+    if run.optimizers and run.skipped_batches and run.skipped_batches >= run.progress.total_batches:
         raise MisconfigurationException(
             f"{type(run.module).__name__}.training_step returned None for each of the {run.skipped_batches} "
             "batches so far, so nothing was trained. End training_step with `return loss`."

@@ -54,6 +54,9 @@ def fit(run: Run) -> None:
         )
     sanity_check(run)
     run.enter(RunningStage.TRAINING)
+    if not run.progress.mid_epoch:
+        # Now, not when the epoch starts: what on_train_start logs belongs to the first one.
+        run.meters.start_epoch("train")
     run.hooks.on_train_start()
     with torch.enable_grad(), _existing_objects_left_alone():
         while not run.finished():
@@ -65,6 +68,7 @@ def fit(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Train one epoch, or the rest of one that a resumed run is in the middle of."""
     progress, hooks, meters = run.progress, run.hooks, run.meters
+    progress.in_epoch = True
     if progress.mid_epoch:
         batches = run.train.resume_epoch(progress.last_batch)
         _take_back_random_state(run)
@@ -72,7 +76,6 @@ def train_epoch(run: Run) -> None:
         _take_back_random_state(run)
         progress.next_epoch()
         run.train.reload_if_due(progress.epoch)
-        meters.start_epoch("train")
         run.train.set_epoch(progress.epoch)
         hooks.on_train_epoch_start()
         batches = run.train.start_epoch()
@@ -90,6 +93,7 @@ def train_epoch(run: Run) -> None:
     progress.epoch_ended = progress.last_batch
     hooks.on_train_epoch_end_last()
     _raise_if_stopped(run)
+    progress.in_epoch = False
 
 
 def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
@@ -230,7 +234,10 @@ def _closure_step(run: Run) -> Step:
             finish_gradients(divisor)
             return None if outputs is None else outputs["loss"]
 
+        done = progress.global_step
         module.optimizer_step(progress.epoch, batch_idx, wrapped, closure)
+        # One call is one step, whatever it did: limits and schedules count on it.
+        progress.global_step = done + 1
         return outputs
 
     return train_step

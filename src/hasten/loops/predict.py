@@ -25,6 +25,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
     """
     run.enter(RunningStage.PREDICTING)
     hooks, module, source = run.hooks, run.module, run.predict
+    source.load()
     modes = [(child, child.training) for child in module.modules()]
     module.on_predict_model_eval()
     outputs: list[list[Any]] = []
@@ -85,7 +86,10 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
         if output is None:
             from hasten._lib.rank_zero import warn_once
 
-            warn_once("predict_step", f"{type(run.module).__name__}.predict_step returned None.")
+            warn_once(
+                "predict_step",
+                f"predict returned None: {type(run.module).__name__}.predict_step has no return value.",
+            )
         hooks.on_predict_batch_end(output, batch, batch_idx, *suffix)
         if kept is not None:
             kept.append(output)

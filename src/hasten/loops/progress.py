@@ -33,6 +33,9 @@ class Progress:
     epoch_ended: bool = False
     last_batch: bool = False
 
+    # Between the first and the last hook of an epoch; no counter, since checkpoints do not need it.
+    in_epoch = False
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain data."""
         return asdict(self)
@@ -46,6 +49,12 @@ class Progress:
     def epochs_done(self) -> int:
         """Epochs that are complete."""
         return self.epoch + 1 if self.epoch_ended else self.epoch
+
+    @property
+    def current_epoch(self) -> int:
+        """Index of the epoch in hand; between epochs, and after the last, of the one that would come next."""
+        begun = self.batch > 0 or self.last_batch or self.epoch_ended
+        return self.epoch + 1 if begun and not self.in_epoch else self.epoch
 
     @property
     def mid_epoch(self) -> bool:

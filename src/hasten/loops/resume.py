@@ -30,11 +30,13 @@ def resolve_path(trainer: Any, ckpt_path: Any) -> str | None:
         best = getattr(callback, "best_model_path", "")
         if not best:
             raise ValueError(
-                'ckpt_path="best": no best checkpoint is known. '
+                'ckpt_path="best": '
                 + (
-                    "Give the ModelCheckpoint a monitor and fit first."
+                    f"the {type(callback).__name__} is not configured to save the best model, or has not saved one "
+                    "yet. Give it a monitor and save_top_k of at least 1, and fit first."
                     if callback is not None
-                    else "Add callbacks=[ModelCheckpoint(monitor=...)] to the Trainer, and fit first."
+                    else "`ModelCheckpoint` is not configured. Add callbacks=[ModelCheckpoint(monitor=...)] to the "
+                    "Trainer, and fit first."
                 )
             )
         return str(best)
@@ -56,7 +58,9 @@ def _find_last(trainer: Any) -> str | None:
         if hasattr(callback, "find_last") and (path := callback.find_last(trainer)) is not None
     ]
     if not found:
-        rank_zero_warn('ckpt_path="last": there is no checkpoint yet, so the run starts from the beginning.')
+        rank_zero_warn(
+            'ckpt_path="last": there is none yet. No checkpoint will be loaded: the run starts from the beginning.'
+        )
         return None
     local = [path for path in found if os.path.exists(path)]
     return str(max(local, key=os.path.getmtime) if local else found[0])

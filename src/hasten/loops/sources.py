@@ -174,6 +174,11 @@ class Source:
             self._streams = None
             self._loaded_at_epoch = epoch
 
+    def loaded_in(self, epoch: int) -> None:
+        """Take it that the loaders are those asked for when ``epoch`` needed new ones; for a resumed run."""
+        every = self._reload_every_n_epochs
+        self._loaded_at_epoch = epoch - epoch % every if every else 0
+
     def state_dict(self, consumed: int) -> dict[str, Any]:
         """Return where the training data is, ``consumed`` batches into the epoch."""
         return self._only().state_dict(consumed)

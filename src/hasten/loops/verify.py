@@ -38,10 +38,12 @@ def check_call(arguments: Arguments, call: str, module: Any, datamodule: Any, *g
     if not isinstance(module, LightningModule):
         hint = ""
         if isinstance(module, type) and issubclass(module, LightningModule):
-            hint = f" That is a class: write {module.__name__}()."
+            hint = f" That is the class: write {module.__name__}()."
         elif isinstance(module, torch.nn.Module):
             hint = " Wrap it in a LightningModule with a training_step, or use hasten.Fabric."
-        raise TypeError(f"Trainer.{call}(model=...): use a LightningModule, not {_name(module)}.{hint}")
+        raise TypeError(
+            f"Trainer.{call}(model=...): it must be a `LightningModule`, got {_name(module)}.{hint}"
+        )
     if datamodule is not None and not isinstance(datamodule, LightningDataModule):
         raise TypeError(
             f"Trainer.{call}(datamodule=...): use a LightningDataModule, not {_name(datamodule)}."
@@ -111,4 +113,4 @@ def _near_method(module: object, name: str) -> str:
 
 
 def _name(thing: Any) -> str:
-    return f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
+    return f"the class `{thing.__name__}`" if isinstance(thing, type) else f"`{type(thing).__qualname__}`"

@@ -123,6 +123,9 @@ class Strategy(ABC):
         """Return a context in which backward leaves the gradients of this process alone."""
         raise TypeError(f"{type(self).__name__} exchanges no gradients: there is nothing to hold back.")
 
+    def on_exception(self, exception: BaseException) -> None:  # noqa: B027 - most do nothing
+        """Called when an exception ends the run, before the callbacks hear of it."""
+
     def teardown(self) -> None:
         """Give back what the strategy holds."""
         self.model = None

@@ -1,0 +1,233 @@
+"""A Trainer's arguments as attributes, and what one call leaves to the next."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import hasten as L
+from hasten.callbacks import ModelCheckpoint
+from hasten.strategies import Strategy
+from tests.models import Classifier, loader, quiet, same_weights
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("limit_train_batches", 3),
+        ("limit_val_batches", 0.5),
+        ("limit_test_batches", 1),
+        ("limit_predict_batches", 2),
+        ("val_check_interval", 0.25),
+        ("check_val_every_n_epoch", 3),
+        ("log_every_n_steps", 7),
+        ("num_sanity_val_steps", 0),
+        ("gradient_clip_val", 1.5),
+        ("gradient_clip_algorithm", "value"),
+        ("accumulate_grad_batches", 2),
+        ("overfit_batches", 4),
+        ("reload_dataloaders_every_n_epochs", 1),
+        ("fast_dev_run", 2),
+    ],
+)
+def test_arguments_can_be_assigned(name: str, value: Any) -> None:
+    trainer = quiet()
+    setattr(trainer, name, value)
+    assert getattr(trainer, name) == value
+
+
+def test_texts_and_special_values() -> None:
+    trainer = quiet()
+    trainer.num_sanity_val_steps = -1
+    assert trainer.num_sanity_val_steps == math.inf
+    trainer.num_sanity_val_steps = math.inf
+    assert trainer.num_sanity_val_steps == math.inf
+    trainer.val_check_interval = "90min"
+    assert trainer.val_check_interval == timedelta(minutes=90)
+    trainer.val_check_interval = "2ep"
+    assert (trainer.val_check_interval, trainer.check_val_every_n_epoch) == (1.0, 2)
+    trainer.check_val_every_n_epoch = "4ep"
+    assert trainer.check_val_every_n_epoch == 4
+    trainer.log_every_n_steps = "9st"
+    assert trainer.log_every_n_steps == 9
+    trainer.limit_val_batches = None
+    assert trainer.limit_val_batches == 1.0
+    trainer.overfit_batches = 3
+    assert (trainer.limit_train_batches, trainer.limit_val_batches) == (3, 3)
+    trainer.overfit_batches = 0
+    assert trainer.limit_train_batches == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("limit_train_batches", 1.5, r"limit_train_batches=1\.5"),
+        ("accumulate_grad_batches", 0, "accumulate_grad_batches=0.*at least 1"),
+        ("gradient_clip_algorithm", "nrm", "Did you mean 'norm'"),
+        ("gradient_clip_val", -1, "gradient_clip_val=-1"),
+        ("check_val_every_n_epoch", 0, "at least 1"),
+        ("num_sanity_val_steps", -2, "at least -1"),
+    ],
+)
+def test_wrong_values_are_refused_when_assigned(name: str, value: Any, message: str) -> None:
+    trainer = quiet()
+    before = getattr(trainer, name)
+    with pytest.raises(ValueError, match=message):
+        setattr(trainer, name, value)
+    assert getattr(trainer, name) == before
+
+
+def test_what_was_assigned_counts() -> None:
+    trainer = quiet(max_epochs=2)
+    trainer.limit_train_batches = 3
+    trainer.accumulate_grad_batches = 3
+    trainer.fit(Classifier(), loader())
+    assert trainer.global_step == 2
+
+
+def test_unknown_argument_through_a_subclass() -> None:
+    class Mine(L.Trainer):
+        def __init__(self, mine: int, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.mine = mine
+
+    assert Mine(3, max_epochs=2, logger=False).mine == 3
+    with pytest.raises(
+        TypeError,
+        match=r"__init__\(\) got an unexpected keyword argument 'max_epoch'. Did you mean 'max_epochs'",
+    ):
+        Mine(3, max_epoch=1)
+
+
+def test_trainer_can_be_copied_and_pickled_before_and_after_a_run() -> None:
+    trainer = quiet()
+    pickle.loads(pickle.dumps(trainer)).fit(Classifier(), loader(8))
+    trainer.fit(Classifier(), loader(8))
+    again = copy.deepcopy(trainer)
+    assert again.global_step == pickle.loads(pickle.dumps(trainer)).global_step == 2
+
+
+class Values(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def look(self, trainer: Any) -> None:
+        self.seen.append((trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics))
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.look(trainer)
+
+    def on_test_start(self, trainer: Any, module: Any) -> None:
+        self.look(trainer)
+
+    def on_predict_start(self, trainer: Any, module: Any) -> None:
+        self.look(trainer)
+
+
+def test_each_call_starts_without_the_values_of_the_one_before() -> None:
+    values = Values()
+    trainer = quiet(callbacks=values)
+    model = Classifier()
+    trainer.fit(model, loader(), loader(8))
+    assert set(trainer.callback_metrics) == {"train_loss", "val_loss"}
+    trainer.test(model, loader(8), verbose=False)
+    assert set(trainer.callback_metrics) == {"test_loss"}
+    trainer.predict(model, loader(8))
+    assert trainer.callback_metrics == {}
+    assert values.seen == [({}, {}, {})] * 3
+
+
+class LogsAtStart(Classifier):
+    def on_train_start(self) -> None:
+        self.log("started", 3.0, prog_bar=True)
+
+
+def test_what_is_logged_when_training_starts_is_published_with_the_first_epoch() -> None:
+    trainer = quiet(logger=True, log_every_n_steps=1)
+    trainer.fit(LogsAtStart(), loader(8))
+    assert trainer.callback_metrics["started"] == 3.0
+    assert trainer.progress_bar_metrics["started"] == 3.0
+    assert trainer.logged_metrics["started"] == 3.0
+
+
+class Stateful(L.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1}
+
+
+def test_callbacks_of_the_checkpoint_that_are_missing_are_named(tmp_path: Any) -> None:
+    path = tmp_path / "a.ckpt"
+    trainer = quiet(
+        callbacks=[Stateful(), ModelCheckpoint(tmp_path, monitor="train_loss")], enable_checkpointing=True
+    )
+    trainer.fit(Classifier(), loader())
+    trainer.save_checkpoint(path)
+    with pytest.warns(UserWarning, match=r"holds the state of Stateful, which.*Trainer\(callbacks") as caught:
+        # Other arguments of a callback that is there are no reason to warn.
+        quiet(max_epochs=2, callbacks=ModelCheckpoint(tmp_path), enable_checkpointing=True).fit(
+            Classifier(), loader(), ckpt_path=path
+        )
+    assert len([warning for warning in caught if "holds the state" in str(warning.message)]) == 1
+
+
+def test_strategy_hears_of_an_exception() -> None:
+    error = KeyError("on purpose")
+    model = Classifier()
+    model.on_fit_start = mock.Mock(side_effect=error)  # type: ignore[method-assign]
+    with mock.patch.object(Strategy, "on_exception") as heard, pytest.raises(KeyError):
+        quiet().fit(model, loader())
+    heard.assert_called_once_with(error)
+
+
+class TwicePerStep(torch.optim.SGD):
+    """Takes the gradient at a point further on, as SAM does, with the closure it may be given."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            moved = [(p, 0.1 * p.grad) for group in self.param_groups for p in group["params"]]
+            for parameter, change in moved:
+                parameter.add_(change)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for parameter, change in moved:
+                parameter.sub_(change)
+        super().step()
+        return loss
+
+
+class Further(Classifier):
+    def configure_optimizers(self) -> Any:
+        return TwicePerStep(self.parameters(), lr=0.1)
+
+
+def test_optimizers_of_others_are_given_the_closure() -> None:
+    model = Further()
+    plain = Further()
+    plain.load_state_dict(model.state_dict())
+    optimizer = plain.configure_optimizers()
+    for batch in loader():
+
+        def closure(batch: Any = batch) -> Any:
+            optimizer.zero_grad()
+            loss = plain.loss(batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    trainer = quiet()
+    trainer.fit(model, loader())
+    assert same_weights(model, plain)
+    assert trainer.global_step == 10
+    assert isinstance(model.layers, nn.Sequential)
