@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 
 import hasten as L
 from tests.models import Classifier, loader, quiet
@@ -280,3 +281,34 @@ def test_log_without_a_trainer_warns_and_goes_on() -> None:
 
     with pytest.warns(UserWarning, match="not attached"):
         Alone().training_step(next(iter(loader())), 0)
+
+
+class LogsItself(L.Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.log("started", 1)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log_dict({"batch": batch_idx}, on_epoch=True, on_step=False, reduce_fx="max")
+
+
+def test_callbacks_log_by_themselves() -> None:
+    callback = LogsItself()
+    trainer = quiet(callbacks=callback)
+    trainer.fit(Classifier(), loader(12))
+    assert trainer.callback_metrics["started"] == 1
+    assert trainer.callback_metrics["batch"] == 2
+    with pytest.raises(RuntimeError, match=r"LogsItself\.log\(\): there is no run"):
+        callback.log("late", 1)
+
+
+class AnotherMetricEachTime(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        metric = torchmetrics.MeanMetric()
+        metric.update(1.0)
+        self.log("mean", metric)
+        return self.loss(batch)
+
+
+def test_metric_made_anew_each_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="another MeanMetric object than before.*as an attribute of the module"):
+        quiet().fit(AnotherMetricEachTime(), loader())

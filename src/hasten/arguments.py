@@ -137,7 +137,7 @@ def check(
                 "Leave out one or the other."
             )
         enable_checkpointing = enable_progress_bar = enable_model_summary = False
-        logger, num_sanity_val_steps = False, 0
+        logger, num_sanity_val_steps, log_every_n_steps = False, 0, 0
 
     if isinstance(fast_dev_run, bool):
         fast_dev_run = int(fast_dev_run)

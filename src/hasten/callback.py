@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten._lib.patched import replaced
@@ -42,6 +43,20 @@ class Callback:
         object.__delattr__(self, name)
         if name in _HOOKS:
             replaced(self)
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a value as ``pl_module.log`` does; for use in the hooks."""
+        self._logging_module().log(name, value, *args, **kwargs)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log several values as ``pl_module.log_dict`` does; for use in the hooks."""
+        self._logging_module().log_dict(dictionary, *args, **kwargs)
+
+    def _logging_module(self) -> LightningModule:
+        module: LightningModule | None = self.__dict__.get("_module")
+        if module is None:
+            raise RuntimeError(f"{type(self).__name__}.log(): there is no run. Call it in a hook.")
+        return module
 
     @property
     def state_key(self) -> str:

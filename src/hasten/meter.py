@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from hasten._lib.errors import MisconfigurationException
+
 if TYPE_CHECKING:
     from hasten.hooks import Hook
 
@@ -124,6 +126,12 @@ class Meter:
         if is_metric(value):
             if self.metric is None:
                 self.metric = value
+            elif self.metric is not value:
+                raise MisconfigurationException(
+                    f"self.log({self.name!r}, metric): another {type(value).__name__} object than before. The epoch's "
+                    "value is in one object: make it once, as an attribute of the module (self.metric = ... in "
+                    "__init__), update and log that one."
+                )
             self.value = value
             self.weight = 1
             return None

@@ -290,11 +290,10 @@ class Meters:
         for (loader_idx, meter), value in zip(meters, values, strict=True):
             for name in {meter.plain_name, meter.epoch_name}:
                 self.callback_values[name] = value
-                by_loader[loader_idx][name] = value
             if meter.prog_bar:
                 self.bar_values[meter.epoch_name] = value
             if meter.logger:
-                log[meter.epoch_name] = value
+                by_loader[loader_idx][meter.epoch_name] = log[meter.epoch_name] = value
             meter.weight = None  # computed: not again when the epoch's last hooks log more
         return by_loader, log
 
@@ -396,7 +395,9 @@ class Meters:
         """Return the latest value of everything meant for the loggers; reading one may wait for the device."""
         metrics = {name: torch.tensor(value) for name, value in self.logged_values.items()}
         for meter in self._stage("train"):
-            value = meter.step_value() if meter.logger and meter.on_step and meter.weight is not None else None
+            value = (
+                meter.step_value() if meter.logger and meter.on_step and meter.weight is not None else None
+            )
             if value is not None:
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
                 metrics[meter.step_name] = tensor

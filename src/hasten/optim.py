@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hasten._lib.durations import parse_interval
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean
+from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.rank_zero import rank_zero_warn
 
 
@@ -85,12 +85,11 @@ def parse(configured: Any, owner: str) -> tuple[list[Any], list[LRSchedulerConfi
 def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], list[Any]]:
     optimizers, schedulers = [], []
     for item in items:
-        unknown = [key for key in item if key not in _KEYS and key != "frequency"]
-        if unknown:
-            raise MisconfigurationException(
-                f"{where} returned a dict with the key {unknown[0]!r}; known are {_KEYS}."
-                + did_you_mean(str(unknown[0]), _KEYS)
-            )
+        _tell_unknown_keys(
+            [key for key in item if key not in _KEYS and key != "frequency"],
+            _KEYS,
+            f"{where} returned a dict",
+        )
         if "optimizer" not in item:
             raise MisconfigurationException(f'{where} returned a dict without the key "optimizer".')
         _check_optimizers([item["optimizer"]], where)
@@ -105,17 +104,23 @@ def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], 
     return optimizers, schedulers
 
 
+def _tell_unknown_keys(unknown: list[str], known: list[str], what: str) -> None:
+    """Raise for a key that looks like a known one; warn of others, which programs may keep there for themselves."""
+    for key in unknown:
+        said = f"{what} with the key {key!r}; known are {known}."
+        if nearest(str(key), known):
+            raise MisconfigurationException(said + did_you_mean(str(key), known))
+        rank_zero_warn(f"{said} It is ignored.", category=RuntimeWarning)
+
+
 def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
     if isinstance(entry, LRSchedulerConfig):
         return entry
     if not isinstance(entry, Mapping):
         entry = {"scheduler": entry}
     unknown = [key for key in entry if key not in _SCHEDULER_KEYS]
-    if unknown:
-        raise MisconfigurationException(
-            f"{where}: the lr_scheduler dict has the key {unknown[0]!r}; known are {_SCHEDULER_KEYS}."
-            + did_you_mean(str(unknown[0]), _SCHEDULER_KEYS)
-        )
+    _tell_unknown_keys(unknown, _SCHEDULER_KEYS, f"{where}: the lr_scheduler dict is")
+    entry = {key: value for key, value in entry.items() if key in _SCHEDULER_KEYS}
     if "scheduler" not in entry:
         raise MisconfigurationException(f'{where}: the lr_scheduler dict has no key "scheduler".')
     scheduler = entry["scheduler"]
@@ -134,6 +139,11 @@ def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
     if not isinstance(config.frequency, int) or config.frequency < 1:
         raise MisconfigurationException(
             f"{where}: lr_scheduler frequency={config.frequency!r}; use a whole number of at least 1."
+        )
+    if isinstance(scheduler, OneCycleLR) and config.interval == "epoch":
+        rank_zero_warn(
+            f"{where}: OneCycleLR counts steps, and steps once an epoch here. Is 'interval': 'step' meant?",
+            category=RuntimeWarning,
         )
     if "reduce_on_plateau" not in entry:
         config.reduce_on_plateau = isinstance(scheduler, ReduceLROnPlateau)

@@ -5,21 +5,23 @@ from __future__ import annotations
 import functools
 import os
 import signal as signals
-import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 
 from hasten import arguments as checks
 from hasten import trainer_copies as copies
+from hasten import trainer_parts as parts
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callback import Callback
 from hasten.checkpoint import contents
+from hasten.checkpoint.io import CheckpointIO
 from hasten.checkpoint.migrate import from_lightning
 from hasten.datamodule import LightningDataModule
 from hasten.hooks import Callbacks, Hooks, overrides
+from hasten.loggers.base import Logger
 from hasten.loops.checks import ValidationChecks
 from hasten.loops.evaluate import evaluate_and_print
 from hasten.loops.fit import fit
@@ -33,15 +35,22 @@ from hasten.loops.snapshot import Snapshot
 from hasten.loops.sources import Source
 from hasten.loops.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from hasten.loops.verify import check_call
+from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.determinism import set_deterministic
+from hasten.machine.devices import Accelerator
 from hasten.machine.signals import StopRequests
 from hasten.meters import Meters
 from hasten.module import LightningModule
+from hasten.precision.base import Precision
 from hasten.resolve import runtime as resolve_runtime
+from hasten.strategies.base import Strategy
 from hasten.trainer_view import TrainerView
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
+
+# What ``plugins=`` takes; also read by the command line, which makes objects of these classes.
+Plugin: TypeAlias = Precision | CheckpointIO | ClusterEnvironment
 
 
 class Trainer(TrainerView):
@@ -108,13 +117,13 @@ class Trainer(TrainerView):
     def __init__(
         self,
         *,
-        accelerator: Any = "auto",
-        strategy: Any = "auto",
-        devices: Any = "auto",
+        accelerator: str | Accelerator = "auto",
+        strategy: str | Strategy = "auto",
+        devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
-        precision: Any = None,
-        logger: Any = None,
-        callbacks: Any = None,
+        precision: int | str | None = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
+        callbacks: list[Callback] | Callback | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | str | None = None,
         min_epochs: int | str | None = None,
@@ -143,7 +152,7 @@ class Trainer(TrainerView):
         profiler: Any = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
-        plugins: Any = None,
+        plugins: Plugin | list[Plugin] | None = None,
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int | str = 0,
         default_root_dir: str | os.PathLike[str] | None = None,
@@ -176,10 +185,11 @@ class Trainer(TrainerView):
         self._run: Run | None = None
         self._should_stop = False
         self._accumulate_grad_batches = self._arguments.accumulate_grad_batches
-        self._loggers = self._make_loggers(self._arguments.logger)
-        self._callbacks = Callbacks(self._default_callbacks(), self._callbacks_changed)
+        self._loggers = parts.loggers(self._arguments)
+        self._callbacks = Callbacks(parts.callbacks(self._arguments), self._callbacks_changed)
         self._module: LightningModule | None = None
         self._datamodule: LightningDataModule | None = None
+        self._reads_datamodule = False
         self._ckpt_path: str | None = None
         self._received_sigterm = False
         self._between_batches = True
@@ -326,7 +336,9 @@ class Trainer(TrainerView):
         check_signatures(module, datamodule, self._callbacks)
         self.state = TrainerState(TrainerStatus.RUNNING, fn, _FIRST_STAGE[fn])
         self._should_stop = False
-        self._module, self._datamodule = module, datamodule
+        # One given earlier stays: its hooks for preparing and moving data belong to this Trainer's runs.
+        self._reads_datamodule = datamodule is not None
+        self._module, self._datamodule = module, datamodule or self._datamodule
         return self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
 
     def _in_process(
@@ -338,7 +350,7 @@ class Trainer(TrainerView):
     ) -> Any:
         module, runtime = self._module, self._runtime
         assert module is not None
-        self._attach(module, self._datamodule)
+        parts.attach(self, module, self._datamodule)
         self._meters.forget_callback_values()
         several = runtime.world_size > 1
         with StopRequests(runtime.all_reduce if several else None) as stop:
@@ -355,7 +367,7 @@ class Trainer(TrainerView):
                 # A second Ctrl-C, or one raised by the user's code: the batch in hand is not complete.
                 self._between_batches = False
                 self._abort(run, interrupt)
-                _exit(signals.SIGINT, interrupt)
+                parts.leave_program(signals.SIGINT, interrupt)
             except BaseException as error:
                 self._abort(run, error)
                 raise
@@ -371,6 +383,7 @@ class Trainer(TrainerView):
                 given=given.get(stage),
                 module=module,
                 datamodule=self._datamodule,
+                reads_datamodule=self._reads_datamodule,
                 limit=limit,
                 sampler_kwargs=sampler,
                 overfit=bool(arguments.overfit_batches),
@@ -441,7 +454,7 @@ class Trainer(TrainerView):
         rank_zero_info(f"{name}: the run ends here, after a complete batch.")
         error = SystemExit(128 + signal_number) if self._received_sigterm else KeyboardInterrupt()
         self._abort(run, error)
-        _exit(signal_number, error)
+        parts.leave_program(signal_number, error)
 
     def _abort(self, run: Run, error: BaseException) -> None:
         self.state.status = TrainerStatus.INTERRUPTED
@@ -466,6 +479,7 @@ class Trainer(TrainerView):
                 for logger in self._loggers:
                     logger.finalize(status)
             self._runtime.teardown()
+            parts.let_log(self._callbacks, None)
 
     # -- copies of this Trainer in other processes (strategy="ddp_spawn" and its like)
 
@@ -576,39 +590,9 @@ class Trainer(TrainerView):
                 return best
         return ckpt_path
 
-    # -- parts made once
-
-    def _attach(self, module: LightningModule, datamodule: LightningDataModule | None) -> None:
-        module.trainer = self
-        for child in module.modules():
-            if isinstance(child, LightningModule):
-                child.__dict__["_meters"] = self._meters
-        if datamodule is not None:
-            datamodule.trainer = self
-        brought = module.configure_callbacks()
-        brought = [brought] if isinstance(brought, Callback) else list(brought or ())
-        if brought:
-            check_signatures(module, datamodule, brought)
-            kinds = tuple(type(callback) for callback in brought)
-            kept = [callback for callback in self._callbacks if not _replaced_by(type(callback), kinds)]
-            self._callbacks[:] = _last_ones_last(kept + brought)
-
-    def _make_loggers(self, logger: Any) -> list[Any]:
-        if logger is False:
-            return []
-        if logger is True:
-            from hasten.loggers import CSVLogger
-
-            return [CSVLogger(self._arguments.default_root_dir)]
-        return list(logger)
-
-    def _default_callbacks(self) -> list[Callback]:
-        from hasten.callbacks.defaults import with_defaults
-
-        return _last_ones_last(with_defaults(self._arguments))
-
     def _callbacks_changed(self) -> None:
         if self._hooks is not None:
+            parts.let_log(self._callbacks, self._module)
             self._hooks.find()
 
 
@@ -623,24 +607,3 @@ _FIRST_STAGE = {
     TrainerFn.TESTING: RunningStage.TESTING,
     TrainerFn.PREDICTING: RunningStage.PREDICTING,
 }
-
-
-def _replaced_by(kind: type[Callback], kinds: Iterable[type[Callback]]) -> bool:
-    """Say whether one of ``kinds`` is ``kind`` or derived from it, and so takes its place."""
-    return kind is not Callback and any(issubclass(other, kind) for other in kinds)
-
-
-def _last_ones_last(callbacks: list[Callback]) -> list[Callback]:
-    """Order callbacks so that checkpoints see what all others did."""
-    from hasten.callbacks.checkpoint import Checkpoint
-
-    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
-
-
-def _exit(signal_number: int, error: BaseException) -> NoReturn:
-    """End the program with the exit code of the signal; in a notebook or prompt, return to it."""
-    if hasattr(sys, "ps1") or ("IPython" in sys.modules and hasattr(sys.modules["IPython"], "get_ipython")):
-        interactive = hasattr(sys, "ps1") or sys.modules["IPython"].get_ipython() is not None
-        if interactive:
-            raise KeyboardInterrupt from None
-    raise SystemExit(128 + signal_number) from None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class TrainerSettings:
     """The arguments; one that is assigned is checked as in ``Trainer(...)`` and counts from the next call on.
 
-    ``max_epochs`` and its like, and ``accumulate_grad_batches``, also count for the run in hand, from the next epoch on.
+    ``max_epochs`` and its like, and ``accumulate_grad_batches``, also count for the run in hand, from the next epoch.
     """
 
     _arguments: Arguments

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime", "resolve", "compile", "optim", "hparams"),
     ("callback", "module", "module_hooks", "module_export", "datamodule", "hooks", "meter", "meters"),
     ("loops", "callbacks", "tuner", "report", "arguments"),
-    ("trainer", "trainer_view", "trainer_loops", "trainer_settings", "trainer_copies", "fabric"),
+    ("trainer", "trainer_view", "trainer_loops", "trainer_settings", "trainer_parts", "trainer_copies", "fabric"),
     ("cli", "speed"),
     ("commands", "compat", "demo", "demos", "__main__", "__init__"),
 )

@@ -1,0 +1,82 @@
+"""What a Trainer is put together from: loggers, callbacks, and what is tied to it for a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hasten.callback import Callback
+from hasten.loops.signatures import check_signatures
+from hasten.module import LightningModule
+
+if TYPE_CHECKING:
+    from hasten.arguments import Arguments
+    from hasten.datamodule import LightningDataModule
+    from hasten.trainer import Trainer
+
+
+def loggers(arguments: Arguments) -> list[Any]:
+    """Return the loggers that ``Trainer(logger=...)`` asks for."""
+    if arguments.logger is False:
+        return []
+    if arguments.logger is True:
+        from hasten.loggers import CSVLogger
+
+        return [CSVLogger(arguments.default_root_dir)]
+    return list(arguments.logger)
+
+
+def callbacks(arguments: Arguments) -> list[Callback]:
+    """Return the callbacks given, and those that are there by default."""
+    from hasten.callbacks.defaults import with_defaults
+
+    return last_ones_last(with_defaults(arguments))
+
+
+def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
+    """Tie module, datamodule and callbacks to a Trainer, with the callbacks that the module brings along."""
+    module.trainer = trainer
+    for child in module.modules():
+        if isinstance(child, LightningModule):
+            child.__dict__["_meters"] = trainer._meters
+    if datamodule is not None:
+        datamodule.trainer = trainer
+    brought = module.configure_callbacks()
+    brought = [brought] if isinstance(brought, Callback) else list(brought or ())
+    if brought:
+        check_signatures(module, datamodule, brought)
+        kinds = tuple(type(callback) for callback in brought)
+        kept = [callback for callback in trainer.callbacks if not _replaced_by(type(callback), kinds)]
+        trainer.callbacks[:] = last_ones_last(kept + brought)
+    let_log(trainer.callbacks, module)
+
+
+def let_log(callbacks: Iterable[Callback], module: LightningModule | None) -> None:
+    """Tell callbacks the module whose ``log`` is theirs during a run; None when it is over."""
+    for callback in callbacks:
+        if module is None:
+            callback.__dict__.pop("_module", None)
+        else:
+            callback.__dict__["_module"] = module
+
+
+def last_ones_last(callbacks: list[Callback]) -> list[Callback]:
+    """Order callbacks so that checkpoints see what all others did."""
+    from hasten.callbacks.checkpoint import Checkpoint
+
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+
+
+def leave_program(signal_number: int, error: BaseException) -> NoReturn:
+    """End the program with the exit code of the signal; in a notebook or prompt, return to it."""
+    if hasattr(sys, "ps1") or ("IPython" in sys.modules and hasattr(sys.modules["IPython"], "get_ipython")):
+        interactive = hasattr(sys, "ps1") or sys.modules["IPython"].get_ipython() is not None
+        if interactive:
+            raise KeyboardInterrupt from None
+    raise SystemExit(128 + signal_number) from None
+
+
+def _replaced_by(kind: type[Callback], kinds: Iterable[type[Callback]]) -> bool:
+    """Say whether one of ``kinds`` is ``kind`` or derived from it, and so takes its place."""
+    return kind is not Callback and any(issubclass(other, kind) for other in kinds)
