@@ -79,7 +79,9 @@ def test_epoch_mean_is_weighted_by_batch_size() -> None:
     assert trainer.callback_metrics["x"].item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("reduce", "expected"), [("sum", 10.0), ("max", 4.0), (torch.min, 2.0), ("mean", 10 / 3)])
+@pytest.mark.parametrize(
+    ("reduce", "expected"), [("sum", 10.0), ("max", 4.0), (torch.min, 2.0), ("mean", 10 / 3)]
+)
 def test_reductions(reduce: Any, expected: float) -> None:
     module = Logs(lambda m, b, i: m.log("x", b.mean(), on_epoch=True, reduce_fx=reduce, batch_size=1))
     trainer = quiet()
@@ -310,5 +312,43 @@ class AnotherMetricEachTime(Classifier):
 
 
 def test_metric_made_anew_each_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="another MeanMetric object than before.*as an attribute of the module"):
+    with pytest.raises(
+        ValueError, match="another MeanMetric object than before.*as an attribute of the module"
+    ):
         quiet().fit(AnotherMetricEachTime(), loader())
+
+
+class LogsShared(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rank = self.global_rank
+        self.log("sum", 1.0 + rank, sync_dist=True, reduce_fx="sum", prog_bar=True)
+        self.log("most", float(batch_idx + rank), sync_dist=True, reduce_fx="max", on_epoch=True)
+        self.log("own", float(rank))
+        return self.loss(batch)
+
+
+class ReadsOnFirst(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero:
+            trainer.progress_bar_metrics  # noqa: B018 - the bar reads it on the first process alone
+        if batch_idx == 2:
+            trainer.sync_step_values()
+            self.seen = [float(trainer.callback_metrics[name]) for name in ("sum", "most_step", "own")]
+
+
+@pytest.mark.world_size(2)
+def test_step_values_of_several_processes_are_reduced_where_they_are_read() -> None:
+    from hasten import meters
+
+    meters.BAR_INTERVAL_SECONDS = 0.0  # the bar asks for new values each time
+    reads = ReadsOnFirst()
+    trainer = quiet(devices=2, strategy="ddp", callbacks=reads)
+    trainer.fit(LogsShared(), loader(32))
+    assert reads.seen == [3.0, 3.0, trainer.global_rank]
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert values["sum"] == 3.0
+    assert values["most_step"] == values["most_epoch"] == 4.0
+    assert values["own"] == trainer.global_rank

@@ -215,9 +215,24 @@ class Meters:
             if meter.on_step and (meter.prog_bar or (meter.logger and to_loggers)) and meter.value is not None
         ]
         entries = [entry for entry in entries if entry[0].step_value() is not None]
+        if not to_loggers:
+            # Each process refreshes its bar by its own clock: nothing may be exchanged for that.
+            entries = [entry for entry in entries if not self._is_shared(entry[0])]
         if entries:
             self._send(entries, step if to_loggers else -1, epoch)
         self.deliver()
+
+    def sync_step_values(self) -> None:
+        """Reduce the latest values logged with ``sync_dist=True`` for who reads them now; all processes call it."""
+        meters = [meter for meter in self._stage("train") if meter.on_step and self._is_shared(meter)]
+        meters = [meter for meter in meters if meter.weight is not None and meter.step_value() is not None]
+        values = self._synchronised([meter.step_value() for meter in meters], meters)
+        for meter, value in zip(meters, send_to_host(values).values(), strict=True):
+            self.callback_values[meter.plain_name] = self.callback_values[meter.step_name] = value
+
+    def _is_shared(self, meter: Meter) -> bool:
+        """Say whether a value is the reduction of those of several processes."""
+        return bool(meter.sync) and self.collectives.world_size > 1 and meter.metric is None
 
     def publish_bar(self, epoch: int) -> None:
         """Refresh the bar's values when steps are so long that the logging interval is far away."""
@@ -254,13 +269,15 @@ class Meters:
                     self.bar_values[name] = value
                 if meter.logger and step >= 0:
                     log[name] = value
+                if epoch is not None and self._is_shared(meter):
+                    self.callback_values[meter.plain_name] = self.callback_values[name] = value
             if log:
                 self._log(log, step, epoch)
 
     def _log(self, values: dict[str, float], step: int, epoch: int | None) -> None:
         self.logged_values.update(values)
         row = dict(values)
-        if epoch is not None:
+        if epoch is not None and "step" not in row:  # whoever logs the x axis means it to be the only one
             row.setdefault("epoch", epoch)
         step = int(row.pop("step", step))
         for logger in self.loggers:
@@ -302,7 +319,8 @@ class Meters:
         if stage != "train":
             return {}
         found = [meter for meter in self._stage(stage) if meter.on_step and meter.step_value() is not None]
-        values = send_to_host([meter.step_value() for meter in found]).values()
+        latest = self._synchronised([meter.step_value() for meter in found], found)
+        values = send_to_host(latest).values()
         for meter, value in zip(found, values, strict=True):
             if meter.prog_bar:
                 self.bar_values[meter.step_name] = value
@@ -386,7 +404,7 @@ class Meters:
         metrics = {name: torch.tensor(value) for name, value in self.callback_values.items()}
         for meter in self._stage("train"):
             value = meter.step_value() if meter.on_step and meter.weight is not None else None
-            if value is not None:
+            if value is not None and not (self._is_shared(meter) and meter.plain_name in metrics):
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
                 metrics[meter.plain_name] = metrics[meter.step_name] = tensor
         return metrics

@@ -369,8 +369,16 @@ class TrainerView(TrainerSettings):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest value of everything logged, by name; converting one to a number may wait."""
+        """The latest value of everything logged, by name; converting one to a number may wait.
+
+        The value of a step logged with ``sync_dist=True`` on several processes is that of the last logging interval;
+        ``sync_step_values`` renews it.
+        """
         return self._meters.callback_metrics()
+
+    def sync_step_values(self) -> None:
+        """Reduce the values that training steps logged with ``sync_dist=True`` now; all processes must call it."""
+        self._meters.sync_step_values()
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:

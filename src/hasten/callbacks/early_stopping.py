@@ -200,6 +200,8 @@ class EarlyStopping(Callback):
         )
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
+        if trainer.world_size > 1:
+            trainer.sync_step_values()
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
             error = not_logged("EarlyStopping", self.monitor, metrics)

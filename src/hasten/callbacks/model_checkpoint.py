@@ -521,6 +521,8 @@ class ModelCheckpoint(CheckpointFiles):
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         """Return everything logged, on the host, with ``epoch`` and ``step``; equal on all processes."""
+        if trainer.world_size > 1:
+            trainer.sync_step_values()
         values = {
             name: torch.as_tensor(value).detach().cpu() for name, value in trainer.callback_metrics.items()
         }
