@@ -87,8 +87,8 @@ class BasePredictionWriter(Callback):
         ):
             if due and not overrides(self, BasePredictionWriter, name):
                 raise MisconfigurationException(
-                    f"{type(self).__name__}(write_interval={self.interval.value!r}) calls {name}, which it does not define. "
-                    f"Define {name}, or use another write_interval."
+                    f"{type(self).__name__}(write_interval={self.interval.value!r}) calls {name}, which it does not "
+                    f"define. Define {name}, or use another write_interval."
                 )
 
     def write_on_batch_end(

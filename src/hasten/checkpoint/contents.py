@@ -66,6 +66,9 @@ class Parts(Protocol):
     def own_state(self) -> dict[str, Any]:
         """Return what differs between processes: data position, values logged, random states."""
 
+    def evaluation_metrics(self) -> set[int]:
+        """Return the ids of the torchmetrics that belong to validation or test alone."""
+
     def gather(self, mine: Any) -> list[Any]:
         """Return every process's ``mine``, in the order of ranks."""
 
@@ -94,7 +97,8 @@ def collect(parts: Parts, *, weights_only: bool) -> dict[str, Any]:
             checkpoint[parts.precision_name] = parts.scaler.state_dict()
         checkpoint["hasten"] = {
             "gradients": gradients(parts.optimizers) if _mid_accumulation(parts) else None,
-            "metric_states": metric_states(parts.module),
+            # An evaluation starts again when resumed: what its metrics gathered would count twice.
+            "metric_states": metric_states(parts.module, leave_out=parts.evaluation_metrics()),
             "ranks": parts.gather(parts.own_state()),
         }
     for key, value in parts.hyper_parameters():
@@ -262,7 +266,7 @@ def _metrics(module: nn.Module) -> Iterable[tuple[str, Any]]:
                 yield name, child
 
 
-def metric_states(module: nn.Module) -> dict[str, Any]:
+def metric_states(module: nn.Module, *, leave_out: set[int]) -> dict[str, Any]:
     """Return what each metric has gathered so far, by the metric's name in the module."""
     return {
         name: {
@@ -270,7 +274,7 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
             "update_count": metric._update_count,
         }
         for name, metric in _metrics(module)
-        if metric._update_count
+        if metric._update_count and id(metric) not in leave_out
     }
 
 

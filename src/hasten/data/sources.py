@@ -25,12 +25,15 @@ class Source(Protocol):
     """One kind of loader.
 
     ``goes_on`` says whether something survives from one epoch to the next that a new process has to rebuild,
-    ``indices`` which samples the latest batches are made of, where that is known.
+    ``keeps_indices`` asks for ``indices``.
     """
 
     goes_on: bool
     keeps_indices: bool
-    indices: Indices | None
+
+    @property
+    def indices(self) -> Indices | None:
+        """The index batches, where there are any."""
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch."""
@@ -282,6 +285,8 @@ class Workers:
     So an epoch is entered where it was last the first worker's turn, and the batches from there to the place
     are fetched once more and dropped: each worker keeps its own number.
     """
+
+    keeps_indices = True
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.goes_on = loader.persistent_workers

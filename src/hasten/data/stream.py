@@ -239,9 +239,8 @@ class Stream:
         """
         indices = self._source.indices
         found = None if indices is None else indices.batch(batch_idx + 1)
-        if found is None:
-            return []
-        return [found] if isinstance(found, int) else list(found)
+        found = found if isinstance(found, (list, tuple)) else [found]
+        return [] if None in found else list(found)
 
     def finish(self) -> None:
         """Give up the rest of the epoch that a loaded state is in; the next batches are those of a new epoch."""

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hasten._lib.durations import Interval
+from hasten._lib.errors import MisconfigurationException
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -48,7 +49,7 @@ class ValidationChecks:
         if math.isinf(length):
             if interval == 1.0:
                 return math.inf
-            raise ValueError(
+            raise MisconfigurationException(
                 f"Trainer(val_check_interval={interval}): a share of an epoch needs a train_dataloader with a "
                 "length. Give a number of batches, for instance val_check_interval=1000."
             )

@@ -30,7 +30,7 @@ def sanity_check(run: Run) -> None:
     run.hooks.on_sanity_check_start()
     # Training must not depend on whether the check ran.
     with isolate_rng(), run.validation.limited_to(steps):
-        evaluate(run, run.validation)
+        run.watch("run_evaluation", evaluate)(run, run.validation)
     run.hooks.on_sanity_check_end()
     run.meters.forget_callback_values()
 
@@ -56,6 +56,7 @@ def evaluate(
         run.enter(RunningStage.TESTING if testing else RunningStage.VALIDATING)
         if run.state.fn == TrainerFn.FITTING:
             source.reload_if_due(run.progress.epoch)
+            source.load()
     hooks, meters, progress = run.hooks, run.meters, run.progress
     stage = "test" if testing else "validate"
     loggers, delivered = meters.loggers, False

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib.rank_zero import rank_zero_info
+from hasten.checkpoint.contents import random_state
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import schedule
 from hasten.loops.evaluate import evaluate, sanity_check
@@ -80,7 +81,7 @@ def train_epoch(run: Run) -> None:
         hooks.on_train_epoch_start()
         batches = run.train.start_epoch()
 
-    train_batches(run, batches)
+    run.watch("run_training_epoch", train_batches)(run, batches)
     check_some_loss(run)
 
     _, values = meters.close_epoch("train")
@@ -99,7 +100,8 @@ def train_epoch(run: Run) -> None:
 def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     """Train on each batch: the loop itself."""
     progress, hooks, meters, stop = run.progress, run.hooks, run.meters, run.stop
-    train_step, transfer = make_step(run), make_transfer(run, run.train)
+    train_step = run.watch("run_training_batch", make_step(run))
+    transfer = make_transfer(run, run.train)
     # 0 means never: no count is a multiple of infinity.
     log_every_n_steps = run.arguments.log_every_n_steps or math.inf
     max_steps = run.max_steps
@@ -171,12 +173,15 @@ def follow_batch(run: Run) -> None:
         if progress.window == 0:
             schedule.step_on_monitored(run, "step")
         progress.followed = True
+        run.random_before_validation = None
 
     if run.checks.due(run):
         if progress.window == 0:
             run.module.on_validation_model_zero_grad()
+        # A run that ends within this validation begins with it when resumed, and draws the same numbers again.
+        run.random_before_validation = random_state()
         # Checkpoints and early stopping act in the last hook: by then all else is done.
-        evaluate(run, run.validation, before_last_hooks=settle)
+        run.watch("run_evaluation", evaluate)(run, run.validation, before_last_hooks=settle)
         run.enter(RunningStage.TRAINING)
         run.checks.now_done()
     else:

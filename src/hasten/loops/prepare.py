@@ -64,9 +64,9 @@ def prepare(
         hooks.on_load_checkpoint(checkpoint)
         snapshot = Snapshot(run, callbacks, datamodule)
         contents.restore_model(snapshot, checkpoint, strict=module.strict_loading, source=str(path))
-        if fitting:
-            # Before on_fit_start: what a callback changes there may depend on what it knew.
-            snapshot.load_callback_states(checkpoint.get("callbacks") or {})
+        # Before on_fit_start: what a callback changes there may depend on what it knew. Also where nothing is
+        # trained: a callback may hold what it validates with, such as averaged weights.
+        snapshot.load_callback_states(checkpoint.get("callbacks") or {})
 
     if run.arguments.sync_batchnorm and runtime.world_size > 1:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)

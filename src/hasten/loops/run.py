@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from hasten.runtime import Runtime
 
 
+def unwatched(action: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``: what a run without a profiler makes of it."""
+    return function
+
+
 class Stopped(BaseException):
     """Ctrl-C or SIGTERM arrived, and the batch in hand is complete.
 
@@ -53,6 +58,8 @@ class Run:
     validation: Source
     test: Source
     predict: Source
+    # Given the name of an action and a function; see loops/profiling.py.
+    watch: Callable[[str, Callable[..., Any]], Callable[..., Any]] = unwatched
     optimizers: list[Any] = field(default_factory=list)
     wrapped_optimizers: list[Any] = field(default_factory=list)
     schedulers: list[LRSchedulerConfig] = field(default_factory=list)
@@ -63,6 +70,7 @@ class Run:
     on_resumed: Callable[[], None] | None = None
     is_last_batch: bool = False
     window_weight: Any = None
+    random_before_validation: dict[str, Any] | None = None
     kept_predictions: Any = None
     keeps_predictions: bool = False
     batch_indices: list[int] = field(default_factory=list)

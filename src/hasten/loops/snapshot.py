@@ -90,7 +90,7 @@ class Snapshot:
         # Values still on their way belong to the steps before this checkpoint.
         run.meters.deliver(wait=True)
         return {
-            "random": contents.random_state(),
+            "random": run.random_before_validation or contents.random_state(),
             "data": run.train.state_dict(run.progress.batch) if run.train.loaded else None,
             "values": run.meters.state_dict(lambda metric: names.get(id(metric))),
             "window_weight": run.window_weight,

@@ -46,6 +46,7 @@ class Source:
         given: the loaders passed to the call, or None.
         module: the module; its ``*_dataloader`` hooks give loaders when nothing else does.
         datamodule: the datamodule, asked before the module.
+        reads_datamodule: False where the datamodule only prepares and moves data that comes from elsewhere.
         limit: batches (int) or share (float) of each loader to use; None for all.
         sampler_kwargs: ``num_replicas`` and ``rank`` where each process reads its own part, else None.
         overfit: read the same batches in the same order each epoch.
@@ -60,6 +61,7 @@ class Source:
         given: Any = None,
         module: LightningModule | None = None,
         datamodule: LightningDataModule | None = None,
+        reads_datamodule: bool = True,
         limit: int | float | None = None,
         sampler_kwargs: dict[str, int] | None = None,
         overfit: bool = False,
@@ -68,6 +70,7 @@ class Source:
         self.stage = stage
         self.datamodule = datamodule
         self._given = given
+        self._reads_datamodule = reads_datamodule
         self._module = module
         self._limit = limit
         self._cap = math.inf
@@ -106,7 +109,7 @@ class Source:
         hook = HOOK_OF[self.stage]
         call = "fit" if self.stage == "train" else self.stage
         argument = "train_dataloaders" if self.stage == "train" else "dataloaders"
-        if self.datamodule is not None:
+        if self.datamodule is not None and self._reads_datamodule:
             raise MisconfigurationException(
                 f"Trainer.{call}(): the datamodule {type(self.datamodule).__name__} has no {hook}(). Define it."
             )
@@ -233,8 +236,9 @@ class Source:
 
     def _owner(self) -> Any:
         name = HOOK_OF[self.stage]
-        if self.datamodule is not None and overrides(self.datamodule, DataHooks, name):
-            return self.datamodule
+        read = self.datamodule if self._reads_datamodule else None
+        if read is not None and overrides(read, DataHooks, name):
+            return read
         if self._module is not None and overrides(self._module, DataHooks, name):
             return self._module
         return None

@@ -13,6 +13,11 @@ from hasten.loops.sources import Source
 
 def make_transfer(run: Run, source: Source, loader_idx: int = 0) -> Callable[[Any], Any] | None:
     """Return the function that moves a batch, or None when batches stay as they are."""
+    transfer = _chosen(run, source, loader_idx)
+    return transfer if transfer is None else run.watch("batch_to_device", transfer)
+
+
+def _chosen(run: Run, source: Source, loader_idx: int) -> Callable[[Any], Any] | None:
     device = run.runtime.device
     module, datamodule = run.module, source.datamodule
 

@@ -1,0 +1,99 @@
+"""GradientAccumulationScheduler: another number of accumulated batches from given epochs on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hasten._lib.errors import MisconfigurationException
+from hasten.callback import Callback
+
+if TYPE_CHECKING:
+    from hasten.module import LightningModule
+    from hasten.trainer import Trainer
+
+
+class GradientAccumulationScheduler(Callback):
+    """Change how many batches are accumulated for an optimizer step, by epoch.
+
+    What applies to an epoch follows from its index alone, so a resumed run, also one resumed in the middle of an
+    epoch, accumulates as the uninterrupted one. When fit ends, ``trainer.accumulate_grad_batches`` is as before.
+
+    Args:
+        scheduling: the first epoch (from 0) to the number of batches accumulated from then on; 1 batch in the epochs
+            before the first one named.
+
+    Raises:
+        TypeError: ``scheduling`` is no dict, or empty.
+        MisconfigurationException: an epoch is below 0 or a number of batches below 1; when fit begins, if the Trainer
+            accumulates by itself.
+        RuntimeError: when fit begins, if the module optimises by hand.
+
+    Example::
+
+        >>> scheduler = GradientAccumulationScheduler({0: 8, 4: 2})
+        >>> [scheduler.get_accumulate_grad_batches(epoch) for epoch in (0, 3, 4, 9)]
+        [8, 8, 2, 2]
+
+    """
+
+    def __init__(self, scheduling: dict[int, int]) -> None:
+        if not isinstance(scheduling, dict) or not scheduling:
+            raise TypeError(
+                f"GradientAccumulationScheduler(scheduling={scheduling!r}): give a dict of epoch to number of batches, "
+                "for instance {0: 8, 4: 2}."
+            )
+        for epoch, batches in scheduling.items():
+            if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+                raise MisconfigurationException(
+                    f"GradientAccumulationScheduler(scheduling={scheduling!r}): the epoch {epoch!r} is no whole number "
+                    "of at least 0."
+                )
+            if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+                raise MisconfigurationException(
+                    f"GradientAccumulationScheduler(scheduling={scheduling!r}): {batches!r} batches in epoch {epoch}; "
+                    "use a whole number of at least 1."
+                )
+        self.scheduling = {0: 1, **scheduling}
+        self.epochs = sorted(self.scheduling)
+        self._active = False
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """Say whether any epoch accumulates more than one batch."""
+        return any(batches > 1 for batches in self.scheduling.values())
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """Return the number of batches accumulated in an epoch, from 0."""
+        return self.scheduling[max(start for start in self.epochs if start <= epoch)]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what cannot be scheduled, before anything is trained."""
+        self._active = False
+        if not pl_module.automatic_optimization:
+            raise RuntimeError(
+                f"GradientAccumulationScheduler: {type(pl_module).__name__} optimises by hand "
+                "(automatic_optimization = False), so nothing accumulates for it. Remove the callback."
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise MisconfigurationException(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
+                "GradientAccumulationScheduler contradict each other. Remove one; the callback's "
+                f"scheduling={{0: {trainer.accumulate_grad_batches}, ...}} says the same."
+            )
+        self._active = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the number for the epoch in hand, which may be one resumed in its middle."""
+        trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Set the number for this epoch."""
+        trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave a Trainer behind that can fit again, unless it was refused for its own number."""
+        if self._active:
+            trainer.accumulate_grad_batches = 1
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the Trainer as it was."""
+        trainer.accumulate_grad_batches = 1

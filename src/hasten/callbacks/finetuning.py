@@ -1,0 +1,410 @@
+"""BaseFinetuning and BackboneFinetuning: freeze parts of a model, and train them from a later epoch on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import did_you_mean
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten.callback import Callback
+from hasten.callbacks import param_groups
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from hasten.module import LightningModule
+    from hasten.trainer import Trainer
+
+# A module, or modules nested in lists, tuples, dict values or generators.
+Modules = nn.Module | Iterable[Any]
+
+
+def multiplicative(epoch: int) -> float:
+    """Return 2: the learning rate doubles each epoch."""
+    return 2.0
+
+
+class BaseFinetuning(Callback):
+    """Base of callbacks that freeze parts of a model before training and unfreeze them later.
+
+    Override ``freeze_before_training``, which runs before ``configure_optimizers``, and ``finetune_function``, which
+    runs at the start of each training epoch. Give the optimizer only what trains at first:
+    ``filter(lambda p: p.requires_grad, self.parameters())``.
+
+    What is frozen, which parameters are in which group of the optimizer, and the state of the groups added later are
+    part of checkpoints: a resumed run goes on with the very parameters that trained. On several processes, gradients
+    of parameters unfrozen later are exchanged like all others. Learning-rate schedulers drive a group added later in
+    proportion to the first group. Only ``fit`` freezes; ``validate``, ``test`` and ``predict`` change nothing.
+
+    Example::
+
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        >>> BaseFinetuning.freeze(model[:2])
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['1.weight', '1.bias', '2.weight', '2.bias']
+        >>> optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, model.parameters()), lr=0.1)
+        >>> BaseFinetuning.unfreeze_and_add_param_group(model[0], optimizer)
+        >>> [round(group["lr"], 3) for group in optimizer.param_groups]
+        [0.1, 0.01]
+
+    """
+
+    def __init__(self) -> None:
+        self._internal_optimizer_metadata: dict[int, list[dict[str, Any]]] = {}
+        self._trains: list[str] | None = None
+        self._tracks: dict[str, bool] = {}
+        self._restarting = False
+
+    # -- to override
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        """Freeze what does not train at first."""
+        raise NotImplementedError(f"{type(self).__name__} does not define freeze_before_training(pl_module).")
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze what trains from this epoch on; called once for each optimizer."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define finetune_function(pl_module, epoch, optimizer)."
+        )
+
+    # -- tools
+
+    @staticmethod
+    def flatten_modules(modules: Modules) -> list[nn.Module]:
+        """Return the modules inside that have parameters of their own or no children, each once."""
+        found: dict[int, nn.Module] = {}
+        for module in _each(modules):
+            for inner in module.modules():
+                if inner._parameters or not list(inner.children()):
+                    found.setdefault(id(inner), inner)
+        return list(found.values())
+
+    @staticmethod
+    def filter_params(
+        modules: Modules, train_bn: bool = True, requires_grad: bool = True
+    ) -> Iterator[nn.Parameter]:
+        """Yield the parameters that train (or, with ``requires_grad=False``, that do not).
+
+        Args:
+            modules: a module, or a nest of them.
+            train_bn: include those of batch normalisation.
+            requires_grad: which parameters.
+
+        """
+        for module in BaseFinetuning.flatten_modules(modules):
+            if train_bn or not isinstance(module, _BatchNorm):
+                for parameter in module.parameters(recurse=False):
+                    if parameter.requires_grad == requires_grad:
+                        yield parameter
+
+    @staticmethod
+    def make_trainable(modules: Modules) -> None:
+        """Let all parameters of a module, or a nest of them, train."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            _set_trainable(module, True)
+
+    @staticmethod
+    def freeze_module(module: nn.Module) -> None:
+        """Freeze the parameters of this one module, without its children."""
+        _set_trainable(module, False)
+
+    @staticmethod
+    def freeze(modules: Modules, train_bn: bool = True) -> None:
+        """Freeze all parameters of a module, or a nest of them.
+
+        Args:
+            modules: a module, or a nest of them.
+            train_bn: leave batch normalisation trainable.
+
+        """
+        for module in BaseFinetuning.flatten_modules(modules):
+            _set_trainable(module, train_bn and isinstance(module, _BatchNorm))
+
+    @staticmethod
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters that ``optimizer`` does not have yet; warn of those it has."""
+        present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        given = list(params)
+        new = [parameter for parameter in given if id(parameter) not in present]
+        if len(new) < len(given):
+            rank_zero_warn(
+                f"{len(given) - len(new)} of the parameters to unfreeze are in a group of {type(optimizer).__name__} "
+                "already and stay there, with its learning rate. In configure_optimizers, give the optimizer only "
+                "filter(lambda p: p.requires_grad, self.parameters())."
+            )
+        return new
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Unfreeze a module, or a nest of them, and give its parameters to the optimizer as a new group.
+
+        Args:
+            modules: what to unfreeze.
+            optimizer: gets a new group, unless it has all the parameters already.
+            lr: learning rate of the group.
+            initial_denom_lr: without ``lr``, that of the first group is divided by this.
+            train_bn: unfreeze batch normalisation too; without it, what is frozen of it stays so.
+
+        """
+        wanted: list[nn.Parameter] = []
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, _BatchNorm):
+                # What trained all the time is with the optimizer already, as it should be.
+                trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+                if not train_bn or (trained and _has(optimizer, module)):
+                    continue
+            _set_trainable(module, True)
+            wanted += module.parameters(recurse=False)
+        new = BaseFinetuning.filter_on_optimizer(optimizer, wanted)
+        if new:
+            rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
+            optimizer.add_param_group({"params": new, "lr": rate})
+
+    # -- during a run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Freeze, when fit begins."""
+        if stage == "fit":
+            self._restarting = False
+            self.freeze_before_training(pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Bring a resumed run to where its checkpoint was taken, before the optimizer gets its state back."""
+        if not self._restarting:
+            self._internal_optimizer_metadata, self._trains, self._tracks = {}, None, {}
+            return
+        self._restarting = False
+        before = _trainable(pl_module)
+        trains = None if self._trains is None else set(self._trains)
+        if trains is None:
+            # A checkpoint of the field's own names groups alone: what is in a group trains.
+            groups = [group for each in self._internal_optimizer_metadata.values() for group in each]
+            trains = {*before, *(name for group in groups for name in group["params"])}
+        if trains:
+            for name, parameter in pl_module.named_parameters():
+                parameter.requires_grad = name in trains
+            for name, module in pl_module.named_modules():
+                if name in self._tracks and isinstance(module, _BatchNorm):
+                    module.track_running_stats = self._tracks[name]
+        for index, optimizer in enumerate(trainer.optimizers):
+            if index in self._internal_optimizer_metadata:
+                param_groups.rebuild(
+                    pl_module, optimizer, self._internal_optimizer_metadata[index], type(self).__name__
+                )
+                for config in trainer.lr_scheduler_configs:
+                    param_groups.adopt(config.scheduler, optimizer)
+        self._share_gradients(trainer, pl_module, before)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let ``finetune_function`` do its work, and take note of what trains now."""
+        before = _trainable(pl_module)
+        for index, optimizer in enumerate(trainer.optimizers):
+            self.finetune_function(pl_module, trainer.current_epoch, optimizer)
+            for config in trainer.lr_scheduler_configs:
+                param_groups.adopt(config.scheduler, optimizer)
+            groups = param_groups.describe(pl_module, optimizer)
+            if groups is not None:
+                self._internal_optimizer_metadata[index] = groups
+        self._trains = _trainable(pl_module)
+        self._tracks = {
+            name: module.track_running_stats
+            for name, module in pl_module.named_modules()
+            if isinstance(module, _BatchNorm)
+        }
+        self._share_gradients(trainer, pl_module, before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what trains and how it is grouped."""
+        return {
+            "internal_optimizer_metadata": self._internal_optimizer_metadata,
+            "trains": self._trains,
+            "tracks": self._tracks,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` returned."""
+        self._restarting = True
+        self._internal_optimizer_metadata = dict(state_dict.get("internal_optimizer_metadata", {}))
+        self._trains = state_dict.get("trains")
+        self._tracks = dict(state_dict.get("tracks", {}))
+
+    def _share_gradients(self, trainer: Trainer, pl_module: LightningModule, before: list[str]) -> None:
+        """Wrap the module anew where other parameters train now: DDP exchanges what trained when it was wrapped."""
+        run = trainer._run
+        if run is not None and trainer.world_size > 1 and _trainable(pl_module) != before:
+            run.wrapped = run.runtime.wrap(pl_module)
+
+
+class BackboneFinetuning(BaseFinetuning):
+    """Train the rest of a model first, and its ``backbone`` too from a given epoch on.
+
+    The backbone's learning rate begins low and is multiplied each epoch by ``lambda_func``; with ``should_align`` it
+    stays at that of the first group once it has reached it. The module needs an attribute ``backbone``.
+
+    Where it differs from Lightning: ``train_bn=False`` freezes the backbone's batch normalisation from the start, not
+    from the unfreezing on; and a resumed run goes on training what it trained.
+
+    Args:
+        unfreeze_backbone_at_epoch: the first epoch (from 0) in which the backbone trains.
+        lambda_func: takes the epoch, counted from 1, and returns the factor; doubles by default.
+        backbone_initial_ratio_lr: the backbone's first learning rate, as a share of the first group's.
+        backbone_initial_lr: the backbone's first learning rate itself, in place of the share.
+        should_align: do not go above the first group's learning rate.
+        initial_denom_lr: what ``unfreeze_and_add_param_group`` divides by, in subclasses that give no learning rate.
+        train_bn: train batch normalisation, also before the backbone is unfrozen.
+        verbose: say the learning rates each epoch.
+        rounding: digits after the point in what is said.
+
+    Raises:
+        MisconfigurationException: an argument is out of range; when fit begins, if there is no ``backbone``.
+
+    Example::
+
+        >>> BackboneFinetuning(unfreeze_backbone_at_epoch=3, lambda_func=lambda epoch: 1.5).train_bn
+        True
+
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = multiplicative,
+        backbone_initial_ratio_lr: float = 10e-2,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
+        super().__init__()
+        for name, count in (
+            ("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch),
+            ("rounding", rounding),
+        ):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise MisconfigurationException(
+                    f"BackboneFinetuning({name}={count!r}): use a whole number of at least 0."
+                )
+        for name, number in (
+            ("backbone_initial_ratio_lr", backbone_initial_ratio_lr),
+            ("backbone_initial_lr", backbone_initial_lr),
+            ("initial_denom_lr", initial_denom_lr),
+        ):
+            optional = name == "backbone_initial_lr"
+            if number is None and optional:
+                continue
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
+                raise MisconfigurationException(
+                    f"BackboneFinetuning({name}={number!r}): use a number above 0{', or None' if optional else ''}."
+                )
+        if not callable(lambda_func):
+            raise MisconfigurationException(
+                f"BackboneFinetuning(lambda_func={lambda_func!r}): use a function that takes the epoch and returns a "
+                "factor, for instance lambda epoch: 1.5."
+            )
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.initial_denom_lr = initial_denom_lr
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.rounding = rounding
+        self.previous_backbone_lr: float | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that there is a backbone, and freeze it when fit begins."""
+        if stage == "fit":
+            if not isinstance(getattr(pl_module, "backbone", None), nn.Module):
+                parts = [name for name, _ in pl_module.named_children()]
+                raise MisconfigurationException(
+                    f"BackboneFinetuning: {type(pl_module).__name__} has no module called 'backbone'; its parts are "
+                    f"{parts}.{did_you_mean('backbone', parts)} Name the part to finetune self.backbone."
+                )
+            self.previous_backbone_lr = None
+        super().setup(trainer, pl_module, stage)
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        """Freeze the backbone."""
+        self.freeze(_backbone(pl_module), train_bn=self.train_bn)
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze the backbone when its epoch has come; afterwards raise its learning rate."""
+        if epoch < self.unfreeze_backbone_at_epoch:
+            return
+        head_lr = float(optimizer.param_groups[0]["lr"])
+        if epoch == self.unfreeze_backbone_at_epoch or self.previous_backbone_lr is None:
+            first = self.backbone_initial_lr
+            rate = head_lr * self.backbone_initial_ratio_lr if first is None else float(first)
+            self.unfreeze_and_add_param_group(
+                _backbone(pl_module),
+                optimizer,
+                rate,
+                train_bn=self.train_bn,
+                initial_denom_lr=self.initial_denom_lr,
+            )
+        else:
+            rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            if self.should_align:
+                rate = min(rate, head_lr)
+            optimizer.param_groups[-1]["lr"] = rate
+        self.previous_backbone_lr = rate
+        if self.verbose:
+            rank_zero_info(
+                f"Epoch {epoch}: learning rate {round(head_lr, self.rounding)}, of the backbone "
+                f"{round(rate, self.rounding)}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what trains, how it is grouped and the backbone's learning rate."""
+        return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` returned."""
+        super().load_state_dict(state_dict)
+        self.previous_backbone_lr = state_dict["previous_backbone_lr"]
+
+
+def _backbone(module: nn.Module) -> nn.Module:
+    backbone = module.backbone
+    assert isinstance(backbone, nn.Module)
+    return backbone
+
+
+def _each(modules: Modules) -> Iterator[nn.Module]:
+    if isinstance(modules, nn.Module):
+        yield modules
+        return
+    for inner in modules.values() if isinstance(modules, dict) else modules:
+        yield from _each(inner)
+
+
+def _set_trainable(module: nn.Module, trainable: bool) -> None:
+    if isinstance(module, _BatchNorm):
+        # Frozen statistics do not follow the data either.
+        module.track_running_stats = trainable
+    for parameter in module.parameters(recurse=False):
+        parameter.requires_grad = trainable
+
+
+def _has(optimizer: Optimizer, module: nn.Module) -> bool:
+    present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return all(id(parameter) in present for parameter in module.parameters(recurse=False))
+
+
+def _trainable(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

@@ -1,0 +1,241 @@
+"""SpikeDetection: end the training when the loss jumps, and write down which batches to leave out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.host import Arrival, send_to_host
+from hasten._lib.names import did_you_mean
+from hasten.callback import Callback
+
+if TYPE_CHECKING:
+    from hasten.module import LightningModule
+    from hasten.trainer import Trainer
+
+FILE_NAME = "skip_batches.json"
+
+
+class TrainingSpikeException(RuntimeError):
+    """The loss jumped; ``batch_idx`` is the batch in which it did."""
+
+    def __init__(self, batch_idx: int, *args: Any, **kwargs: Any) -> None:
+        message = f"The loss jumped in batch {batch_idx} of the epoch."
+        super().__init__(*(args or (message,)), **kwargs)
+        self.batch_idx = batch_idx
+
+
+class SpikeDetection(Callback):
+    """End the training with a ``TrainingSpikeException`` when the loss jumps or is no longer finite.
+
+    A loss is a spike if it is worse than the one before, and further from the mean of the last ``window`` losses than
+    both ``atol`` and ``rtol`` allow. The batch and the one before it, which may have spoiled the weights, are written
+    to a JSON file, a list of batch indices in the epoch, for your sampler to leave out in the next attempt. On several
+    processes a spike on one ends all of them, at the same batch.
+
+    Where it differs from Lightning: ``warmup`` counts batches of the whole run, not of each epoch; on a GPU the losses
+    are read ``lag`` batches later, so that the device need not wait, and the exception comes so much later;
+    losses are compared as they were before the division by the number of accumulated batches; a batch whose
+    ``training_step`` returned None is left out.
+
+    Args:
+        mode: ``"min"`` if lower is better, ``"max"`` if higher is.
+        window: number of losses in the mean.
+        warmup: number of batches, at the beginning of the run, that are not judged.
+        atol: smallest difference from the mean that is a spike; None for any.
+        rtol: the same as a multiple of the mean; None for any.
+        exclude_batches_path: the JSON file, or a folder for ``skip_batches.json``; by default
+            ``trainer.default_root_dir``.
+        finite_only: NaN and infinite losses are spikes. Otherwise NaN is passed over.
+
+    Raises:
+        MisconfigurationException: an argument is out of range.
+
+    Example::
+
+        >>> detection = SpikeDetection(window=5, rtol=3.0, exclude_batches_path="runs")
+        >>> detection.bad_batches
+        []
+
+    """
+
+    lag: ClassVar[int] = 8
+
+    def __init__(
+        self,
+        mode: str = "min",
+        window: int = 10,
+        warmup: int = 1,
+        atol: float | None = None,
+        rtol: float | None = 2.0,
+        exclude_batches_path: str | os.PathLike[str] | None = None,
+        finite_only: bool = True,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise MisconfigurationException(
+                f"SpikeDetection(mode={mode!r}): use 'min' or 'max'."
+                + did_you_mean(str(mode), ["min", "max"])
+            )
+        for name, count, least in (("window", window, 1), ("warmup", warmup, 0)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+                raise MisconfigurationException(
+                    f"SpikeDetection({name}={count!r}): use a whole number of at least {least}."
+                )
+        for name, tolerance in (("atol", atol), ("rtol", rtol)):
+            if tolerance is not None and (
+                isinstance(tolerance, bool)
+                or not isinstance(tolerance, (int, float))
+                or not 0 <= tolerance < math.inf
+            ):
+                raise MisconfigurationException(
+                    f"SpikeDetection({name}={tolerance!r}): use a number of at least 0, or None."
+                )
+        self.mode = mode
+        self.window = window
+        self.warmup = warmup
+        self.atol = atol
+        self.rtol = rtol
+        self.exclude_batches_path = exclude_batches_path
+        self.finite_only = finite_only
+        self.bad_batches: list[int] = []
+        self._seen = 0
+        # For each process the loss before and the losses of the window.
+        self._last: list[float] = []
+        self._recent: list[deque[float]] = []
+        self._waiting: deque[tuple[int, Arrival]] = deque()
+
+    # -- during a run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin anew when fit begins."""
+        if stage == "fit":
+            self._seen, self._last, self._recent = 0, [], []
+            self._waiting.clear()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take the loss, and judge those that have arrived."""
+        if outputs is None:
+            loss, is_there = torch.zeros((), device=trainer.strategy.root_device), 0.0
+        else:
+            loss, is_there = _undivided(_loss_of(outputs), outputs, trainer, batch_idx), 1.0
+        values: list[Any] = [loss, is_there]
+        if trainer.world_size > 1:
+            pair = torch.stack([loss.float(), torch.full_like(loss, is_there, dtype=torch.float32)])
+            values = list(trainer.strategy.all_gather(pair).flatten())
+        self._waiting.append((batch_idx, send_to_host(values)))
+        # A fixed number of batches later, not when it happens to be there: all processes must end at the same batch.
+        self._judge(trainer, keep=self.lag if loss.is_cuda else 0)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Judge what is still on its way."""
+        self._judge(trainer, keep=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses to compare with, and the batches to leave out."""
+        return {
+            "seen": self._seen,
+            "last": list(self._last),
+            "recent": [list(losses) for losses in self._recent],
+            "waiting": [[batch_idx, arrival.values()] for batch_idx, arrival in self._waiting],
+            "bad_batches": list(self.bad_batches),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` returned."""
+        self._seen = state_dict.get("seen", 0)
+        self._last = list(state_dict.get("last", []))
+        self._recent = [deque(losses, self.window) for losses in state_dict.get("recent", [])]
+        self._waiting = deque(
+            (batch_idx, send_to_host(values)) for batch_idx, values in state_dict.get("waiting", [])
+        )
+        self.bad_batches = list(state_dict.get("bad_batches", []))
+
+    # -- inside
+
+    def _judge(self, trainer: Trainer, *, keep: int) -> None:
+        while len(self._waiting) > keep:
+            batch_idx, arrival = self._waiting.popleft()
+            values = arrival.values()
+            losses = [loss if there else None for loss, there in zip(values[::2], values[1::2], strict=True)]
+            if len(self._last) != len(losses):
+                # The first batch, or a run resumed on another number of processes.
+                self._last = [math.nan] * len(losses)
+                self._recent = [deque(maxlen=self.window) for _ in losses]
+            self._seen += 1
+            if self._seen > self.warmup and any(map(self._is_spike, losses, self._last, self._recent)):
+                self._handle_spike(trainer, batch_idx)
+            known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+            if len(known) == len(losses):
+                self._last = known
+                for recent, loss in zip(self._recent, known, strict=True):
+                    recent.append(loss)
+
+    def _is_spike(self, loss: float | None, last: float, recent: deque[float]) -> bool:
+        if loss is None:
+            return False
+        if not math.isfinite(loss):
+            return self.finite_only or (math.isinf(loss) and (loss > 0) == (self.mode == "min"))
+        if not recent:
+            return False
+        change = loss - last
+        if change <= 0 if self.mode == "min" else change >= 0:
+            return False
+        mean = sum(recent) / len(recent)
+        distance = abs(loss - mean)
+        return (self.atol is None or distance >= self.atol) and (
+            self.rtol is None or distance >= abs(self.rtol * mean)
+        )
+
+    def _handle_spike(self, trainer: Trainer, batch_idx: int) -> None:
+        new = [index for index in (batch_idx - 1, batch_idx) if index >= 0 and index not in self.bad_batches]
+        self.bad_batches += new
+        path = Path(
+            trainer.default_root_dir if self.exclude_batches_path is None else self.exclude_batches_path
+        )
+        if path.suffix != ".json":
+            path = path / FILE_NAME
+        if trainer.is_global_zero:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.bad_batches, indent=4), encoding="utf-8")
+        raise TrainingSpikeException(
+            batch_idx,
+            f"The loss jumped in batch {batch_idx} of epoch {trainer.current_epoch}. Go on from a checkpoint before "
+            f"it, without the batches {self.bad_batches}, which are listed in {path}.",
+        )
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"SpikeDetection: training_step returned {type(outputs).__name__} without a loss. Return the loss, or a "
+            'dict with the key "loss".'
+        )
+    return loss.detach().mean()
+
+
+def _undivided(loss: Tensor, outputs: Any, trainer: Trainer, batch_idx: int) -> Tensor:
+    """Return the loss as ``training_step`` gave it; backward had its share in the accumulated batches."""
+    module = trainer.lightning_module
+    if module is None or not module.automatic_optimization:
+        return loss
+    size, length = trainer.accumulate_grad_batches, trainer.num_training_batches
+    if size == 1 and trainer.world_size == 1:
+        return loss
+    if isinstance(outputs, Mapping) and outputs.get("loss_weight") is not None:
+        mean: Tensor = loss / outputs["loss_weight"]
+        return mean
+    if size > 1 and math.isfinite(length) and batch_idx >= length - length % size:
+        size = int(length % size)
+    return loss * size if size > 1 else loss

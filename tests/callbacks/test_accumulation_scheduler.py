@@ -1,0 +1,138 @@
+"""GradientAccumulationScheduler: each epoch accumulates as scheduled, as a loop written by hand does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hasten as L
+from hasten.callbacks import GradientAccumulationScheduler
+from tests.callbacks.resuming import assert_resumes_exactly, fitted, weights
+from tests.models import Classifier, loader, quiet
+
+
+def test_it_equals_the_loop_written_by_hand() -> None:
+    schedule, data = {1: 4, 3: 2}, loader(28)  # 7 batches: the last accumulation is a shorter one.
+    trainer = fitted(
+        Classifier, lambda: [GradientAccumulationScheduler(schedule)], data=data, max_epochs=4, max_steps=-1
+    )
+
+    L.seed_everything(0, verbose=False)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps = 0
+    for size in (1, 4, 4, 2):
+        batches = list(data)
+        for start in range(0, len(batches), size):
+            window = batches[start : start + size]
+            optimizer.zero_grad()
+            for x, y in window:
+                (nn.functional.cross_entropy(model.layers(x), y) / len(window)).backward()
+            optimizer.step()
+            steps += 1
+    expected = model.state_dict()
+    assert all(torch.allclose(value, expected[name], atol=1e-7) for name, value in weights(trainer).items())
+    assert trainer.global_step == steps == 7 + 2 + 2 + 4
+
+
+def test_a_resumed_run_accumulates_alike_also_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    assert_resumes_exactly(
+        tmp_path,
+        Classifier,
+        lambda: [GradientAccumulationScheduler({1: 4, 2: 2})],
+        [6, 7, 8, 11, 13, 16],
+        max_epochs=3,
+    )
+
+
+def test_the_trainer_is_left_as_it_was_and_can_fit_again() -> None:
+    seen: list[int] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            seen.append(trainer.accumulate_grad_batches)
+
+    trainer = fitted(
+        Classifier, lambda: [GradientAccumulationScheduler({0: 3, 1: 2})], Watch(), data=loader(4)
+    )
+    assert trainer.accumulate_grad_batches == 1
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module, loader(4))  # type: ignore[arg-type]
+    assert seen == [3, 2]
+
+    class Failing(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("on purpose")
+
+    trainer = quiet(callbacks=[GradientAccumulationScheduler({0: 3})])
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(Failing(), loader(4))
+    assert trainer.accumulate_grad_batches == 1
+
+
+def test_the_number_of_steps_is_foreseen() -> None:
+    class Asking(Classifier):
+        foreseen = 0.0
+
+        def configure_optimizers(self) -> Any:
+            Asking.foreseen = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    trainer = fitted(
+        Asking, lambda: [GradientAccumulationScheduler({1: 4, 2: 3})], data=loader(28), max_epochs=3
+    )
+    assert Asking.foreseen == trainer.global_step == 7 + 2 + 3
+    fitted(
+        Asking, lambda: [GradientAccumulationScheduler({1: 4})], data=loader(28), max_epochs=3, max_steps=8
+    )
+    assert Asking.foreseen == 8
+
+
+def test_what_applies_to_an_epoch() -> None:
+    given = {4: 2}
+    scheduler = GradientAccumulationScheduler(given)
+    assert [scheduler.get_accumulate_grad_batches(epoch) for epoch in (0, 3, 4, 100)] == [1, 1, 2, 2]
+    assert scheduler.epochs == [0, 4]
+    assert given == {4: 2}  # What the user holds is not changed.
+    assert scheduler.going_to_accumulate_grad_batches()
+    assert not GradientAccumulationScheduler({0: 1, 2: 1}).going_to_accumulate_grad_batches()
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "error", "message"),
+    [
+        ({}, TypeError, r"scheduling=\{\}\): give a dict"),
+        ([(0, 2)], TypeError, "give a dict of epoch to number of batches"),
+        ({-1: 2}, ValueError, "the epoch -1 is no whole number of at least 0"),
+        ({1.0: 2}, ValueError, "the epoch 1.0"),
+        ({True: 2}, ValueError, "the epoch True"),
+        ({2: 0}, ValueError, "0 batches in epoch 2; use a whole number of at least 1"),
+        ({2: 2.0}, ValueError, "2.0 batches in epoch 2"),
+        ({2: True}, ValueError, "True batches in epoch 2"),
+    ],
+)
+def test_bad_schedules_are_refused(scheduling: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        GradientAccumulationScheduler(scheduling)
+
+
+def test_contradictions_are_refused_before_training() -> None:
+    class Untrained(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError("training began")
+
+    callback = GradientAccumulationScheduler({0: 2})
+    trainer = quiet(callbacks=[callback], accumulate_grad_batches=4)
+    with pytest.raises(
+        ValueError, match=r"accumulate_grad_batches=4\) and GradientAccumulationScheduler contradict"
+    ):
+        trainer.fit(Untrained(), loader(4))
+    assert trainer.accumulate_grad_batches == 4
+    manual = Untrained()
+    manual.automatic_optimization = False
+    with pytest.raises(RuntimeError, match="Untrained optimises by hand"):
+        quiet(callbacks=[callback]).fit(manual, loader(4))

@@ -1,0 +1,384 @@
+"""Finetuning: what is frozen stays as it is, what is unfrozen trains, and a resumed run knows the difference."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hasten as L
+from hasten.callbacks import BackboneFinetuning, BaseFinetuning
+from hasten.callbacks.finetuning import multiplicative
+from tests.callbacks.resuming import SaveAt, assert_resumes_exactly, fitted, weights
+from tests.models import loader, quiet
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Model(L.LightningModule):
+    """A backbone with batch normalisation, and a head."""
+
+    schedule: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5))
+        self.head = nn.Linear(5, 2)
+        self.rates: list[list[float]] = []
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.head(self.backbone(x)), y)
+
+    def on_train_epoch_end(self) -> None:
+        self.rates.append([round(float(g["lr"]), 6) for g in self.trainer.optimizers[0].param_groups])
+        self.seen.append({k: v.detach().clone() for k, v in self.named_parameters()})
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        return optimizer if self.schedule is None else ([optimizer], [self.schedule(optimizer)])
+
+
+def model_with(schedule: Any) -> Any:
+    return lambda: type("Scheduled", (Model,), {"schedule": staticmethod(schedule)})()
+
+
+def names(group: dict[str, Any], module: nn.Module) -> list[str]:
+    found = {id(p): name for name, p in module.named_parameters()}
+    return [found[id(p)] for p in group["params"]]
+
+
+def test_the_backbone_is_frozen_until_its_epoch_and_trains_from_then_on() -> None:
+    trainer = fitted(Model, lambda: [BackboneFinetuning(2, backbone_initial_ratio_lr=0.5)], max_epochs=4)
+    model = trainer.lightning_module
+    assert isinstance(model, Model)
+    frozen = ["backbone.0.weight", "backbone.0.bias", "backbone.3.weight", "backbone.3.bias"]
+    for name in frozen:
+        assert torch.equal(model.seen[0][name], model.seen[1][name])
+        assert not torch.equal(model.seen[1][name], model.seen[2][name])
+        assert not torch.equal(model.seen[2][name], model.seen[3][name])
+    # Batch normalisation and the head train all the time.
+    assert not torch.equal(model.seen[0]["backbone.1.weight"], model.seen[1]["backbone.1.weight"])
+    assert not torch.equal(model.seen[0]["head.weight"], model.seen[1]["head.weight"])
+    assert model.rates == [[0.1], [0.1], [0.1, 0.05], [0.1, 0.1]]
+    groups = trainer.optimizers[0].param_groups
+    assert names(groups[0], model) == ["backbone.1.weight", "backbone.1.bias", "head.weight", "head.bias"]
+    assert names(groups[1], model) == frozen
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"backbone_initial_lr": 0.02}, [[0.1], [0.1, 0.02], [0.1, 0.04], [0.1, 0.08], [0.1, 0.1]]),
+        (
+            {"backbone_initial_lr": 0.04, "should_align": False},
+            [[0.1], [0.1, 0.04], [0.1, 0.08], [0.1, 0.16], [0.1, 0.32]],
+        ),
+        (
+            {"lambda_func": lambda epoch: float(epoch), "backbone_initial_ratio_lr": 0.01},
+            [[0.1], [0.1, 0.001], [0.1, 0.003], [0.1, 0.012], [0.1, 0.06]],
+        ),
+    ],
+)
+def test_the_backbones_learning_rate_follows_the_arguments(
+    options: dict[str, Any], rates: list[list[float]]
+) -> None:
+    trainer = fitted(Model, lambda: [BackboneFinetuning(1, **options)], max_epochs=5)
+    assert trainer.lightning_module.rates == rates  # type: ignore[union-attr]
+
+
+def test_it_equals_the_loop_written_by_hand() -> None:
+    data = loader(24)
+    trainer = fitted(Model, lambda: [BackboneFinetuning(1)], max_epochs=3, data=data)
+
+    L.seed_everything(0, verbose=False)
+    model = Model()
+    norm = [*model.backbone[1].parameters()]
+    late = [*model.backbone[0].parameters(), *model.backbone[3].parameters()]
+    optimizer = torch.optim.SGD([*norm, *model.head.parameters()], lr=0.1, momentum=0.9)
+    for epoch in range(3):
+        for parameter in late:
+            parameter.requires_grad = epoch >= 1
+        if epoch == 1:
+            optimizer.add_param_group({"params": late, "lr": 0.01})
+        if epoch == 2:
+            optimizer.param_groups[1]["lr"] = 0.02
+        for x, y in data:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model.head(model.backbone(x)), y).backward()
+            optimizer.step()
+    expected = model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in weights(trainer).items())
+
+
+@pytest.mark.parametrize("train_bn", [True, False])
+def test_a_resumed_run_goes_on_with_what_trained(tmp_path: Path, train_bn: bool) -> None:
+    # 6 batches an epoch: before, in and after the epoch that unfreezes.
+    whole = assert_resumes_exactly(
+        tmp_path,
+        Model,
+        lambda: [BackboneFinetuning(1, train_bn=train_bn)],
+        [3, 6, 8, 12, 15],
+        max_epochs=4,
+    )
+    module = whole.lightning_module
+    assert isinstance(module, Model)
+    trains = [name for name, p in module.named_parameters() if p.requires_grad]
+    assert ("backbone.1.weight" in trains) == train_bn
+    assert "backbone.0.weight" in trains
+    assert module.backbone[1].track_running_stats == train_bn  # type: ignore[union-attr]
+    assert len(whole.optimizers[0].param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4),
+        lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2),
+                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+            ],
+            [2],
+        ),
+    ],
+    ids=["lambda", "step", "cosine", "sequential"],
+)
+def test_schedulers_drive_a_group_added_later_also_after_a_resume(tmp_path: Path, schedule: Any) -> None:
+    class Late(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.backbone)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, initial_denom_lr=5)
+
+    whole = assert_resumes_exactly(tmp_path, model_with(schedule), lambda: [Late()], [8, 14], max_epochs=4)
+    rates = whole.lightning_module.rates  # type: ignore[union-attr]
+    assert [len(each) for each in rates] == [1, 2, 2, 2]
+    for first, late in rates[1:3]:
+        assert late == pytest.approx(first / 5, abs=2e-6)
+
+
+def test_statistics_of_unfrozen_batch_normalisation_follow_the_data_after_a_resume(tmp_path: Path) -> None:
+    class Late(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.backbone, train_bn=False)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+    assert_resumes_exactly(tmp_path, Model, lambda: [Late()], [8], max_epochs=2)
+
+
+def test_one_cycle_drives_a_group_added_later() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
+    BaseFinetuning.unfreeze_and_add_param_group(model[1], optimizer)
+    from hasten.callbacks.param_groups import adopt
+
+    adopt(scheduler, optimizer)
+    adopt(scheduler, optimizer)  # A second time nothing is left to do.
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    assert len(scheduler.base_lrs) == 2
+    assert optimizer.param_groups[0]["lr"] > 0.5
+    assert optimizer.param_groups[1]["max_lr"] == pytest.approx(0.1)
+    assert optimizer.param_groups[1]["momentum"] == optimizer.param_groups[0]["momentum"]
+
+
+def test_a_scheduler_of_another_optimizer_is_left_alone() -> None:
+    from hasten.callbacks.param_groups import adopt
+
+    one, other = (torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(2))
+    scheduler = torch.optim.lr_scheduler.StepLR(one, 1)
+    other.add_param_group({"params": nn.Linear(1, 1).parameters()})
+    adopt(scheduler, other)
+    assert scheduler.base_lrs == [0.1]
+
+
+def test_tools_freeze_and_unfreeze() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Sequential(nn.Linear(3, 3), nn.Dropout()))
+    flat = BaseFinetuning.flatten_modules
+    assert [type(m).__name__ for m in flat(model)] == ["Linear", "BatchNorm1d", "Linear", "Dropout"]
+    nested = [model[2], {"a": model[0]}, (model[1], model[1])]
+    assert [type(m).__name__ for m in flat(nested)] == ["Linear", "Dropout", "Linear", "BatchNorm1d"]
+
+    BaseFinetuning.freeze(model, train_bn=False)
+    assert not any(p.requires_grad for p in model.parameters())
+    assert model[1].track_running_stats is False
+    BaseFinetuning.make_trainable(model)
+    assert all(p.requires_grad for p in model.parameters())
+    assert model[1].track_running_stats is True
+    BaseFinetuning.freeze(model)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["1.weight", "1.bias"]
+    assert len(list(BaseFinetuning.filter_params(model))) == 2
+    assert len(list(BaseFinetuning.filter_params(model, train_bn=False))) == 0
+    assert len(list(BaseFinetuning.filter_params(model, requires_grad=False))) == 4
+    BaseFinetuning.make_trainable(model)
+    BaseFinetuning.freeze_module(model[2])
+    assert all(p.requires_grad for p in model.parameters())  # It has none of its own.
+
+
+def test_what_the_optimizer_has_is_not_added_again() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    with torch.no_grad():
+        model[2].weight.copy_(model[0].weight)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="2 of the parameters to unfreeze are in a group of SGD already"):
+        BaseFinetuning.unfreeze_and_add_param_group(model[0], optimizer)
+    assert len(optimizer.param_groups) == 1
+    BaseFinetuning.freeze(model[1:], train_bn=False)
+    with pytest.warns(UserWarning, match="filter"):
+        BaseFinetuning.unfreeze_and_add_param_group(model, optimizer, lr=3, train_bn=False)
+    # Equal values make no equal parameters, and frozen batch normalisation stays frozen.
+    assert [id(p) for p in optimizer.param_groups[1]["params"]] == [id(p) for p in model[2].parameters()]
+    assert optimizer.param_groups[1]["lr"] == 3.0
+    assert not model[1].weight.requires_grad
+    assert model[2].weight.requires_grad
+
+
+def test_only_fit_freezes() -> None:
+    model = Model()
+    trainer = quiet(callbacks=[BackboneFinetuning()])
+    model.predict_step = lambda batch, batch_idx: model.head(model.backbone(batch[0]))  # type: ignore[method-assign]
+    trainer.predict(model, loader(8))
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_late_start_unfreezes_at_once_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    import logging
+
+    logging.getLogger("hasten").propagate = True
+    with caplog.at_level("INFO"):
+        trainer = fitted(Model, lambda: [BackboneFinetuning(0, verbose=True, rounding=3)], max_epochs=1)
+    assert trainer.lightning_module.rates == [[0.1, 0.01]]  # type: ignore[union-attr]
+    assert "Epoch 0: learning rate 0.1, of the backbone 0.01" in caplog.text
+
+
+def test_bad_arguments_are_refused() -> None:
+    for name, value, message in (
+        (
+            "unfreeze_backbone_at_epoch",
+            -1,
+            r"unfreeze_backbone_at_epoch=-1\): use a whole number of at least 0",
+        ),
+        ("unfreeze_backbone_at_epoch", 1.5, "unfreeze_backbone_at_epoch=1.5"),
+        ("rounding", True, "rounding=True"),
+        ("backbone_initial_ratio_lr", 0, r"backbone_initial_ratio_lr=0\): use a number above 0\."),
+        ("backbone_initial_lr", -0.1, r"backbone_initial_lr=-0.1\): use a number above 0, or None"),
+        ("initial_denom_lr", None, "initial_denom_lr=None"),
+        ("initial_denom_lr", "10", "initial_denom_lr='10'"),
+        ("lambda_func", 1.5, r"lambda_func=1.5\): use a function"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BackboneFinetuning(**{name: value})  # type: ignore[arg-type]
+    assert multiplicative(7) == 2.0
+
+
+def test_a_module_without_backbone_is_refused() -> None:
+    class Body(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbon = self.backbone
+            del self.backbone
+
+    with pytest.raises(
+        ValueError, match=r"Body has no module called 'backbone'; its parts are \['head', 'backbon'\]"
+    ):
+        fitted(Body, lambda: [BackboneFinetuning()])
+
+
+def test_methods_to_override_say_that_they_are_missing() -> None:
+    with pytest.raises(NotImplementedError, match="freeze_before_training"):
+        fitted(Model, lambda: [BaseFinetuning()])
+
+    class Half(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            pass
+
+    with pytest.raises(NotImplementedError, match="Half does not define finetune_function"):
+        fitted(Model, lambda: [Half()])
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
+    class Renamed(Model):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            (key,) = checkpoint["callbacks"]
+            checkpoint["callbacks"][key]["internal_optimizer_metadata"][0][0]["params"][0] = (
+                "backbone.9.weight"
+            )
+
+    saver = SaveAt(tmp_path / "a.ckpt", 2)
+    fitted(Model, lambda: [BackboneFinetuning(1)], saver)
+    with pytest.raises(
+        ValueError, match=r"BackboneFinetuning: the checkpoint has the parameter 'backbone.9.weight'"
+    ):
+        fitted(Renamed, lambda: [BackboneFinetuning(1)], ckpt_path=saver.path)
+
+
+def test_a_state_with_groups_alone_trains_what_they_hold(tmp_path: Path) -> None:
+    class Forgetful(Model):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            (state,) = checkpoint["callbacks"].values()
+            del state["trains"], state["tracks"]
+
+    saver = SaveAt(tmp_path / "a.ckpt", 8)
+    whole = fitted(Model, lambda: [BackboneFinetuning(1)], saver, max_epochs=2)
+    resumed = fitted(Forgetful, lambda: [BackboneFinetuning(1)], ckpt_path=saver.path, max_epochs=2, seed=5)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(resumed).items())
+
+
+def test_on_two_processes_gradients_of_the_unfrozen_are_exchanged(tmp_path: Path) -> None:
+    program = f"""
+import sys
+import torch
+import hasten as L
+from hasten.callbacks import BackboneFinetuning
+from tests.callbacks.resuming import SaveAt
+from tests.callbacks.test_finetuning import Model
+from tests.models import loader
+
+class Plain(Model):
+    def __init__(self):
+        super().__init__()
+        del self.backbone[1]
+
+def fit(path, *more, ckpt_path=None):
+    L.seed_everything(1, verbose=False)
+    model = Plain()
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[BackboneFinetuning(1), *more, Keep(path)])
+    trainer.fit(model, loader(16, batch_size=2), ckpt_path=ckpt_path)
+
+class Keep(L.Callback):
+    def __init__(self, path):
+        self.path = path
+    def on_fit_end(self, trainer, module):
+        torch.save(module.state_dict(), f"{{self.path}}.{{trainer.global_rank}}")
+
+fit("{tmp_path}/whole", SaveAt("{tmp_path}/a.ckpt", 6))
+fit("{tmp_path}/resumed", ckpt_path="{tmp_path}/a.ckpt")
+"""
+    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    found = [torch.load(tmp_path / f"{name}.{rank}") for name in ("whole", "resumed") for rank in range(2)]
+    for other in found[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in found[0].items())

@@ -1,0 +1,179 @@
+"""OnExceptionCheckpoint: a run that failed goes on where it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hasten as L
+from hasten.callbacks import OnExceptionCheckpoint
+from tests.callbacks.resuming import assert_same, fitted, weights
+from tests.models import Classifier, loader, quiet
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Failing(Classifier):
+    """Fails in one place, at a batch of the whole run."""
+
+    place = "training_step"
+    at = 8
+    error: BaseException = RuntimeError("on purpose")
+
+    def fail(self, place: str) -> None:
+        if place == self.place and self.trainer.total_batch_idx + 1 == self.at:
+            raise self.error
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.fail("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.fail("on_train_batch_start")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.fail("on_train_batch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self.fail("on_train_epoch_end")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.fail("validation_step")
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("place", "at"),
+    [
+        ("training_step", 0),
+        ("training_step", 8),
+        ("on_train_batch_start", 7),
+        ("on_train_batch_end", 8),
+        ("on_train_epoch_end", 6),
+        ("validation_step", 12),
+    ],
+)
+def test_a_failed_run_goes_on_exactly(tmp_path: Path, place: str, at: int) -> None:
+    model = type("Failing", (Failing,), {"place": place, "at": at})
+    options: dict[str, Any] = {"max_epochs": 3, "validation": loader(4), "enable_checkpointing": True}
+    callback = OnExceptionCheckpoint(tmp_path, "failed")
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fitted(model, lambda: [callback], **options)
+    assert Path(callback.ckpt_path) == tmp_path / "failed.ckpt"
+    assert Path(callback.ckpt_path).exists()
+    resumed = fitted(Classifier, lambda: [callback], ckpt_path=tmp_path / "failed.ckpt", seed=9, **options)
+    whole = fitted(Classifier, list, max_epochs=3, validation=loader(4))
+    assert_same(weights(resumed), weights(whole))
+    assert resumed.global_step == whole.global_step
+    # It served its purpose.
+    assert not Path(callback.ckpt_path).exists()
+
+
+def test_only_a_fit_that_succeeds_removes_it(tmp_path: Path) -> None:
+    callback = OnExceptionCheckpoint(tmp_path)
+    path = tmp_path / "on_exception.ckpt"
+
+    def trainer(**options: Any) -> L.Trainer:
+        return quiet(callbacks=[callback], enable_checkpointing=True, **options)
+
+    with pytest.raises(RuntimeError):
+        trainer().fit(type("F", (Failing,), {"at": 1})(), loader(8))
+    assert path.exists()
+    trainer().test(Classifier(), loader(8), ckpt_path=path, verbose=False)
+    trainer().predict(Classifier(), loader(8))
+    quiet(callbacks=[callback], fast_dev_run=True).fit(Classifier(), loader(8))
+    assert path.exists()
+    before = path.read_bytes()
+    with pytest.raises(RuntimeError):
+        trainer().fit(type("F", (Failing,), {"at": 0})(), loader(8))
+    assert path.read_bytes() != before
+    trainer().fit(Classifier(), loader(8))
+    assert not path.exists()
+    trainer().fit(Classifier(), loader(8))  # Nothing to remove is no problem.
+
+
+def test_where_no_run_has_begun_nothing_is_saved(tmp_path: Path) -> None:
+    class Broken(Classifier):
+        def setup(self, stage: str) -> None:
+            raise RuntimeError("in setup")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise RuntimeError("in validation")
+
+    callback = OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(RuntimeError, match="in setup"):
+        quiet(callbacks=[callback], enable_checkpointing=True).fit(Broken(), loader(8))
+    Broken.setup = Classifier.setup  # type: ignore[method-assign]
+    trainer = quiet(callbacks=[callback], enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="in validation"):
+        trainer.validate(Broken(), loader(8))
+    with pytest.raises(RuntimeError, match="in validation"):
+        trainer.fit(Broken(), loader(8), loader(8))  # In the sanity check.
+    with pytest.raises(RuntimeError, match="on purpose"):
+        quiet(callbacks=[callback], fast_dev_run=True).fit(type("F", (Failing,), {"at": 0})(), loader(8))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_exception_is_seen_even_if_the_run_cannot_be_saved(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    callback = OnExceptionCheckpoint(tmp_path / "file")
+    trainer = quiet(callbacks=[callback], enable_checkpointing=True)
+    with (
+        pytest.warns(UserWarning, match="OnExceptionCheckpoint could not write"),
+        pytest.raises(RuntimeError, match="on purpose"),
+    ):
+        trainer.fit(type("F", (Failing,), {"at": 0})(), loader(8))
+
+
+def test_ctrl_c_saves_the_run(tmp_path: Path) -> None:
+    model = type("F", (Failing,), {"at": 1, "error": KeyboardInterrupt()})()
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        quiet(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True).fit(model, loader(8))
+    stored = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert stored["global_step"] == 1
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"filename=''\): give a name without .ckpt"):
+        OnExceptionCheckpoint(".", "")
+    with pytest.raises(ValueError, match="filename=None"):
+        OnExceptionCheckpoint(".", None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"dirpath=None\): give the path of a folder"):
+        OnExceptionCheckpoint(None)  # type: ignore[arg-type]
+
+
+def test_on_two_processes_it_needs_both(tmp_path: Path) -> None:
+    program = f"""
+import hasten as L
+from hasten.callbacks import OnExceptionCheckpoint
+from tests.models import Classifier, loader
+
+class Model(Classifier):
+    who = "both"
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and (self.who == "both" or self.global_rank == 0):
+            raise RuntimeError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+for who, patience in (("both", 60.0), ("one", 1.0)):
+    OnExceptionCheckpoint.patience_seconds, Model.who = patience, who
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[OnExceptionCheckpoint("{tmp_path}", who)])
+    try:
+        trainer.fit(Model(), loader(24))
+    except BaseException as error:
+        print(who, "on purpose" in str(error), flush=True)
+"""
+    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert result.stdout.splitlines() == ["both True", "one True"], result.stderr
+    assert result.stderr.count("on some processes only") == 1
+    assert (tmp_path / "both.ckpt").exists()
+    assert not (tmp_path / "one.ckpt").exists()
