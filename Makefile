@@ -2,11 +2,13 @@
 # make test   lint, types and tests
 # make lint   lint and types only
 # make bench  the overhead of a step against the hand-written loop
+# make peers  larger programs under Lightning, installed in .venv-peers, and under hasten: the same?
 #
 # The environment is made once in .venv, from constraints.txt, and again when that file or pyproject.toml changes.
 
 PYTHON ?= python3
 VENV ?= .venv
+PEERS ?= .venv-peers
 ARGS ?=
 # Test processes that run side by side. Each is kept to one thread, so that they do not fight for the cores.
 JOBS ?= 2
@@ -15,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench clean
+.PHONY: help env demo test lint bench peers clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -44,5 +46,15 @@ test: lint
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 
+peers: $(STAMP) $(PEERS)/.installed
+	OMP_NUM_THREADS=1 HASTEN_PEER_PYTHON=$(abspath $(PEERS))/bin/python \
+		$(BIN)/python -m pytest tests/peers $(ARGS)
+
+$(PEERS)/.installed: tests/peers/requirements.txt constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--requirement tests/peers/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache hasten-demo
+	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache hasten-demo

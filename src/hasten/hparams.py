@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import csv
+import importlib
 import inspect
 import types
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,6 +25,24 @@ from hasten.checkpoint import files
 from hasten.checkpoint.weights import load_weights
 
 T = TypeVar("T")
+
+# Hyper-parameters that are the config of a command line, not objects: under these keys, which are the field's, they
+# say of which class they are, and that they are to be read as a config.
+CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"
+_CONFIG_READER = "lightning.pytorch.cli.instantiate_module"
+
+# The class that a config makes in this moment, and that config.
+_CONFIGURED: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar("configured", default=None)
+
+
+@contextmanager
+def made_from_config(kind: type, config: dict[str, Any]) -> Iterator[None]:
+    """Let ``save_hyperparameters`` of a ``kind`` made meanwhile keep ``config`` instead of the objects made of it."""
+    token = _CONFIGURED.set((kind, {**config, INSTANTIATOR: _CONFIG_READER}))
+    try:
+        yield
+    finally:
+        _CONFIGURED.reset(token)
 
 
 if TYPE_CHECKING:
@@ -112,6 +134,9 @@ class HyperparametersMixin:
             current = inspect.currentframe()
             frame = current.f_back if current is not None else None
         given = _init_arguments(self, frame) if frame is not None else {}
+        configured = _CONFIGURED.get()
+        if configured is not None and configured[0] is type(self):
+            given = {**given, **configured[1]} if args else configured[1]
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         ignored |= set(getattr(self, "_hparams_ignored", ()))
         found: dict[str, Any]
@@ -125,7 +150,8 @@ class HyperparametersMixin:
                     f"save_hyperparameters{args!r}: {unknown} not among the arguments of "
                     f"{type(self).__name__}.__init__: {sorted(given)}."
                 )
-            found = {arg: given[arg] for arg in args if arg not in ignored}
+            kept_too = (CLASS_PATH, INSTANTIATOR)  # without which a config cannot be read again
+            found = {arg: given[arg] for arg in (*args, *kept_too) if arg in given and arg not in ignored}
         elif len(args) == 1:
             name = next((key for key, value in given.items() if _same_config(value, args[0])), "kwargs")
             found = {k: v for k, v in _as_dict(args[0], type(self).__name__).items() if k not in ignored}
@@ -324,18 +350,26 @@ def construct(
     stored = dict(checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_KEY) or {})
     if hparams_file is not None:
         stored = _read_hparams(hparams_file)
+    # What was a dataclass, a Namespace or an OmegaConf config is read by attribute in __init__.
+    stored = {key: _with_attributes(value) for key, value in stored.items()}
     wrapped_as = checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_NAME)
-    arguments = _arguments(cls, stored, dict(given), wrapped_as, str(checkpoint_path))
-    made = cls(**arguments)
+    if stored.pop(INSTANTIATOR, None) == _CONFIG_READER:
+        # Named by text: the command line is above this room, and few programs need it.
+        made: T = importlib.import_module("hasten.cli").instantiate_module(cls, {**stored, **given})
+    else:
+        made = cls(**_arguments(cls, stored, dict(given), wrapped_as, str(checkpoint_path)))
     thing: Any = made
     if isinstance(thing, torch.nn.Module):
         # As in a run: what the hook looks at may be built there.
         thing.configure_model()  # type: ignore[operator]
         thing.on_load_checkpoint(checkpoint)  # type: ignore[operator]
         exact = thing.strict_loading if strict is None else strict
+        tensors = (value for value in checkpoint["state_dict"].values() if isinstance(value, torch.Tensor))
+        first = next(tensors, None)
+        if first is not None:
+            # Where map_location put the weights, whatever kind of map_location it is.
+            thing.to(first.device)
         load_weights(thing, checkpoint["state_dict"], strict=bool(exact), source=str(checkpoint_path))
-        if map_location is not None and not callable(map_location) and not isinstance(map_location, dict):
-            thing.to(map_location)
     else:
         state = checkpoint.get(cls.__qualname__)
         if state is not None:
@@ -375,9 +409,28 @@ def _arguments(
     return arguments
 
 
+def _with_attributes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return AttributeDict({key: _with_attributes(inner) for key, inner in value.items()})
+    if type(value) is list:
+        return [_with_attributes(inner) for inner in value]
+    return value
+
+
 def _read_hparams(path: Any) -> dict[str, Any]:
     yaml = need("yaml", purpose="reading hparams_file")
-    data = yaml.safe_load(Path(path).read_text())
+    text, kind = Path(path).read_text(), Path(path).suffix.lower()
+    if kind == ".csv":
+        rows = list(csv.reader(text.splitlines()))[1:]
+        return {key: yaml.safe_load(value) for key, value in rows}
+    if kind not in (".yaml", ".yml"):
+        raise ValueError(f"load_from_checkpoint(hparams_file={str(path)!r}): use a .yaml, .yml or .csv file.")
+    data = yaml.safe_load(text)
+    if not isinstance(data or {}, dict):
+        raise ValueError(
+            f"load_from_checkpoint(hparams_file={str(path)!r}): it holds a {type(data).__name__}, not names and "
+            "values of hyper-parameters."
+        )
     return dict(data or {})
 
 
@@ -393,6 +446,8 @@ def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | Non
         if owner is None or not owner.__dict__.get("_log_hyperparams", True):
             continue
         for key, value in owner.hparams_initial.items():
+            if key == INSTANTIATOR:
+                continue
             if key in found and found[key] is not value and not _same(found[key], value):
                 raise MisconfigurationException(
                     f"The hyper-parameter {key!r} is {found[key]!r} in the module and {value!r} in the datamodule. "
@@ -404,6 +459,8 @@ def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | Non
 
 def _same(one: Any, other: Any) -> bool:
     try:
-        return bool(one == other)
+        equal = one == other
+        # Of a tensor or an array: element by element.
+        return bool(equal.all() if hasattr(equal, "all") else equal)
     except (ValueError, RuntimeError, TypeError):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 
 
@@ -15,9 +16,14 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
         'max_epochs'
 
     """
-    choices = [str(choice) for choice in allowed]
+    return _nearest(str(name), tuple(str(choice) for choice in allowed))
+
+
+# Tools that look for where a class lives ask a package for the same missing names hundreds of times.
+@functools.lru_cache(maxsize=256)
+def _nearest(name: str, choices: tuple[str, ...]) -> str | None:
     lowered = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(str(name).lower(), list(lowered), n=1, cutoff=0.6)
+    found = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
     return lowered[found[0]] if found else None
 
 

@@ -1,0 +1,425 @@
+"""LightningCLI: a program with sub-commands, options and configs, made from classes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import docstring_parser
+from jsonargparse import ActionConfigFile, Namespace, class_from_function
+from torch.optim import Optimizer
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.version import VERSION
+from hasten.callback import Callback
+from hasten.cli import arguments
+from hasten.cli.hyperparameters import FromConfig
+from hasten.cli.optimizers import (
+    LRSchedulerTypeTuple,
+    LRSchedulerTypeUnion,
+    class_config,
+    configured_optimizers,
+    instantiate_class,
+    plain_config,
+)
+from hasten.cli.parser import AUTOMATIC, ArgsType, LightningArgumentParser
+from hasten.cli.save_config import SaveConfigCallback
+from hasten.datamodule import LightningDataModule
+from hasten.hooks import overrides
+from hasten.module import LightningModule
+from hasten.seed import seed_everything
+from hasten.trainer import Trainer
+
+
+class LightningCLI:
+    """Make a command line of a Trainer, a module and a datamodule, read it, and run what it asks for.
+
+    The program then has the sub-commands fit, validate, test and predict; each takes ``--config file.yaml``, the
+    arguments of the Trainer as ``--trainer.*``, of the module as ``--model.*``, of the datamodule as ``--data.*``,
+    an optimizer and a scheduler, and says all of them with ``--help``. The config of a run is saved with it.
+
+    Args:
+        model_class: the module, or a function annotated to return one; None for ``--model=NameOfTheClass``.
+        datamodule_class: the datamodule likewise; None for ``--data=NameOfTheClass``, which may be left out.
+        save_config_callback: saves the config; None for not.
+        save_config_kwargs: its arguments: overwrite, multifile, config_filename, save_to_log_dir.
+        trainer_class: the Trainer, a subclass, or a function annotated to return one.
+        trainer_defaults: other defaults of its arguments; ``callbacks`` in it are always there.
+        seed_everything_default: the seed; True: that of the environment (PL_GLOBAL_SEED), or 0; False for none.
+        parser_kwargs: arguments of the parser, or of each sub-command's parser by its name.
+        parser_class: the parser.
+        subclass_mode_model: take any subclass of ``model_class`` from the command line.
+        subclass_mode_data: take any subclass of ``datamodule_class`` from the command line.
+        args: words or config to read instead of the program's command line.
+        run: False: no sub-commands; make the objects and run nothing.
+        auto_configure_optimizers: offer ``--optimizer`` and ``--lr_scheduler``.
+        load_from_checkpoint_support: save the config as hyper-parameters, so that ``load_from_checkpoint`` makes
+            modules whose arguments are objects.
+
+    Raises:
+        SystemExit: with code 2: the command line is wrong; the message names the key, and the nearest one there is.
+        MisconfigurationException: two optimizers or schedulers, and none is linked to the module.
+
+    Example::
+
+        >>> from hasten.demos.boring_classes import BoringDataModule, BoringModel
+        >>> cli = LightningCLI(BoringModel, BoringDataModule, run=False, args=["--trainer.max_epochs=3"])
+        >>> cli.trainer.max_epochs
+        3
+
+    Source: `jsonargparse <https://jsonargparse.readthedocs.io>`_.
+
+    """
+
+    def __init__(
+        self,
+        model_class: type[LightningModule] | Callable[..., LightningModule] | None = None,
+        datamodule_class: type[LightningDataModule] | Callable[..., LightningDataModule] | None = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: dict[str, Any] | None = None,
+        trainer_class: type[Trainer] | Callable[..., Trainer] = Trainer,
+        trainer_defaults: dict[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: dict[str, Any] | dict[str, dict[str, Any]] | None = None,
+        parser_class: type[LightningArgumentParser] = LightningArgumentParser,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: ArgsType = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+        load_from_checkpoint_support: bool = True,
+    ) -> None:
+        self.model_class = model_class
+        self.datamodule_class = datamodule_class
+        self.save_config_callback = save_config_callback
+        self.save_config_kwargs = save_config_kwargs or {}
+        self.trainer_class = trainer_class
+        self.trainer_defaults = trainer_defaults or {}
+        self.seed_everything_default = seed_everything_default
+        self.parser_kwargs = parser_kwargs or {}
+        self.parser_class = parser_class
+        self.auto_configure_optimizers = auto_configure_optimizers
+        # Without a class any is taken.
+        self._model_class: Any = model_class or LightningModule
+        self.subclass_mode_model = subclass_mode_model or model_class is None
+        self._datamodule_class: Any = datamodule_class or LightningDataModule
+        self.subclass_mode_data = subclass_mode_data or datamodule_class is None
+        self._load_from_checkpoint_support = load_from_checkpoint_support
+        self._subcommand_parsers: dict[str, LightningArgumentParser] = {}
+        self._subcommand_method_arguments: dict[str, list[str]] = {}
+        self._given_args = args
+
+        names = self.subcommands()
+        per_subcommand = {key: value for key, value in self.parser_kwargs.items() if key in names}
+        for_all = {key: value for key, value in self.parser_kwargs.items() if key not in names}
+        self.setup_parser(run, for_all, per_subcommand)
+        self.parse_arguments(self.parser, args)
+        self.subcommand: str | None = self.config["subcommand"] if run else None
+        self._parse_ckpt_path()
+        self._set_seed()
+        self.before_instantiate_classes()
+        self.instantiate_classes()
+        self.after_instantiate_classes()
+        if self.subcommand is not None:
+            self._run_subcommand(self.subcommand)
+
+    # -- the parser
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Return a new parser that takes ``--config``."""
+        kwargs.setdefault("dump_header", [f"hasten=={VERSION}"])
+        parser = self.parser_class(**kwargs)
+        parser.add_argument(
+            "-c",
+            "--config",
+            action=ActionConfigFile,
+            help="Path to a configuration file in json or yaml format.",
+        )
+        return parser
+
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        """Make ``self.parser``, with sub-commands or with all arguments in itself."""
+        self.parser = self.init_parser(**main_kwargs)
+        if add_subcommands:
+            self._add_subcommands(self.parser, **subparser_kwargs)
+        else:
+            self._add_arguments(self.parser)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the methods of the Trainer that are sub-commands, with their arguments that are no options."""
+        evaluated = {"model", "dataloaders", "datamodule"}
+        fitted = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+        return {"fit": fitted, "validate": set(evaluated), "test": set(evaluated), "predict": set(evaluated)}
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the arguments that belong to no class: ``--seed_everything``."""
+        parser.add_argument(
+            "--seed_everything",
+            type=bool | int,
+            default=self.seed_everything_default,
+            help="Seed of all random numbers; true: PL_GLOBAL_SEED or 0; false: none.",
+        )
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the arguments of the Trainer, the module and the datamodule."""
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.set_defaults(
+            {f"trainer.{key}": value for key, value in self.trainer_defaults.items() if key != "callbacks"}
+        )
+        parser.add_lightning_class_args(self._model_class, "model", subclass_mode=self.subclass_mode_model)
+        # Without a datamodule's class the data may come from the module.
+        parser.add_lightning_class_args(
+            self._datamodule_class,
+            "data",
+            subclass_mode=self.subclass_mode_data,
+            required=self.datamodule_class is not None,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add arguments of your own and link arguments; override this one."""
+
+    @staticmethod
+    def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
+        """Give the configs of optimizers and schedulers to the arguments they are linked to."""
+        for key, (kind, link_to) in {**parser._optimizers, **parser._lr_schedulers}.items():
+            if link_to == AUTOMATIC:
+                continue
+            if isinstance(kind, tuple):
+                parser.link_arguments(key, link_to, compute_fn=plain_config)
+            else:
+                parser.link_arguments(key, link_to, compute_fn=functools.partial(class_config, kind))
+
+    def _add_arguments(self, parser: LightningArgumentParser) -> None:
+        self.add_default_arguments_to_parser(parser)
+        self.add_core_arguments_to_parser(parser)
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers:
+            # Unless add_arguments_to_parser brought its own.
+            if not parser._optimizers:
+                parser.add_optimizer_args((Optimizer,))
+            if not parser._lr_schedulers:
+                parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+        self.link_optimizers_and_lr_schedulers(parser)
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        trainer: Any = self.trainer_class
+        if not isinstance(trainer, type):
+            trainer = class_from_function(trainer)
+        commands = parser.add_subcommands()
+        names = list(self.subcommands())
+        needed = arguments.needed_subcommands(parser, self._given_args, names)
+        for name in names:
+            text = _first_sentence(getattr(trainer, name))
+            options = {"description": text, **kwargs.get(name, {})}
+            if name in needed:
+                one = self._prepare_subcommand_parser(trainer, name, **options)
+            else:
+                one = self.init_parser(**options)  # Only its name and description are shown.
+            commands.add_subcommand(name, one, help=text)
+
+    def _prepare_subcommand_parser(
+        self, trainer: type, subcommand: str, **kwargs: Any
+    ) -> LightningArgumentParser:
+        parser = self._subcommand_parsers[subcommand] = self.init_parser(**kwargs)
+        self._add_arguments(parser)
+        self._subcommand_method_arguments[subcommand] = parser.add_method_arguments(
+            trainer, subcommand, skip=set(self.subcommands()[subcommand])
+        )
+        return parser
+
+    def _parser(self, subcommand: str | None) -> LightningArgumentParser:
+        return self.parser if subcommand is None else self._subcommand_parsers[subcommand]
+
+    # -- the config
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Read the command line, or ``args``, into ``self.config``."""
+        arguments.warn_if_both(args)
+        self.config = arguments.parsed(parser, args)
+
+    def _parse_ckpt_path(self) -> None:
+        if self.subcommand is None:
+            return
+        self.config = arguments.with_checkpoint(
+            self.parser,
+            self.config,
+            self._given_args,
+            self.subcommand,
+            _class_of(self._model_class),
+            self.subclass_mode_model,
+        )
+
+    def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
+        """Return a value of the config, which a sub-command has under its name."""
+        return config.get(str(self.subcommand), config).get(key, default)
+
+    def _set_seed(self) -> None:
+        seed = self._get(self.config, "seed_everything")
+        if seed is False:
+            return
+        if seed is True:
+            # That of the environment, for instance of the process that started this one.
+            seed = None if "PL_GLOBAL_SEED" in os.environ else 0
+        chosen = seed_everything(seed, workers=True)
+        # Saved with the run: the same config gives the same numbers again.
+        (self.config[self.subcommand] if self.subcommand else self.config)["seed_everything"] = chosen
+
+    # -- the objects
+
+    def before_instantiate_classes(self) -> None:
+        """Called before the objects are made; override this one."""
+
+    def instantiate_classes(self) -> None:
+        """Make ``self.datamodule``, ``self.model`` and ``self.trainer``."""
+        instantiators = self._instantiators() if self._load_from_checkpoint_support else None
+        self.config_init = self.parser.instantiate(self.config, instantiators=instantiators)
+        self.datamodule = self._get(self.config_init, "data")
+        self.model = self._get(self.config_init, "model")
+        self._add_configure_optimizers_method_to_model(self.subcommand)
+        self.trainer = self.instantiate_trainer()
+
+    def after_instantiate_classes(self) -> None:
+        """Called when the objects are made; override this one."""
+
+    def _instantiators(self) -> list[tuple[Any, type, bool]]:
+        parser = self._parser(self.subcommand)
+        config = self.config.get(str(self.subcommand), self.config)
+        wanted = (
+            ("model", self._model_class, self.subclass_mode_model),
+            ("data", self._datamodule_class, self.subclass_mode_data),
+        )
+        return [
+            (FromConfig(parser, config, key), _class_of(kind), subclasses) for key, kind, subclasses in wanted
+        ]
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Return the Trainer that the config asks for.
+
+        Args:
+            kwargs: arguments that replace those of the config.
+
+        """
+        keys = self._parser(self.subcommand).callback_keys
+        callbacks = [self._get(self.config_init, key) for key in keys]
+        return self._instantiate_trainer({**self._get(self.config_init, "trainer", {}), **kwargs}, callbacks)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        if "callbacks" in config:
+            config["callbacks"] = [
+                *_as_list(config["callbacks"]),
+                *callbacks,
+                *_as_list(self.trainer_defaults.get("callbacks")),
+            ]
+            if self.save_config_callback and not config.get("fast_dev_run", False):
+                parser = self._parser(self.subcommand)
+                read = self.config.get(str(self.subcommand), self.config)
+                config["callbacks"].append(self.save_config_callback(parser, read, **self.save_config_kwargs))
+        else:
+            name = getattr(self.trainer_class, "__qualname__", repr(self.trainer_class))
+            rank_zero_warn(
+                f"The `{name}` class does not expose the `callbacks` argument so they will not be included: give it "
+                "an argument `callbacks` that it hands to the Trainer."
+            )
+        with arguments.trainer_errors(
+            self._parser(self.subcommand), as_errors=not isinstance(self._given_args, (dict, Namespace))
+        ):
+            return self.trainer_class(**config)
+
+    # -- optimizers
+
+    @staticmethod
+    def configure_optimizers(
+        lightning_module: LightningModule,
+        optimizer: Optimizer,
+        lr_scheduler: LRSchedulerTypeUnion | None = None,
+    ) -> Any:
+        """Return what the module's ``configure_optimizers`` returns; override to change it.
+
+        Args:
+            lightning_module: the module.
+            optimizer: the optimizer of the command line.
+            lr_scheduler: the scheduler of the command line, if one was asked for.
+
+        """
+        return configured_optimizers(optimizer, lr_scheduler)
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        parser = self._parser(subcommand)
+        optimizers = [key for key, (_, link_to) in parser._optimizers.items() if link_to == AUTOMATIC]
+        schedulers = [key for key, (_, link_to) in parser._lr_schedulers.items() if link_to == AUTOMATIC]
+        if not self.auto_configure_optimizers or not optimizers:
+            return
+        if len(optimizers) > 1 or len(schedulers) > 1:
+            raise MisconfigurationException(
+                f"{type(self).__name__} expects at most one optimizer and one lr_scheduler that are 'AUTOMATIC', but "
+                f"found {optimizers + schedulers}. Link each to an argument of the module "
+                f"(add_optimizer_args(..., link_to='model.init_{optimizers[0]}')) and write its configure_optimizers."
+            )
+        optimizer = self._class_config(parser._optimizers[optimizers[0]][0], optimizers[0])
+        if not optimizer:
+            return  # Offered, and not asked for.
+        scheduler = (
+            self._class_config(parser._lr_schedulers[schedulers[0]][0], schedulers[0]) if schedulers else None
+        )
+        if overrides(self.model, LightningModule, "configure_optimizers"):
+            rank_zero_warn(
+                f"`{type(self.model).__name__}.configure_optimizers` will be overridden by "
+                f"`{type(self).__name__}.configure_optimizers`: the command line has --{optimizers[0]}."
+            )
+
+        # Made when the Trainer asks for them: by then the module is complete, and on its device.
+        # No closure: the module may be sent to other processes.
+        made = functools.partial(_configured, self.model, self.configure_optimizers, optimizer, scheduler)
+        self.model.configure_optimizers = made
+
+    def _class_config(self, kind: Any, key: str) -> Any:
+        config = self._get(self.config_init, key)
+        if isinstance(kind, tuple):
+            return plain_config(config)
+        return class_config(kind, config)
+
+    # -- the run
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        run = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
+        for name in (f"before_{subcommand}", None, f"after_{subcommand}"):
+            if name is None:
+                run(**self._prepare_subcommand_kwargs(subcommand))
+            elif callable(hook := getattr(self, name, None)):
+                hook()
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        wanted = self._subcommand_method_arguments[subcommand]
+        config = self.config_init[subcommand]
+        kwargs = {key: value for key, value in config.items() if key in wanted}
+        kwargs["model"] = self.model
+        if self.datamodule is not None:
+            kwargs["datamodule"] = self.datamodule
+        return kwargs
+
+
+def _configured(module: LightningModule, configure: Any, optimizer: Any, scheduler: Any) -> Any:
+    made = instantiate_class((module.parameters(),), optimizer)
+    lr_scheduler = instantiate_class(made, scheduler) if scheduler else None
+    return configure(module, made, lr_scheduler)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _class_of(kind: Any) -> type:
+    found: type = kind if isinstance(kind, type) else inspect.signature(kind, eval_str=True).return_annotation
+    return found
+
+
+def _first_sentence(function: Any) -> str | None:
+    text: str | None = docstring_parser.parse(function.__doc__ or "").short_description
+    return text

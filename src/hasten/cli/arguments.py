@@ -1,0 +1,136 @@
+"""From the words of a command line, or a config given as data, to the config of the run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import Namespace
+
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.checkpoint.files import CheckpointDamaged, CheckpointRefused
+from hasten.cli.hyperparameters import as_config, from_checkpoint, refuse_unsafe
+from hasten.cli.order import groups_of, split_at_subcommand, subcommands_of
+from hasten.hparams import CLASS_PATH
+
+if TYPE_CHECKING:
+    from hasten.cli.parser import ArgsType, LightningArgumentParser
+
+
+def warn_if_both(args: ArgsType) -> None:
+    """Warn when a program is given arguments that it does not read."""
+    if args is not None and len(sys.argv) > 1:
+        rank_zero_warn(
+            "LightningCLI's args parameter is intended to run from within Python like if it were from the command "
+            "line. To prevent mistakes it is not recommended to provide both args and command line arguments, got: "
+            f"sys.argv[1:]={sys.argv[1:]}, args={args}."
+        )
+
+
+def needed_subcommands(parser: LightningArgumentParser, args: ArgsType, names: list[str]) -> list[str]:
+    """Return the sub-commands whose options the program needs: making all of them takes time.
+
+    It needs one where the words begin with it, and nothing else can bring values for others; and none for the help
+    of the program itself.
+    """
+    words = sys.argv[1:] if args is None else args
+    if not isinstance(words, list) or parser.default_config_files or parser.default_env:
+        return names
+    if words[:1] in (["--help"], ["-h"]):
+        return []
+    first = next((position for position, word in enumerate(words) if word in names), None)
+    if first is None or any(
+        "=" not in word or word.startswith(("-c=", "--config=")) for word in words[:first]
+    ):
+        return names
+    return [words[first]]
+
+
+def parsed(parser: LightningArgumentParser, args: ArgsType) -> Namespace:
+    """Return the config that ``args`` ask for; None for the words of this program's command line."""
+    if isinstance(args, (dict, Namespace)):
+        return parser.parse_object(args)
+    return parser.parse_args(args)
+
+
+def with_checkpoint(
+    parser: LightningArgumentParser,
+    config: Namespace,
+    args: ArgsType,
+    subcommand: str,
+    kind: type,
+    subclass_mode: bool,
+) -> Namespace:
+    """Return the config with the module's hyper-parameters of ``--ckpt_path``, if that is a file.
+
+    They replace those of config files and defaults: the weights fit no others. What the command line itself says
+    about the module stays.
+    """
+    path = config[subcommand].get("ckpt_path")
+    if not path or not Path(path).is_file():
+        return config  # "best" and its like, or a URL: found when the run starts.
+    try:
+        hparams, wrapped_as = from_checkpoint(path)
+    except (CheckpointDamaged, CheckpointRefused):
+        return config  # Said by the Trainer, which reads it whole; it may be allowed to run code.
+    own = subcommands_of(parser).get(subcommand, parser)
+    said = _said(parser, own, args)
+    class_path = hparams.pop(CLASS_PATH, None)
+    if wrapped_as and wrapped_as != "kwargs" and f"--model.{wrapped_as}" in own._option_string_actions:
+        hparams = {wrapped_as: hparams}
+    linked = (
+        {link.target[0] for link in own._links_group._group_actions}
+        if hasattr(own, "_links_group")
+        else set()
+    )
+    for name in list(hparams):
+        names = {f"model.{name}", f"model.init_args.{name}"}
+        if names & linked or any(key == f"model.{name}" or key.startswith(f"model.{name}.") for key in said):
+            del hparams[name]
+    if not hparams:
+        return config
+    model: dict[str, Any] = hparams
+    chosen = config[subcommand].get("model")
+    if subclass_mode:
+        named = chosen.get("class_path") if chosen is not None and "model" in said else class_path
+        named = named or (chosen.get("class_path") if chosen is not None else None)
+        if named is None:
+            return config
+        chosen_kind = refuse_unsafe(kind, {**hparams, CLASS_PATH: named}, str(path))
+        hparams = as_config(chosen_kind, hparams)
+        model = {"class_path": named, "dict_kwargs": hparams}
+    else:
+        model = as_config(refuse_unsafe(kind, hparams, str(path)), hparams)
+    try:
+        return parser.parse_object({subcommand: {"model": model}}, config)
+    except SystemExit:
+        sys.stderr.write(
+            f"Parsing of ckpt_path hyperparameters failed: those in {path} do not fit the model. Was it saved by "
+            "another version of it?\n"
+        )
+        raise
+
+
+def _said(parser: LightningArgumentParser, own: LightningArgumentParser, args: ArgsType) -> set[str]:
+    """Return the keys that the command line itself gives, not a config."""
+    if isinstance(args, (dict, Namespace)):
+        return set()
+    _, after = split_at_subcommand(parser, sys.argv[1:] if args is None else args)
+    return {group.key for group in groups_of(own, after[1:])}
+
+
+@contextmanager
+def trainer_errors(parser: LightningArgumentParser, *, as_errors: bool) -> Iterator[None]:
+    """End a command line that asks for a Trainer that cannot be with a message, not with a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        match = re.match(r"Trainer\((\w+)=(.*?)\)(?=:| got )", str(error), re.DOTALL)
+        if not as_errors or match is None or f"--trainer.{match[1]}" not in parser._option_string_actions:
+            raise
+        value = "" if match[2] == "..." else f"={match[2]}"
+        parser.error(f"--trainer.{match[1]}{value}{str(error)[match.end() :]}", error)

@@ -1,0 +1,214 @@
+"""The parser: arguments of hasten's classes, of optimizers and of schedulers."""
+
+from __future__ import annotations
+
+import sys
+from argparse import SUPPRESS
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from jsonargparse import (
+    ArgumentParser,
+    Namespace,
+    class_from_function,
+    register_unresolvable_import_paths,
+    set_parsing_settings,
+)
+from torch.optim import Optimizer
+
+from hasten._lib.errors import MisconfigurationException
+from hasten.callback import Callback
+from hasten.cli import errors, known
+from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
+from hasten.cli.order import in_order
+from hasten.datamodule import LightningDataModule
+from hasten.module import LightningModule
+from hasten.trainer import Trainer
+
+# What LightningCLI(args=...) takes: words of a command line, or the config as data.
+ArgsType: TypeAlias = list[str] | dict[str, Any] | Namespace | None
+
+# Functions made in C do not say where they live; a config names them all the same.
+register_unresolvable_import_paths(torch)
+set_parsing_settings(config_read_mode_fsspec_enabled=True)
+
+AUTOMATIC = "AUTOMATIC"
+
+
+class LightningArgumentParser(ArgumentParser):
+    """jsonargparse's ``ArgumentParser`` with what a training program adds to it.
+
+    Args:
+        args: for jsonargparse's parser.
+        description: what ``--help`` says the program is.
+        env_prefix: prefix of the environment variables.
+        default_env: read environment variables.
+        kwargs: for jsonargparse's parser: default_config_files, parser_mode, exit_on_error, ...
+
+    Example::
+
+        >>> parser = LightningArgumentParser()
+        >>> parser.add_optimizer_args(torch.optim.SGD)
+        >>> parser.parse_args(["--optimizer.lr=0.5"]).optimizer.lr
+        0.5
+
+    Source: `jsonargparse <https://jsonargparse.readthedocs.io>`_.
+
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        description: str = "Lightning Trainer command line tool",
+        env_prefix: str = "PL",
+        default_env: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        # A key cut short would be taken for the first one that begins so, and a typo for another key.
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(
+            *args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs
+        )
+        self.callback_keys: list[str] = []
+        # Key -> (class or classes, where it is linked to).
+        self._optimizers: dict[str, tuple[type | tuple[type, ...], str]] = {}
+        self._lr_schedulers: dict[str, tuple[type | tuple[type, ...], str]] = {}
+
+    def add_lightning_class_args(
+        self,
+        lightning_class: Callable[..., Any] | type,
+        nested_key: str,
+        subclass_mode: bool = False,
+        required: bool = True,
+    ) -> list[str]:
+        """Add the arguments of a Trainer, module, datamodule or callback.
+
+        Args:
+            lightning_class: the class, or a function annotated to return one of its objects.
+            nested_key: where they go: "trainer" gives ``--trainer.max_epochs``.
+            subclass_mode: take the class itself from the command line, any subclass of this one.
+            required: in ``subclass_mode``, a class must be given.
+
+        Returns:
+            The keys added.
+
+        Raises:
+            MisconfigurationException: the class is none of these four.
+
+        """
+        given: Any = lightning_class
+        if callable(given) and not isinstance(given, type):
+            given = class_from_function(given)
+        kinds = (Trainer, LightningModule, LightningDataModule, Callback)
+        if not (isinstance(given, type) and issubclass(given, kinds)):
+            raise MisconfigurationException(
+                f"add_lightning_class_args({lightning_class!r}, {nested_key!r}): give a subclass of Trainer, "
+                "LightningModule, LightningDataModule or Callback, or a function annotated to return one. "
+                "For another class there is parser.add_class_arguments()."
+            )
+        if issubclass(given, Trainer):
+            known.load()
+        if issubclass(given, Callback):
+            self.callback_keys.append(nested_key)
+        if subclass_mode:
+            self.add_subclass_arguments(given, nested_key, fail_untyped=False, required=required)
+            return [nested_key]
+        # The Trainer is made by LightningCLI.instantiate_trainer, which adds to its arguments.
+        added: list[str] = self.add_class_arguments(
+            given,
+            nested_key,
+            fail_untyped=False,
+            instantiate=not issubclass(given, Trainer),
+            sub_configs=True,
+        )
+        return added
+
+    def add_class_arguments(self, theclass: type, nested_key: str | None = None, **options: Any) -> list[str]:
+        """Add the arguments of any class; see jsonargparse."""
+        added: list[str] = super().add_class_arguments(theclass, nested_key, **options)
+        if nested_key is None:
+            for name in known.handed_on(theclass):
+                if f"--{name}" not in self._option_string_actions:
+                    # Without a default: what is not given is not handed on.
+                    self.add_argument(f"--{name}", type=Any, default=SUPPRESS)
+        return added
+
+    def add_optimizer_args(
+        self,
+        optimizer_class: type[Optimizer] | tuple[type[Optimizer], ...] = (Optimizer,),
+        nested_key: str = "optimizer",
+        link_to: str = AUTOMATIC,
+    ) -> None:
+        """Add the arguments of an optimizer.
+
+        Args:
+            optimizer_class: the class; or a tuple of classes, to choose one of their subclasses by name.
+            nested_key: where they go.
+            link_to: the key of the module's argument that gets its config; by default it becomes the module's
+                ``configure_optimizers``.
+
+        Raises:
+            TypeError: no optimizer class.
+
+        """
+        self._add_choice("add_optimizer_args", optimizer_class, (Optimizer,), nested_key, {"params"})
+        self._optimizers[nested_key] = (optimizer_class, link_to)
+
+    def add_lr_scheduler_args(
+        self,
+        lr_scheduler_class: LRSchedulerType | tuple[LRSchedulerType, ...] = LRSchedulerTypeTuple,
+        nested_key: str = "lr_scheduler",
+        link_to: str = AUTOMATIC,
+    ) -> None:
+        """Add the arguments of a learning rate scheduler.
+
+        Args:
+            lr_scheduler_class: the class; or a tuple of classes, to choose one of their subclasses by name.
+            nested_key: where they go.
+            link_to: the key of the module's argument that gets its config; by default it is used with the optimizer.
+
+        Raises:
+            TypeError: no scheduler class.
+
+        """
+        self._add_choice(
+            "add_lr_scheduler_args", lr_scheduler_class, LRSchedulerTypeTuple, nested_key, {"optimizer"}
+        )
+        self._lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
+
+    def _add_choice(
+        self, method: str, kind: Any, allowed: tuple[type, ...], nested_key: str, skip: set[str]
+    ) -> None:
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not kinds or not all(isinstance(one, type) and issubclass(one, allowed) for one in kinds):
+            names = " or ".join(f"{one.__module__}.{one.__name__}" for one in allowed)
+            raise TypeError(f"{method}({kind!r}): give a subclass of {names}, or a tuple of them.")
+        if isinstance(kind, tuple):
+            self.add_subclass_arguments(kind, nested_key, instantiate=False, fail_untyped=False, skip=skip)
+        else:
+            self.add_class_arguments(
+                kind, nested_key, instantiate=False, fail_untyped=False, skip=skip, sub_configs=True
+            )
+
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None, **kwargs: Any
+    ) -> Namespace:
+        """Read a command line, whatever the order of its options; see jsonargparse."""
+        given = sys.argv[1:] if args is None else args
+        if all(isinstance(arg, str) for arg in given):
+            given = in_order(self, list(given))
+        return super().parse_args(given, namespace, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say which option is wrong, and what it could be; exit with code 2."""
+        told = message
+        if not getattr(self, "_inner_parser", False):
+            # That of a class which a config names is told by the parser of the whole.
+            told = errors.explain(self, message, ex)
+        if callable(self._error_handler) or not self.exit_on_error:
+            super().error(told, ex)
+        asked = getattr(ex, "subcommand_parser", None) or self
+        prog = asked.prog.replace(" [options]", "")
+        self.exit(2, f"error: {told}\nAll options: {prog} --help\n")
+        raise SystemExit(2)  # An exit() that a program replaced came back.
