@@ -1,5 +1,63 @@
 """Accelerators under their public names; they live in ``hasten.machine.devices``."""
 
+from __future__ import annotations
+
+import torch
+
+from hasten._lib.absent import absent
 from hasten.machine.devices import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
-__all__ = ["Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator"]
+__all__ = [
+    "Accelerator",
+    "CPUAccelerator",
+    "CUDAAccelerator",
+    "MPSAccelerator",
+    "XLAAccelerator",
+    "find_usable_cuda_devices",
+]
+
+XLAAccelerator = absent(
+    "XLAAccelerator", Accelerator, home="hasten.accelerators", instead="Use accelerator='cuda', 'mps' or 'cpu'."
+)
+
+
+def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
+    """Return the indices of CUDA devices on which memory can be had.
+
+    Args:
+        num_devices: how many; -1 for all that there are.
+
+    Raises:
+        ValueError: there are not so many.
+        RuntimeError: so many are there, but in use by others (exclusive compute mode).
+
+    Example::
+
+        >>> find_usable_cuda_devices(0)
+        []
+
+    """
+    if num_devices == 0:
+        return []
+    present = torch.cuda.device_count()
+    if num_devices > present or not present:
+        wanted = "all" if num_devices == -1 else num_devices
+        raise ValueError(
+            f"find_usable_cuda_devices({num_devices}): {wanted} asked for, and this machine has {present} CUDA "
+            f"device{'' if present == 1 else 's'}."
+        )
+    usable: list[int] = []
+    for index in range(present):
+        try:
+            torch.tensor(0.0, device=torch.device("cuda", index))
+        except RuntimeError:
+            continue
+        usable.append(index)
+        if len(usable) == num_devices:
+            break
+    if num_devices != -1 and len(usable) < num_devices:
+        raise RuntimeError(
+            f"find_usable_cuda_devices({num_devices}): only {usable} of {present} CUDA devices can be used; the others "
+            "are in use by other processes. Ask for fewer, or wait."
+        )
+    return usable

@@ -1,5 +1,12 @@
 """What ``plugins=`` takes, under its public names."""
 
+from __future__ import annotations
+
+from abc import ABC
+from typing import Any
+
+from hasten._lib.absent import absent
+from hasten.checkpoint.background import AsyncCheckpointIO
 from hasten.checkpoint.io import CheckpointIO, TorchCheckpointIO
 from hasten.machine.cluster import (
     ClusterEnvironment,
@@ -10,14 +17,48 @@ from hasten.machine.cluster import (
 from hasten.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 __all__ = [
+    "AsyncCheckpointIO",
+    "BitsandbytesPrecision",
     "CheckpointIO",
     "ClusterEnvironment",
+    "DeepSpeedPrecision",
     "DoublePrecision",
+    "FSDPPrecision",
     "HalfPrecision",
+    "KubeflowEnvironment",
+    "LSFEnvironment",
+    "LayerSync",
     "LightningEnvironment",
+    "MPIEnvironment",
     "MixedPrecision",
     "Precision",
     "SLURMEnvironment",
     "TorchCheckpointIO",
     "TorchElasticEnvironment",
+    "TorchSyncBatchNorm",
+    "TransformerEnginePrecision",
+    "XLACheckpointIO",
+    "XLAEnvironment",
+    "XLAPrecision",
 ]
+
+_NUMBERS = "Use precision='bf16-mixed', '16-mixed', 'bf16-true', '16-true', '32-true' or '64-true'."
+_TORCHRUN = "Start the program with torchrun, which hasten recognises, or subclass ClusterEnvironment."
+
+
+def _absent(name: str, base: type, instead: str) -> Any:
+    return absent(name, base, home="hasten.plugins", instead=instead)
+
+
+BitsandbytesPrecision = _absent("BitsandbytesPrecision", Precision, _NUMBERS)
+DeepSpeedPrecision = _absent("DeepSpeedPrecision", Precision, _NUMBERS)
+FSDPPrecision = _absent("FSDPPrecision", Precision, _NUMBERS)
+KubeflowEnvironment = _absent("KubeflowEnvironment", ClusterEnvironment, _TORCHRUN)
+LSFEnvironment = _absent("LSFEnvironment", ClusterEnvironment, _TORCHRUN)
+LayerSync = _absent("LayerSync", ABC, "Use Trainer(sync_batchnorm=True).")
+MPIEnvironment = _absent("MPIEnvironment", ClusterEnvironment, _TORCHRUN)
+TorchSyncBatchNorm = _absent("TorchSyncBatchNorm", LayerSync, "Use Trainer(sync_batchnorm=True).")
+TransformerEnginePrecision = _absent("TransformerEnginePrecision", Precision, _NUMBERS)
+XLACheckpointIO = _absent("XLACheckpointIO", TorchCheckpointIO, "Use TorchCheckpointIO.")
+XLAEnvironment = _absent("XLAEnvironment", ClusterEnvironment, _TORCHRUN)
+XLAPrecision = _absent("XLAPrecision", Precision, _NUMBERS)

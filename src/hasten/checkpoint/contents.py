@@ -278,6 +278,13 @@ def metric_states(module: nn.Module, *, leave_out: set[int]) -> dict[str, Any]:
     }
 
 
+def reset_metrics(module: nn.Module) -> None:
+    """Have every metric forget what it gathered."""
+    for _, metric in _metrics(module):
+        if metric._update_count:
+            metric.reset()
+
+
 def load_metric_states(module: nn.Module, stored: Mapping[str, Any]) -> None:
     """Put back what ``metric_states`` returned."""
     for name, metric in _metrics(module):

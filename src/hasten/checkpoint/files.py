@@ -72,7 +72,9 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
         _sync_folder(target.parent)
 
 
-def load(path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True) -> dict[str, Any]:
+def load(
+    path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True
+) -> dict[str, Any]:
     """Read a checkpoint after checking that it is whole.
 
     Args:
@@ -318,7 +320,9 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise type(error)(error.errno, f"{folder} cannot be a folder: a file is in the way", str(folder)) from None
+        raise type(error)(
+            error.errno, f"{folder} cannot be a folder: a file is in the way", str(folder)
+        ) from None
     for each in missing:
         _sync_folder(each.parent)
 
@@ -347,7 +351,9 @@ def _explained(target: Path) -> Iterator[None]:
             why = f"{os.strerror(error.errno)} ({free} bytes free in {target.parent})"
         else:
             why = os.strerror(error.errno) if error.errno else str(error)
-        raise type(error)(error.errno, f"could not write the checkpoint: {why}. {kept}", str(target)) from error
+        raise type(error)(
+            error.errno, f"could not write the checkpoint: {why}. {kept}", str(target)
+        ) from error
 
 
 # -- reading

@@ -116,6 +116,13 @@ def _comes_back(value: Any) -> bool:
         buffer.seek(0)
         with numpy_allowed():
             torch.load(buffer, weights_only=True)
-    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError, RuntimeError, ValueError):
+    except (
+        pickle.PicklingError,
+        pickle.UnpicklingError,
+        AttributeError,
+        TypeError,
+        RuntimeError,
+        ValueError,
+    ):
         return False
     return True

@@ -63,9 +63,13 @@ def check(file: IO[bytes], path: str | os.PathLike[str]) -> None:
             with zipfile.ZipFile(file) as archive:
                 damaged = archive.testzip()
     except _NOT_AN_ARCHIVE as error:
-        raise CheckpointDamaged(f"{path} is damaged or cut off at {size} bytes: {first_line(error)}") from None
+        raise CheckpointDamaged(
+            f"{path} is damaged or cut off at {size} bytes: {first_line(error)}"
+        ) from None
     if damaged is not None:
-        raise CheckpointDamaged(f"{path} is damaged: {damaged} differs from what was written, by its checksum.")
+        raise CheckpointDamaged(
+            f"{path} is damaged: {damaged} differs from what was written, by its checksum."
+        )
 
 
 def _ends_elsewhere(file: IO[bytes], size: int) -> bool:
@@ -94,7 +98,9 @@ def _check_pickle(begin: bytes, path: str | os.PathLike[str]) -> None:
     if not begin:
         raise CheckpointDamaged(f"{path} is empty.")
     if begin[:1] != b"\x80":
-        raise CheckpointDamaged(f"{path} is no checkpoint: it begins with {begin!r}, not as files of torch.save do.")
+        raise CheckpointDamaged(
+            f"{path} is no checkpoint: it begins with {begin!r}, not as files of torch.save do."
+        )
 
 
 def _frame(file: IO[bytes], size: int) -> tuple[bytes, list[tuple[str, int, int, int]]]:

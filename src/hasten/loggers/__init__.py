@@ -24,8 +24,8 @@ _HOME = {
     "WandbLogger": "hasten.loggers.wandb",
 }
 
-# Names of the field that a program may ask for.
-_NOT_YET = frozenset({"LitLogger", "NeptuneLogger"})
+# Loggers of the field that are not here: they can be named, and say so when one is made.
+_ABSENT = ("LitLogger", "NeptuneLogger")
 
 __all__ = ["CSVLogger", "CometLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
 
@@ -35,11 +35,15 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
-    if name in _NOT_YET:
-        raise AttributeError(
-            f"hasten.loggers.{name} is not in this version of hasten. There are {', '.join(__all__)}; "
-            "or subclass hasten.loggers.Logger."
+    if name in _ABSENT:
+        from hasten._lib.absent import absent
+        from hasten.loggers.base import Logger
+
+        there_are = ", ".join(each for each in __all__ if each != "Logger")
+        globals()[name] = absent(
+            name, Logger, home=__name__, instead=f"There are {there_are}; or subclass hasten.loggers.Logger."
         )
+        return globals()[name]
     from hasten._lib.names import did_you_mean
 
     raise AttributeError(f"module 'hasten.loggers' has no attribute {name!r}.{did_you_mean(name, _HOME)}")

@@ -154,7 +154,9 @@ def _step(run: Run, name: str, loader_idx: int | None) -> Callable[..., Any]:
 def without_gradients(run: Run) -> Any:
     """Return inference mode where it can be used, else ``torch.no_grad``."""
     # DDP's broadcast of buffers and FSDP's views need tensors that may change outside inference mode.
-    inference = run.arguments.inference_mode and run.runtime.world_size == 1
+    # Within fit neither: what validation keeps (a cached mask, a buffer) may be used in training next.
+    fitting = run.state.fn == TrainerFn.FITTING
+    inference = run.arguments.inference_mode and run.runtime.world_size == 1 and not fitting
     return torch.inference_mode() if inference else torch.no_grad()
 
 

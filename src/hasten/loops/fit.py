@@ -102,6 +102,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     progress, hooks, meters, stop = run.progress, run.hooks, run.meters, run.stop
     train_step = run.watch("run_training_batch", make_step(run))
     transfer = make_transfer(run, run.train)
+    step_schedulers = run.watch("lr_scheduler_step", schedule.step)
     # 0 means never: no count is a multiple of infinity.
     log_every_n_steps = run.arguments.log_every_n_steps or math.inf
     max_steps = run.max_steps
@@ -144,7 +145,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
         else:
             progress.window += 1
         if run.schedulers:
-            schedule.step(run, stepped=closes)
+            step_schedulers(run, stepped=closes)
 
         hooks.on_train_batch_end(outputs, batch, batch_idx)
         if closes and progress.updates % log_every_n_steps == 0:

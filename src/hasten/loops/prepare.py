@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hasten import optim
+from hasten._lib.errors import MisconfigurationException
 from hasten.callback import Callback
 from hasten.checkpoint import contents
 from hasten.datamodule import LightningDataModule
@@ -69,10 +70,15 @@ def prepare(
         snapshot.load_callback_states(checkpoint.get("callbacks") or {})
 
     if run.arguments.sync_batchnorm and runtime.world_size > 1:
+        if fitting and runtime.device.type == "cpu" and _has_batchnorm(module):
+            raise MisconfigurationException(
+                "Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on accelerators only, and this run is on "
+                "the CPU. Leave it out, or use a normalisation that does not depend on the batch, such as GroupNorm."
+            )
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
     runtime.place(module)
     if fitting:
-        _configure_optimizers(run)
+        configure_optimizers(run)
         run.wrapped = runtime.wrap(module)
         hooks.on_fit_start()
     if run.arguments.enable_autolog_hparams and runtime.is_global_zero:
@@ -85,6 +91,10 @@ def prepare(
         run.train.load()
         check_fit(run)
         _restore_training(run, Snapshot(run, callbacks, datamodule), checkpoint, str(path))
+
+
+def _has_batchnorm(module: torch.nn.Module) -> bool:
+    return any(isinstance(child, torch.nn.modules.batchnorm._BatchNorm) for child in module.modules())
 
 
 def _restore_training(run: Run, snapshot: Snapshot, checkpoint: dict[str, Any] | None, path: str) -> None:
@@ -105,7 +115,8 @@ def _restore_training(run: Run, snapshot: Snapshot, checkpoint: dict[str, Any] |
         run.train.start_at(run.progress.batch)
 
 
-def _configure_optimizers(run: Run) -> None:
+def configure_optimizers(run: Run) -> None:
+    """Make the optimizers and schedulers of a run."""
     module, owner = run.module, type(run.module).__name__
     optimizers, schedulers = optim.parse(module.configure_optimizers(), owner)
     optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)

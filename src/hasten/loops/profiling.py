@@ -124,7 +124,10 @@ def watched(profiler: Profiler, action_name: str, function: Call) -> Call:
 
 def _wire(run: Run, profiler: Profiler, undo: ExitStack) -> None:
     module, runtime, hooks, meters = run.module, run.runtime, run.hooks, run.meters
-    strategy, owner = f"[Strategy]{type(runtime.strategy).__name__}", f"[LightningModule]{type(module).__name__}"
+    strategy, owner = (
+        f"[Strategy]{type(runtime.strategy).__name__}",
+        f"[LightningModule]{type(module).__name__}",
+    )
     watch = functools.partial(watched, profiler)
 
     def replace(target: Any, name: str, function: Call) -> None:
@@ -167,7 +170,9 @@ def _wire(run: Run, profiler: Profiler, undo: ExitStack) -> None:
     for source in (run.train, run.validation, run.test, run.predict):
         for name in ("start_epoch", "resume_epoch", "batches"):
             replace(source, name, _read(profiler, source, getattr(source, name)))
-    for holder in {id(found): found for found in (module, run.train.datamodule) if found is not None}.values():
+    for holder in {
+        id(found): found for found in (module, run.train.datamodule) if found is not None
+    }.values():
         kind = "LightningModule" if holder is module else "LightningDataModule"
         for name in _OF_THE_DATA:
             if overrides(holder, DataHooks, name):
@@ -190,12 +195,16 @@ def _read(profiler: Profiler, source: Source, batches: Call) -> Call:
     def reads(found: Iterator[Any]) -> Iterator[Any]:
         step = watched(profiler, action, found.__next__)
         try:
-            while True:
+            last = False
+            while not last:
                 try:
                     item = step()
                 except StopIteration:
                     return
+                last = item[1]
                 yield item
+            # Nothing is waited for any more: the loader ends its epoch.
+            yield from found
         finally:
             # As it would be where the loop leaves it.
             close = getattr(found, "close", None)
@@ -204,4 +213,3 @@ def _read(profiler: Profiler, source: Source, batches: Call) -> Call:
 
     # Not a generator itself: what opens a loader does so now, as without a profiler.
     return lambda *args, **kwargs: reads(iter(batches(*args, **kwargs)))
-

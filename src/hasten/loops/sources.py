@@ -136,6 +136,27 @@ class Source:
         """Batches of the only loader to use; infinite when unknown."""
         return self.limits[0]
 
+    @property
+    def given(self) -> Any:
+        """What was passed to the call, or None."""
+        return self._given
+
+    def streams(self) -> list[Any]:
+        """Return every loader by itself, also those that are joined."""
+        found: list[Any] = []
+        for stream in self._loaded():
+            found += stream.loader.flattened if isinstance(stream, CombinedStream) else [stream.loader]
+        return found
+
+    def switch_off(self) -> None:
+        """Have nothing to do."""
+        self._limit = 0
+
+    def reload(self) -> None:
+        """Ask for the loaders again when they are needed next."""
+        self.close()
+        self._streams = None
+
     def load(self) -> None:
         """Ask for the loaders now, so that what is wrong with them shows before anything starts."""
         self._loaded()

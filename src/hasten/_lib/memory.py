@@ -1,0 +1,41 @@
+"""Memory: what ran out of it, and how to give it back."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether an exception means that memory ran out, on a device or on the host."""
+    return is_out_of_device_memory(error) or is_out_of_host_memory(error)
+
+
+def is_out_of_device_memory(error: BaseException) -> bool:
+    """Say whether an exception means that the memory of a device ran out."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    # Libraries report it in words of their own.
+    known = (
+        "CUDA out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_NOT_SUPPORTED",
+        "MPS backend out of memory",
+    )
+    return isinstance(error, RuntimeError) and any(words in text for words in known)
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Say whether an exception means that the memory of the host ran out."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
+
+
+def give_back_memory() -> None:
+    """Collect garbage, and give cached memory of the device back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,25 @@
+"""Strategies of the field that this version does not have, so that programs can name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten._lib.absent import absent
+from hasten.strategies.parallel import ParallelStrategy
+from hasten.strategies.single import SingleDeviceStrategy
+
+_SHARDED = "Use strategy='ddp', which keeps the whole model on each device."
+_TPU = "There is no TPU: use accelerator='cuda', 'mps' or 'cpu'."
+
+
+def _strategy(name: str, instead: str, base: type = ParallelStrategy) -> Any:
+    return absent(name, base, home="hasten.strategies", instead=instead)
+
+
+DataParallelStrategy = _strategy("DataParallelStrategy", "Use strategy='ddp', which is faster on one machine too.")
+DeepSpeedStrategy = _strategy("DeepSpeedStrategy", _SHARDED)
+FSDPStrategy = _strategy("FSDPStrategy", _SHARDED)
+ModelParallelStrategy = _strategy("ModelParallelStrategy", _SHARDED)
+SingleDeviceXLAStrategy = _strategy("SingleDeviceXLAStrategy", _TPU, SingleDeviceStrategy)
+XLAFSDPStrategy = _strategy("XLAFSDPStrategy", _TPU)
+XLAStrategy = _strategy("XLAStrategy", _TPU)
