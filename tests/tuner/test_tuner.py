@@ -327,14 +327,27 @@ def test_losses_are_those_of_the_sweep_by_hand(mode: str) -> None:
     assert model.hparams.lr == found.suggestion()
 
 
+class Bowl(Classifier):
+    """A parabola: every rate above 1 makes it worse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.tensor(3.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.place**2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.place], lr=self.hparams.lr)
+
+
 def test_sweep_ends_where_the_loss_explodes() -> None:
-    found = Tuner(quiet()).lr_find(Classifier(), loader(40), max_lr=1e4, num_training=100, mode="linear")
+    found = Tuner(quiet()).lr_find(Bowl(), loader(40), min_lr=0.01, max_lr=10)
     assert found is not None
-    assert 2 < len(found.results["lr"]) < 100
-    assert found.results["loss"][-1] > 4.0 * min(found.results["loss"])
-    whole = Tuner(quiet()).lr_find(
-        Classifier(), loader(40), max_lr=1e4, num_training=100, mode="linear", early_stop_threshold=None
-    )
+    assert 50 < len(found.results["lr"]) < 100
+    assert found.results["loss"][-1] > 4 * min(found.results["loss"]) > found.results["loss"][-2]
+    assert 0.01 < found.suggestion() < 1.0
+    whole = Tuner(quiet()).lr_find(Bowl(), loader(40), min_lr=0.01, max_lr=10, early_stop_threshold=None)
     assert whole is not None
     assert len(whole.results["lr"]) == 100
 
