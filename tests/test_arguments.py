@@ -53,7 +53,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"strategy": "dpp"}, "ddp"),
     ({"devices": 0}, "devices=0"),
     ({"devices": "two"}, "devices='two'"),
-    ({"profiler": "simple"}, "profiler"),
+    ({"profiler": "simpel"}, "simple"),
     ({"reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders_every_n_epochs=-1"),
     ({"barebones": True, "logger": True}, "barebones"),
     ({"inference_mode": None}, "inference_mode=None"),
@@ -159,8 +159,8 @@ def test_loading_on_an_instance_and_bare_weights_are_told(tmp_path: Any) -> None
 def test_names_that_are_not_in_this_version_say_so() -> None:
     import hasten.loggers
 
-    with pytest.raises(AttributeError, match="not in this version.*CSVLogger, CometLogger"):
-        hasten.loggers.NeptuneLogger
+    with pytest.raises(ValueError, match=r"NeptuneLogger is not in this version.*CSVLogger, CometLogger"):
+        hasten.loggers.NeptuneLogger(project="digits")
 
 
 def test_empty_loaders_are_told() -> None:

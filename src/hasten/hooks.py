@@ -183,6 +183,8 @@ class Hooks:
         self._callbacks = callbacks
         self._datamodule = datamodule
         self._meters = meters
+        # Set where a profiler wants to know of each call; only while listeners are looked for.
+        self.watch: Callable[[str, Call], Call] | None = None
         self.find()
         follow(self)
 
@@ -207,12 +209,16 @@ class Hooks:
     def _caller(self, row: Hook, callbacks: list[Callback], module: LightningModule | None) -> Call:
         name = row.name
         listeners: list[Call] = [
-            functools.partial(getattr(callback, name), self._trainer, self._module)
+            self._watched(
+                f"[Callback]{callback.state_key}.{name}",
+                functools.partial(getattr(callback, name), self._trainer, self._module),
+            )
             for callback in callbacks
             if overrides(callback, Callback, name)
         ]
         if module is not None and overrides(module, LightningModule, name):
-            listeners.insert(0 if name in _MODULE_FIRST else len(listeners), getattr(module, name))
+            hook = self._watched(f"[LightningModule]{type(module).__name__}.{name}", getattr(module, name))
+            listeners.insert(0 if name in _MODULE_FIRST else len(listeners), hook)
         datamodule = self._datamodule
         if (
             module is not None
@@ -221,10 +227,14 @@ class Hooks:
             and overrides(datamodule, LightningDataModule, name)
         ):
             at = len(listeners) if name in _DATAMODULE_LAST else 0
-            listeners.insert(at, getattr(datamodule, name))
+            label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
+            listeners.insert(at, self._watched(label, getattr(datamodule, name)))
         if not listeners:
             return nothing
         return self._meters.inside(row, listeners)
+
+    def _watched(self, action: str, listener: Call) -> Call:
+        return listener if self.watch is None else self.watch(action, listener)
 
 
 def overrides(owner: object, base: type, name: str) -> bool:

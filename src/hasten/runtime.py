@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from hasten import verbs
 from hasten._lib.tree import move_to
 from hasten.checkpoint.io import CheckpointIO, TorchCheckpointIO
+from hasten.machine.collectives import numbers_as_tensors
 from hasten.precision.base import Precision
 
 if TYPE_CHECKING:
@@ -296,7 +297,8 @@ class Runtime:
         return self.strategy.all_reduce(data, group=group, reduce_op=op)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return ``data`` with the tensors of all processes stacked; as it is for one process."""
+        """Return ``data`` with the tensors and numbers of all processes stacked; as it is for one process."""
+        data = numbers_as_tensors(data, self.device)
         return self.strategy.all_gather(data, group=group, sync_grads=sync_grads)
 
     def broadcast(self, data: Any, src: int = 0) -> Any:

@@ -27,6 +27,7 @@ from hasten.loops.evaluate import evaluate_and_print
 from hasten.loops.fit import fit
 from hasten.loops.predict import predict
 from hasten.loops.prepare import prepare
+from hasten.loops.profiling import LOOP, profiled
 from hasten.loops.progress import Progress
 from hasten.loops.resume import resolve_path
 from hasten.loops.run import Run, Stopped
@@ -42,6 +43,8 @@ from hasten.machine.signals import StopRequests
 from hasten.meters import Meters
 from hasten.module import LightningModule
 from hasten.precision.base import Precision
+from hasten.profilers.base import Profiler
+from hasten.profilers.base import resolve as resolve_profiler
 from hasten.resolve import runtime as resolve_runtime
 from hasten.strategies.base import Strategy
 from hasten.trainer_view import TrainerView
@@ -98,7 +101,7 @@ class Trainer(TrainerView):
         reload_dataloaders_every_n_epochs: ask for new loaders this often; 0 for never.
         default_root_dir: where logs and checkpoints go; the working directory by default.
         enable_autolog_hparams: hand hyper-parameters to the loggers.
-        profiler: not in this version: None.
+        profiler: "simple", "advanced", "pytorch" or a Profiler: say where the time goes; None for none.
         model_registry: only served a hosted product: None.
 
     Raises:
@@ -117,8 +120,8 @@ class Trainer(TrainerView):
     def __init__(
         self,
         *,
-        accelerator: str | Accelerator = "auto",
-        strategy: str | Strategy = "auto",
+        accelerator: Accelerator | str = "auto",
+        strategy: Strategy | str = "auto",
         devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
         precision: int | str | None = None,
@@ -149,7 +152,7 @@ class Trainer(TrainerView):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: Any = None,
+        profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: Plugin | list[Plugin] | None = None,
@@ -163,9 +166,14 @@ class Trainer(TrainerView):
         given = locals()
         if unknown:
             checks.refuse_unknown(unknown, Trainer.__init__, "Trainer")
-        if profiler is not None or model_registry is not None:
-            name = "profiler" if profiler is not None else "model_registry"
-            raise ValueError(f"Trainer({name}=...): not in this version of hasten. Leave it out.")
+        self.profiler = resolve_profiler(profiler)
+        if barebones and profiler is not None:
+            raise ValueError(
+                f"Trainer(barebones=True, profiler={profiler!r}): barebones switches all of that off. Leave out one "
+                "or the other."
+            )
+        if model_registry is not None:
+            raise ValueError("Trainer(model_registry=...): not in this version of hasten. Leave it out.")
         # One row an argument in the signature and one in the checks; no third list of them here.
         self._arguments = checks.check(**{name: given[name] for name in checks.NAMES})
         self._runtime: Runtime = resolve_runtime(
@@ -317,8 +325,9 @@ class Trainer(TrainerView):
                 "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached. Call fit, "
                 "validate, test or predict first."
             )
-        checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
-        self._runtime.save(filepath, checkpoint, storage_options=storage_options)
+        with self.profiler.profile("save_checkpoint"):
+            checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
+            self._runtime.save(filepath, checkpoint, storage_options=storage_options)
 
     # -- one call, from beginning to end
 
@@ -358,9 +367,10 @@ class Trainer(TrainerView):
             try:
                 self._between_batches = True
                 checkpoint = functools.partial(self._read_checkpoint, ckpt_path, weights_only)
-                prepare(run, self._callbacks, self._datamodule, checkpoint)
-                result = body(run)
-                self._finish(run)
+                with profiled(run, self.profiler, lambda: self.log_dir):
+                    prepare(run, self._callbacks, self._datamodule, checkpoint)
+                    result = run.watch(LOOP, body)(run)
+                    self._finish(run)
             except Stopped as stopped:
                 self._leave(run, stopped.signal_number)
             except KeyboardInterrupt as interrupt:

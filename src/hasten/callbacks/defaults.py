@@ -38,7 +38,12 @@ def with_defaults(arguments: Arguments) -> list[Callback]:
     if arguments.enable_progress_bar and not bars:
         callbacks.append(TQDMProgressBar())
     if arguments.enable_model_summary and not given(ModelSummary):
-        callbacks.append(ModelSummary())
+        if "RichProgressBar" in [kind.__name__ for bar in callbacks for kind in type(bar).__mro__]:
+            from hasten.callbacks.rich_summary import RichModelSummary
+
+            callbacks.append(RichModelSummary())
+        else:
+            callbacks.append(ModelSummary())
     if arguments.max_time is not None and not given(Timer):
         callbacks.append(Timer(arguments.max_time))
     if arguments.enable_checkpointing and not given(Checkpoint):

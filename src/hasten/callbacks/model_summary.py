@@ -49,6 +49,7 @@ class ModelSummary(Callback):
                 summary.trainable_parameters,
                 summary.model_size,
                 summary.total_training_modes,
+                total_flops=summary.total_flops,
                 **self._summarize_kwargs,
             )
 
@@ -59,6 +60,7 @@ class ModelSummary(Callback):
         trainable_parameters: int,
         model_size: float,
         total_training_modes: dict[str, int],
+        total_flops: int = 0,
         **summarize_kwargs: Any,
     ) -> None:
         """Write the table.
@@ -69,10 +71,16 @@ class ModelSummary(Callback):
             trainable_parameters: those that require gradients.
             model_size: size of the parameters in MB.
             total_training_modes: number of modules in "train" and in "eval" mode.
+            total_flops: floating-point operations of a forward; 0 where it is not known.
             **summarize_kwargs: what the constructor was given; unused here.
 
         """
         table = format_table(
-            summary_data, total_parameters, trainable_parameters, model_size, total_training_modes
+            summary_data,
+            total_parameters,
+            trainable_parameters,
+            model_size,
+            total_training_modes,
+            total_flops,
         )
         rank_zero_info("%s", "\n" + table)

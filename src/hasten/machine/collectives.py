@@ -102,6 +102,17 @@ def all_gather(data: Any, *, device: torch.device, group: Any = None, sync_grads
     return map_tensors(lambda tensor: _gather(tensor, device, group, sync_grads), data)
 
 
+def numbers_as_tensors(data: Any, device: torch.device) -> Any:
+    """Return ``data`` with its numbers, also those in dicts, lists and tuples, as tensors on ``device``."""
+    if isinstance(data, (bool, int, float)):
+        return torch.tensor(data, device=device)
+    if type(data) is dict:
+        return {key: numbers_as_tensors(value, device) for key, value in data.items()}
+    if type(data) in (list, tuple):
+        return type(data)(numbers_as_tensors(value, device) for value in data)
+    return data
+
+
 def _gather(tensor: Tensor, device: torch.device, group: Any, sync_grads: bool) -> Tensor:
     if sync_grads:
         from torch.distributed.nn.functional import all_gather as gather_with_gradients

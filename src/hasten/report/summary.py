@@ -116,6 +116,7 @@ class ModelSummary:
     def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
         self._model = model
         self._max_depth = check_depth(max_depth)
+        self._flops: dict[str, int] = {}
         self._layers = self.summarize()
 
     @property
@@ -187,6 +188,16 @@ class ModelSummary:
         return sum(p.numel() for p in _with_shape(self._model.parameters()) if p.requires_grad)
 
     @property
+    def flop_counts(self) -> list[int]:
+        """Floating-point operations of each layer in the forward pass of the example; 0 without one."""
+        return [self._flops.get(name, 0) for name in self._layers]
+
+    @property
+    def total_flops(self) -> int:
+        """Floating-point operations of the forward pass of the example; 0 without one."""
+        return self._flops.get("", 0)
+
+    @property
     def total_layer_params(self) -> int:
         """Number of parameters of the layers in the table."""
         return sum(self.param_nums)
@@ -213,6 +224,7 @@ class ModelSummary:
             ("Mode", ["train" if training else "eval" for training in self.training_modes]),
         ]
         if self._example is not None:
+            columns.append(("FLOPs", [human_readable(count) for count in self.flop_counts]))
             columns.append(("In sizes", [str(size) for size in self.in_sizes]))
             columns.append(("Out sizes", [str(size) for size in self.out_sizes]))
         if leftover > 0 and self._max_depth != 0:
@@ -231,6 +243,7 @@ class ModelSummary:
             self.trainable_parameters,
             self.model_size,
             self.total_training_modes,
+            self.total_flops,
         )
         if any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters()):
             table += "\nParameters marked ? get their shape in the first forward pass and are not counted."
@@ -243,6 +256,8 @@ class ModelSummary:
         return getattr(self._model, "example_input_array", None)
 
     def _forward_example(self) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
         from hasten._lib.tree import map_tensors
 
         model, example = self._model, self._example
@@ -256,13 +271,20 @@ class ModelSummary:
         model.eval()
         try:
             # Dropout and the like must not draw from the run's random numbers.
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), _autocast_of(model):
+            counter = FlopCounterMode(display=False)
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), _autocast_of(model), counter:
                 if isinstance(example, dict):
                     model(**example)
                 elif isinstance(example, (list, tuple)):
                     model(*example)
                 else:
                     model(example)
+            counts = counter.get_flop_counts()
+            self._flops = {
+                name: sum(counts.get(f"{type(model).__name__}.{name}", {}).values())
+                for name, _ in model.named_modules()
+            }
+            self._flops[""] = counter.get_total_flops()
         except Exception as error:
             error.add_note(
                 f"This was the forward pass of {type(model).__name__} with its example_input_array, for the table of "
@@ -296,6 +318,7 @@ def format_table(
     trainable_parameters: int,
     model_size: float,
     total_training_modes: dict[str, int],
+    total_flops: int = 0,
 ) -> str:
     """Return columns and totals as one text."""
     widths = [max([len(heading), *map(len, cells)]) for heading, cells in columns]
@@ -307,16 +330,28 @@ def format_table(
     for row in zip(*(cells for _, cells in columns), strict=True):
         lines.append(" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)))
     lines.append(rule)
-    totals = [
+    found = totals(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
+    lines += [f"{number:<10}{what}" for number, what in found]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def totals(
+    total_parameters: int,
+    trainable_parameters: int,
+    model_size: float,
+    total_training_modes: dict[str, int],
+    total_flops: int = 0,
+) -> list[tuple[str, str]]:
+    """Return what stands below the table: numbers and what they are."""
+    return [
         (human_readable(trainable_parameters), "Trainable params"),
         (human_readable(total_parameters - trainable_parameters), "Non-trainable params"),
         (human_readable(total_parameters), "Total params"),
         (f"{model_size:,.3f}", "Total estimated model params size (MB)"),
         (str(total_training_modes["train"]), "Modules in train mode"),
         (str(total_training_modes["eval"]), "Modules in eval mode"),
+        *([(human_readable(total_flops), "Total FLOPs (forward of the example)")] if total_flops else []),
     ]
-    lines += [f"{number:<10}{what}" for number, what in totals]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def human_readable(number: int) -> str:

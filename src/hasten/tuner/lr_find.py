@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -197,7 +196,7 @@ def sweep(
         trial.trainer._callbacks.append(watch)
         run.schedulers.clear()
         run.hooks.find()
-        fit(dataclasses.replace(run, schedulers=[]))
+        fit(run)
     rank_zero_info(f"lr_find: tried {len(found.results['lr'])} learning rates.")
     return found
 

@@ -144,9 +144,12 @@ class Trial:
         """Run ``count`` steps of ``method``; training validates as well, if there is something to validate."""
         with self.steps(method, count, validates=True) as run:
             if method == "fit":
-                fit(dataclasses.replace(run, validation=_off(run)))
-                if not run.validation.is_off():
-                    evaluate(run, run.validation)
+                # Once, after training: not where the steps happen to end an epoch.
+                validation, run.validation = run.validation, _off(run)
+                fit(run)
+                run.validation = validation
+                if not validation.is_off():
+                    evaluate(run, validation)
             elif method == "predict":
                 predict(run, return_predictions=False)
             else:

@@ -1,0 +1,364 @@
+"""PyTorchProfiler: operators and kernels of a few batches, as a table and a trace for a browser."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.autograd.profiler import record_function
+from torch.autograd.profiler_util import EventList
+from torch.profiler import ProfilerAction, ProfilerActivity, tensorboard_trace_handler
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import did_you_mean
+from hasten._lib.rank_zero import warn_once
+from hasten.profilers.base import Profiler
+from hasten.profilers.module_names import RegisterRecordFunction
+
+Schedule = Callable[[int], ProfilerAction]
+
+# The default: leave out the first batch, warm up on one, record three. Few enough not to slow a run down.
+_DEFAULT = {"wait": 1, "warmup": 1, "active": 3}
+_DEFAULT_STEPS = sum(_DEFAULT.values())
+_BATCH = "run_training_batch"
+# Arguments of the field's profiler that torch's own does not have.
+_OURS = frozenset({"enabled", "export_to_flame_graph", "metric", "use_cpu"})
+
+
+class PyTorchProfiler(Profiler):
+    """Record operators and kernels with ``torch.profiler``: a table, and a trace for ``chrome://tracing``.
+
+    Each stage (training, validation, ...) is recorded once, for the batches its schedule says. Every action is a
+    range of the trace, and so is each module's forward. The table comes with the report; the trace is written
+    to ``dirpath`` as ``*.pt.trace.json``, to open in Perfetto, ``chrome://tracing`` or TensorBoard.
+
+    Args:
+        dirpath: folder of the trace and the report; the folder of the logs by default.
+        filename: write the report to a file of this name instead of printing it; ``.txt`` is appended.
+        group_by_input_shapes: a row for each combination of input shapes; needs ``record_shapes=True``.
+        emit_nvtx: emit NVTX ranges for NVIDIA's own profiler instead; needs CUDA.
+        export_to_chrome: write the trace.
+        row_limit: rows of the table; -1 for all.
+        sort_by_key: the column the table is sorted by, for instance "self_cpu_time_total".
+        record_module_names: make the forward of each module a range of the trace.
+        table_kwargs: more arguments of the table (``max_name_column_width``, ``top_level_events_only``, ...).
+        **profiler_kwargs: for ``torch.profiler.profile``: ``schedule``, ``activities``, ``record_shapes``,
+            ``profile_memory``, ``with_stack``, ``with_flops``, ``on_trace_ready``, ... By default a schedule that
+            leaves out one batch, warms up on one and records three; all batches where there are fewer than five,
+            with ``schedule=None``, and outside a Trainer.
+
+    Raises:
+        MisconfigurationException: ``sort_by_key`` is no column, ``schedule`` no schedule, or there is no CUDA.
+        KeyError: ``table_kwargs`` has something the table does not take.
+        TypeError: ``profiler_kwargs`` has something torch's profiler does not take.
+
+    Example::
+
+        >>> profiler = PyTorchProfiler(export_to_chrome=False, sort_by_key="cpu_time_total")
+        >>> with profiler.profile("multiply"):
+        ...     product = torch.ones(2, 2) @ torch.ones(2, 2)
+        >>> "aten::mm" in profiler.summary()
+        True
+
+    Source: https://docs.pytorch.org/docs/stable/profiler.html
+
+    """
+
+    STEP_FUNCTIONS: ClassVar[set[str]] = {"training_step", "validation_step", "test_step", "predict_step"}
+    AVAILABLE_SORT_KEYS: ClassVar[set[str]] = {
+        f"{own}{device}_{kind}"
+        for device in ("cpu", "cuda", "device")
+        for own, kind in (
+            ("", "time"),
+            ("", "time_total"),
+            ("self_", "time_total"),
+            ("", "memory_usage"),
+            ("self_", "memory_usage"),
+        )
+    } | {"count"}
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        group_by_input_shapes: bool = False,
+        emit_nvtx: bool = False,
+        export_to_chrome: bool = True,
+        row_limit: int = 20,
+        sort_by_key: str | None = None,
+        record_module_names: bool = True,
+        table_kwargs: dict[str, Any] | None = None,
+        **profiler_kwargs: Any,
+    ) -> None:
+        super().__init__(dirpath=dirpath, filename=filename)
+        _check_kwargs(profiler_kwargs)
+        _check_table(table_kwargs or {})
+        self._enabled = profiler_kwargs.pop("enabled", True)
+        self._flame_graph = profiler_kwargs.pop("export_to_flame_graph", False)
+        self._metric = profiler_kwargs.pop("metric", "self_cpu_time_total")
+        cpu, cuda = profiler_kwargs.pop("use_cpu", True), profiler_kwargs.pop("use_cuda", None)
+        cuda = torch.cuda.is_available() if cuda is None else cuda
+        wanted = [ProfilerActivity.CPU] * bool(cpu) + [ProfilerActivity.CUDA] * bool(cuda)
+        activities = list(profiler_kwargs.pop("activities", None) or wanted)
+        self._by_default = "schedule" not in profiler_kwargs
+        self._given_schedule: Schedule | None = _check_schedule(profiler_kwargs.pop("schedule", None))
+        self._on_trace_ready = profiler_kwargs.pop("on_trace_ready", None)
+        with_stack = profiler_kwargs.pop("with_stack", False) or self._flame_graph
+        self._profiler_kwargs = {**profiler_kwargs, "activities": activities, "with_stack": with_stack}
+        self._group_by_input_shapes = group_by_input_shapes and profiler_kwargs.get("record_shapes", False)
+        if emit_nvtx and not torch.cuda.is_available():
+            raise MisconfigurationException(
+                "PyTorchProfiler(emit_nvtx=True): NVTX ranges are for NVIDIA's profiler, and there is no CUDA device "
+                "here. Leave it out."
+            )
+        self._emit_nvtx = emit_nvtx
+        self._export_to_chrome = export_to_chrome
+        self._row_limit = row_limit
+        on_device = ProfilerActivity.CUDA in activities
+        self._sort_by_key = sort_by_key or f"{'cuda' if on_device else 'cpu'}_time_total"
+        if self._sort_by_key not in self.AVAILABLE_SORT_KEYS:
+            raise MisconfigurationException(
+                f"PyTorchProfiler(sort_by_key={sort_by_key!r}): Found sort_by_key: {sort_by_key}. Should be within "
+                f"{sorted(self.AVAILABLE_SORT_KEYS)}.{did_you_mean(self._sort_by_key, self.AVAILABLE_SORT_KEYS)}"
+            )
+        self._record_module_names = record_module_names
+        self._table_kwargs = dict(table_kwargs or {})
+        self._forget()
+
+    def _forget(self) -> None:
+        self.profiler: Any = None
+        self.function_events: Any = None
+        self._nvtx: Any = None
+        self._register: RegisterRecordFunction | None = None
+        self._recording: dict[str, record_function] = {}
+        # One cycle of a schedule at a time: the stage it belongs to, batches of each, those that are done.
+        self._recorded_stage: str | None = None
+        self._batches: dict[str, int] = {}
+        self._done: set[str] = set()
+        # Stages of fewer batches than the default schedule needs, and how many those have.
+        self._short: dict[str, int] = {}
+        self._next = ProfilerAction.NONE
+        self._step_name = "profile"
+        self._tables: dict[str, str] = {}
+
+    def start(self, action_name: str) -> None:
+        """Begin an action: a range of the trace."""
+        if not self._enabled:
+            return
+        if self.profiler is None:
+            self._begin()
+        if self._register is None and self._record_module_names and self._lightning_module is not None:
+            self._register = RegisterRecordFunction(self._lightning_module)
+            self._register.__enter__()
+        if _stage_of(action_name) is not None:
+            self._step_name = action_name
+            self._begin_a_short_stage(action_name)
+        if action_name not in self._recording:
+            # The prefix is known to viewers of traces, which group such ranges.
+            record = record_function("[pl][profile]" + action_name)
+            record.__enter__()
+            self._recording[action_name] = record
+
+    def stop(self, action_name: str) -> None:
+        """End an action; where it was a batch, the schedule moves on."""
+        record = self._recording.pop(action_name, None)
+        if record is not None:
+            record.__exit__(None, None, None)
+        # Within a Trainer a training batch ends with the optimizer's step; elsewhere with the step function.
+        if _BATCH in self._recording:
+            return
+        stage = "train" if action_name == _BATCH else _stage_of(action_name)
+        if stage is not None and self.profiler is not None and not self._emit_nvtx:
+            self._batch_ended(stage)
+
+    def summary(self) -> str:
+        """Return the tables of the operators that took longest, one for each stage recorded."""
+        self._end()
+        if not self._enabled or not self._tables:
+            return ""
+        return self._stats_to_str(self._tables)
+
+    def teardown(self, stage: str | None) -> None:
+        """End the recording, and forget the run."""
+        self._end()
+        self._forget()
+        super().teardown(stage=stage)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Made again on the other side; a run cannot be sent while it is recorded.
+        return {**super().__getstate__(), "profiler": None, "function_events": None}
+
+    # -- the recording
+
+    def _begin(self) -> None:
+        if self._emit_nvtx:
+            self._nvtx = torch.cuda.profiler.profile()
+            self._nvtx.__enter__()
+            self.profiler = torch.autograd.profiler.emit_nvtx()
+            self.profiler.__enter__()
+            return
+        if self._records_all():
+            self._next = ProfilerAction.RECORD
+        else:
+            self._next = self._schedule(None, 0)
+        self.profiler = torch.profiler.profile(
+            **self._profiler_kwargs, schedule=lambda _: self._next, on_trace_ready=self._trace_ready
+        )
+        self.profiler.__enter__()
+        self.profiler.add_metadata("Framework", "hasten")
+
+    def _schedule(self, stage: str | None, batches: int) -> ProfilerAction:
+        if stage in self._short:
+            last = batches + 1 >= self._short[stage]
+            return ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD
+        return (self._given_schedule or torch.profiler.schedule(**_DEFAULT))(batches)
+
+    def _batch_ended(self, stage: str) -> None:
+        trainer = self._trainer()
+        if trainer is not None and trainer.sanity_checking:
+            return  # Training comes first: a cycle begun in the check would leave it out.
+        if self._recorded_stage not in (None, stage) or stage in self._done or self._records_all():
+            return
+        done = self._batches[stage] = self._batches.get(stage, 0) + 1
+        if self._next == ProfilerAction.RECORD_AND_SAVE:
+            self._done.add(stage)
+            self._go_to(None, ProfilerAction.NONE)
+        else:
+            action = self._schedule(stage, done)
+            self._go_to(None if action == ProfilerAction.NONE else stage, action)
+
+    def _go_to(self, stage: str | None, action: ProfilerAction) -> None:
+        self._recorded_stage = stage
+        self._next = action
+        self.profiler.step()
+
+    def _records_all(self) -> bool:
+        return self._given_schedule is None and (not self._by_default or self._lightning_module is None)
+
+    def _begin_a_short_stage(self, action_name: str) -> None:
+        """Record from the first batch on where the default schedule would not come to its end."""
+        stage, trainer = _stage_of(action_name), self._trainer()
+        if (
+            stage is None
+            or trainer is None
+            or not self._by_default
+            or self._recorded_stage is not None
+            or stage in self._batches
+            or stage in self._done
+            or trainer.sanity_checking
+        ):
+            return
+        batches = _batches_to_come(trainer, stage)
+        if batches < _DEFAULT_STEPS:
+            self._short[stage] = int(batches)
+            self._batches[stage] = 0
+            self._go_to(stage, self._schedule(stage, 0))
+
+    def _trainer(self) -> Any:
+        return getattr(self._lightning_module, "_trainer", None) or getattr(
+            self._lightning_module, "trainer", None
+        )
+
+    def _trace_ready(self, profiler: Any) -> None:
+        name = self._step_name
+        self.function_events = profiler.events()
+        data = profiler.key_averages(group_by_input_shape=self._group_by_input_shapes)
+        self._tables[name] = data.table(
+            sort_by=self._sort_by_key, row_limit=self._row_limit, **self._table_kwargs
+        )
+        if self._on_trace_ready is not None:
+            self._on_trace_ready(profiler)
+            return
+        if not (self._export_to_chrome or self._flame_graph):
+            return
+        if self.dirpath is None:
+            warn_once(
+                "PyTorchProfiler dirpath",
+                "PyTorchProfiler: the trace is not written, there is no folder for it. Pass dirpath=..., or "
+                "export_to_chrome=False for the table alone.",
+            )
+            return
+        folder = Path(os.fspath(self.dirpath))
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._export_to_chrome:
+            tensorboard_trace_handler(str(folder), self._prepare_filename(name, extension=""))(profiler)
+        if self._flame_graph:
+            profiler.export_stacks(str(folder / self._prepare_filename(name, ".stack")), metric=self._metric)
+
+    def _end(self) -> None:
+        for name in reversed(list(self._recording)):
+            self._recording.pop(name).__exit__(None, None, None)
+        if self._register is not None:
+            self._register.__exit__(None, None, None)
+            self._register = None
+        if self.profiler is not None:
+            profiler, self.profiler = self.profiler, None
+            profiler.__exit__(None, None, None)
+        if self._nvtx is not None:
+            self._nvtx.__exit__(None, None, None)
+            self._nvtx = None
+
+
+def _stage_of(action_name: str) -> str | None:
+    """Return the stage of which an action is the step."""
+    name = action_name.rpartition(".")[2]
+    stages = {"training_step": "train", "validation_step": "val", "test_step": "test"}
+    return stages.get(name) or ("predict" if name == "predict_step" else None)
+
+
+def _batches_to_come(trainer: Any, stage: str) -> float:
+    """Return how many batches of a stage a run has; those of one epoch where there is no end."""
+    if stage == "train":
+        epochs = trainer.max_epochs
+        batches: float = trainer.num_training_batches * (epochs if epochs is not None and epochs > 0 else 1)
+        steps = trainer.max_steps
+        return min(batches, steps * trainer.accumulate_grad_batches) if steps > 0 else batches
+    found: Any = getattr(trainer, f"num_{stage}_batches")
+    return sum(found) if isinstance(found, list) else found
+
+
+def _check_kwargs(given: dict[str, Any]) -> None:
+    known = set(inspect.signature(torch.profiler.profile.__init__).parameters) - {"self"} | _OURS
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"PyTorchProfiler({name}=...): neither it nor torch.profiler.profile takes this argument."
+                f"{did_you_mean(name, known)}"
+            )
+
+
+def _check_table(given: dict[str, Any]) -> None:
+    known = set(inspect.signature(EventList.table).parameters) - {"self", "sort_by", "row_limit"}
+    for name in given:
+        if name in ("sort_by", "row_limit"):
+            own = "sort_by_key" if name == "sort_by" else name
+            raise KeyError(
+                f"PyTorchProfiler(table_kwargs={{{name!r}: ...}}): this is an argument of the profiler itself. "
+                f"Pass {own}=..."
+            )
+        if name not in known:
+            raise KeyError(
+                f"PyTorchProfiler(table_kwargs={{{name!r}: ...}}): the table takes {sorted(known)}."
+                f"{did_you_mean(name, known)}"
+            )
+
+
+def _check_schedule(schedule: Any) -> Schedule | None:
+    if schedule is None:
+        return None
+    if not callable(schedule):
+        raise MisconfigurationException(
+            f"PyTorchProfiler(schedule={schedule!r}): Schedule should be a callable, for instance "
+            f"torch.profiler.schedule(wait=1, warmup=1, active=3). Found: {schedule}"
+        )
+    action = schedule(0)
+    if not isinstance(action, ProfilerAction):
+        raise MisconfigurationException(
+            f"PyTorchProfiler(schedule=...): Schedule should return a `torch.profiler.ProfilerAction`. Found: {action}"
+        )
+    checked: Schedule = schedule
+    return checked

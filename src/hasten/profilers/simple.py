@@ -1,0 +1,235 @@
+"""SimpleProfiler: the time of every action, and where the time of a step goes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections import defaultdict
+
+from hasten.profilers.base import Profiler
+
+# What a run is made of, in the order of a step. What belongs to none of them is "other".
+PARTS = (
+    "data wait",
+    "transfer",
+    "forward",
+    "backward",
+    "optimizer",
+    "callbacks",
+    "logging",
+    "checkpoint",
+    "validation",
+    "other",
+    "start and end",
+)
+# The whole of a run: its time is what the parts sum to.
+LOOP = "run_loop"
+_OF_A_STEP = "run_training_batch"
+
+_PART_OF: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), part)
+    for pattern, part in (
+        (LOOP, "start and end"),
+        (rf"run_training_epoch|{_OF_A_STEP}", "other"),
+        (r"run_evaluation", "validation"),
+        (r"\[_\w+\]\.\w+_next", "data wait"),
+        (r".*(batch_to_device|on_before_batch_transfer|on_after_batch_transfer)", "transfer"),
+        (r"\[(Strategy|LightningModule)\].*\.(training|validation|test|predict)_step", "forward"),
+        (r"\[(Strategy|LightningModule)\].*\.backward", "backward"),
+        (
+            r"\[(Strategy|LightningModule)\].*\.(optimizer_step|optimizer_zero_grad|configure_gradient_clipping"
+            r"|lr_scheduler_step)",
+            "optimizer",
+        ),
+        (r"\[Callback\].*", "callbacks"),
+        (r"\[Lightning(Module|DataModule)\].*\.on_\w+", "callbacks"),
+        (r"\[Logging\].*", "logging"),
+        (r"save_checkpoint", "checkpoint"),
+    )
+)
+
+
+def part_of(action_name: str) -> str | None:
+    """Return the part of a step that an action belongs to; None for that of the action around it.
+
+    Example::
+
+        >>> part_of("[_TrainingEpochLoop].train_dataloader_next"), part_of("my own action")
+        ('data wait', None)
+
+    """
+    return next((part for pattern, part in _PART_OF if pattern.fullmatch(action_name)), None)
+
+
+class SimpleProfiler(Profiler):
+    """Record how long each action takes; at the end say where the time of a step went.
+
+    The report has two tables: the parts of the run (data wait, transfer, forward, backward, optimizer,
+    callbacks, logging, checkpoint, validation, other, start and end), each moment counted once so that they
+    sum to the wall time, and every action with its calls. Actions contain those inside them.
+
+    On a GPU these are the times of the Python program: the device works behind it, and the wait for it shows
+    where the program waits. Use PyTorchProfiler for the time of kernels.
+
+    Args:
+        dirpath: folder of the file; the folder of the logs by default.
+        filename: write the report to a file of this name instead of printing it; ``.txt`` is appended.
+        extended: also say how many calls there were, and their share of the time.
+
+    Raises:
+        ValueError: an action is started twice, or stopped without a start.
+
+    Example::
+
+        >>> profiler = SimpleProfiler()
+        >>> with profiler.profile("sleep"):
+        ...     time.sleep(0.01)
+        >>> [duration >= 0.01 for duration in profiler.recorded_durations["sleep"]]
+        [True]
+
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        extended: bool = True,
+    ) -> None:
+        super().__init__(dirpath=dirpath, filename=filename)
+        self.current_actions: dict[str, float] = {}
+        self.recorded_durations: dict[str, list[float]] = defaultdict(list)
+        self.extended = extended
+        self.start_time = time.perf_counter()
+        # Seconds of each part, and the parts of the actions that are open, the innermost last.
+        self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._open: list[tuple[str, str]] = []
+        self._last = 0.0
+        self._parts: dict[str, str | None] = {}
+        self._before: dict[str, int] = {}
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Begin the table of the parts anew: it is that of one run."""
+        super().setup(stage, local_rank, log_dir)
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._before = {action: len(durations) for action, durations in self.recorded_durations.items()}
+        # Only training has epochs around its batches; elsewhere all of the loop belongs to them.
+        self._parts = {} if stage == "fit" else {LOOP: "other"}
+
+    def start(self, action_name: str) -> None:
+        """Begin an action."""
+        if action_name in self.current_actions:
+            raise ValueError(f"Attempted to start {action_name} which has already started.")
+        now = time.perf_counter()
+        self.current_actions[action_name] = now
+        if self._open or action_name == LOOP:
+            self._begin(action_name, now)
+
+    def stop(self, action_name: str) -> None:
+        """End an action."""
+        now = time.perf_counter()
+        if action_name not in self.current_actions:
+            raise ValueError(
+                f"Attempting to stop recording an action ({action_name}) which was never started."
+            )
+        self.recorded_durations[action_name].append(now - self.current_actions.pop(action_name))
+        if self._open:
+            self._end(action_name, now)
+
+    def _begin(self, action_name: str, now: float) -> None:
+        try:
+            part = self._parts[action_name]
+        except KeyError:
+            part = self._parts[action_name] = part_of(action_name)
+        if self._open:
+            _, around = self._open[-1]
+            self._seconds[around] += now - self._last
+            # Within validation all is validation: a step of training is what the table is about.
+            if part is None or around == "validation":
+                part = around
+        self._open.append((action_name, part or "other"))
+        self._last = now
+
+    def _end(self, action_name: str, now: float) -> None:
+        self._seconds[self._open[-1][1]] += now - self._last
+        self._last = now
+        # Usually the last one; an action of a user's may end out of turn.
+        for index in range(len(self._open) - 1, -1, -1):
+            if self._open[index][0] == action_name:
+                del self._open[index]
+                return
+
+    def summary(self) -> str:
+        """Return both tables."""
+        lines = [self._title(), ""]
+        if self._new(LOOP):
+            lines += [*self._table_of_parts(), ""]
+        if self.recorded_durations:
+            lines += [*(self._extended_rows() if self.extended else self._rows()), ""]
+        return "\n".join(lines)
+
+    def _table_of_parts(self) -> list[str]:
+        total = math.fsum(self._seconds.values())
+        steps = self._new(_OF_A_STEP)
+        each = f" of {steps} training batches" if steps else ""
+        head = ["Part", "Time (s)", "Share (%)", *(["Per batch (ms)"] if steps else [])]
+        rows = [
+            [
+                part,
+                f"{seconds:.5}",
+                f"{100 * seconds / total:.1f}" if total else "-",
+                *([f"{1000 * seconds / steps:.3f}"] if steps else []),
+            ]
+            for part, seconds in [*self._seconds.items(), ("total", total)]
+            if seconds or part == "total"
+        ]
+        return [f"Where the time{each} went (each moment is counted once):", *_table(head, rows, last=True)]
+
+    def _new(self, action_name: str) -> int:
+        return len(self.recorded_durations.get(action_name, ())) - self._before.get(action_name, 0)
+
+    def _extended_rows(self) -> list[str]:
+        total = time.perf_counter() - self.start_time
+        sums = {action: math.fsum(durations) for action, durations in self.recorded_durations.items()}
+        rows = [
+            [
+                action,
+                f"{seconds / len(self.recorded_durations[action]):.5}",
+                str(len(self.recorded_durations[action])),
+                f"{seconds:.5}",
+                f"{100 * seconds / total:.5}",
+            ]
+            for action, seconds in sorted(sums.items(), key=lambda item: item[1], reverse=True)
+        ]
+        calls = sum(len(durations) for durations in self.recorded_durations.values())
+        rows.insert(0, ["Total", "-", str(calls), f"{total:.5}", "100 %"])
+        head = ["Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %"]
+        return ["Actions (each contains those inside it):", *_table(head, rows)]
+
+    def _rows(self) -> list[str]:
+        means = {
+            action: (math.fsum(durations) / len(durations), math.fsum(durations))
+            for action, durations in self.recorded_durations.items()
+        }
+        rows = [
+            [action, f"{mean:.5}", f"{seconds:.5}"]
+            for action, (mean, seconds) in sorted(means.items(), key=lambda item: item[1][0], reverse=True)
+        ]
+        return _table(["Action", "Mean duration (s)", "Total time (s)"], rows)
+
+
+def _table(head: list[str], rows: list[list[str]], *, last: bool = False) -> list[str]:
+    """Return rows under a heading; ``last`` sets the last one apart."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+
+    def line(cells: list[str]) -> str:
+        first, *others = cells
+        numbers = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
+        return "|  " + "  |  ".join([f"{first:<{widths[0]}}", *numbers]) + "  |"
+
+    rule = "-" * (sum(widths) + 5 * len(widths) + 1)
+    body = [line(row) for row in rows]
+    if last:
+        body.insert(-1, rule)
+    return [rule, line(head), rule, *body, rule]

@@ -1,0 +1,250 @@
+"""Throughput: samples, items and floating-point operations a second, and their share of the device's peak."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.report.peaks import get_available_flops as get_available_flops
+
+
+class Throughput:
+    """Rates over the latest updates: batches, samples, items and floating-point operations a second.
+
+    The keys of ``compute`` are ``time`` (seconds), ``batches``, ``samples`` and, where given, ``lengths``: totals;
+    and once the window is full ``device/batches_per_sec``, ``device/samples_per_sec``, ``device/items_per_sec``,
+    ``device/flops_per_sec`` and ``device/mfu`` (model FLOP/s as a share of the peak), and the same without
+    ``device/`` for all devices together where there are several.
+
+    Args:
+        available_flops: the peak of one device in floating-point operations a second.
+        world_size: number of devices.
+        window_size: updates that a rate is taken over, at least 2.
+        separator: what stands between ``device`` and the name.
+
+    Raises:
+        ValueError: ``window_size`` or ``world_size`` is too small.
+
+    Example::
+
+        >>> throughput = Throughput(window_size=2)
+        >>> throughput.update(time=1.0, batches=1, samples=8)
+        >>> throughput.update(time=3.0, batches=2, samples=16)
+        >>> throughput.compute()["device/samples_per_sec"]
+        4.0
+
+    Source of MFU: https://arxiv.org/abs/2204.02311, appendix B.
+
+    """
+
+    def __init__(
+        self,
+        available_flops: float | None = None,
+        world_size: int = 1,
+        window_size: int = 100,
+        separator: str = "/",
+    ) -> None:
+        for name, value, least in (("world_size", world_size, 1), ("window_size", window_size, 2)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"Throughput({name}={value!r}): use a whole number, at least {least}.")
+        self.available_flops = available_flops
+        self.world_size = world_size
+        self.window_size = window_size
+        self.separator = separator
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        # A rate is between the first and the last of these.
+        self._time: deque[float] = deque(maxlen=self.window_size)
+        self._batches: deque[int] = deque(maxlen=self.window_size)
+        self._samples: deque[int] = deque(maxlen=self.window_size)
+        self._lengths: deque[int] = deque(maxlen=self.window_size)
+        self._flops: deque[float] = deque(maxlen=self.window_size)
+
+    def update(
+        self,
+        *,
+        time: float,
+        batches: int,
+        samples: int,
+        lengths: int | None = None,
+        flops: float | None = None,
+    ) -> None:
+        """Take the totals so far; all but ``flops`` grow with each call.
+
+        Args:
+            time: seconds since the beginning.
+            batches: batches on one device.
+            samples: samples on one device, at least as many.
+            lengths: items (tokens, ...) on one device, at least as many as samples.
+            flops: floating-point operations of one device since the last update.
+
+        Raises:
+            ValueError: a total did not grow, or is smaller than another that it includes.
+            RuntimeError: ``lengths`` was not given each time.
+
+        """
+        if samples < batches:
+            raise ValueError(f"Expected samples ({samples}) to be greater or equal than batches ({batches})")
+        if lengths is not None and lengths < samples:
+            raise ValueError(f"Expected lengths ({lengths}) to be greater or equal than samples ({samples})")
+        if (lengths is None) != (not self._lengths) and self._samples:
+            raise RuntimeError(
+                f"If lengths are passed ({len(self._lengths)}), there needs to be the same number of samples "
+                f"({len(self._samples)}): give lengths in each update, or in none."
+            )
+        for name, values, value in (
+            ("time", self._time, time),
+            ("batches", self._batches, batches),
+            ("samples", self._samples, samples),
+            ("lengths", self._lengths, math.inf if lengths is None else lengths),
+        ):
+            if values and values[-1] >= value:
+                raise ValueError(
+                    f"Throughput.update({name}={value}): Expected the value to increase, last: {values[-1]}, "
+                    f"current: {value}"
+                )
+        self._time.append(time)
+        self._batches.append(batches)
+        self._samples.append(samples)
+        if lengths is not None:
+            self._lengths.append(lengths)
+        if flops is not None:
+            self._flops.append(flops)
+
+    def compute(self) -> dict[str, float]:
+        """Return the totals, and the rates once the window is full; empty before the first update."""
+        if not self._time:
+            return {}
+        metrics: dict[str, float] = {
+            "time": self._time[-1],
+            "batches": self._batches[-1],
+            "samples": self._samples[-1],
+        }
+        if self._lengths:
+            metrics["lengths"] = self._lengths[-1]
+        if len(self._time) < self.window_size:
+            return metrics
+        seconds = self._time[-1] - self._time[0]
+        rates = {
+            "batches_per_sec": (self._batches[-1] - self._batches[0]) / seconds,
+            "samples_per_sec": (self._samples[-1] - self._samples[0]) / seconds,
+        }
+        if len(self._lengths) == self.window_size:
+            rates["items_per_sec"] = (self._lengths[-1] - self._lengths[0]) / seconds
+        if len(self._flops) == self.window_size:
+            # The operations of the first update were done before its time.
+            rates["flops_per_sec"] = (sum(self._flops) - self._flops[0]) / seconds
+        for name, rate in rates.items():
+            metrics[f"device{self.separator}{name}"] = rate
+            if self.world_size > 1:
+                metrics[name] = rate * self.world_size
+        if "flops_per_sec" in rates and self.available_flops:
+            metrics[f"device{self.separator}mfu"] = rates["flops_per_sec"] / self.available_flops
+        return metrics
+
+
+class ThroughputMonitor(Throughput):
+    """A Throughput that logs with a Fabric, on the first process.
+
+    Args:
+        fabric: the Fabric; its device and precision say the peak, its loggers take the values.
+        **kwargs: ``window_size`` and ``separator`` of Throughput.
+
+    Example::
+
+        >>> import hasten as L
+        >>> monitor = ThroughputMonitor(L.Fabric(accelerator="cpu"), window_size=2)
+        >>> monitor.update(time=1.0, batches=1, samples=8)
+        >>> monitor.compute_and_log()
+        {'time': 1.0, 'batches': 1, 'samples': 8}
+
+    """
+
+    def __init__(self, fabric: Any, **kwargs: Any) -> None:
+        peak = get_available_flops(fabric.device, compute_dtype(fabric._runtime.precision))
+        super().__init__(available_flops=peak, world_size=fabric.world_size, **kwargs)
+        self._fabric = fabric
+        self.step = -1
+
+    def update(self, **totals: Any) -> None:
+        """Take the totals so far; see ``Throughput.update``."""
+        if self._fabric.is_global_zero:
+            super().update(**totals)
+
+    def compute(self) -> dict[str, float]:
+        """Return totals and rates; empty on other processes than the first."""
+        return super().compute() if self._fabric.is_global_zero else {}
+
+    def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, float]:
+        """Log what ``compute`` gives, and return it.
+
+        Args:
+            step: the x axis of the loggers; the number of this call by default.
+            **kwargs: for ``compute``.
+
+        """
+        if not self._fabric.is_global_zero:
+            return {}
+        self.step = self.step + 1 if step is None else step
+        metrics = self.compute(**kwargs)
+        self._fabric.log_dict(metrics, step=self.step)
+        return metrics
+
+
+def compute_dtype(precision: Any) -> torch.dtype:
+    """Return the type in which the matrix products of a precision are computed.
+
+    Args:
+        precision: a ``Precision``.
+
+    Example::
+
+        >>> from hasten.precision.builtin import MixedPrecision
+        >>> compute_dtype(MixedPrecision("bf16-mixed", "cpu"))
+        torch.bfloat16
+
+    """
+    name = str(getattr(precision, "precision", ""))
+    if name.startswith("64"):
+        return torch.float64
+    if name.startswith("bf16"):
+        return torch.bfloat16
+    return torch.float16 if name.startswith("16") else torch.float32
+
+
+def measure_flops(
+    model: torch.nn.Module,
+    forward_fn: Callable[[], Any],
+    loss_fn: Callable[[Any], Tensor] | None = None,
+) -> int:
+    """Return the floating-point operations of a forward, and of the backward if there is a loss.
+
+    The model may be on the "meta" device: then nothing is computed.
+
+    Args:
+        model: the model.
+        forward_fn: runs the model and returns its output.
+        loss_fn: makes a loss of the output, whose backward then counts too.
+
+    Example::
+
+        >>> with torch.device("meta"):
+        ...     model, x = torch.nn.Linear(32, 2, bias=False), torch.randn(4, 32)
+        >>> measure_flops(model, lambda: model(x)) == 2 * 4 * 32 * 2
+        True
+
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        output = forward_fn()
+        if loss_fn is not None:
+            loss_fn(output).backward()
+    return int(counter.get_total_flops())

@@ -1,0 +1,349 @@
+"""Profilers in a run: the actions have the field's names, and without a profiler nothing is added."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hasten as L
+from hasten.callbacks import ModelCheckpoint
+from hasten.loggers import CSVLogger
+from hasten.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler
+from hasten.profilers.simple import LOOP, PARTS
+from tests.models import Classifier, loader, quiet, same_weights
+from tests.profilers.test_profilers import rows
+
+
+class Watched(Classifier):
+    """Has an action of its own and some hooks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with self.trainer.profiler.profile("my action"):
+            return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+class Counts(L.Callback):
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(a=1)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        pass
+
+
+class Late(Counts):
+    pass
+
+
+def durations(trainer: L.Trainer) -> dict[str, int]:
+    assert isinstance(trainer.profiler, SimpleProfiler)
+    return {action: len(found) for action, found in trainer.profiler.recorded_durations.items()}
+
+
+def test_the_actions_of_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = quiet(
+        profiler="simple",
+        max_epochs=2,
+        callbacks=[Counts(), ModelCheckpoint(tmp_path)],
+        enable_checkpointing=True,
+        logger=CSVLogger(tmp_path),
+        gradient_clip_val=1.0,
+        log_every_n_steps=5,
+        num_sanity_val_steps=1,
+    )
+    trainer.fit(Watched(), loader(), loader(8))
+    counts = durations(trainer)
+    # 10 batches an epoch, 2 of validation, 1 before training.
+    expected = {
+        "run_loop": 1,
+        "run_training_epoch": 2,
+        "run_training_batch": 20,
+        "run_evaluation": 3,
+        "[_TrainingEpochLoop].train_dataloader_next": 20,
+        "[_EvaluationLoop].val_next": 5,
+        "[Strategy]SingleDeviceStrategy.training_step": 20,
+        "[Strategy]SingleDeviceStrategy.validation_step": 5,
+        "[Strategy]SingleDeviceStrategy.backward": 20,
+        "[LightningModule]Watched.optimizer_step": 20,
+        "[LightningModule]Watched.optimizer_zero_grad": 20,
+        "[LightningModule]Watched.configure_gradient_clipping": 20,
+        "[LightningModule]Watched.configure_optimizers": 1,
+        "[LightningModule]Watched.on_train_batch_end": 20,
+        "[Callback]Counts{'a': 1}.on_train_batch_start": 20,
+        "[Logging]publish_step": 4,
+        "[Logging]record": 25,
+        "save_checkpoint": 2,
+        "my action": 20,
+    }
+    assert {action: counts.get(action) for action in expected} == expected
+    saver = [name for name in counts if name.startswith("[Callback]ModelCheckpoint{'monitor': None")]
+    assert any(name.endswith(".on_train_epoch_end") for name in saver)
+    report = capsys.readouterr().out
+    assert "FIT Profiler Report" in report
+    table = rows(report)
+    assert "Where the time of 20 training batches went" in report
+    shown = {part for part in PARTS if part in table}
+    assert shown >= {
+        "data wait",
+        "forward",
+        "backward",
+        "optimizer",
+        "callbacks",
+        "logging",
+        "checkpoint",
+        "other",
+    }
+    (whole,) = trainer.profiler.recorded_durations[LOOP]  # type: ignore[attr-defined]
+    assert sum(float(table[part][0]) for part in shown) == pytest.approx(whole, rel=1e-3)
+    assert float(table["total"][0]) == pytest.approx(whole, rel=1e-3)
+
+
+def test_the_actions_of_evaluation_and_prediction() -> None:
+    class Several(Classifier):
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            super().test_step(batch, batch_idx)
+
+    trainer = quiet(profiler="simple")
+    model = Several()
+    trainer.validate(model, loader(8), verbose=False)
+    trainer.test(model, [loader(8), loader(12)], verbose=False)
+    trainer.predict(model, loader(16))
+    counts = durations(trainer)
+    expected = {
+        "[_EvaluationLoop].val_next": 2,
+        "[_EvaluationLoop].test_next": 5,
+        "[_PredictionLoop].predict_next": 4,
+        "[Strategy]SingleDeviceStrategy.validation_step": 2,
+        "[Strategy]SingleDeviceStrategy.test_step": 5,
+        "[Strategy]SingleDeviceStrategy.predict_step": 4,
+        "run_loop": 3,
+    }
+    assert {action: counts.get(action) for action in expected} == expected
+    assert "run_training_batch" not in counts
+
+
+def test_the_hooks_that_move_a_batch() -> None:
+    class Moves(Classifier):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch
+
+        def setup(self, stage: str) -> None:
+            pass
+
+    trainer = quiet(profiler="simple")
+    trainer.fit(Moves(), datamodule=Data())
+    counts = durations(trainer)
+    expected = {
+        "[Strategy]SingleDeviceStrategy.batch_to_device": 10,
+        "[LightningModule]Moves.on_after_batch_transfer": 10,
+        "[LightningDataModule]Data.on_before_batch_transfer": 10,
+        "[LightningDataModule]Data.train_dataloader": 1,
+        "[LightningDataModule]Data.setup": 1,
+    }
+    assert {action: counts.get(action) for action in expected} == expected
+
+
+def test_the_methods_a_module_overrides() -> None:
+    class Mine(Classifier):
+        def backward(self, loss: Tensor) -> None:
+            loss.backward()
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+            super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+    trainer = quiet(profiler="simple")
+    model = Mine()
+    trainer.fit(model, loader())
+    counts = durations(trainer)
+    for method in ("backward", "optimizer_step", "optimizer_zero_grad"):
+        assert counts[f"[LightningModule]Mine.{method}"] == 10
+        assert method not in vars(model)  # All is as before.
+    assert counts["[Strategy]SingleDeviceStrategy.optimizer_step"] == 10
+
+
+def test_manual_optimisation() -> None:
+    class Manual(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    trainer = quiet(profiler="simple")
+    trainer.fit(Manual(), loader())
+    counts = durations(trainer)
+    assert counts["[Strategy]SingleDeviceStrategy.backward"] == 10
+    assert counts["[LightningModule]Manual.optimizer_step"] == 10
+
+
+def test_a_profiled_run_computes_the_same() -> None:
+    torch.manual_seed(1)
+    one = Classifier(dropout=0.5)
+    other = Classifier(dropout=0.5)
+    other.load_state_dict(one.state_dict())
+    for model, profiler in ((one, None), (other, "simple")):
+        torch.manual_seed(2)
+        quiet(profiler=profiler, max_epochs=2).fit(model, loader(shuffle=True), loader(8))
+    assert same_weights(one, other)
+
+
+def test_all_is_put_back() -> None:
+    trainer = quiet(profiler="simple")
+    model = Classifier()
+    runtime, meters = trainer._runtime, trainer._meters
+    before = (runtime.backward, dict(vars(meters)).keys(), vars(model).keys())
+    trainer.fit(model, loader())
+    assert runtime.backward is before[0]
+    for owner in (runtime, meters, model, trainer._run, trainer._run.train):  # type: ignore[union-attr]
+        watched = [name for name, value in vars(owner).items() if hasattr(value, "__wrapped__")]
+        assert watched == []
+    assert trainer._hooks is not None
+    assert trainer._hooks.watch is None
+    assert trainer.profiler._lightning_module is None
+
+
+def test_an_error_ends_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    class Fails(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet(profiler="simple")
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Fails(), loader())
+    assert durations(trainer)["run_training_batch"] == 4
+    assert "Where the time of 4 training batches went" in capsys.readouterr().out
+    assert trainer.profiler.current_actions == {}  # type: ignore[attr-defined]
+
+
+def test_a_callback_added_in_a_run_is_seen_too() -> None:
+    class Adds(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            trainer.callbacks.append(Late())
+
+    trainer = quiet(profiler="simple", callbacks=[Adds()])
+    trainer.fit(Classifier(), loader())
+    assert durations(trainer)["[Callback]Late{'a': 1}.on_train_batch_start"] == 10
+
+
+def test_a_run_within_a_run_is_part_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    profiler = SimpleProfiler()
+
+    class Nested(L.Callback):
+        def on_train_epoch_end(self, *_: Any) -> None:
+            quiet(profiler=profiler).fit(Classifier(), loader())
+
+    trainer = quiet(profiler=profiler, callbacks=[Nested()])
+    trainer.fit(Classifier(), loader())
+    counts = durations(trainer)
+    assert counts["run_training_batch"] == 10
+    assert counts["run_loop"] == 1
+    assert capsys.readouterr().out.count("Profiler Report") == 1
+    trainer.fit(Classifier(), loader())  # And the next one is seen again.
+    assert durations(trainer)["run_loop"] == 2
+
+
+def test_schedulers_are_part_of_the_optimizer() -> None:
+    class Scheduled(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    trainer = quiet(profiler="simple")
+    trainer.fit(Scheduled(), loader())
+    assert durations(trainer)["[Strategy]SingleDeviceStrategy.lr_scheduler_step"] == 10
+
+
+def test_a_profiler_of_ones_own(tmp_path: Path) -> None:
+    events: list[str] = []
+
+    class Mine(Profiler):
+        def start(self, action_name: str) -> None:
+            events.append("+" + action_name)
+
+        def stop(self, action_name: str) -> None:
+            events.append("-" + action_name)
+
+        def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+            super().setup(stage, local_rank, log_dir)
+            events.append(f"setup {stage} {local_rank} {os.path.basename(str(log_dir))}")
+
+        def summary(self) -> str:
+            events.append("summary")
+            return ""
+
+        def teardown(self, stage: str | None) -> None:
+            super().teardown(stage)
+            events.append(f"teardown {stage}")
+
+    mine = Mine()
+    trainer = quiet(profiler=mine, logger=CSVLogger(tmp_path, version="run"), limit_train_batches=1)
+    assert trainer.profiler is mine
+    trainer.fit(Classifier(), loader())
+    assert events[0] == "setup fit 0 run"
+    assert events[-3:] == ["summary", "teardown fit", "teardown fit"]
+    # Actions nest: each ends before those around it.
+    open_actions: list[str] = []
+    for event in events:
+        if event.startswith("+"):
+            open_actions.append(event[1:])
+        elif event.startswith("-"):
+            assert open_actions.pop() == event[1:]
+    assert open_actions == []
+    step = events.index("+[Strategy]SingleDeviceStrategy.training_step")
+    assert events.index("+run_training_batch") < step < events.index("-run_training_batch")
+    assert events.index("+run_training_epoch") < events.index("+run_training_batch")
+
+
+def test_without_a_profiler_there_is_one_that_does_nothing() -> None:
+    trainer = quiet()
+    assert type(trainer.profiler) is PassThroughProfiler
+    trainer.fit(Watched(), loader())
+    assert trainer._run is not None
+    assert trainer._run.watch("run_training_batch", len) is len
+
+
+def test_the_advanced_profiler(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trainer = quiet(profiler=AdvancedProfiler(dirpath=tmp_path, filename="calls"), limit_train_batches=2)
+    trainer.fit(Classifier(), loader())
+    text = (tmp_path / "fit-calls-0.txt").read_text()
+    part = text.split("Profile stats for: [Strategy]SingleDeviceStrategy.training_step rank: 0")[1].split(
+        "Profile stats"
+    )[0]
+    assert "(training_step)" in part
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("profiler", ["fast", 3, SimpleProfiler])
+def test_what_is_no_profiler(profiler: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"Trainer\(profiler="):
+        quiet(profiler=profiler)
+
+
+def test_barebones_has_no_profiler() -> None:
+    with pytest.raises(ValueError, match=r"Trainer\(barebones=True, profiler='simple'\)"):
+        L.Trainer(barebones=True, accelerator="cpu", profiler="simple")

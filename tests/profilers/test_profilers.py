@@ -1,0 +1,393 @@
+"""Profilers by themselves: what they record and report."""
+
+from __future__ import annotations
+
+import pickle
+import pstats
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten._lib.rank_zero import rank_zero_only
+from hasten.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler, XLAProfiler
+from hasten.profilers import simple as simple_module
+from hasten.profilers.base import is_off, resolve
+from hasten.profilers.simple import LOOP, part_of
+
+
+class Clock:
+    """Time that only goes by where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(simple_module, "time", clock)
+    return clock
+
+
+def spend(profiler: Profiler, clock: Clock, action: str, seconds: float, *inside: Any) -> None:
+    with profiler.profile(action):
+        clock.now += seconds
+        for what in inside:
+            spend(profiler, clock, *what)
+
+
+def rows(report: str) -> dict[str, list[str]]:
+    """Return the cells of each row of all tables of a report, by the first."""
+    found = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if "|" in line
+    ]
+    return {cells[0]: cells[1:] for cells in found}
+
+
+# -- simple
+
+
+def test_simple_records_each_duration(clock: Clock) -> None:
+    profiler = SimpleProfiler()
+    spend(profiler, clock, "a", 1.0, ("b", 0.5))
+    spend(profiler, clock, "a", 2.0)
+    assert profiler.recorded_durations == {"a": [1.5, 2.0], "b": [0.5]}
+    assert profiler.current_actions == {}
+
+
+def test_simple_reports_calls_and_shares(clock: Clock) -> None:
+    profiler = SimpleProfiler()
+    spend(profiler, clock, "a", 1.0, ("b", 0.5))
+    spend(profiler, clock, "a", 2.0)
+    clock.now += 0.5
+    report = profiler.summary()
+    assert report.startswith("Profiler Report\n")
+    assert rows(report) == {
+        "Action": ["Mean duration (s)", "Num calls", "Total time (s)", "Percentage %"],
+        "Total": ["-", "3", "4.0", "100 %"],
+        "a": ["1.75", "2", "3.5", "87.5"],
+        "b": ["0.5", "1", "0.5", "12.5"],
+    }
+    # What took longest comes first.
+    assert report.index("|  a ") < report.index("|  b ")
+    assert "Where the time" not in report  # There was no run.
+
+
+def test_simple_not_extended(clock: Clock) -> None:
+    profiler = SimpleProfiler(extended=False)
+    spend(profiler, clock, "short but often", 1.0)
+    spend(profiler, clock, "short but often", 1.0)
+    spend(profiler, clock, "long", 1.5)
+    report = profiler.summary()
+    assert rows(report) == {
+        "Action": ["Mean duration (s)", "Total time (s)"],
+        "long": ["1.5", "1.5"],
+        "short but often": ["1.0", "2.0"],
+    }
+    assert report.index("long") < report.index("short but often")
+
+
+def test_simple_refuses_what_does_not_match() -> None:
+    profiler = SimpleProfiler()
+    profiler.start("a")
+    with pytest.raises(ValueError, match="Attempted to start a which has already started"):
+        profiler.start("a")
+    with pytest.raises(ValueError, match=re.escape("stop recording an action (b) which was never started")):
+        profiler.stop("b")
+
+
+@pytest.mark.parametrize(
+    ("action", "part"),
+    [
+        ("[_TrainingEpochLoop].train_dataloader_next", "data wait"),
+        ("[_EvaluationLoop].val_next", "data wait"),
+        ("[Strategy]SingleDeviceStrategy.batch_to_device", "transfer"),
+        ("[LightningModule]Net.on_after_batch_transfer", "transfer"),
+        ("[LightningDataModule]Data.transfer_batch_to_device", "transfer"),
+        ("[Strategy]DDPStrategy.training_step", "forward"),
+        ("[Strategy]DDPStrategy.predict_step", "forward"),
+        ("[Strategy]DDPStrategy.backward", "backward"),
+        ("[LightningModule]Net.backward", "backward"),
+        ("[LightningModule]Net.optimizer_step", "optimizer"),
+        ("[LightningModule]Net.optimizer_zero_grad", "optimizer"),
+        ("[LightningModule]Net.configure_gradient_clipping", "optimizer"),
+        ("[LightningModule]Net.lr_scheduler_step", "optimizer"),
+        ("[Callback]Mine{'a': 1}.on_train_batch_end", "callbacks"),
+        ("[LightningModule]Net.on_train_batch_end", "callbacks"),
+        ("[Logging]publish_step", "logging"),
+        ("save_checkpoint", "checkpoint"),
+        ("run_evaluation", "validation"),
+        ("run_training_epoch", "other"),
+        ("my own save_checkpoint", None),
+    ],
+)
+def test_every_action_has_its_part(action: str, part: str | None) -> None:
+    assert part_of(action) == part
+
+
+def test_the_parts_sum_to_the_time_of_the_loop(clock: Clock) -> None:
+    profiler = SimpleProfiler()
+    profiler.setup("fit", local_rank=0)
+    step = ("[Strategy]S.training_step", 1.0, ("my own", 0.5), ("[Logging]record", 0.25))
+    batch = (
+        "run_training_batch",
+        0.125,
+        step,
+        ("[Strategy]S.backward", 2.0),
+        ("[LightningModule]N.optimizer_step", 4.0),
+    )
+    saving = ("[Callback]C.on_train_epoch_end", 0.5, ("save_checkpoint", 3.0))
+    checking = (
+        "run_evaluation",
+        1.0,
+        ("[Strategy]S.validation_step", 6.0),
+        ("[Callback]C.on_validation_end", 1.0),
+    )
+    wait = ("[_TrainingEpochLoop].train_dataloader_next", 0.5)
+    move = ("[Strategy]S.batch_to_device", 0.75)
+    epoch = ("run_training_epoch", 0.25, wait, move, batch, wait, move, batch, checking)
+    spend(profiler, clock, "[Callback]C.setup", 50.0)
+    spend(profiler, clock, LOOP, 10.0, epoch, saving)
+    report = rows(profiler.summary())
+    assert {name: cells for name, cells in report.items() if name in simple_module.PARTS} == {
+        "data wait": ["1.0", "2.5", "500.000"],
+        "transfer": ["1.5", "3.8", "750.000"],
+        "forward": ["3.0", "7.5", "1500.000"],
+        "backward": ["4.0", "10.0", "2000.000"],
+        "optimizer": ["8.0", "20.0", "4000.000"],
+        "callbacks": ["0.5", "1.2", "250.000"],
+        "logging": ["0.5", "1.2", "250.000"],
+        "checkpoint": ["3.0", "7.5", "1500.000"],
+        "validation": ["8.0", "20.0", "4000.000"],
+        "other": ["0.5", "1.2", "250.000"],
+        "start and end": ["10.0", "25.0", "5000.000"],
+    }
+    total = sum(profiler.recorded_durations[LOOP])
+    assert report["total"][0] == str(total)
+    assert sum(float(report[part][0]) for part in simple_module.PARTS) == total
+
+
+def test_each_run_has_a_table_of_its_own(clock: Clock) -> None:
+    profiler = SimpleProfiler()
+    for stage, seconds in (("fit", 7.0), ("validate", 2.0)):
+        profiler.setup(stage, local_rank=0)
+        spend(profiler, clock, LOOP, 1.0, ("[Strategy]S.validation_step", seconds))
+        profiler.teardown(stage)
+    report = profiler.summary()
+    assert report.startswith("VALIDATE Profiler Report")
+    table = rows(report)
+    assert table["forward"] == ["2.0", "66.7"]
+    assert table["other"] == ["1.0", "33.3"]
+    assert table["total"] == ["3.0", "100.0"]
+    assert table["[Strategy]S.validation_step"][1] == "2"  # The actions are those of all runs.
+
+
+def test_an_action_that_ends_out_of_turn(clock: Clock) -> None:
+    profiler = SimpleProfiler()
+    profiler.start(LOOP)
+    profiler.start("[Callback]C.on_train_batch_start")
+    profiler.start("[Logging]record")
+    clock.now += 1.0
+    profiler.stop("[Callback]C.on_train_batch_start")
+    clock.now += 2.0
+    profiler.stop("[Logging]record")
+    clock.now += 4.0
+    profiler.stop(LOOP)
+    table = rows(profiler.summary())
+    assert (table["logging"][0], table["start and end"][0]) == ("3.0", "4.0")
+
+
+# -- the base
+
+
+def test_a_context_ends_its_action_after_an_error() -> None:
+    profiler = SimpleProfiler()
+    with pytest.raises(ZeroDivisionError), profiler.profile("a"):
+        raise ZeroDivisionError
+    with profiler.profile("b") as name:
+        assert name == "b"
+    assert len(profiler.recorded_durations["a"]) == 1
+
+
+def test_the_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    profiler = SimpleProfiler()
+    with profiler.profile("a"):
+        pass
+    profiler.describe()
+    assert "|  a " in capsys.readouterr().out
+
+
+def test_other_processes_print_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiler = SimpleProfiler()
+    profiler.setup("fit", local_rank=1)
+    assert profiler.local_rank == 1
+    profiler.describe()
+    monkeypatch.setattr(rank_zero_only, "rank", 2)
+    profiler.setup("fit", local_rank=0)
+    profiler.describe()
+    assert capsys.readouterr().out == ""
+
+
+def test_the_report_is_written_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profiler = SimpleProfiler(dirpath=tmp_path / "folder", filename="times")
+    for _ in range(2):
+        profiler.setup("fit", local_rank=0, log_dir="/nowhere")
+        with profiler.profile("a"):
+            pass
+        profiler.describe()
+    assert capsys.readouterr().out == ""
+    text = (tmp_path / "folder" / "fit-times-0.txt").read_text()
+    assert text.count("FIT Profiler Report") == 2  # Of both runs.
+
+
+def test_the_folder_of_the_logs_is_the_default(tmp_path: Path) -> None:
+    profiler = SimpleProfiler(filename="times")
+    profiler.setup("test", local_rank=0, log_dir=str(tmp_path))
+    profiler.describe()
+    assert [path.name for path in tmp_path.iterdir()] == ["test-times-0.txt"]
+
+
+def test_names_of_files_hold_nothing_strange() -> None:
+    profiler = SimpleProfiler(filename="f")
+    assert (
+        profiler._prepare_filename("[Strategy]A/b: {'x': 1}*?", ".prof") == "f-[Strategy]A_b_ {'x'_ 1}_.prof"
+    )
+    assert PassThroughProfiler()._prepare_filename() == "profile.txt"
+
+
+def test_a_profiler_travels_to_another_process() -> None:
+    profiler = SimpleProfiler(filename="times")
+    profiler._lightning_module = lambda: None  # cannot be sent
+    copy = pickle.loads(pickle.dumps(profiler))
+    assert copy.filename == "times"
+    assert copy._lightning_module is None
+
+
+def test_what_may_be_asked_for() -> None:
+    mine = SimpleProfiler()
+    assert resolve(mine) is mine
+    assert type(resolve("Advanced")) is AdvancedProfiler
+    assert type(resolve(None)) is PassThroughProfiler
+    with pytest.raises(ValueError, match=r"'simpel'.*can only be one of.*simple") as caught:
+        resolve("simpel")
+    assert "Did you mean 'simple'" in str(caught.value)
+    with pytest.raises(TypeError, match=re.escape("Write profiler=SimpleProfiler()")):
+        resolve(SimpleProfiler)
+    with pytest.raises(TypeError, match="got int"):
+        resolve(3)
+    for ask in (lambda: resolve("xla"), XLAProfiler):
+        with pytest.raises(ModuleNotFoundError, match=r'TPU.*profiler="pytorch"'):
+            ask()
+
+
+def test_only_what_records_nothing_is_off() -> None:
+    class Mine(PassThroughProfiler):
+        def start(self, action_name: str) -> None:
+            pass
+
+    assert is_off(PassThroughProfiler())
+    assert not is_off(Mine())
+    assert not is_off(SimpleProfiler())
+
+
+# -- advanced
+
+
+def inner() -> int:
+    return sum(number for number in range(50))
+
+
+def outer() -> int:
+    return len([None] * 3)
+
+
+def test_advanced_keeps_the_functions_of_each_action() -> None:
+    profiler = AdvancedProfiler()
+    with profiler.profile("outside"):
+        outer()
+        with profiler.profile("inside"):
+            inner()
+        time.sleep(0)
+    report = profiler.summary()
+    first, second = report.split("Profile stats for: inside")
+    assert report.startswith("Profiler Report\nProfile stats for: outside")
+    assert "(outer)" in first
+    assert "(inner)" not in first
+    assert "built-in method time.sleep" in first  # The outer one goes on after the inner one.
+    assert "(inner)" in second
+    assert "time.sleep" not in second
+
+
+def test_advanced_counts_calls_over_several_starts() -> None:
+    profiler = AdvancedProfiler()
+    for _ in range(3):
+        with profiler.profile("a"):
+            outer()
+    stats: Any = pstats.Stats(profiler.profiled_actions["a"]).stats  # type: ignore[attr-defined]
+    (calls,) = [entry[0] for key, entry in stats.items() if key[2] == "outer"]
+    assert calls == 3
+
+
+def test_advanced_reports_as_many_lines_as_asked() -> None:
+    def lines(restriction: float) -> int:
+        profiler = AdvancedProfiler(line_count_restriction=restriction)
+        with profiler.profile("a"):
+            inner()
+            outer()
+        return len(re.findall(r"^ +\d+ +\d", profiler.summary(), re.MULTILINE))
+
+    assert lines(1.0) > 3
+    assert lines(2) <= 3
+    assert lines(2) < lines(1.0)
+
+
+@pytest.mark.parametrize("restriction", [-1, 1.5, -0.5, True, "all"])
+def test_advanced_refuses_a_bad_restriction(restriction: Any) -> None:
+    with pytest.raises(ValueError, match="line_count_restriction"):
+        AdvancedProfiler(line_count_restriction=restriction)
+
+
+def test_advanced_refuses_a_stop_without_a_start() -> None:
+    profiler = AdvancedProfiler()
+    with pytest.raises(ValueError, match=re.escape("(a) which was never started")):
+        profiler.stop("a")
+    with profiler.profile("a"):
+        pass
+    with pytest.raises(ValueError, match="never started"):
+        profiler.stop("a")
+
+
+def test_advanced_writes_profiles(tmp_path: Path) -> None:
+    profiler = AdvancedProfiler(dirpath=tmp_path, filename="f", dump_stats=True)
+    with profiler.profile("[Callback]A.x"):
+        outer()
+    profiler.describe()
+    path = tmp_path / "f-[Callback]A.x.prof"
+    assert "outer" in {key[2] for key in pstats.Stats(str(path)).stats}  # type: ignore[attr-defined]
+    assert "(outer)" in (tmp_path / "f.txt").read_text()
+    assert profiler.profiled_actions == {}
+
+
+def test_advanced_needs_a_folder_for_profiles() -> None:
+    profiler = AdvancedProfiler(dump_stats=True)
+    with profiler.profile("a"):
+        pass
+    with pytest.raises(ValueError, match=re.escape("Pass dirpath=...")):
+        profiler.summary()
+
+
+def test_advanced_travels_to_another_process() -> None:
+    profiler = AdvancedProfiler(line_count_restriction=5)
+    with profiler.profile("a"):
+        pass
+    copy = pickle.loads(pickle.dumps(profiler))
+    assert copy.line_count_restriction == 5
+    assert copy.profiled_actions == {}

@@ -1,0 +1,253 @@
+"""PyTorchProfiler: the trace and the table of a few batches, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerAction, schedule
+
+from hasten.loggers import CSVLogger
+from hasten.profilers import PyTorchProfiler
+from tests.models import Classifier, loader, quiet
+
+STEP = "[pl][profile][Strategy]SingleDeviceStrategy.{}_step"
+
+
+def traces(folder: Path) -> dict[str, dict[str, int]]:
+    """Return how often each named range is in each trace of a folder, by the stage in the file's name."""
+    found = {}
+    for path in sorted(folder.glob("*.pt.trace.json")):
+        stage = re.findall(r"\.(\w+)_step\.", path.name)[0]
+        names: dict[str, int] = {}
+        for event in json.loads(path.read_text())["traceEvents"]:
+            name = event.get("name", "")
+            if event.get("cat") == "user_annotation":
+                names[name] = names.get(name, 0) + 1
+        found[stage] = names
+    return found
+
+
+def profiled(
+    tmp_path: Path, *, fit: bool = True, samples: int = 40, arguments: Any = None, **options: Any
+) -> str:
+    """Run a fit (or a test); return the report."""
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="ops", **options)
+    trainer = quiet(profiler=profiler, **{"num_sanity_val_steps": 2, **(arguments or {})})
+    if fit:
+        trainer.fit(Classifier(), loader(samples), loader(samples))
+    else:
+        trainer.test(Classifier(), loader(samples), verbose=False)
+    return (tmp_path / f"{'fit' if fit else 'test'}-ops-0.txt").read_text()
+
+
+def test_by_default_three_batches_of_each_stage(tmp_path: Path) -> None:
+    report = profiled(tmp_path)
+    found = traces(tmp_path)
+    assert set(found) == {"training", "validation"}
+    training = found["training"]
+    assert training[STEP.format("training")] == 3
+    # A step of the trace is a whole one, with its backward and its optimizer.
+    for name in ("[Strategy]SingleDeviceStrategy.backward", "[LightningModule]Classifier.optimizer_step"):
+        assert training["[pl][profile]" + name] == 3
+    assert training["[pl][profile][_TrainingEpochLoop].train_dataloader_next"] == 3
+    assert [name for name in training if name.startswith("ProfilerStep#")] == [
+        f"ProfilerStep#{n}" for n in (2, 3, 4)
+    ]
+    assert training["[pl][module]torch.nn.modules.linear.Linear: layers.0"] == 3
+    assert STEP.format("validation") not in training
+    assert found["validation"][STEP.format("validation")] == 3
+    assert STEP.format("training") not in found["validation"]
+    assert "FIT Profiler Report" in report
+    assert "Profile stats for: [Strategy]SingleDeviceStrategy.training_step rank: 0" in report
+    assert "Profile stats for: [Strategy]SingleDeviceStrategy.validation_step rank: 0" in report
+    assert "aten::addmm" in report
+
+
+def test_the_sanity_check_does_not_count(tmp_path: Path) -> None:
+    # Three batches of it would begin a cycle that takes the place of training's.
+    profiled(tmp_path, arguments={"num_sanity_val_steps": 3})
+    assert traces(tmp_path)["training"][STEP.format("training")] == 3
+
+
+@pytest.mark.parametrize("batches", [1, 3, 4])
+def test_few_batches_are_recorded_all(tmp_path: Path, batches: int) -> None:
+    profiled(tmp_path, samples=4 * batches)
+    found = traces(tmp_path)
+    assert found["training"][STEP.format("training")] == batches
+    assert found["validation"][STEP.format("validation")] == batches
+
+
+def test_few_batches_over_many_epochs_are_not_few(tmp_path: Path) -> None:
+    profiled(tmp_path, samples=8, arguments={"max_epochs": 4})
+    found = traces(tmp_path)
+    assert found["training"][STEP.format("training")] == 3
+
+
+def test_a_schedule(tmp_path: Path) -> None:
+    profiled(tmp_path, schedule=schedule(wait=2, warmup=1, active=5))
+    training = traces(tmp_path)["training"]
+    assert training[STEP.format("training")] == 5
+    assert next(name for name in training if name.startswith("ProfilerStep#")) == "ProfilerStep#3"
+
+
+def test_without_a_schedule_all_is_recorded(tmp_path: Path) -> None:
+    profiled(tmp_path, fit=False, schedule=None)
+    assert traces(tmp_path)["test"][STEP.format("test")] == 10
+
+
+def test_prediction_and_test_are_recorded(tmp_path: Path) -> None:
+    trainer = quiet(profiler=PyTorchProfiler(dirpath=tmp_path))
+    trainer.test(Classifier(), loader(), verbose=False)
+    trainer.predict(Classifier(), loader())
+    found = traces(tmp_path)
+    assert found["test"][STEP.format("test")] == 3
+    assert found["predict"][STEP.format("predict")] == 3
+
+
+def test_module_names_can_be_left_out_and_go_again(tmp_path: Path) -> None:
+    model = Classifier()
+    quiet(profiler=PyTorchProfiler(dirpath=tmp_path, record_module_names=False)).fit(model, loader())
+    assert not [name for name in traces(tmp_path)["training"] if name.startswith("[pl][module]")]
+    quiet(profiler=PyTorchProfiler(dirpath=tmp_path)).fit(model, loader())
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
+
+
+def test_no_trace(tmp_path: Path) -> None:
+    report = profiled(tmp_path, export_to_chrome=False)
+    assert traces(tmp_path) == {}
+    assert "aten::addmm" in report
+
+
+def test_the_trace_is_beside_the_logs_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet(profiler="pytorch", logger=CSVLogger(tmp_path, name="", version="run")).fit(Classifier(), loader())
+    assert list(traces(tmp_path / "run")) == ["training"]
+    assert "aten::addmm" in capsys.readouterr().out
+
+
+def test_what_becomes_of_a_trace_can_be_chosen(tmp_path: Path) -> None:
+    ready: list[Any] = []
+    profiled(tmp_path, on_trace_ready=lambda profiler: ready.append(profiler.step_num))
+    assert ready == [5, 10]
+    assert traces(tmp_path) == {}
+
+
+def test_the_table(tmp_path: Path) -> None:
+    report = profiled(tmp_path, row_limit=2, sort_by_key="count", table_kwargs={"header": "my header"})
+    assert report.count("my header") == 2
+    first = report.split("Profile stats for: ")[1]
+    body = re.split(r"\n-+  [- ]+\n", first)[2]
+    counts = [int(line.split()[-1]) for line in body.strip().splitlines()]
+    assert len(counts) == 2
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_stacks_for_a_flame_graph(tmp_path: Path) -> None:
+    profiled(tmp_path, fit=False, export_to_flame_graph=True, export_to_chrome=False)
+    (path,) = tmp_path.glob("*.stack")
+    assert "test_step" in path.name
+    assert traces(tmp_path) == {}
+
+
+def test_shapes_and_memory(tmp_path: Path) -> None:
+    report = profiled(tmp_path, group_by_input_shapes=True, record_shapes=True, profile_memory=True)
+    assert "[4, 8]" in report
+    assert "CPU Mem" in report
+
+
+def test_alone_everything_is_recorded(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(dirpath=tmp_path)
+    for _ in range(2):
+        with profiler.profile("outside"), profiler.profile("multiply"):
+            torch.ones(2, 2) @ torch.ones(2, 2)
+    summary = profiler.summary()
+    assert "[pl][profile]multiply" in summary
+    assert "aten::mm" in summary
+    assert {event.name: event.count for event in profiler.function_events if "multiply" in event.name}
+    profiler.teardown("fit")
+    assert profiler.profiler is None
+    assert profiler.summary() == ""
+
+
+def test_no_folder_is_spoken_of() -> None:
+    profiler = PyTorchProfiler()
+    with profiler.profile("a"):
+        torch.ones(2) + 1
+    with pytest.warns(UserWarning, match=r"the trace is not written.*Pass dirpath="):
+        profiler.summary()
+
+
+def test_off() -> None:
+    profiler = PyTorchProfiler(enabled=False)
+    with profiler.profile("a"):
+        torch.ones(2) + 1
+    assert profiler.profiler is None
+    assert profiler.summary() == ""
+
+
+def test_an_error_ends_the_recording(tmp_path: Path) -> None:
+    class Fails(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    model = Fails()
+    with pytest.raises(ZeroDivisionError):
+        quiet(profiler=PyTorchProfiler(dirpath=tmp_path)).fit(model, loader())
+    assert not torch.autograd._profiler_enabled()
+    assert not any(child._forward_hooks for child in model.modules())
+    assert "training" in traces(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"sort_by_key": "cpu_tim"}, ValueError, "Found sort_by_key: cpu_tim.*cpu_time"),
+        ({"schedule": 3}, ValueError, "Schedule should be a callable.*Found: 3"),
+        (
+            {"schedule": lambda step: step},
+            ValueError,
+            "should return a `torch.profiler.ProfilerAction`. Found: 0",
+        ),
+        ({"table_kwargs": {"row_limit": 3}}, KeyError, "Pass row_limit="),
+        ({"table_kwargs": {"sort_by": "a"}}, KeyError, "Pass sort_by_key="),
+        ({"table_kwargs": {"hedder": "a"}}, KeyError, "Did you mean 'header'"),
+        ({"record_shape": True}, TypeError, "Did you mean 'record_shapes'"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        PyTorchProfiler(**options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_nvtx_needs_cuda() -> None:
+    with pytest.raises(ValueError, match=r"emit_nvtx=True.*no CUDA device"):
+        PyTorchProfiler(emit_nvtx=True)
+
+
+def test_a_schedule_of_actions_is_taken() -> None:
+    PyTorchProfiler(schedule=lambda step: ProfilerAction.NONE)
+
+
+def test_it_travels_to_another_process(tmp_path: Path) -> None:
+    profiler = pickle.loads(pickle.dumps(PyTorchProfiler(dirpath=tmp_path, row_limit=3)))
+    quiet(profiler=profiler).fit(Classifier(), loader())
+    assert traces(tmp_path)["training"][STEP.format("training")] == 3
+
+
+def test_the_losses_are_those_of_a_run_without(tmp_path: Path) -> None:
+    def weights(**arguments: Any) -> Any:
+        torch.manual_seed(3)
+        model = Classifier()
+        quiet(**arguments).fit(model, loader())
+        return model.state_dict()
+
+    one, other = weights(), weights(profiler=PyTorchProfiler(dirpath=tmp_path))
+    assert all(torch.equal(one[name], other[name]) for name in one)
