@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -13,6 +14,12 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _OF_A_RUN = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep the garbage collector away from what was imported: each fit would look through all of it first."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

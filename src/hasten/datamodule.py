@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -84,7 +85,8 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
     CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
 
-    def __init__(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Arguments are for programs that pass their own on to super().__init__().
         super().__init__()
         self.trainer: Trainer | None = None
 
@@ -111,8 +113,8 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
             val_dataset: see ``train_dataset``.
             test_dataset: see ``train_dataset``.
             predict_dataset: see ``train_dataset``.
-            batch_size: samples a batch.
-            num_workers: worker processes of each loader.
+            batch_size: samples a batch; handed to ``__init__`` too, where that takes it.
+            num_workers: worker processes of each loader; handed to ``__init__`` too, where that takes it.
             datamodule_kwargs: passed to the datamodule's ``__init__``.
 
         """
@@ -125,6 +127,11 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
             shuffle = shuffle and not isinstance(data, IterableDataset)
             return DataLoader(data, batch_size, shuffle=shuffle, num_workers=num_workers, pin_memory=_pins())
 
+        taken = inspect.signature(cls).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
+        for name, value in {"batch_size": batch_size, "num_workers": num_workers}.items():
+            if takes_any or name in taken:
+                datamodule_kwargs[name] = value
         datamodule = cls(**datamodule_kwargs)
         if train_dataset is not None:
             datamodule.train_dataloader = lambda: loaders(train_dataset, shuffle=True)  # type: ignore[method-assign]
@@ -157,6 +164,13 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
         """
         return construct(cls, checkpoint_path, map_location, hparams_file, weights_only, kwargs)
 
+    def __str__(self) -> str:
+        """Say how many samples each loader reads, for those that can be asked for now."""
+        parts = ("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")
+        return "\n".join(
+            f"{{{title} dataloader: {_sizes(getattr(self, name + '_dataloader'))}}}" for title, name in parts
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return state to store in checkpoints."""
         return {}
@@ -166,6 +180,25 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when an exception ends the run."""
+
+
+def _sizes(ask: Callable[[], Any]) -> str:
+    try:
+        given = ask()
+    except Exception:
+        return "None"
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    if not isinstance(given, (list, tuple)):
+        return f"size={_size(given)}"
+    return " ; ".join(f"{index}. size={_size(loader)}" for index, loader in enumerate(given, start=1))
+
+
+def _size(loader: Any) -> str:
+    try:
+        return str(len(loader.dataset))
+    except (AttributeError, TypeError, NotImplementedError):
+        return "NA"
 
 
 def _pins() -> bool:

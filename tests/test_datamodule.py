@@ -1,0 +1,405 @@
+"""LightningDataModule and the data hooks: who is asked for data, who moves it, what is remembered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+
+import hasten as L
+from tests.models import Classifier, dataset, loader, quiet
+
+
+class Data(L.LightningDataModule):
+    """Writes down which of its hooks is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        self.calls.append(f"setup {stage}")
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append(f"teardown {stage}")
+
+    def train_dataloader(self) -> Any:
+        self.calls.append("train")
+        return loader(12)
+
+    def val_dataloader(self) -> Any:
+        self.calls.append("val")
+        return loader(8)
+
+    def test_dataloader(self) -> Any:
+        self.calls.append("test")
+        return [loader(4), loader(8)]
+
+    def predict_dataloader(self) -> Any:
+        self.calls.append("predict")
+        return loader(4)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.calls.append(f"on_exception {type(exception).__name__}")
+
+    def take(self) -> list[str]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+class Any_(Classifier):
+    """Takes any number of loaders."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("size", float(len(batch[0])))
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("index", float(dataloader_idx))
+
+
+# -- hooks, stage by stage
+
+
+def test_hooks_of_each_call() -> None:
+    data, model = Data(), Any_()
+    assert data.trainer is None
+    trainer = quiet()
+    trainer.fit(model, datamodule=data)
+    assert data.trainer is trainer.datamodule.trainer is trainer  # type: ignore[union-attr]
+    assert sorted(data.take()[2:-1]) == ["train", "val"]
+    results = trainer.validate(model, datamodule=data, verbose=False)
+    assert data.take() == ["prepare_data", "setup validate", "val", "teardown validate"]
+    assert results == [{"size": 4.0}]
+    results = trainer.test(model, data, verbose=False)
+    assert data.take() == ["prepare_data", "setup test", "test", "teardown test"]
+    assert results == [{"index/dataloader_idx_0": 0.0}, {"index/dataloader_idx_1": 1.0}]
+    assert len(trainer.predict(model, data) or ()) == 1
+    assert data.take() == ["prepare_data", "setup predict", "predict", "teardown predict"]
+
+
+def test_fit_begins_and_ends_with_setup_and_teardown() -> None:
+    data = Data()
+    quiet().fit(Classifier(), data)
+    calls = data.take()
+    assert calls[:2] == ["prepare_data", "setup fit"]
+    assert calls[-1] == "teardown fit"
+
+
+def test_an_exception_is_told_and_teardown_runs() -> None:
+    class Breaks(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ZeroDivisionError
+
+    data = Data()
+    with pytest.raises(ZeroDivisionError):
+        quiet().fit(Breaks(), datamodule=data)
+    assert data.take()[-2:] == ["on_exception ZeroDivisionError", "teardown fit"]
+
+
+def test_hooks_put_onto_a_datamodule_during_a_run_are_heard() -> None:
+    heard: list[str] = []
+
+    class Patches(Classifier):
+        def on_train_start(self) -> None:
+            assert self.trainer.datamodule is not None
+            self.trainer.datamodule.teardown = heard.append  # type: ignore[method-assign]
+
+    data = L.LightningDataModule.from_datasets(dataset(8), batch_size=4)
+    quiet().fit(Patches(), datamodule=data)
+    assert heard == ["fit"]
+
+
+def test_a_datamodule_given_once_goes_on_preparing_and_moving() -> None:
+    class Doubles(Data):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.calls.append("moved")
+            return batch
+
+    data, model, trainer = Doubles(), Any_(), quiet(limit_train_batches=1, limit_val_batches=0)
+    trainer.fit(model, datamodule=data)
+    data.take()
+    trainer.test(model, loader(4), verbose=False)
+    assert trainer.datamodule is data
+    assert data.take() == ["prepare_data", "setup test", "moved", "teardown test"]
+    # Its loaders are read only in the call it was given to.
+    with pytest.raises(ValueError, match=r"Trainer\.validate\(\): there is no data\. Pass dataloaders="):
+        trainer.validate(model)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader(4))
+    assert trainer.val_dataloaders is None
+    other = Data()
+    trainer.validate(model, datamodule=other, verbose=False)
+    assert trainer.datamodule is other
+
+
+def test_loaders_that_the_datamodule_has_not_are_asked_of_the_module() -> None:
+    class OnlyTrain(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader(8)
+
+    class Model(Classifier):
+        def val_dataloader(self) -> Any:
+            return loader(12)
+
+    trainer = quiet()
+    trainer.fit(Model(), datamodule=OnlyTrain())
+    assert (trainer.num_training_batches, trainer.num_val_batches) == (2, [3])
+    with pytest.raises(ValueError, match=r"the datamodule OnlyTrain has no test_dataloader\(\)\. Define it"):
+        quiet().test(Model(), datamodule=OnlyTrain())
+    for name in ("val", "test", "predict"):
+        with pytest.raises(NotImplementedError, match=rf"OnlyTrain has no {name}_dataloader\(\)"):
+            getattr(OnlyTrain(), f"{name}_dataloader")()
+
+
+def test_a_loader_that_is_none_is_told() -> None:
+    class Forgets(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            loader(8)
+
+    with pytest.raises(
+        ValueError, match=r"Forgets\.train_dataloader\(\) returned None\. Return a DataLoader"
+    ):
+        quiet().fit(Classifier(), datamodule=Forgets())
+
+
+def test_no_data_names_what_to_pass() -> None:
+    for call, argument, hook in (
+        ("fit", "train_dataloaders", "train"),
+        ("validate", "dataloaders", "val"),
+        ("test", "dataloaders", "test"),
+        ("predict", "dataloaders", "predict"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{call}\(\): there is no data. Pass {argument}=.*\.{hook}_dataloader"
+        ):
+            getattr(quiet(), call)(Classifier())
+
+
+def test_what_is_no_datamodule_is_named() -> None:
+    with pytest.raises(TypeError, match=r"Trainer\.fit\(datamodule=\.\.\.\): use a LightningDataModule, not"):
+        quiet().fit(Classifier(), datamodule=loader())  # type: ignore[arg-type]
+
+
+def test_data_of_the_module_itself() -> None:
+    class Own(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[str] = []
+
+        def prepare_data(self) -> None:
+            self.calls.append("prepare_data")
+
+        def setup(self, stage: str) -> None:
+            self.calls.append(f"setup {stage}")
+
+        def train_dataloader(self) -> Any:
+            return loader(8)
+
+        def predict_dataloader(self) -> Any:
+            return {"a": loader(4), "b": loader(8)}
+
+    model = Own()
+    trainer = quiet()
+    trainer.fit(model)
+    assert trainer.global_step == 2
+    assert [len(part) for part in trainer.predict(model) or ()] == [1, 2]
+    assert model.calls == ["prepare_data", "setup fit", "prepare_data", "setup predict"]
+
+
+# -- from datasets
+
+
+class Sized(L.LightningDataModule):
+    def __init__(self, batch_size: int = 1, name: str = "n") -> None:
+        super().__init__()
+        self.batch_size, self.name = batch_size, name
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, samples: int = 8) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter([dataset(self.samples)[index] for index in range(self.samples)])
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.samples
+
+
+def test_from_datasets() -> None:
+    data = Sized.from_datasets(
+        dataset(8), [dataset(4), dataset(6)], {"a": dataset(2)}, Stream(), batch_size=3, name="m"
+    )
+    assert isinstance(data, Sized)
+    assert (data.batch_size, data.name) == (3, "m")
+    train = data.train_dataloader()
+    assert (len(train), train.batch_size, train.num_workers) == (3, 3, 0)
+    assert isinstance(train.sampler, RandomSampler)
+    assert [len(part) for part in data.val_dataloader()] == [2, 2]
+    assert all(isinstance(part.sampler, SequentialSampler) for part in data.val_dataloader())
+    assert {key: len(part) for key, part in data.test_dataloader().items()} == {"a": 1}
+    assert [len(batch[0]) for batch in data.predict_dataloader()] == [3, 3, 2]
+
+
+def test_from_datasets_gives_only_what_there_is() -> None:
+    data = L.LightningDataModule.from_datasets(Stream(), num_workers=1)
+    assert data.train_dataloader().num_workers == 1
+    assert data.train_dataloader().batch_size == 1
+    with pytest.raises(NotImplementedError):
+        data.val_dataloader()
+    trainer = quiet()
+    trainer.fit(Classifier(), datamodule=L.LightningDataModule.from_datasets(dataset(8), batch_size=4))
+    assert trainer.global_step == 2
+    assert trainer.num_val_batches == []
+
+    class NoSize(L.LightningDataModule):
+        def __init__(self, num_workers: int = 0) -> None:
+            super().__init__()
+            self.num_workers = num_workers
+
+    made = NoSize.from_datasets(None, dataset(4), batch_size=2, num_workers=1)
+    assert isinstance(made, NoSize)
+    assert made.num_workers == 1
+    assert len(made.val_dataloader()) == 2
+    with pytest.raises(TypeError, match="unknown"):
+        NoSize.from_datasets(dataset(4), unknown=3)
+
+
+def test_a_datamodule_says_what_it_holds() -> None:
+    data = Sized.from_datasets([dataset(4), Stream()], dataset(6), {"a": SizedStream(5)})
+    assert str(data) == (
+        "{Train dataloader: 1. size=4 ; 2. size=NA}\n{Validation dataloader: size=6}\n"
+        "{Test dataloader: 1. size=5}\n{Predict dataloader: None}"
+    )
+
+
+def test_arguments_passed_up_are_taken() -> None:
+    class Passes(L.LightningDataModule):
+        def __init__(self, folder: str) -> None:
+            super().__init__(folder, shuffle=True)
+
+    assert Passes("x").trainer is None
+
+
+# -- state
+
+
+class Remembers(L.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.loaded = 0, []  # type: ignore[var-annotated]
+
+    def train_dataloader(self) -> Any:
+        self.count += 1
+        return loader(8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded.append(state_dict)
+        self.count = state_dict["count"]
+
+
+@pytest.fixture
+def remembered(tmp_path: Path) -> Path:
+    data, trainer = Remembers(), quiet()
+    data.count = 4
+    trainer.fit(Classifier(), datamodule=data)
+    assert data.loaded == []
+    trainer.save_checkpoint(tmp_path / "data.ckpt")
+    return tmp_path / "data.ckpt"
+
+
+def test_state_is_in_the_checkpoint_and_comes_back(remembered: Path) -> None:
+    assert torch.load(remembered, weights_only=True)["Remembers"] == {"count": 5}
+    data = Remembers()
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Classifier(), datamodule=data, ckpt_path=remembered)
+    # Before its loaders are made: they may depend on it.
+    assert (data.loaded, data.count) == ([{"count": 5}], 6)
+    data = Remembers()
+    trainer.validate(Classifier(), loader(8), datamodule=None, ckpt_path=remembered, verbose=False)
+    quiet().test(Any_(), Sized.from_datasets(test_dataset=dataset(4)), ckpt_path=remembered, verbose=False)
+    assert Remembers.load_from_checkpoint(remembered).count == 5
+
+
+def test_a_datamodule_without_state_leaves_nothing_in_the_file(tmp_path: Path) -> None:
+    trainer = quiet()
+    trainer.fit(Classifier(), datamodule=Data())
+    trainer.save_checkpoint(tmp_path / "data.ckpt")
+    assert "Data" not in torch.load(tmp_path / "data.ckpt", weights_only=True)
+    assert L.LightningDataModule().state_dict() == {}
+
+
+# -- loaders asked for again
+
+
+class Reloads(L.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        self.asked.append(("train", self.trainer.current_epoch))
+        return loader(8 + 4 * self.trainer.current_epoch)
+
+    def val_dataloader(self) -> Any:
+        assert self.trainer is not None
+        self.asked.append(("val", self.trainer.current_epoch))
+        return loader(8)
+
+
+@pytest.mark.parametrize(
+    ("every", "train", "val", "steps"),
+    [
+        (0, [0], [0], 10),
+        (1, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], 20),
+        (2, [0, 2, 4], [0, 2, 4], 2 * 2 + 4 * 2 + 6),
+    ],
+)
+def test_reloading(every: int, train: list[int], val: list[int], steps: int) -> None:
+    data = Reloads()
+    trainer = quiet(max_epochs=5, reload_dataloaders_every_n_epochs=every, val_check_interval=0.5)
+    trainer.fit(Classifier(), datamodule=data)
+    assert [epoch for who, epoch in data.asked if who == "train"] == train
+    assert [epoch for who, epoch in data.asked if who == "val"] == val
+    assert trainer.global_step == steps
+
+
+def test_validation_that_is_rare_reloads_when_it_runs() -> None:
+    data = Reloads()
+    trainer = quiet(max_epochs=6, reload_dataloaders_every_n_epochs=3, check_val_every_n_epoch=2)
+    trainer.fit(Classifier(), datamodule=data)
+    assert [epoch for who, epoch in data.asked if who == "val"] == [0, 3]
+
+
+def test_a_resumed_run_reloads_when_the_whole_one_would_have(tmp_path: Path) -> None:
+    trainer = quiet(max_epochs=3, reload_dataloaders_every_n_epochs=2)
+    trainer.fit(Classifier(), datamodule=Reloads())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    data = Reloads()
+    quiet(max_epochs=6, reload_dataloaders_every_n_epochs=2).fit(
+        Classifier(), datamodule=data, ckpt_path=tmp_path / "a.ckpt"
+    )
+    assert [epoch for who, epoch in data.asked if who == "train"][1:] == [4]
+    assert [epoch for who, epoch in data.asked if who == "val"][1:] == [4]
+
+
+def test_a_run_with_validation_is_resumed_without(tmp_path: Path) -> None:
+    trainer = quiet()
+    trainer.fit(Classifier(), loader(8), loader(8))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Classifier(), loader(8), ckpt_path=tmp_path / "a.ckpt")
+    assert trainer.global_step == 4

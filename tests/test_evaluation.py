@@ -1,0 +1,328 @@
+"""Prediction, validation and test: what they are given, return and leave as it was."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+import hasten as L
+from hasten.callbacks import BasePredictionWriter
+from hasten.loggers import Logger
+from tests.models import Classifier, dataset, loader, quiet
+from tests.test_trainer_arguments import Modes
+
+
+class Predicts(Classifier):
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:  # type: ignore[override]
+        return (dataloader_idx, batch_idx)
+
+
+def test_predictions_by_batch_and_by_loader() -> None:
+    trainer, model = quiet(), Predicts()
+    assert trainer.predict(model, loader(8)) == [(0, 0), (0, 1)]
+    assert trainer.predict(model, [loader(8)]) == [(0, 0), (0, 1)]
+    both = [[(0, 0)], [(1, 0), (1, 1)]]
+    assert trainer.predict(model, [loader(4), loader(8)]) == both
+    assert trainer.predict_loop.predictions == both
+    assert trainer.predict(model, {"a": loader(4), "b": loader(8)}, return_predictions=True) == both
+    assert trainer.predict(model, loader(8), return_predictions=False) is None
+    assert trainer.predict_loop.predictions == []
+    assert trainer.predict(dataloaders=loader(4)) == [(0, 0)]
+
+
+def test_prediction_steps_with_fewer_arguments() -> None:
+    class Batch(Classifier):
+        def predict_step(self, batch: Any) -> Any:  # type: ignore[override]
+            return len(batch[0])
+
+    class Index(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch_idx
+
+    assert quiet().predict(Batch(), loader(6)) == [4, 2]
+    assert quiet().predict(Index(), [loader(6), loader(4)]) == [[0, 1], [0]]
+
+
+def test_hooks_of_prediction() -> None:
+    seen: list[Any] = []
+
+    class Looks(L.Callback):
+        def on_predict_batch_start(
+            self, trainer: Any, module: Any, batch: Any, idx: int, dataloader_idx: int = 0
+        ) -> None:
+            seen.append((idx, dataloader_idx))
+
+        def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, idx: int, dataloader_idx: int = 0) -> None:  # fmt: skip # noqa: E501
+            seen.append((outputs, trainer.predict_loop.current_batch_indices))
+
+        def on_predict_epoch_end(self, trainer: Any, module: Any) -> None:
+            seen.append(trainer.predict_loop.predictions)
+
+    trainer = quiet(callbacks=[Looks()], limit_predict_batches=1)
+    trainer.predict(Predicts(), [loader(8), loader(8)])
+    assert seen == [
+        (0, 0),
+        ((0, 0), [0, 1, 2, 3]),
+        (0, 1),
+        ((1, 0), [0, 1, 2, 3]),
+        [[(0, 0)], [(1, 0)]],
+    ]
+    seen.clear()
+    assert trainer.predict(Predicts(), loader(8), return_predictions=False) is None
+    assert seen == [(0, 0), ((0, 0), [0, 1, 2, 3]), []]
+
+
+def test_a_prediction_of_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten._lib.rank_zero._said", set())
+
+    class Forgets(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            self(batch[0])
+
+    with pytest.warns(UserWarning, match=r"Forgets\.predict_step") as caught:
+        assert quiet().predict(Forgets(), loader(8)) == [None, None]
+    assert len(caught) == 1
+
+
+def test_modes_survive_prediction() -> None:
+    model = Predicts()
+    model.layers[0].eval()
+    quiet().predict(model, loader(4))
+    assert not model.layers[0].training
+    assert model.layers[1].training
+
+
+def test_mode_hooks_of_the_module() -> None:
+    called: list[str] = []
+
+    class Own(Modes):
+        def on_validation_model_eval(self) -> None:
+            called.append("eval")
+
+        def on_validation_model_train(self) -> None:
+            called.append("train")
+
+        def on_test_model_eval(self) -> None:
+            called.append("test eval")
+            super().on_test_model_eval()
+
+        def on_test_model_train(self) -> None:
+            called.append("test train")
+            super().on_test_model_train()
+
+        def on_predict_model_eval(self) -> None:
+            called.append("predict eval")
+
+        def on_validation_model_zero_grad(self) -> None:
+            called.append("zero grad")
+
+    model = Own()
+    trainer = quiet(num_sanity_val_steps=0)
+    trainer.fit(model, loader(4), loader(4))
+    assert model.seen == [(False, False, True)]
+    model.layers[0].eval()
+    trainer.test(model, loader(4), verbose=False)
+    assert model.seen[1] == (True, False, False)
+    assert model.layers[0].training
+    trainer.predict(model, loader(4))
+    assert called == ["zero grad", "eval", "train", "test eval", "test train", "predict eval"]
+
+
+def test_gradients_are_freed_before_validation() -> None:
+    class Looks(Classifier):
+        def on_validation_start(self) -> None:
+            assert all(p.grad is None for p in self.parameters())
+
+    quiet(max_epochs=2).fit(Looks(), loader(8), loader(8))
+
+    class Accumulates(Classifier):
+        def on_validation_start(self) -> None:
+            if not self.trainer.sanity_checking and self.trainer.total_batch_idx == 0:
+                assert all(p.grad is not None for p in self.parameters())
+
+    # Within an accumulation they are still needed.
+    quiet(accumulate_grad_batches=2, val_check_interval=1).fit(Accumulates(), loader(8), loader(8))
+
+
+def test_results_are_printed_unless_told_not_to(caplog: Any, capsys: Any) -> None:
+    model, trainer = Classifier(), quiet()
+    logger = logging.getLogger("hasten")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, logger="hasten"):
+            trainer.test(model, loader(8), verbose=False)
+            assert "test_loss" not in capsys.readouterr().out + caplog.text
+            trainer.test(model, loader(8))
+            assert "test_loss" in capsys.readouterr().out + caplog.text
+            trainer.validate(model, loader(8))
+            assert "val_loss" in capsys.readouterr().out + caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+def test_evaluation_steps_with_fewer_arguments() -> None:
+    class Batch(Classifier):
+        def validation_step(self, batch: Any) -> None:  # type: ignore[override]
+            self.log("size", float(len(batch[0])))
+
+    assert quiet().validate(Batch(), loader(8), verbose=False) == [{"size": 4.0}]
+
+
+def test_steps_name_their_arguments_as_they_like() -> None:
+    class Names(Classifier):
+        def validation_step(self, b: Any, n: int) -> None:  # type: ignore[override]
+            self.log("n", float(n), reduce_fx="max")
+
+        def predict_step(self, b: Any, n: int) -> Any:  # type: ignore[override]
+            return n
+
+        def test_step(self, *args: Any) -> None:
+            self.log("arguments", float(len(args)))
+
+    assert quiet().validate(Names(), loader(8), verbose=False) == [{"n": 1.0}]
+    assert quiet().predict(Names(), loader(8)) == [0, 1]
+    assert quiet().test(Names(), loader(8), verbose=False) == [{"arguments": 2.0}]
+
+
+class Hooks(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+
+def _hears(name: str) -> Any:
+    return lambda self, *_: self.seen.append(name)
+
+
+for _stage in ("validation", "test", "predict"):
+    for _moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end"):
+        setattr(Hooks, f"on_{_stage}_{_moment}", _hears(f"{_stage} {_moment}"))
+
+
+@pytest.mark.parametrize(
+    ("call", "stage"), [("validate", "validation"), ("test", "test"), ("predict", "predict")]
+)
+def test_hooks_of_each_call_and_no_others(call: str, stage: str) -> None:
+    hooks = Hooks()
+    getattr(quiet(callbacks=[hooks]), call)(Modes(), loader(4))
+    moments = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
+    assert hooks.seen == [f"{stage} {moment}" for moment in moments]
+
+
+class Rows(Logger):
+    name, version = "rows", 0
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, {name: value for name, value in metrics.items() if name != "epoch"}))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
+def test_values_of_evaluation_steps_go_to_the_loggers_by_batch() -> None:
+    class Steps(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("v", float(batch_idx), on_step=True, on_epoch=True)
+
+    logger = Rows()
+    quiet(logger=logger).validate(Steps(), loader(12), verbose=False)
+    assert logger.rows == [
+        (0, {"v_step": 0.0}),
+        (1, {"v_step": 1.0}),
+        (2, {"v_step": 2.0}),
+        (0, {"v_epoch": 1.0}),
+    ]
+
+
+def test_an_evaluation_that_failed_leaves_no_value_for_the_next() -> None:
+    class Fails(Classifier):
+        failing = True
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if self.failing and batch_idx == 1:
+                raise ZeroDivisionError
+            self.log("v", 100.0 if self.failing else 1.0, batch_size=1)
+
+    model, logger = Fails(), Rows()
+    trainer = quiet(logger=logger)
+    with pytest.raises(ZeroDivisionError):
+        trainer.validate(model, loader(12), verbose=False)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(model, loader(12), loader(12))
+    model.failing = False
+    assert trainer.validate(model, loader(12), verbose=False) == [{"v": 1.0}]
+    # Also the loggers are back, which the sanity check goes without.
+    assert logger.rows == [(0, {"v": 1.0})]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_writer_is_given_predictions_and_the_samples_they_are_of(several: bool) -> None:
+    given: list[Any] = []
+
+    class Writer(BasePredictionWriter):
+        def write_on_epoch_end(
+            self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any
+        ) -> None:
+            given.append((predictions, batch_indices))
+
+    loaders = [loader(8), loader(4)] if several else loader(8)
+    quiet(callbacks=[Writer("epoch")]).predict(Predicts(), loaders, return_predictions=False)
+    first = [(0, 0), (0, 1)], [[0, 1, 2, 3], [4, 5, 6, 7]]
+    second = [(1, 0)], [[0, 1, 2, 3]]
+    assert given[0][0] == ([first[0], second[0]] if several else first[0])
+    assert given[0][1] == ([first[1], second[1]] if several else [first[1]])
+
+
+def test_validation_data_without_a_step_is_told() -> None:
+    class NoValidation(Classifier):
+        validation_step = L.LightningModule.validation_step  # type: ignore[assignment]
+
+    trainer = quiet()
+    with pytest.warns(UserWarning, match=r"NoValidation has no validation_step\(\): no validation runs"):
+        trainer.fit(NoValidation(), loader(8), loader(8))
+    assert not trainer.enable_validation
+    with pytest.raises(ValueError, match=r"Trainer\.validate\(\): NoValidation has no validation_step\(\)"):
+        trainer.validate(NoValidation(), loader(8))
+
+
+def test_a_loader_may_be_read_by_several_calls() -> None:
+    data = DataLoader(dataset(8), 4, shuffle=True, num_workers=1, persistent_workers=True)
+    model, trainer = Classifier(), quiet()
+    trainer.fit(model, data, data)
+    assert len(trainer.predict(model, data) or ()) == 2
+    assert len(list(data)) == 2
+
+
+@pytest.mark.parametrize("frozen_by_user", [False, True])
+def test_the_garbage_collector_is_kept_from_what_exists_during_training(
+    frozen_by_user: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    collected: list[int] = []
+
+    class Looks(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(gc.get_freeze_count())
+            if batch_idx == 1:
+                raise ZeroDivisionError
+            return self.loss(batch)
+
+    # Looking through everything that the tests have imported takes long.
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(gc.get_freeze_count()))
+    gc.unfreeze()
+    try:
+        if frozen_by_user:
+            gc.freeze()
+        with pytest.raises(ZeroDivisionError):
+            quiet().fit(Looks(), loader(8))
+        assert min(seen) > 0
+        assert (gc.get_freeze_count() > 0) == frozen_by_user
+        # Garbage is not frozen with the rest.
+        assert collected == ([] if frozen_by_user else [0])
+    finally:
+        gc.freeze()

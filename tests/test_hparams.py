@@ -1,0 +1,403 @@
+"""save_hyperparameters: what is collected, kept in checkpoints, handed to loggers, and given back."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hasten as L
+from hasten.hparams import AttributeDict, HyperparametersMixin
+from tests.models import loader, quiet
+
+
+class Base(L.LightningModule):
+    """The least that trains."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def stored(module: L.LightningModule, folder: Path, **call: Any) -> dict[str, Any]:
+    """Return the checkpoint of a short fit, as torch alone reads it without running code."""
+    trainer = quiet(limit_train_batches=1)
+    trainer.fit(module, **({"train_dataloaders": loader()} | call))
+    trainer.save_checkpoint(folder / "model.ckpt")
+    checkpoint: dict[str, Any] = torch.load(folder / "model.ckpt", weights_only=True)
+    return checkpoint
+
+
+# -- what is collected
+
+
+class All(Base):
+    def __init__(self, width: int = 4, lr: float = 0.1, *rest: Any, name: str = "n", **others: Any) -> None:
+        super().__init__()
+        local = 3  # noqa: F841 - no argument
+        self.save_hyperparameters()
+
+
+class Some(Base):
+    def __init__(self, width: int = 4, lr: float = 0.1, name: str = "n") -> None:
+        super().__init__()
+        self.save_hyperparameters("lr", "name", ignore=["name"])
+
+
+class Not(Base):
+    def __init__(self, width: int = 4, lr: float = 0.1, name: str = "n", ignore: Any = "lr") -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=ignore)
+
+
+def test_every_argument_or_those_named() -> None:
+    assert dict(All(3, name="m", depth=2).hparams) == {"width": 3, "lr": 0.1, "name": "m", "depth": 2}
+    assert dict(Some(3).hparams) == {"lr": 0.1}
+    assert dict(Not().hparams) == {"width": 4, "name": "n", "ignore": "lr"}
+    assert dict(Not(ignore=["lr", "ignore"]).hparams) == {"width": 4, "name": "n"}
+    assert dict(Not(ignore=("width", "ignore")).hparams) == {"lr": 0.1, "name": "n"}
+    assert dict(Base().hparams) == {}
+
+
+def test_a_name_that_is_no_argument_is_refused() -> None:
+    class Wrong(Base):
+        def __init__(self, width: int = 4) -> None:
+            super().__init__()
+            self.save_hyperparameters("width", "widht")
+
+    with pytest.raises(
+        ValueError, match=r"\['widht'\] not among the arguments of Wrong.__init__: \['width'\]"
+    ):
+        Wrong()
+
+
+@pytest.mark.parametrize("wrong", [3, ["a"], object, Namespace])
+def test_what_holds_no_names_is_refused(wrong: Any) -> None:
+    class Wrong(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters(wrong)
+
+    with pytest.raises(
+        ValueError, match=r"cannot read hyper-parameters of Wrong from a \w+; give names, a dict"
+    ):
+        Wrong()
+
+
+def test_two_objects_are_refused() -> None:
+    class Wrong(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters({"a": 1}, {"b": 2})
+
+    with pytest.raises(ValueError, match=r"one dict / Namespace / dataclass; got 2 objects"):
+        Wrong()
+
+
+@dataclass
+class Config:
+    width: int = 4
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"lr": 0.5, "betas": [0.9, 0.99]})
+
+
+class DictConfig(Mapping[str, Any]):
+    """A configuration as OmegaConf has it: no dict, read by key and by attribute."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._content = {k: DictConfig(v) if isinstance(v, dict) else v for k, v in content.items()}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._content[key]
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("_"):
+            raise AttributeError(key)
+        return self._content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+
+class Whole(Base):
+    def __init__(self, config: Any, other: int = 0) -> None:
+        super().__init__()
+        self.save_hyperparameters(config)
+        self.config, self.other = config, other
+
+
+@pytest.mark.parametrize(
+    "config", [{"width": 7}, Namespace(width=7), DictConfig({"width": 7}), AttributeDict(width=7)]
+)
+def test_one_object_that_holds_them_all(config: Any, tmp_path: Path) -> None:
+    model = Whole(config)
+    assert dict(model.hparams) == {"width": 7}
+    checkpoint = stored(model, tmp_path)
+    assert checkpoint["hyper_parameters"] == {"width": 7}
+    assert checkpoint["hparams_name"] == "config"
+    path = tmp_path / "model.ckpt"
+    again = Whole.load_from_checkpoint(path)
+    assert (again.config.width, again.config["width"], again.other) == (7, 7, 0)
+    again = Whole.load_from_checkpoint(path, width=8, other=5)
+    assert (again.config.width, again.other, dict(again.hparams)) == (8, 5, {"width": 8})
+    assert Whole.load_from_checkpoint(path, config={"width": 9}).config == {"width": 9}
+
+
+@pytest.mark.parametrize("take", [dict, lambda config: vars(Namespace(**config))])
+def test_a_copy_of_an_argument_counts_as_the_argument(take: Any, tmp_path: Path) -> None:
+    class Copies(Base):
+        def __init__(self, other: Any, config: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(take(config))
+            self.width = config["width"]
+
+    assert stored(Copies(None, {"width": 5}), tmp_path)["hparams_name"] == "config"
+    assert Copies.load_from_checkpoint(tmp_path / "model.ckpt", other=1).width == 5
+
+
+def test_tensors_that_cannot_be_compared_do_no_harm() -> None:
+    class Weights(Base):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters({"weights": torch.ones(3)})
+
+    assert Weights({"weights": torch.zeros(3)}).hparams.weights.tolist() == [1.0] * 3
+
+
+class Nested(Base):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr = config.optimizer.lr if not isinstance(config, Config) else config.optimizer["lr"]
+        self.width = config.width
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(),
+        Namespace(width=4, optimizer=Namespace(lr=0.5, betas=[0.9, 0.99])),
+        DictConfig({"width": 4, "optimizer": {"lr": 0.5, "betas": [0.9, 0.99]}}),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_nested_configurations_come_back_readable_by_attribute(config: Any, tmp_path: Path) -> None:
+    checkpoint = stored(Nested(config), tmp_path)
+    content = {"width": 4, "optimizer": {"lr": 0.5, "betas": [0.9, 0.99]}}
+    assert checkpoint["hyper_parameters"] == {"config": content}
+    assert type(checkpoint["hyper_parameters"]["config"]["optimizer"]) is dict
+    assert checkpoint["hparams_name"] == "kwargs"
+    again = Nested.load_from_checkpoint(tmp_path / "model.ckpt")
+    assert (again.lr, again.width) == (0.5, 4)
+    assert again.hparams.config.optimizer.betas == [0.9, 0.99]
+
+
+def test_lists_of_configurations(tmp_path: Path) -> None:
+    class Layers(Base):
+        def __init__(self, layers: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.widths = [layer.width for layer in layers]
+
+    stored(Layers([Config(1), Config(2)]), tmp_path)
+    assert Layers.load_from_checkpoint(tmp_path / "model.ckpt").widths == [1, 2]
+
+
+# -- inheritance
+
+
+class One(Base):
+    def __init__(self, a: int = 1, b: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Two(One):
+    def __init__(self, b: int = 5, c: int = 6) -> None:
+        super().__init__(a=9, b=b + 1)
+
+
+class Three(Two):
+    def __init__(self, d: int = 7, **others: Any) -> None:
+        super().__init__(**others)
+        self.save_hyperparameters("d")
+
+
+class Drops(One):
+    def __init__(self, x: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore="a")
+
+
+class Removes(One):
+    def __init__(self, x: int = 1) -> None:
+        super().__init__()
+        self.remove_ignored_hparams(["b", "nothing"])
+        self.save_hyperparameters()
+
+
+class Unwilling(One):
+    def __init__(self, path: str = "p") -> None:
+        super().__init__(a=3)
+
+
+def test_arguments_of_all_levels_are_kept_and_the_subclass_knows_better() -> None:
+    assert dict(One().hparams) == {"a": 1, "b": 2}
+    assert dict(Two().hparams) == {"a": 9, "b": 5, "c": 6}
+    assert dict(Three(d=8, c=4).hparams) == {"a": 9, "b": 5, "c": 4, "d": 8}
+    assert dict(Unwilling().hparams) == {"a": 3, "b": 2, "path": "p"}
+
+
+def test_a_subclass_can_leave_out_what_its_base_kept() -> None:
+    model = Drops()
+    assert dict(model.hparams) == dict(model.hparams_initial) == {"b": 2, "x": 1}
+    assert dict(Removes().hparams) == {"a": 1, "x": 1}
+
+
+def test_a_subclass_is_made_again_from_its_own_arguments(tmp_path: Path) -> None:
+    checkpoint = stored(Two(b=3), tmp_path)
+    assert checkpoint["hyper_parameters"] == {"a": 9, "b": 3, "c": 6}
+    assert dict(Two.load_from_checkpoint(tmp_path / "model.ckpt").hparams) == {"a": 9, "b": 3, "c": 6}
+
+
+def test_modules_made_inside_an_init_have_their_own(tmp_path: Path) -> None:
+    class Outer(Base):
+        def __init__(self, width: int = 3) -> None:
+            super().__init__()
+            self.inner = One(a=width)
+            self.save_hyperparameters()
+
+    model = Outer()
+    assert dict(model.hparams) == {"width": 3}
+    assert dict(model.inner.hparams) == {"a": 3, "b": 2}
+
+
+def test_collected_later_and_in_parts() -> None:
+    class Parts(Base):
+        def __init__(self, a: int = 1, b: int = 2) -> None:
+            super().__init__()
+            self.save_hyperparameters("a")
+            self.save_hyperparameters({"more": 3})
+            self.save_hyperparameters({})
+            self.save_hyperparameters(Config(), ignore=["optimizer"])
+
+    assert dict(Parts().hparams) == {"a": 1, "more": 3, "width": 4}
+
+
+def test_the_frame_can_be_given_by_a_helper() -> None:
+    import inspect
+
+    def keep(module: Any) -> None:
+        frame = inspect.currentframe()
+        assert frame is not None
+        module.save_hyperparameters("width", frame=frame.f_back)
+
+    class Helped(Base):
+        def __init__(self, width: int = 4, lr: float = 0.1) -> None:
+            super().__init__()
+            keep(self)
+
+    assert dict(Helped(width=2).hparams) == {"width": 2}
+
+
+def test_a_dataclass_that_is_the_owner() -> None:
+    @dataclass
+    class Data(L.LightningDataModule):
+        size: int = 1
+        name: str = "x"
+
+        def __post_init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    assert dict(Data(5).hparams) == {"size": 5, "name": "x"}
+
+
+# -- the hyper-parameters themselves
+
+
+def test_hparams_are_read_by_attribute_and_can_be_changed() -> None:
+    model = All(3)
+    assert model.hparams.width == 3
+    model.hparams.width = 5
+    assert model.hparams["width"] == 5
+    del model.hparams.lr
+    with pytest.raises(AttributeError, match=r"no hyper-parameter 'lr'; there are: \['name', 'width'\]"):
+        _ = model.hparams.lr
+    with pytest.raises(AttributeError, match="no hyper-parameter 'lr'"):
+        del model.hparams.lr
+    assert repr(model.hparams) == '"name": \'n\'\n"width": 5'
+    assert isinstance(copy.deepcopy(model.hparams), AttributeDict)
+
+
+def test_initial_hparams_stay_as_they_were() -> None:
+    class Holds(Base):
+        def __init__(self, config: Any, layer: Any) -> None:
+            super().__init__()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.save_hyperparameters()
+
+    layer = nn.Linear(1, 1)
+    model = Holds({"a": [1]}, layer)
+    model.hparams.config["a"].append(2)
+    model.hparams.more = 3
+    model.hparams_initial["other"] = 1
+    model.hparams_initial.config["a"].append(9)
+    assert dict(model.hparams_initial) == {"config": {"a": [1]}, "layer": layer}
+    assert model.hparams.config == {"a": [1, 2]}
+
+
+class Any_(Base):
+    def __init__(self, value: Any = None, other: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_what_cannot_be_copied_is_kept_nevertheless() -> None:
+    lines = open(__file__)  # noqa: SIM115 - closed below; no file can be copied
+    model = Any_(lines)
+    assert model.hparams_initial.value is lines
+    lines.close()
+
+
+def test_a_module_among_them_is_told() -> None:
+    class Holds(Base):
+        def __init__(self, backbone: Any, width: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    with pytest.warns(
+        UserWarning, match=r"'backbone' is a Linear.*save_hyperparameters\(ignore=\['backbone'\]\)"
+    ):
+        model = Holds(nn.Linear(1, 1))
+    assert model.hparams.width == 1
+    assert isinstance(model.hparams.backbone, nn.Linear)
+
+
+def test_any_class_can_have_them() -> None:
+    class Thing(HyperparametersMixin):
+        def __init__(self, a: int = 1) -> None:
+            super().__init__()
+            assert dict(self.hparams_initial) == {}
+            self.save_hyperparameters()
+
+    assert dict(Thing(2).hparams) == {"a": 2}

@@ -1,0 +1,616 @@
+"""LightningModule: what it shows of a run, the methods a user overrides, and how it comes back from a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hasten as L
+from hasten.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
+from hasten.loggers import CSVLogger
+from hasten.optim import HastenOptimizer
+from tests.models import Classifier, loader, quiet, same_weights
+
+# -- what a module shows
+
+
+def test_a_module_on_its_own() -> None:
+    model = Classifier()
+    with pytest.raises(RuntimeError, match=r"Classifier is not attached to a Trainer\..*exists during fit"):
+        _ = model.trainer
+    assert (model.current_epoch, model.global_step, model.global_rank, model.local_rank) == (0, 0, 0, 0)
+    assert model.logger is None
+    assert model.loggers == []
+    assert model.fabric is None
+    assert model.device_mesh is None
+    assert model.automatic_optimization
+    assert model.strict_loading
+    assert model.example_input_array is None
+
+
+def test_a_module_in_a_run(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Looks(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.append((self.current_epoch, self.global_step, self.global_rank, self.local_rank))
+
+    model = Looks()
+    loggers = [CSVLogger(tmp_path, name="a"), CSVLogger(tmp_path, name="b")]
+    trainer = quiet(max_epochs=2, limit_train_batches=2, logger=loggers)
+    trainer.fit(model, loader())
+    assert seen == [(0, 0, 0, 0), (0, 1, 0, 0), (1, 2, 0, 0), (1, 3, 0, 0)]
+    assert model.trainer is trainer
+    assert (model.current_epoch, model.global_step) == (2, 4)
+    assert model.logger is loggers[0]
+    assert model.loggers == loggers
+    assert model.loggers is not trainer.loggers
+    assert model.device_mesh is None
+    trainer.strategy.device_mesh = "a mesh"
+    assert model.device_mesh == "a mesh"
+
+
+def test_device_and_dtype_are_those_of_the_weights() -> None:
+    model = Classifier()
+    assert (model.device, model.dtype, model.on_gpu) == (torch.device("cpu"), torch.float32, False)
+    model.double()
+    assert model.dtype is torch.float64
+    assert model.to("meta").device == torch.device("meta")
+
+    class Counts(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("counts", torch.zeros(2, dtype=torch.int64, device="meta"))
+
+    assert Counts().device == torch.device("meta")
+    # Counts are not what a model computes in.
+    assert Counts().dtype is torch.get_default_dtype()
+    assert L.LightningModule().device == torch.device("cpu")
+
+
+def test_the_trainer_is_known_to_modules_inside() -> None:
+    class Outer(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Classifier()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.inner.log("inner", 3.0)
+            assert self.inner.trainer is self.trainer
+            return self.inner.loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = quiet()
+    trainer.fit(Outer(), loader(8))
+    assert trainer.callback_metrics["inner"] == 3.0
+
+
+def test_attributes_set_before_init_and_later() -> None:
+    class Early(L.LightningModule):
+        def __init__(self) -> None:
+            self.automatic_optimization = False
+            self.strict_loading = False
+            self.example_input_array = [1]
+            super().__init__()
+
+    model = Early()
+    assert (model.automatic_optimization, model.strict_loading) == (False, False)
+    assert model.example_input_array == [1]
+    model.example_input_array = torch.ones(2, 8)
+    # An example is no part of the model.
+    assert list(model.state_dict()) == []
+    assert list(model.buffers()) == []
+
+
+def test_copies_and_pickles_are_the_model_alone() -> None:
+    model = Classifier()
+    quiet().fit(model, loader(8))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same_weights(model, twin)
+        assert twin.hparams == model.hparams
+        with pytest.raises(RuntimeError, match="not attached"):
+            _ = twin.trainer
+        quiet().fit(twin, loader(8))
+
+
+def test_freeze_and_unfreeze() -> None:
+    model = Classifier()
+    model.freeze()
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not any(child.training for child in model.modules())
+    model.unfreeze()
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(child.training for child in model.modules())
+
+
+def test_print(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Classifier()
+    model.print("alone", 1, sep="-")
+    assert capsys.readouterr().out == "alone-1\n"
+
+    class Prints(Classifier):
+        def on_train_start(self) -> None:
+            self.print("in", "a run", sep="-")
+
+    quiet().fit(Prints(), loader(8))
+    assert capsys.readouterr().out == "in-a run\n"
+    from hasten.runtime import Runtime
+
+    monkeypatch.setattr(Runtime, "is_global_zero", property(lambda self: False))
+    trainer = quiet()
+    trainer.print("on another process")
+    assert capsys.readouterr().out == ""
+
+
+def test_all_gather_on_one_process_gives_tensors() -> None:
+    seen: list[Any] = []
+
+    class Gathers(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(self.all_gather({"a": torch.ones(2), "b": [3.5], "c": 2, "text": "x"}))
+            return super().training_step(batch, batch_idx)
+
+    quiet(limit_train_batches=1).fit(Gathers(), loader())
+    assert torch.equal(seen[0]["a"], torch.ones(2))
+    assert (seen[0]["b"][0].item(), seen[0]["c"].item(), seen[0]["text"]) == (3.5, 2, "x")
+    assert seen[0]["c"].shape == ()
+
+
+@pytest.mark.world_size(2)
+def test_all_gather_on_two_processes() -> None:
+    class Gathers(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            rank = self.global_rank
+            mine = {"a": torch.full((3,), float(rank)), "b": [torch.tensor(rank)], "c": rank + 1}
+            found = self.all_gather(mine)
+            assert torch.equal(found["a"], torch.tensor([[0.0] * 3, [1.0] * 3]))
+            assert found["b"][0].tolist() == [0, 1]
+            assert found["c"].tolist() == [1, 2]
+            weight = torch.ones((), requires_grad=True)
+            with torch.enable_grad(), torch.inference_mode(False):
+                both = self.all_gather(weight * (rank + 2), sync_grads=True)
+            assert both.requires_grad
+            assert not self.all_gather(weight).requires_grad
+
+    trainer = quiet(devices=2, strategy="ddp", limit_val_batches=1)
+    trainer.validate(Gathers(), loader(8), verbose=False)
+    assert trainer.world_size == 2
+
+
+# -- steps and optimisation, overridden
+
+
+def test_parts_that_are_missing_raise_by_name() -> None:
+    model = L.LightningModule()
+    for name in ("training_step", "validation_step", "test_step", "configure_optimizers", "train_dataloader"):
+        with pytest.raises(NotImplementedError, match=rf"LightningModule has no {name}\(\)"):
+            getattr(model, name)()
+    assert model.configure_callbacks() == []
+
+
+def test_forward_is_the_prediction_unless_told_otherwise() -> None:
+    class Doubles(L.LightningModule):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    class Plain(L.LightningModule):
+        pass
+
+    outputs = quiet().predict(Doubles(), [torch.ones(2), torch.zeros(2)])
+    assert outputs is not None
+    assert [output.tolist() for output in outputs] == [[2.0, 2.0], [0.0, 0.0]]
+    with pytest.raises(ValueError, match=r"Plain has neither predict_step\(\) nor forward\(\)"):
+        quiet().predict(Plain(), [torch.ones(2)])
+
+
+class Recorded(Classifier):
+    """Writes down what its overridden methods are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.calls.append(("zero_grad", epoch, batch_idx, type(optimizer).__name__))
+        optimizer.zero_grad()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(("backward", float(loss.detach())))
+        loss.backward(*args, **kwargs)
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, **kwargs: Any
+    ) -> None:
+        self.calls.append(("clip", type(optimizer).__name__, gradient_clip_val, kwargs))
+        self.clip_gradients(optimizer, gradient_clip_val, kwargs["gradient_clip_algorithm"])
+
+
+class Stepped(Recorded):
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        assert isinstance(optimizer, HastenOptimizer)
+        result = optimizer.step(closure=optimizer_closure)
+        self.calls.append(("step", epoch, batch_idx, type(optimizer.optimizer).__name__, tuple(result.shape)))
+
+
+def names(calls: list[Any]) -> list[Any]:
+    return [call[0] if call[0] in ("backward", "clip") else call[:3] for call in calls]
+
+
+def test_overridden_methods_are_called_in_order_with_their_arguments() -> None:
+    model, plain = Stepped(), Classifier()
+    plain.load_state_dict(model.state_dict())
+    options: dict[str, Any] = {
+        "max_epochs": 2,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.05,
+        "gradient_clip_algorithm": "value",
+    }
+    quiet(**options).fit(model, loader(12))
+    quiet(**options).fit(plain, loader(12))
+    epoch = [
+        [
+            *[("zero_grad", e, 0), "backward", "backward", "clip", ("step", e, 1)],
+            *[("zero_grad", e, 2), "backward", "clip", ("step", e, 2)],
+        ]
+        for e in (0, 1)
+    ]
+    assert names(model.calls) == epoch[0] + epoch[1]
+    assert model.calls[0][3] == "SGD"
+    assert model.calls[3] == ("clip", "SGD", 0.05, {"gradient_clip_algorithm": "value"})
+    assert model.calls[4][3:] == ("SGD", ())
+    assert same_weights(model, plain)
+
+
+def test_overridden_methods_without_a_closure_give_the_same_weights() -> None:
+    model, plain = Recorded(), Classifier()
+    plain.load_state_dict(model.state_dict())
+    quiet(gradient_clip_val=0.05).fit(model, loader(12))
+    quiet(gradient_clip_val=0.05).fit(plain, loader(12))
+    assert names(model.calls[:3]) == [("zero_grad", 0, 0), "backward", "clip"]
+    assert same_weights(model, plain)
+
+
+def test_clipping_of_ones_own() -> None:
+    class Own(Classifier):
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            nn.utils.clip_grad_norm_(self.layers[0].parameters(), 0.01)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.before = self.layers[0].weight.grad.norm().item()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            norms = [p.grad.norm() for p in self.layers[0].parameters()]
+            assert torch.stack(norms).norm().item() == pytest.approx(0.01, rel=1e-3)
+            assert self.before > 0.011
+
+    # The Trainer's own clipping is what the override replaces.
+    quiet(gradient_clip_val=1e-9).fit(Own(), loader(8))
+
+
+def test_clip_gradients_takes_the_trainers_arguments() -> None:
+    class Clips(Classifier):
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self.clip_gradients(optimizer)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.largest = max(float(p.grad.abs().max()) for p in self.parameters())
+
+    model = Clips()
+    quiet(gradient_clip_val=0.001, gradient_clip_algorithm="value").fit(model, loader(8))
+    assert model.largest == pytest.approx(0.001)
+    quiet().fit(model, loader(8))
+    assert model.largest > 0.002
+
+
+@pytest.mark.parametrize("steps_on", ["even", "never"])
+def test_an_optimizer_step_that_does_not_step_counts_nevertheless(steps_on: str) -> None:
+    class Sometimes(Classifier):
+        steps = 0
+
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
+            if steps_on == "even" and batch_idx % 2 == 0:
+                optimizer.step(closure=optimizer_closure)
+                self.steps += 1
+            else:
+                optimizer_closure()
+
+    model = Sometimes()
+    before = copy.deepcopy(model)
+    trainer = quiet(max_epochs=-1, max_steps=7)
+    trainer.fit(model, loader())
+    assert trainer.global_step == 7
+    assert model.steps == (4 if steps_on == "even" else 0)
+    assert same_weights(model, before) == (steps_on == "never")
+
+
+def test_stepping_twice_counts_once() -> None:
+    class Twice(Classifier):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
+            optimizer.step(closure=optimizer_closure)
+            optimizer.step()
+
+    trainer = quiet()
+    trainer.fit(Twice(), loader(12))
+    assert trainer.global_step == 3
+
+
+def test_manual_backward_passes_arguments_on_to_an_overridden_backward() -> None:
+    class Manual(Classifier):
+        given: Any = ()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            self.given += ((args, kwargs),)
+            loss.backward(*args, **kwargs)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loss = self.loss(batch)
+            self.manual_backward(loss, None, retain_graph=True)
+            once = self.layers[0].weight.grad.clone()
+            self.manual_backward(loss)
+            assert torch.equal(self.layers[0].weight.grad, 2 * once)
+
+    model = Manual()
+    quiet(limit_train_batches=1).fit(model, loader())
+    assert model.given == (((None,), {"retain_graph": True}), ((), {}))
+
+
+def test_lr_scheduler_step_override_is_given_the_scheduler_and_the_metric() -> None:
+    class Own(Classifier):
+        given: Any = ()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            self.halves = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return [optimizer], [
+                {"scheduler": self.plateau, "monitor": "train_loss"},
+                {"scheduler": self.halves, "interval": "step"},
+            ]
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            self.given += ((scheduler, metric),)
+
+    model = Own()
+    trainer = quiet(limit_train_batches=2)
+    trainer.fit(model, loader())
+    expected = [
+        (model.halves, None),
+        (model.halves, None),
+        (model.plateau, trainer.callback_metrics["train_loss"]),
+    ]
+    assert list(model.given) == expected
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
+
+
+def test_optimizers_and_schedulers_from_the_module() -> None:
+    seen: list[Any] = []
+
+    class Asks(Classifier):
+        many = 1
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append((self.optimizers(), self.optimizers(use_pl_optimizer=False), self.lr_schedulers()))
+
+        def configure_optimizers(self) -> Any:
+            made = [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(self.many)]
+            return made, [
+                torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in made if self.scheduled
+            ]
+
+    for Asks.many, Asks.scheduled in ((1, False), (1, True), (2, True)):  # type: ignore[attr-defined]
+        quiet(limit_train_batches=1).fit(Asks(), loader())
+    (wrapped, bare, none), (_, _, one), (two_wrapped, two_bare, two) = seen
+    assert isinstance(wrapped, HastenOptimizer)
+    assert wrapped.optimizer is bare
+    assert none is None
+    assert isinstance(one, torch.optim.lr_scheduler.StepLR)
+    assert [optimizer.optimizer for optimizer in two_wrapped] == two_bare
+    assert [type(scheduler).__name__ for scheduler in two] == ["StepLR", "StepLR"]
+
+
+def test_an_overridden_zero_grad_may_call_the_original() -> None:
+    class Calls(Classifier):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+            assert all(p.grad is None for p in self.parameters())
+
+    model, plain = Calls(), Classifier()
+    plain.load_state_dict(model.state_dict())
+    quiet().fit(model, loader(12))
+    quiet().fit(plain, loader(12))
+    assert same_weights(model, plain)
+
+
+# -- what self.log hands on
+
+
+class Meters:
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def record(self, name: str, value: Any, options: tuple[Any, ...], batch_size: Any) -> None:
+        self.given.append((name, value, options, batch_size))
+
+
+DEFAULTS = (False, None, None, None, "mean", False, False, None, True, None, False)
+
+
+def test_log_and_log_dict_hand_on_the_same_options() -> None:
+    model, meters = Classifier(), Meters()
+    model.__dict__["_meters"] = meters
+    model.log("a", 1.0)
+    model.log_dict({"a": 1.0, "b": 2.0})
+    assert meters.given == [("a", 1.0, DEFAULTS, None)] * 2 + [("b", 2.0, DEFAULTS, None)]
+    meters.given.clear()
+    options: dict[str, Any] = {
+        "prog_bar": True,
+        "logger": False,
+        "on_step": True,
+        "on_epoch": False,
+        "reduce_fx": "max",
+        "enable_graph": True,
+        "sync_dist": True,
+        "sync_dist_group": "g",
+        "add_dataloader_idx": False,
+        "batch_size": 7,
+        "rank_zero_only": True,
+    }
+    model.log("a", 1.0, **options)
+    model.log_dict({"a": 1.0}, **options)
+    expected = (True, False, True, False, "max", True, True, "g", False, None, True)
+    assert meters.given == [("a", 1.0, expected, 7)] * 2
+
+
+def test_a_module_in_fabrics_hands(tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, name="a"), CSVLogger(tmp_path, name="b")]
+    fabric = L.Fabric(accelerator="cpu", devices=1, loggers=loggers)
+    fabric.launch()
+    model = Classifier()
+    wrapped, optimizer = fabric.setup(model, model.configure_optimizers())
+    assert model.fabric is fabric
+    assert model.logger is loggers[0]
+    assert model.loggers == loggers
+    assert model.optimizers().param_groups is optimizer.param_groups
+    for backward in (model.manual_backward, model.backward):
+        optimizer.zero_grad()
+        batch = next(iter(loader(4)))
+        backward(wrapped.training_step(batch, 0))
+        assert model.layers[0].weight.grad is not None
+    assert model.all_gather(2.0).item() == 2.0
+    fabric.logger.save()
+    assert "train_loss" in (Path(loggers[0].log_dir) / "metrics.csv").read_text()
+
+
+# -- callbacks and layers of the module
+
+
+class Mine(EarlyStopping):
+    pass
+
+
+def kinds(trainer: L.Trainer) -> list[str]:
+    return [type(callback).__name__ for callback in trainer.callbacks]
+
+
+def test_callbacks_of_the_module_replace_those_of_their_kind() -> None:
+    class Brings(Classifier):
+        def configure_callbacks(self) -> Any:
+            return [Mine("train_loss"), LearningRateMonitor()]
+
+    trainer = quiet(
+        logger=True, callbacks=[EarlyStopping("train_loss"), Timer(), L.Callback()], limit_train_batches=1
+    )
+    for _ in range(2):
+        trainer.fit(Brings(), loader())
+        assert kinds(trainer) == ["Timer", "Callback", "Mine", "LearningRateMonitor"]
+
+
+def test_a_callback_of_another_kind_stays() -> None:
+    class Other(L.Callback):
+        pass
+
+    class Brings(Classifier):
+        def configure_callbacks(self) -> Any:
+            return EarlyStopping("train_loss")
+
+    trainer = quiet(callbacks=[Mine("train_loss"), Other()], limit_train_batches=1)
+    trainer.fit(Brings(), loader())
+    assert kinds(trainer) == ["Mine", "Other", "EarlyStopping"]
+
+
+def test_checkpoints_of_the_module_come_last_and_work(tmp_path: Path) -> None:
+    class Saves(ModelCheckpoint):
+        pass
+
+    class Brings(Classifier):
+        def configure_callbacks(self) -> Any:
+            return [Saves(tmp_path, "{epoch}"), Timer()]
+
+    trainer = quiet(enable_checkpointing=True, default_root_dir=tmp_path / "unused")
+    trainer.fit(Brings(), loader(8))
+    assert kinds(trainer) == ["Timer", "Saves"]
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=0.ckpt"]
+
+
+class Late(Classifier):
+    """Makes a layer in configure_model."""
+
+    def __init__(self, order: list[str] | None = None) -> None:
+        super().__init__()
+        self.order: list[str] = [] if order is None else order
+        self.more: nn.Module | None = None
+
+    def setup(self, stage: str) -> None:
+        self.order.append("setup")
+
+    def configure_model(self) -> None:
+        self.order.append("configure_model")
+        if self.more is None:
+            self.more = nn.Linear(2, 2)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = 3
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert isinstance(self.more, nn.Module)
+        assert checkpoint["mine"] == 3
+        self.order.append("on_load_checkpoint")
+
+    def configure_optimizers(self) -> Any:
+        self.order.append("configure_optimizers")
+        return super().configure_optimizers()
+
+
+def test_layers_made_in_configure_model_are_trained_saved_and_loaded(tmp_path: Path) -> None:
+    model, path = Late(), tmp_path / "late.ckpt"
+    trainer = quiet()
+    trainer.fit(model, loader(8))
+    trainer.save_checkpoint(path)
+    assert model.order == ["setup", "configure_model", "configure_optimizers"]
+    assert len(trainer.optimizers[0].param_groups[0]["params"]) == 6
+    again = Late.load_from_checkpoint(path, order=(order := []))
+    assert order == ["configure_model", "on_load_checkpoint"]
+    assert same_weights(model, again)
+    resumed = Late()
+    quiet(max_epochs=2).fit(resumed, loader(8), ckpt_path=path)
+    assert resumed.order == ["setup", "configure_model", "on_load_checkpoint", "configure_optimizers"]
+
+
+def test_layers_made_in_configure_model_have_the_precision_of_the_run() -> None:
+    class Sharded(Classifier):
+        def configure_sharded_model(self) -> None:
+            self.older = nn.Linear(2, 2)
+
+        def configure_model(self) -> None:
+            self.made_in = nn.Linear(2, 2).weight.dtype
+
+    model = Sharded()
+    quiet(precision="64-true").test(
+        model,
+        [tuple(t.double() if t.is_floating_point() else t for t in b) for b in loader(8)],
+        verbose=False,
+    )
+    assert model.made_in is torch.float64
+    assert model.older.weight.dtype is torch.float64

@@ -1,0 +1,188 @@
+"""LightningModule.load_from_checkpoint in all its forms, and what it says where the file does not fit."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hasten as L
+from tests.models import quiet, same_weights
+
+
+class Net(L.LightningModule):
+    def __init__(self, width: int = 4, extra: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.width = width
+        self.a = nn.Linear(2, width)
+        if extra:
+            self.b = nn.Linear(width, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.a(batch).mean()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, Path]:
+    model, path = Net(3), tmp_path_factory.mktemp("saved") / "net.ckpt"
+    trainer = quiet()
+    trainer.fit(model, [torch.ones(2, 2)])
+    trainer.save_checkpoint(path)
+    return model, path
+
+
+@pytest.mark.parametrize(
+    "form", [Path, str, lambda path: BytesIO(path.read_bytes()), lambda path: f"file://{path}"]
+)
+def test_every_form_of_a_path(saved: tuple[Net, Path], form: Any) -> None:
+    model, path = saved
+    again = Net.load_from_checkpoint(form(path))
+    assert same_weights(model, again)
+    assert (again.width, dict(again.hparams)) == (3, {"width": 3, "extra": False})
+    assert again.training
+
+
+@pytest.mark.parametrize(
+    "map_location",
+    [
+        "meta",
+        torch.device("meta"),
+        {"cpu": "meta"},
+        lambda storage, location: torch.UntypedStorage(len(storage), device="meta"),
+    ],
+)
+def test_the_model_goes_where_the_weights_go(saved: tuple[Net, Path], map_location: Any) -> None:
+    assert Net.load_from_checkpoint(saved[1], map_location=map_location).device == torch.device("meta")
+
+
+def test_arguments_given_replace_those_stored(saved: tuple[Net, Path], tmp_path: Path) -> None:
+    path = saved[1]
+    assert dict(Net.load_from_checkpoint(path, extra=False, strict=True).hparams) == {
+        "width": 3,
+        "extra": False,
+    }
+    with pytest.raises(RuntimeError) as caught:
+        Net.load_from_checkpoint(path, width=5)
+    text = str(caught.value)
+    assert f"The weights in {path} do not fit Net." in text
+    assert "mis-shaped (2): a.weight: (3, 2) in the file, (5, 2) in the model, a.bias: (3,)" in text
+    assert "hyper-parameters the file was trained with" in text
+    with pytest.raises(TypeError, match="unexpected keyword argument 'widht'"):
+        Net.load_from_checkpoint(path, widht=5)
+
+
+def test_missing_and_unexpected_keys_are_named(saved: tuple[Net, Path]) -> None:
+    class Renamed(Net):
+        def __init__(self, width: int = 4, extra: bool = False) -> None:
+            super().__init__(width, extra)
+            self.aa = self.a
+            del self.a
+
+    path = saved[1]
+    with pytest.raises(RuntimeError) as caught:
+        Renamed.load_from_checkpoint(path)
+    text = str(caught.value)
+    assert "missing (2): aa.weight, aa.bias" in text
+    assert "unexpected (2): a.weight, a.bias" in text
+    assert "'a.weight' looks like 'aa.weight': was a layer renamed?" in text
+    with pytest.raises(RuntimeError) as caught:
+        Net.load_from_checkpoint(path, extra=True)
+    assert "missing (2): b.weight, b.bias\nPass strict=False (or set strict_loading = False)" in str(
+        caught.value
+    )
+
+
+def test_strict_loading_can_be_switched_off(saved: tuple[Net, Path]) -> None:
+    model, path = saved
+
+    class Loose(Net):
+        def __init__(self, width: int = 4, extra: bool = True) -> None:
+            super().__init__(width, True)
+            self.strict_loading = False
+
+    for again in (Net.load_from_checkpoint(path, extra=True, strict=False), Loose.load_from_checkpoint(path)):
+        assert torch.equal(again.a.weight, model.a.weight)
+        assert again.b.weight.shape == (1, 3)
+    with pytest.raises(RuntimeError, match="missing"):
+        Loose.load_from_checkpoint(path, strict=True)
+    batches = [torch.ones(2, 2)]
+    loose, strict = Loose(3), Net(3, extra=True)
+    quiet().test(loose, batches, ckpt_path=path, verbose=False)
+    assert torch.equal(loose.a.weight, model.a.weight)
+    with pytest.raises(RuntimeError, match="missing"):
+        quiet().test(strict, batches, ckpt_path=path, verbose=False)
+
+
+def test_a_hook_may_change_what_is_loaded(saved: tuple[Net, Path]) -> None:
+    class Changes(Net):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"]["a.bias"].fill_(7.0)
+
+    assert Changes.load_from_checkpoint(saved[1]).a.bias.tolist() == [7.0] * 3
+
+
+def test_arguments_that_nobody_stored_are_asked_for(tmp_path: Path) -> None:
+    class Needs(Net):
+        def __init__(self, depth: int, *rest: Any, name: str, **others: Any) -> None:
+            super().__init__()
+            self.hparams.clear()
+            self.given = (depth, name, others)
+
+    path = tmp_path / "needs.ckpt"
+    trainer = quiet()
+    trainer.fit(Needs(2, name="n"), [torch.ones(2, 2)])
+    trainer.save_checkpoint(path)
+    with pytest.raises(TypeError) as caught:
+        Needs.load_from_checkpoint(path)
+    assert "__init__ needs ['depth', 'name'], and the checkpoint does not hold them" in str(caught.value)
+    assert "load_from_checkpoint(path, depth=..., name=...)" in str(caught.value)
+    assert Needs.load_from_checkpoint(path, depth=4, name="m", more=5).given == (4, "m", {"more": 5})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "width"),
+    [("h.yaml", "width: 3\nunknown: 1\n", 3), ("h.yml", "width: 3", 3), ("h.csv", "key,value\nwidth,3\n", 3)],
+)
+def test_hyper_parameters_of_a_file(
+    saved: tuple[Net, Path], tmp_path: Path, name: str, text: str, width: int
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert Net.load_from_checkpoint(saved[1], hparams_file=tmp_path / name).width == width
+    with pytest.raises(RuntimeError, match="mis-shaped"):
+        Net.load_from_checkpoint(saved[1], hparams_file=tmp_path / name, width=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("h.txt", "width: 3", r"use a \.yaml, \.yml or \.csv file"),
+        ("h.yaml", "- 1\n- 2", "it holds a list, not names"),
+    ],
+)
+def test_other_files_are_refused(
+    saved: tuple[Net, Path], tmp_path: Path, name: str, text: str, words: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=words):
+        Net.load_from_checkpoint(saved[1], hparams_file=tmp_path / name)
+
+
+def test_objects_in_a_file_are_read_only_when_asked(tmp_path: Path) -> None:
+    path = tmp_path / "objects.ckpt"
+    torch.save({"state_dict": Net().state_dict(), "hyper_parameters": {"width": 4}, "other": Path()}, path)
+    with pytest.raises(Exception, match="weights_only=False"):
+        Net.load_from_checkpoint(path)
+    assert Net.load_from_checkpoint(path, weights_only=False).width == 4
+    with pytest.raises(Exception, match=r"(?i)weights_only|unsupported"):
+        Net.load_from_checkpoint(BytesIO(path.read_bytes()))
+    assert Net.load_from_checkpoint(BytesIO(path.read_bytes()), weights_only=False).width == 4

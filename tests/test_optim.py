@@ -1,0 +1,504 @@
+"""configure_optimizers: every form it may return, and when its schedulers step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import hasten as L
+from hasten.optim import HastenOptimizer, LRSchedulerConfig
+from tests.models import Classifier, loader, quiet, same_weights
+
+
+class Configured(Classifier):
+    """Returns what ``make`` makes of an SGD with lr=1, and writes down its rate after each batch."""
+
+    def __init__(self, make: Callable[[Any], Any], val: list[float] | None = None) -> None:
+        super().__init__()
+        self.make, self.val, self.rates = make, val or [1.0], []
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        return self.make(self.optimizer)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("train_value", float(batch_idx))
+        return 0.0 * self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.val is not None and self.val[0] is not None:
+            self.log("val_value", self.val[min(self.current_epoch, len(self.val) - 1)])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+
+
+def rates(make: Callable[[Any], Any], *, val: Any = None, **arguments: Any) -> list[float]:
+    """Return the rate in each batch of 3 epochs of 4 batches, and the last one."""
+    model = Configured(make, val)
+    trainer = quiet(**{"max_epochs": 3, "limit_train_batches": 4, "num_sanity_val_steps": 0, **arguments})
+    trainer.fit(model, loader(), loader(8))
+    return [*model.rates, model.optimizer.param_groups[0]["lr"]]
+
+
+def halve(optimizer: Any) -> Any:
+    return lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+ALWAYS = [1.0] * 13
+EPOCHS = [1.0] * 3 + [0.5] * 4 + [0.25] * 4 + [0.125] * 2
+STEPS = [0.5**k for k in range(1, 13)] + [0.5**12]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda o: o, ALWAYS),
+        (lambda o: [o], ALWAYS),
+        (lambda o: (o,), ALWAYS),
+        (lambda o: ([o], []), ALWAYS),
+        (lambda o: {"optimizer": o}, ALWAYS),
+        (lambda o: {"optimizer": o, "lr_scheduler": None}, ALWAYS),
+        (lambda o: ([o], [halve(o)]), EPOCHS),
+        (lambda o: [[o], [halve(o)]], EPOCHS),
+        (lambda o: ((o,), (halve(o),)), EPOCHS),
+        (lambda o: ([o], halve(o)), EPOCHS),
+        (lambda o: ([o], {"scheduler": halve(o)}), EPOCHS),
+        (lambda o: {"optimizer": o, "lr_scheduler": halve(o)}, EPOCHS),
+        (lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": halve(o)}}, EPOCHS),
+        (lambda o: [{"optimizer": o, "lr_scheduler": halve(o)}], EPOCHS),
+        (lambda o: ({"optimizer": o, "lr_scheduler": halve(o), "frequency": 1},), EPOCHS),
+        (lambda o: ([o], [LRSchedulerConfig(halve(o))]), EPOCHS),
+        (lambda o: ([o], [LRSchedulerConfig(halve(o), interval="step")]), STEPS),
+        (lambda o: ([o], [{"scheduler": halve(o), "interval": "step"}]), STEPS),
+        (lambda o: ([o], [{"scheduler": halve(o), "frequency": 2}]), [1.0] * 7 + [0.5] * 6),
+        (
+            lambda o: ([o], [{"scheduler": halve(o), "interval": "step", "frequency": 3}]),
+            [1, 1, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.125, 0.125, 0.125],
+        ),
+        (
+            lambda o: ([o], [halve(o), {"scheduler": lr_scheduler.ExponentialLR(o, 0.1), "frequency": 2}]),
+            [1.0] * 3 + [0.5] * 4 + [0.025] * 4 + [0.0125] * 2,
+        ),
+    ],
+)
+def test_forms(make: Any, expected: list[float]) -> None:
+    assert rates(make) == pytest.approx(expected)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_several_optimizers_and_schedulers_for_manual_optimisation() -> None:
+    class Several(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            self.made = [torch.optim.SGD(self.parameters(), lr=rate) for rate in (0.1, 0.2, 0.3)]
+            self.schedulers = [halve(optimizer) for optimizer in self.made]
+            return (
+                {"optimizer": self.made[0], "lr_scheduler": self.schedulers[0]},
+                {"optimizer": self.made[1]},
+                {
+                    "optimizer": self.made[2],
+                    "lr_scheduler": {"scheduler": self.schedulers[2], "name": "third"},
+                },
+            )
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.lr_schedulers()[1].step()
+
+    model = Several()
+    trainer = quiet(limit_train_batches=2, max_epochs=2)
+    trainer.fit(model, loader())
+    assert trainer.optimizers == model.made
+    assert [config.scheduler for config in trainer.lr_scheduler_configs] == model.schedulers[::2]
+    assert [config.name for config in trainer.lr_scheduler_configs] == [None, "third"]
+    # Only the user steps them.
+    assert [o.param_groups[0]["lr"] for o in model.made] == pytest.approx([0.1, 0.2, 0.3 / 16])
+
+
+def test_defaults_of_a_scheduler_config() -> None:
+    seen: list[Any] = []
+
+    class Reads(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.extend(trainer.lr_scheduler_configs)
+
+    model = Configured(
+        lambda o: (
+            [o],
+            [
+                halve(o),
+                {
+                    "scheduler": lr_scheduler.ReduceLROnPlateau(o),
+                    "monitor": "train_value",
+                    "strict": False,
+                    "name": "n",
+                    "frequency": 2,
+                },
+            ],
+        )
+    )
+    quiet(callbacks=[Reads()], limit_train_batches=1).fit(model, loader())
+    plain, plateau = seen
+    assert (plain.interval, plain.frequency, plain.monitor, plain.strict) == ("epoch", 1, None, True)
+    assert (plain.reduce_on_plateau, plain.name) == (False, None)
+    assert (plateau.reduce_on_plateau, plateau.monitor, plateau.strict) == (True, "train_value", False)
+    assert (plateau.name, plateau.frequency) == ("n", 2)
+
+
+# -- accumulation
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "expected"),
+    [
+        ({"interval": "step"}, {"accumulate_grad_batches": 3}, [1, 1, 0.5, 0.25] * 1),
+        ({"interval": "step", "frequency": 2}, {"accumulate_grad_batches": 2}, [1, 0.5, 0.5, 0.25]),
+        ({"interval": "epoch"}, {"accumulate_grad_batches": 3}, [1, 1, 1, 0.5]),
+        ({"interval": "epoch"}, {"max_steps": 3}, [1, 1, 1, 1]),
+    ],
+)
+def test_steps_are_those_of_the_optimizer(config: Any, arguments: Any, expected: list[float]) -> None:
+    found = rates(lambda o: ([o], [{"scheduler": halve(o), **config}]), **{"max_epochs": 1, **arguments})
+    assert found[: len(expected)] == expected[: len(found)]
+    assert found[-1] == expected[-1]
+
+
+# -- schedulers that watch a value
+
+
+def plateau(**config: Any) -> Callable[[Any], Any]:
+    """Halve the rate at each value that is not better."""
+    return lambda o: (
+        [o],
+        [
+            {
+                "scheduler": lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
+                "monitor": "val_value",
+                **config,
+            }
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "val", "arguments", "expected"),
+    [
+        # The first value is the best so far; then one that is better, one that is not.
+        ({}, [1.0, 0.5, 2.0], {}, [1.0] * 12 + [0.5]),
+        ({}, [1.0], {}, [1.0] * 8 + [0.5] * 4 + [0.25]),
+        ({"monitor": "train_value"}, [1.0], {}, [1.0] * 8 + [0.5] * 4 + [0.25]),
+        ({"frequency": 2}, [1.0], {"max_epochs": 4}, [1.0] * 16 + [0.5]),
+        # train_value is 0, 1, 2, 3: no value is better than the first.
+        (
+            {"monitor": "train_value", "interval": "step"},
+            [1.0],
+            {"max_epochs": 1},
+            [1.0, 1.0, 0.5, 0.25, 0.125],
+        ),
+        (
+            {"monitor": "train_value", "interval": "step", "frequency": 2},
+            [1.0],
+            {"max_epochs": 1, "limit_train_batches": 6},
+            [1.0] * 4 + [0.5] * 2 + [0.25],
+        ),
+        (
+            {"interval": "step", "frequency": 2},
+            [1.0],
+            {"val_check_interval": 2},
+            [1.0] * 4 + [0.5] * 2 + [0.25] * 2 + [0.125] * 2 + [0.0625] * 2 + [0.03125],
+        ),
+        ({}, [1.0], {"limit_val_batches": 0, "max_epochs": 1}, None),
+        ({}, [None], {"max_epochs": 1}, None),
+        ({}, [1.0], {"check_val_every_n_epoch": 2}, None),
+        ({"frequency": 2}, [1.0], {"check_val_every_n_epoch": 2, "max_epochs": 4}, [1.0] * 16 + [0.5]),
+    ],
+)
+def test_reduce_on_plateau(config: Any, val: Any, arguments: Any, expected: list[float] | None) -> None:
+    if expected is not None:
+        assert rates(plateau(**config), val=val, **arguments) == pytest.approx(expected)
+        return
+    with pytest.raises(
+        ValueError, match=r"ReduceLROnPlateau steps on monitor='val_value', which was never logged"
+    ) as e:
+        rates(plateau(**config), val=val, **arguments)
+    assert "Logged so far: ['train_value']. Did you mean 'train_value'?" in str(e.value)
+    assert "interval and frequency" in str(e.value)
+
+
+def test_a_value_that_is_absent_is_a_warning_where_asked() -> None:
+    with pytest.warns(UserWarning, match=r"steps on monitor='nothing', which was never logged"):
+        assert rates(plateau(monitor="nothing", strict=False)) == ALWAYS
+
+
+def test_monitor_beside_the_scheduler() -> None:
+    def make(optimizer: Any) -> Any:
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_value"}
+
+    expected = [1.0] * 8 + [0.5] * 4 + [0.25]
+    assert rates(make) == expected
+
+    def in_the_dict(optimizer: Any) -> Any:
+        config = {**make(optimizer), "lr_scheduler": {"scheduler": make(optimizer)["lr_scheduler"]}}
+        assert "monitor" not in config["lr_scheduler"]
+        return config
+
+    assert rates(in_the_dict) == expected
+    nearer = lambda o: {**make(o), "lr_scheduler": plateau()(o)[1][0], "monitor": "nothing"}  # noqa: E731
+    assert rates(nearer) == expected
+
+
+class Own:
+    """A scheduler that is none of torch's."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def step(self, *args: Any) -> None:
+        self.given.append(args)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": len(self.given)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = [()] * state["steps"]
+
+
+@pytest.mark.filterwarnings("ignore:The hyper-parameters")
+def test_schedulers_of_ones_own(tmp_path: Any) -> None:
+    own, watching = Own(), Own()
+
+    def make(optimizer: Any) -> Any:
+        watch = {"scheduler": watching, "reduce_on_plateau": True, "monitor": "val_value"}
+        return [optimizer], [own, watch]
+
+    trainer = quiet(max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(Configured(make, [3.0, 4.0]), loader(8), loader(8))
+    assert own.given == [(), ()]
+    assert [float(value) for (value,) in watching.given] == [3.0, 4.0]
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    own, watching = Own(), Own()
+    quiet(max_epochs=3).fit(Configured(make, [5.0]), loader(8), loader(8), ckpt_path=tmp_path / "a.ckpt")
+    assert len(own.given) == 3
+    assert len(watching.given) == 3
+
+
+def test_a_scheduler_steps_after_its_optimizer() -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rates(lambda o: ([o], [{"scheduler": halve(o), "interval": "step"}]))
+
+
+# -- optimizers that run the closure themselves
+
+
+@pytest.mark.parametrize("samples", [12, 10])
+def test_lbfgs_with_accumulation_and_clipping_counts_batches(samples: int) -> None:
+    class Second(Classifier):
+        closures = 0
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.closures += 1
+            return self.loss(batch)
+
+    model = Second()
+    trainer = quiet(gradient_clip_val=0.1, max_epochs=2)
+    trainer.fit(model, loader(samples))
+    assert trainer.global_step == 6
+    assert model.closures >= 12
+
+
+def test_a_closure_that_is_optional_is_left_out() -> None:
+    """Optimizers whose step asks for a closure get one; others step after backward, with the same result."""
+
+    class Asks(torch.optim.SGD):
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+            return loss
+
+    class Net(Classifier):
+        kind: Any = torch.optim.SGD
+
+        def configure_optimizers(self) -> Any:
+            return self.kind(self.parameters(), lr=0.1)
+
+    asks = Net()
+    plain = copy.deepcopy(asks)
+    asks.kind = Asks
+    for model in (asks, plain):
+        trainer = quiet(max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.1)
+        trainer.fit(model, loader(20))
+        assert trainer.global_step == 6
+    assert same_weights(asks, plain)
+
+
+class NoGradient(Classifier):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def test_none_trains_nothing_and_says_so() -> None:
+    model = NoGradient()
+    before = copy.deepcopy(model)
+    trainer = quiet(max_epochs=2)
+    with pytest.warns(
+        UserWarning, match=r"NoGradient\.configure_optimizers\(\) returned None: this fit trains"
+    ):
+        trainer.fit(model, loader())
+    assert same_weights(model, before)
+    assert (trainer.global_step, trainer.current_epoch, trainer.optimizers) == (20, 2, [])
+    assert model.layers[0].weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*returned None")
+def test_without_an_optimizer_no_loss_is_needed() -> None:
+    class Looks(NoGradient):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            return None
+
+    trainer = quiet(max_epochs=2)
+    trainer.fit(Looks(), loader())
+    assert (trainer.global_step, trainer.current_epoch) == (20, 2)
+
+
+# -- what is refused
+
+
+def no_step(_: Any) -> Any:
+    return type("Nothing", (), {})()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda o: [],
+            r"Configured\.configure_optimizers\(\) returned a list of \. Return an optimizer, a list of",
+        ),
+        (lambda o: "adam", r"returned a str\. Return an optimizer"),
+        (lambda o: (o, halve(o)), r"returned a tuple of SGD, StepLR\. Return .*two lists"),
+        (lambda o: [o, 3], r"returned a list of SGD, int"),
+        (lambda o: halve(o), r"returned a StepLR"),
+        (lambda o: ([3], []), r"returned a int where an optimizer is expected"),
+        (lambda o: ([o, [o]], []), r"returned a list of SGD where an optimizer is expected"),
+        (lambda o: {"lr_scheduler": halve(o)}, r'returned a dict without the key "optimizer"'),
+        (
+            lambda o: {"optimizer": o, "lr_schedulers": halve(o)},
+            r"key 'lr_schedulers'; .*Did you mean 'lr_scheduler'",
+        ),
+        (lambda o: {"optimizer": [o]}, r"returned a list of SGD where an optimizer"),
+        (
+            lambda o: ([o], [{"sched": halve(o)}]),
+            r"the key 'sched'; known are \['scheduler', 'name', 'interval'",
+        ),
+        (lambda o: ([o], [{"interval": "step"}]), r'the lr_scheduler dict has no key "scheduler"'),
+        (lambda o: ([o], [no_step(o)]), r"lr_scheduler is a Nothing, which is no learning-rate scheduler"),
+        (
+            lambda o: {"optimizer": o, "lr_scheduler": [halve(o)]},
+            r"lr_scheduler is a list of StepLR, which is no",
+        ),
+        (
+            lambda o: ([o], [{"scheduler": halve(o), "interval": "steps"}]),
+            r"interval='steps'.*Did you mean 'step'",
+        ),
+        (
+            lambda o: ([o], [{"scheduler": halve(o), "interval": None}]),
+            r'interval=None; use "epoch" or "step"',
+        ),
+        (
+            lambda o: ([o], [{"scheduler": halve(o), "frequency": 0}]),
+            r"frequency=0; use a whole number of at least 1",
+        ),
+        (lambda o: ([o], [{"scheduler": halve(o), "frequency": 1.5}]), r"frequency=1\.5"),
+        (
+            lambda o: ([o], [lr_scheduler.ReduceLROnPlateau(o)]),
+            r"ReduceLROnPlateau steps on a value, and none is named",
+        ),
+        (
+            lambda o: ([o], [{"scheduler": Own(), "reduce_on_plateau": True}]),
+            r"Own steps on a value.*\"monitor\": \"val_loss\"",
+        ),
+        (
+            lambda o: [o, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)],
+            r"returned 2 optimizers, and automatic optimisation steps one.*automatic_optimization = False",
+        ),
+        (
+            lambda o: ([o], [halve(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))]),
+            r"the scheduler StepLR drives an optimizer that was not returned",
+        ),
+        (lambda o: torch.optim.SGD([{"params": []}], lr=1.0), r"The SGD has no parameters to train"),
+    ],
+)
+def test_what_is_refused(make: Any, message: str) -> None:
+    model = Configured(make)
+    with pytest.raises(ValueError, match=message):
+        quiet().fit(model, loader())
+    assert model.rates == []
+
+
+def test_an_optimizer_that_is_none_of_torchs() -> None:
+    class Signs:
+        """Goes a fixed step against the sign of the gradient."""
+
+        def __init__(self, parameters: Any) -> None:
+            self.param_groups = [{"params": list(parameters), "lr": 0.01}]
+
+        def step(self, closure: Any = None) -> None:
+            if closure is not None:
+                closure()
+            for p in self.param_groups[0]["params"]:
+                p.data -= 0.01 * p.grad.sign()
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.grad = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    class Net(Classifier):
+        def configure_optimizers(self) -> Any:
+            return Signs(self.parameters())
+
+    model = Net()
+    by_hand = copy.deepcopy(model)
+    trainer = quiet()
+    trainer.fit(model, loader(12))
+    optimizer = Signs(by_hand.parameters())
+    for batch in loader(12):
+        optimizer.zero_grad()
+        by_hand.loss(batch).backward()
+        optimizer.step()
+    assert same_weights(model, by_hand)
+    assert trainer.global_step == 3
+
+
+def test_the_wrapper_looks_like_its_optimizer() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    inner = torch.optim.SGD([parameter], lr=0.5)
+    steps: list[Any] = []
+    wrapped = HastenOptimizer(inner, lambda closure, **options: steps.append((closure, options)))
+    wrapped.step()
+    wrapped.step(print, grad_scaler=3)
+    assert steps == [(None, {}), (print, {"grad_scaler": 3})]
+    assert wrapped.state_dict() == inner.state_dict()
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = wrapped.nothing
+    copied = copy.deepcopy(HastenOptimizer(inner))
+    assert copied.optimizer is not inner
+    assert copied.param_groups[0]["lr"] == 0.5
