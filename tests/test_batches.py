@@ -313,6 +313,23 @@ def test_iterable_datasets(kind: type[Stream], arguments: dict[str, Any], expect
     assert found == expected
 
 
+def test_the_loader_that_is_wrong_is_named_by_its_place() -> None:
+    empty = DataLoader([], 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"dataloader\[1\] has no batches"):
+        quiet().validate(Any_(), [loader(8), empty], verbose=False)
+    with pytest.raises(ValueError, match=r"the validate dataloader has no batches"):
+        quiet().validate(Any_(), [empty], verbose=False)
+    with pytest.raises(
+        ValueError, match=r"0\.2 of 4 batches is less than one\. Use at least limit_val_batches=0\.25"
+    ):
+        quiet(limit_val_batches=0.2).validate(Any_(), loader(16), verbose=False)
+    model = Any_()
+    model.allow_zero_length_dataloader_with_multiple_devices = True
+    trainer = quiet(limit_val_batches=0.5)
+    assert trainer.validate(model, [loader(8), empty], verbose=False) == [{"size/dataloader_idx_0": 4.0}, {}]
+    assert trainer.num_val_batches == [1, 0]
+
+
 def test_an_interval_longer_than_an_epoch_is_refused_where_that_is_known() -> None:
     message = (
         r"val_check_interval=4\): an epoch has 3 batches\. Use at most 3, or check_val_every_n_epoch=None"

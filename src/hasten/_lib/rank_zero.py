@@ -29,12 +29,12 @@ def _rank() -> int:
     return 0
 
 
-def rank_zero_only(function: _F) -> _F:
-    """Return ``function`` such that it does nothing (returns None) on other processes than the first."""
+def rank_zero_only(function: _F, default: Any = None) -> _F:
+    """Return ``function`` such that it does nothing (returns ``default``) on other processes than the first."""
 
     @functools.wraps(function)
     def on_first(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if rank_zero_only.rank == 0 else None  # type: ignore[attr-defined]
+        return function(*args, **kwargs) if rank_zero_only.rank == 0 else default  # type: ignore[attr-defined]
 
     return on_first  # type: ignore[return-value]
 
@@ -43,20 +43,23 @@ rank_zero_only.rank = _rank()  # type: ignore[attr-defined]
 
 
 @rank_zero_only
-def rank_zero_info(message: str, *args: Any) -> None:
-    """Log a message at level INFO, once."""
-    log.info(message, *args)
+def rank_zero_info(message: Any, *args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
+    """Log a message at level INFO, once; ``stacklevel`` and ``kwargs`` as for ``logging``."""
+    log.info(message, *args, stacklevel=stacklevel, **kwargs)
 
 
 @rank_zero_only
-def rank_zero_debug(message: str, *args: Any) -> None:
-    """Log a message at level DEBUG, once."""
-    log.debug(message, *args)
+def rank_zero_debug(message: Any, *args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
+    """Log a message at level DEBUG, once; ``stacklevel`` and ``kwargs`` as for ``logging``."""
+    log.debug(message, *args, stacklevel=stacklevel, **kwargs)
 
 
 @rank_zero_only
 def rank_zero_warn(
-    message: str, category: type[Warning] = UserWarning, stacklevel: int | None = None
+    message: Any,
+    category: type[Warning] = UserWarning,
+    stacklevel: int | None = None,
+    **kwargs: Any,
 ) -> None:
     """Warn, on the first process.
 
@@ -64,9 +67,10 @@ def rank_zero_warn(
         message: what to change.
         category: the kind of warning.
         stacklevel: as for ``warnings.warn``; by default the line of the user's program that led here.
+        kwargs: for ``warnings.warn``.
 
     """
-    warnings.warn(message, category, stacklevel=_users_level() if stacklevel is None else stacklevel)
+    warnings.warn(message, category, stacklevel=_users_level() if stacklevel is None else stacklevel, **kwargs)
 
 
 def _users_level() -> int:
@@ -78,9 +82,9 @@ def _users_level() -> int:
 
 
 @rank_zero_only
-def rank_zero_deprecation(message: str, stacklevel: int = 5) -> None:
+def rank_zero_deprecation(message: Any, stacklevel: int = 5, **kwargs: Any) -> None:
     """Warn of something that will go away."""
-    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
+    warnings.warn(message, **{"category": DeprecationWarning, **kwargs}, stacklevel=stacklevel)
 
 
 _said: set[str] = set()

@@ -30,6 +30,9 @@ _END_SECONDS = 30.0
 _KILL_SECONDS = 3.0
 _STORE_TIMEOUT = timedelta(minutes=5)
 
+# What stands between Python and the program when it is run again: `hasten run` puts itself there.
+PREFIX: list[str] = []
+
 Run = Callable[..., Any]
 
 # torch's type hints leave the stores out.
@@ -169,11 +172,11 @@ def command_of_this_program() -> list[str]:
     flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()
     spec = getattr(__main__, "__spec__", None)
     if spec is not None:
-        return [sys.executable, *flags, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+        return [sys.executable, *flags, *PREFIX, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
     file = getattr(__main__, "__file__", None)
     if file is not None and os.path.exists(file):
         # Absolute: the program may have changed its folder since it was started.
-        return [sys.executable, *flags, os.path.abspath(file), *sys.argv[1:]]
+        return [sys.executable, *flags, *PREFIX, os.path.abspath(file), *sys.argv[1:]]
     if "-c" in sys.orig_argv:
         return [sys.executable, *sys.orig_argv[1:]]
     raise RuntimeError(
