@@ -313,7 +313,7 @@ class AnotherMetricEachTime(Classifier):
 
 def test_metric_made_anew_each_step_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="another MeanMetric object than before.*as an attribute of the module"
+        ValueError, match=r"another MeanMetric object than before.*as an attribute of the module"
     ):
         quiet().fit(AnotherMetricEachTime(), loader())
 
@@ -333,7 +333,7 @@ class ReadsOnFirst(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.is_global_zero:
-            trainer.progress_bar_metrics  # noqa: B018 - the bar reads it on the first process alone
+            trainer.progress_bar_metrics  # as the bar does, on the first process alone
         if batch_idx == 2:
             trainer.sync_step_values()
             self.seen = [float(trainer.callback_metrics[name]) for name in ("sum", "most_step", "own")]
