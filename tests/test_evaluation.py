@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
+import warnings
 from typing import Any
 
 import pytest
@@ -74,6 +77,40 @@ def test_hooks_of_prediction() -> None:
     seen.clear()
     assert trainer.predict(Predicts(), loader(8), return_predictions=False) is None
     assert seen == [(0, 0), ((0, 0), [0, 1, 2, 3]), []]
+
+
+def test_samples_of_a_batch_are_known_where_a_hook_may_ask() -> None:
+    seen: list[Any] = []
+
+    class AtTheEnd(L.Callback):
+        def on_predict_epoch_end(self, trainer: Any, module: Any) -> None:
+            seen.append(trainer.predict_loop.current_batch_indices)
+
+    trainer = quiet(callbacks=[AtTheEnd()])
+    trainer.predict(Predicts(), loader(8))
+    assert seen == [[4, 5, 6, 7]]
+    # Nobody asks: nothing is kept.
+    trainer = quiet()
+    trainer.predict(Predicts(), loader(8))
+    assert trainer.predict_loop.current_batch_indices == []
+
+
+@pytest.mark.parametrize("call", ["predict", "validate", "test"])
+def test_a_signal_ends_an_evaluation_after_the_batch_in_hand(call: str) -> None:
+    class Signals(Modes):
+        def note(self) -> None:
+            super().note()
+            if len(self.seen) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    model, trainer = Signals(), quiet()
+    with pytest.raises(SystemExit) as stopped:
+        getattr(trainer, call)(model, loader(16))
+    assert stopped.value.code == 143
+    assert len(model.seen) == 2
+    assert trainer.interrupted
+    assert trainer.received_sigterm
+    assert model.training
 
 
 def test_a_prediction_of_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,6 +323,9 @@ def test_validation_data_without_a_step_is_told() -> None:
     with pytest.warns(UserWarning, match=r"NoValidation has no validation_step\(\): no validation runs"):
         trainer.fit(NoValidation(), loader(8), loader(8))
     assert not trainer.enable_validation
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet().fit(NoValidation(), loader(8))
     with pytest.raises(ValueError, match=r"Trainer\.validate\(\): NoValidation has no validation_step\(\)"):
         trainer.validate(NoValidation(), loader(8))
 

@@ -44,7 +44,7 @@ class Arguments:
     enable_model_summary: bool
     accumulate_grad_batches: int
     gradient_clip_val: float | None
-    gradient_clip_algorithm: str
+    gradient_clip_algorithm: str | None
     deterministic: bool | str | None
     benchmark: bool | None
     inference_mode: bool
@@ -211,9 +211,7 @@ def check(
     accumulate_grad_batches = _integer("accumulate_grad_batches", accumulate_grad_batches, least=1)
 
     gradient_clip_val = _clip_value(gradient_clip_val)
-    gradient_clip_algorithm = _one_of(
-        "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"), default="norm"
-    )
+    gradient_clip_algorithm = _one_of("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
     if deterministic not in (None, True, False, "warn"):
         raise ValueError(
             f"Trainer(deterministic={deterministic!r}): use True, False or 'warn'."
@@ -289,7 +287,7 @@ def changed(arguments: Arguments, name: str, value: Any) -> Arguments:
     elif name == "gradient_clip_val":
         new[name] = _clip_value(value)
     elif name == "gradient_clip_algorithm":
-        new[name] = _one_of(name, value, ("norm", "value"), default="norm")
+        new[name] = _one_of(name, value, ("norm", "value"))
     else:
         least = {"num_sanity_val_steps": -1, "accumulate_grad_batches": 1}.get(name, 0)
         unit = "steps" if name == "log_every_n_steps" else "epochs"
@@ -477,9 +475,9 @@ def _clip_value(value: Any) -> float | None:
     return float(value)
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...], *, default: str) -> str:
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str | None:
     if value is None:
-        return default
+        return None
     text = str(getattr(value, "value", value))
     if text.lower() not in allowed:
         raise ValueError(

@@ -6,6 +6,7 @@ import copy
 import csv
 import importlib
 import inspect
+import pickle
 import types
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
@@ -318,6 +319,17 @@ def plain_hparams(hparams: MutableMapping[str, Any]) -> tuple[dict[str, Any], li
     return kept, dropped
 
 
+def pickled(hparams: Mapping[str, Any], names: Iterable[str]) -> dict[str, bytes]:
+    """Return hyper-parameters as bytes: nothing runs until somebody says ``weights_only=False``."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = pickle.dumps(hparams[name])
+        except Exception:  # an object may refuse in any way; it is asked for again when it is missing
+            continue
+    return found
+
+
 def construct(
     cls: type[T],
     checkpoint_path: Any,
@@ -352,6 +364,9 @@ def construct(
         stored = _read_hparams(hparams_file)
     # What was a dataclass, a Namespace or an OmegaConf config is read by attribute in __init__.
     stored = {key: _with_attributes(value) for key, value in stored.items()}
+    if weights_only is False:
+        for key, value in checkpoint.get(f"{owner.CHECKPOINT_HYPER_PARAMS_KEY}_pickled", {}).items():
+            stored.setdefault(key, pickle.loads(value))
     wrapped_as = checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_NAME)
     if stored.pop(INSTANTIATOR, None) == _CONFIG_READER:
         # Named by text: the command line is above this room, and few programs need it.

@@ -551,7 +551,7 @@ class Trainer(TrainerView):
     def clip_gradients(self, optimizer: Any, clip_val: float | None, algorithm: str | None) -> None:
         """Clip the gradients of ``optimizer``; None takes the Trainer's own arguments."""
         clip_val = self._arguments.gradient_clip_val if clip_val is None else clip_val
-        algorithm = self._arguments.gradient_clip_algorithm if algorithm is None else str(algorithm)
+        algorithm = str(algorithm or self._arguments.gradient_clip_algorithm or "norm")
         if not clip_val:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

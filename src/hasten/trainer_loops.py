@@ -197,6 +197,26 @@ class EvaluationLoop:
     def _source(self) -> Source | None:
         return self._trainer._source(self._name)
 
+    @property
+    def _data_source(self) -> DataSource:
+        return DataSource(self._source)
+
+
+class DataSource:
+    """Where the batches of a loop come from; packages ask it whether there are any."""
+
+    def __init__(self, source: Source | None) -> None:
+        self._source = source
+
+    def is_defined(self) -> bool:
+        """Say whether loaders were given, or the module or datamodule has some."""
+        return self._source is not None and self._source.has_data()
+
+    def dataloader(self) -> Any:
+        """Return the loader, or the list of several."""
+        loaders = [] if self._source is None else self._source.loaders
+        return loaders[0] if len(loaders) == 1 else loaders
+
 
 class PredictionLoop(EvaluationLoop):
     """``trainer.predict_loop``."""

@@ -150,8 +150,8 @@ class TrainerSettings:
         self._change("gradient_clip_val", value)
 
     @property
-    def gradient_clip_algorithm(self) -> str:
-        """ "norm" or "value"."""
+    def gradient_clip_algorithm(self) -> str | None:
+        """ "norm" or "value"; None means norm."""
         return self._arguments.gradient_clip_algorithm
 
     @gradient_clip_algorithm.setter

@@ -18,7 +18,7 @@ import torch
 
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.checkpoint.plain import check_plain, numpy_allowed
+from hasten.checkpoint.plain import check_storable, numpy_allowed
 from hasten.checkpoint.seal import CheckpointDamaged as CheckpointDamaged
 from hasten.checkpoint.seal import check, first_line, seal
 
@@ -58,7 +58,7 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
     `rename(2) <https://man7.org/linux/man-pages/man2/rename.2.html>`_.
 
     """
-    check_plain(contents)
+    check_storable(contents)
     if _is_url(path):
         _save_remote(contents, str(path), storage_options)
         return

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten._lib.rank_zero import warn_once
+
 _LEAVES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device}
 )
@@ -45,6 +47,34 @@ not hold: reading it back would run code. Store numbers, strings, tensors and di
 
     """
     _check(contents, name, set())
+
+
+_objects_allowed = False
+
+
+def allow_objects(allow: bool) -> None:
+    """Let checkpoints hold Python objects too, with a warning: packages written for Lightning put them there."""
+    global _objects_allowed
+    _objects_allowed = allow
+
+
+def objects_allowed() -> bool:
+    """Say whether checkpoints may hold Python objects."""
+    return _objects_allowed
+
+
+def check_storable(contents: Any) -> None:
+    """Raise unless ``contents`` may be written: it is plain, or objects are allowed; see ``check_plain``."""
+    try:
+        check_plain(contents)
+    except TypeError as error:
+        if not _objects_allowed:
+            raise
+        place = str(error).partition(", which")[0]
+        warn_once(
+            "objects in a checkpoint",
+            f"{place}: the checkpoint can be read back with weights_only=False only, which runs code in it.",
+        )
 
 
 def is_plain(contents: Any) -> bool:

@@ -120,6 +120,11 @@ def configure_optimizers(run: Run) -> None:
     module, owner = run.module, type(run.module).__name__
     optimizers, schedulers = optim.parse(module.configure_optimizers(), owner)
     optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
+    take_optimizers(run, optimizers, schedulers)
+
+
+def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:
+    """Have a run train with these optimizers and schedulers."""
     run.optimizers, run.schedulers = optimizers, schedulers
     run.wrapped_optimizers = [_counted(run, optimizer) for optimizer in optimizers]
 

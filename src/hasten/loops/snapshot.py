@@ -8,9 +8,10 @@ from typing import Any
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.callback import Callback
 from hasten.checkpoint import contents
+from hasten.checkpoint.plain import objects_allowed
 from hasten.datamodule import LightningDataModule
 from hasten.hooks import HOOKS, STEPS
-from hasten.hparams import plain_hparams
+from hasten.hparams import pickled, plain_hparams
 from hasten.loggers.base import Logger
 from hasten.loops.run import Run
 from hasten.loops.states import TrainerFn
@@ -66,7 +67,9 @@ class Snapshot:
             if owner is None or not owner.hparams:
                 continue
             kept, dropped = plain_hparams(owner.hparams)
-            if dropped:
+            if dropped and objects_allowed():
+                yield f"{owner.CHECKPOINT_HYPER_PARAMS_KEY}_pickled", pickled(owner.hparams, dropped)
+            elif dropped:
                 _say_dropped(type(owner).__name__, dropped)
             yield owner.CHECKPOINT_HYPER_PARAMS_NAME, owner.__dict__.get("_hparams_name", "kwargs")
             yield owner.CHECKPOINT_HYPER_PARAMS_KEY, kept

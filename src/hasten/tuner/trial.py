@@ -2,94 +2,93 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from hasten.checkpoint import contents
-from hasten.data.sources import generators_of
+from hasten._lib.batch_size import batch_size_of
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.memory import is_out_of_memory
+from hasten.callback import Callback
 from hasten.hooks import Callbacks
+from hasten.loggers.base import DummyLogger
 from hasten.loops.evaluate import evaluate
-from hasten.loops.fit import fit
+from hasten.loops.fit import train_epoch
 from hasten.loops.predict import predict
-from hasten.loops.prepare import configure_optimizers
+from hasten.loops.prepare import take_optimizers
 from hasten.loops.progress import Progress
-from hasten.loops.run import Run
-from hasten.loops.states import TrainerState, TrainerStatus
+from hasten.loops.run import Run, Stopped
+from hasten.loops.sources import Source
+from hasten.loops.states import RunningStage, TrainerState, TrainerStatus
+from hasten.machine.signals import StopRequests
 from hasten.meters import Meters
 from hasten.module import LightningModule
 from hasten.profilers.base import PassThroughProfiler
-from hasten.seed import collect_rng_state, generator_state, restore_rng_state, set_generator_state
+from hasten.seed import collect_rng_state, restore_rng_state
+from hasten.tuner.restore import Memory
 
 if TYPE_CHECKING:
+    from hasten.strategies.base import Strategy
     from hasten.trainer import Trainer
 
-_STAGES = ("train", "validate", "test", "predict")
+# Which data a call reads, by the name it has in a run.
+STAGE_OF = {"fit": "train", "validate": "validate", "test": "test", "predict": "predict"}
 _SOURCES = {"train": "train", "validate": "validation", "test": "test", "predict": "predict"}
 
 
 @contextmanager
-def nothing_changes(trainer: Trainer, module: LightningModule, datamodule: Any) -> Iterator[None]:
-    """Give Trainer, module, data and random generators back the state they have now, also after an error."""
+def nothing_changes(trainer: Trainer, module: LightningModule, datamodule: Any) -> Iterator[Memory]:
+    """Give Trainer, module, data and random generators back the state they have now, also after an error.
+
+    What else may change is told to the memory that this yields.
+    """
     books = dict(trainer.__dict__)
-    weights = _Weights(module)
-    owners = [owner for owner in (*module.modules(), datamodule) if owner is not None]
-    attributes = [_Attributes(owner) for owner in owners]
-    ties = [(owner, {name: vars(owner)[name] for name in _TIES if name in vars(owner)}) for owner in owners]
-    metrics = contents.metric_states(module, leave_out=set())
     model = trainer.strategy.model
     random = collect_rng_state()
+    memory = Memory()
+    memory.keep(module)
+    memory.keep(datamodule, values=False)
+    if trainer._runtime.scaler is not None:
+        memory.keep(trainer._runtime.scaler)
+        memory.keep(trainer._runtime._unscaled)
     try:
-        yield
+        yield memory
     finally:
+        memory.restore()
         trainer.__dict__.clear()
         trainer.__dict__.update(books)
         trainer.strategy.model = model
-        weights.restore()
-        for each in attributes:
-            each.restore()
-        for owner, tied in ties:
-            for name in _TIES:
-                owner.__dict__.pop(name, None)
-            owner.__dict__.update(tied)
-        contents.reset_metrics(module)
-        contents.load_metric_states(module, metrics)
         restore_rng_state(random)
 
 
 def quietly(trainer: Trainer) -> None:
-    """Take callbacks and loggers off, and count from zero; ``nothing_changes`` puts them back."""
+    """Take callbacks and loggers off, and count on copies; ``nothing_changes`` puts them back."""
     trainer.__dict__.update(
         _arguments=dataclasses.replace(
             trainer._arguments,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             enable_autolog_hparams=False,
             num_sanity_val_steps=0,
-            log_every_n_steps=0,
-            max_time=None,
-            min_epochs=None,
-            min_steps=None,
+            max_epochs_assumed=False,
         ),
         _callbacks=Callbacks([], lambda: None),
-        _loggers=[],
+        # There is a logger where the program expects one.
+        _loggers=[DummyLogger() for _ in trainer._loggers],
         _meters=Meters(trainer._runtime),
-        _progress=Progress(),
+        _progress=copy.copy(trainer._progress),
+        # Evaluation takes over what an earlier run of the same Trainer holds.
+        _run=None,
         profiler=PassThroughProfiler(),
         state=TrainerState(TrainerStatus.RUNNING, trainer.state.fn, trainer.state.stage),
     )
 
 
 class Trial:
-    """Runs a few steps at a time inside a prepared run.
+    """Runs a few steps at a time inside a prepared run, with its weights, optimizers and epoch.
 
     Args:
         trainer: whose run it is.
@@ -100,149 +99,231 @@ class Trial:
     def __init__(self, trainer: Trainer, run: Run) -> None:
         self.trainer, self.run = trainer, run
         self.module: LightningModule = run.module
-        self.datamodule: Any = trainer.datamodule
+        self.datamodule: Any = trainer._datamodule
+        # Why memory ran out the last time, in this process.
+        self.error: BaseException | None = None
 
     def given(self, stage: str) -> Any:
         """Return the loaders that were passed to the call, or None."""
         return getattr(self.run, _SOURCES[stage]).given
 
+    def source(self, method: str) -> Source:
+        """Return the data that ``method`` reads."""
+        source: Source = getattr(self.run, _SOURCES[STAGE_OF[method]])
+        return source
+
     @contextmanager
     def steps(
-        self, method: str, count: int, *, validates: bool = False, ends_at: int | None = None
+        self,
+        method: str,
+        count: int,
+        *,
+        callbacks: Iterable[Callback] = (),
+        alone: bool = False,
+        keeps_limit: bool = False,
     ) -> Iterator[Run]:
-        """Yield a run of ``method`` over ``count`` steps, ready to go; afterwards all is as before."""
-        trainer, module = self.trainer, self.module
-        with nothing_changes(trainer, module, self.datamodule):
+        """Yield a run of ``method`` over ``count`` steps, ready to go; afterwards all is as before.
+
+        Args:
+            method: "fit", "validate", "test" or "predict".
+            count: optimizer steps, or batches of an evaluation.
+            callbacks: what watches the steps.
+            alone: exchange no gradients between processes: one that fails leaves the others waiting for nothing.
+            keeps_limit: read as many batches of an epoch as ``limit_train_batches`` says.
+
+        """
+        trainer, module, outer = self.trainer, self.module, self.run
+        with nothing_changes(trainer, module, self.datamodule) as memory:
             quietly(trainer)
-            trainer._arguments = dataclasses.replace(
-                trainer._arguments,
-                max_epochs=-1,
-                max_steps=count,
-                fast_dev_run=0,
-                limit_train_batches=None,
-                limit_val_batches=count if validates or method != "fit" else 0,
-                limit_test_batches=count,
-                limit_predict_batches=count,
+            trainer._callbacks.extend(callbacks)
+            at = trainer._progress
+            # The epoch is the one in hand: programs ask for it in their steps.
+            trainer._progress = Progress(
+                epoch=at.current_epoch,
+                total_batches=at.total_batches,
+                global_step=at.global_step,
+                updates=at.updates,
             )
-            run = trainer._make_run(module, {stage: self.given(stage) for stage in _STAGES}, self.run.stop)
-            run.state = trainer.state
-            trainer._run = run
-            _log_into(module, trainer._meters)
-            generators = _generators(run, method)
+            batches = count * trainer._accumulate_grad_batches
+            theirs, limit = trainer._arguments, count if method != "fit" else batches
+            trainer._arguments = dataclasses.replace(
+                theirs,
+                # Each epoch has a batch, unless the program skips it.
+                max_epochs=at.current_epoch + batches,
+                max_steps=at.global_step + count,
+                min_epochs=None,
+                min_steps=None,
+                fast_dev_run=0,
+                limit_train_batches=theirs.limit_train_batches if keeps_limit else None,
+                limit_val_batches=0 if theirs.limit_val_batches == 0 and method == "fit" else limit,
+                limit_test_batches=limit,
+                limit_predict_batches=limit,
+            )
+            several = outer.runtime.world_size > 1
+            # Several processes look for a signal at steps they agree on, and these are not steps of the run.
+            stop = StopRequests(outer.runtime.all_reduce) if several else outer.stop
+            run = trainer._make_run(module, {stage: self.given(stage) for stage in _SOURCES}, stop)
+            # What programs read of the Trainer is what they gave it.
+            trainer._arguments, trainer._run = theirs, run
+            for child in module.modules():
+                if isinstance(child, LightningModule):
+                    child.__dict__["_meters"] = trainer._meters
             try:
+                for source in self._read_by(run, method):
+                    memory.keep(source.streams(), values=False)
                 if method == "fit":
-                    configure_optimizers(run)
-                    run.wrapped = run.runtime.wrap(module)
+                    self._train_with_the_optimizers_in_use(run, memory, alone)
                 yield run
             finally:
                 for source in (run.train, run.validation, run.test, run.predict):
                     source.close()
-                for generator, state in generators:
-                    set_generator_state(generator, state)
 
-    def try_out(self, method: str, count: int) -> None:
-        """Run ``count`` steps of ``method``; training validates as well, if there is something to validate."""
-        with self.steps(method, count, validates=True) as run:
-            if method == "fit":
-                # Once, after training: not where the steps happen to end an epoch.
-                validation, run.validation = run.validation, _off(run)
-                fit(run)
-                run.validation = validation
-                if not validation.is_off():
-                    evaluate(run, validation)
-            elif method == "predict":
-                predict(run, return_predictions=False)
-            else:
-                evaluate(run, run.test if method == "test" else run.validation)
+    def _read_by(self, run: Run, method: str) -> list[Source]:
+        sources = [run.train, run.validation] if method == "fit" else [getattr(run, _SOURCES[method])]
+        return [source for source in sources if not source.is_off()]
 
-    def fails_anywhere(self, failed: bool) -> bool:
-        """Say whether a trial failed on any process, so that all go on alike."""
-        return bool(self.run.runtime.strategy.reduce_boolean_decision(failed, all=False))
+    def _train_with_the_optimizers_in_use(self, run: Run, memory: Memory, alone: bool) -> None:
+        outer = self.run
+        schedulers = outer.schedulers
+        memory.keep(outer.optimizers)
+        memory.keep([config.scheduler for config in schedulers])
+        if run.module.automatic_optimization:
+            # They are there for who asks them for the rate, and never step.
+            schedulers = [dataclasses.replace(config, frequency=sys.maxsize) for config in schedulers]
+        if alone and run.runtime.syncs_gradients:
+            run.runtime = copy.copy(run.runtime)
+            run.runtime.syncs_gradients = False
+        else:
+            run.wrapped = outer.wrapped
+        take_optimizers(run, outer.optimizers, schedulers)
 
+    def try_out(self, method: str, count: int) -> int | None:
+        """Run ``count`` steps of ``method``; training validates as well, if there is something to validate.
 
-def _off(run: Run) -> Any:
-    """Return the validation data of a run that is switched off."""
-    source = copy.copy(run.validation)
-    source.switch_off()
-    return source
+        Returns:
+            the size of the largest batch; 0 where batches do not tell it; None where memory ran out, on any process.
 
+        """
+        strategy = self.run.runtime.strategy
+        watch = _Watch(count * self.trainer._accumulate_grad_batches)
+        try:
+            with self.steps(method, count, callbacks=[watch], alone=True) as run:
+                for source in self._read_by(run, method):
+                    _agree_at_the_end(source, strategy)
+                if method == "fit":
+                    train(run)
+                elif method == "predict":
+                    predict(run, return_predictions=False)
+                else:
+                    evaluate(run, run.test if method == "test" else run.validation)
+                if not watch.batches:
+                    raise MisconfigurationException(
+                        "The tuner ran no batch: there is no data, or the module skips every batch."
+                    )
+                if method == "fit" and not run.validation.is_off():
+                    evaluate(run, run.validation)
+        except _FailedElsewhere:
+            return None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.error = error.with_traceback(None)
+            # The frames of what it was raised from hold tensors, too.
+            error.__context__ = None
+            strategy.reduce_boolean_decision(True, all=False)
+            return None
+        if strategy.reduce_boolean_decision(False, all=False):
+            return None
+        self.leave_if_stopped()
+        return self.largest(watch.largest)
 
-def _generators(run: Run, method: str) -> list[tuple[torch.Generator, bytes]]:
-    """Return the generators of the user's loaders with their states."""
-    sources = [run.train, run.validation] if method == "fit" else [getattr(run, _SOURCES[method])]
-    found = []
-    for source in sources:
-        if not source.is_off():
-            for loader in source.streams():
-                found += [(generator, generator_state(generator)) for generator in generators_of(loader)]
-    return found
+    def largest(self, number: int) -> int:
+        """Return the largest ``number`` of all processes, so that all go on alike."""
+        runtime = self.run.runtime
+        return number if runtime.world_size == 1 else int(runtime.all_reduce(torch.tensor(number), op="max"))
 
+    def leave_if_stopped(self) -> None:
+        """Leave the run if Ctrl-C or SIGTERM arrived at any process; all of them call it.
 
-class _Weights:
-    """Parameters and buffers with everything that training changes of them."""
+        Raises:
+            Stopped: a signal arrived.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = [
-            (p, p.detach().clone(), None if p.grad is None else p.grad.clone(), p.requires_grad)
-            for p in module.parameters()
-            if not isinstance(p, nn.parameter.UninitializedParameter)
-        ]
-        self._buffers = [
-            (owner, name, buffer, buffer.detach().clone())
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
-        self._modes = [(child, child.training) for child in module.modules()]
-
-    def restore(self) -> None:
-        for parameter, value, gradient, required in self._parameters:
-            parameter.data = value
-            parameter.grad = gradient
-            parameter.requires_grad = required
-        with torch.no_grad():
-            for owner, name, buffer, value in self._buffers:
-                owner._buffers[name] = buffer
-                buffer.data = value
-        for child, training in self._modes:
-            child.training = training
-
-
-_PLAIN = (int, float, str, bytes, bool, type(None), list, dict, tuple, set)
-# What ties a module or datamodule to a run.
-_TIES = ("_trainer", "trainer", "_meters")
-_OTHERS = (*_TIES, "_parameters", "_buffers", "_modules", "training")
-
-
-class _Attributes:
-    """The attributes of an object that are plain data, such as counters and lists of losses."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        self._names = set(vars(owner))
-        self._values: dict[str, tuple[Any, Any]] = {}
-        for name, value in vars(owner).items():
-            if name in _OTHERS or name.endswith("_hooks") or not isinstance(value, _PLAIN):
-                continue
-            with contextlib.suppress(Exception):  # what cannot be copied is no data
-                self._values[name] = value, copy.deepcopy(value)
-
-    def restore(self) -> None:
-        here = self._owner.__dict__
-        for name in [name for name in here if name not in self._names and isinstance(here[name], _PLAIN)]:
-            if name not in _OTHERS:
-                del here[name]
-        for name, (value, before) in self._values.items():
-            # In place: others may hold the same list.
-            if isinstance(value, list):
-                value[:] = before
-            elif isinstance(value, (dict, set)):
-                value.clear()
-                value.update(before)
-            here[name] = value
+        """
+        number = self.largest(self.run.stop.signal or 0)
+        if number:
+            raise Stopped(number)
 
 
-def _log_into(module: LightningModule, meters: Meters | None) -> None:
-    for child in module.modules():
-        if isinstance(child, LightningModule):
-            child.__dict__["_meters"] = meters
+def train(run: Run) -> None:
+    """Train until the steps of a trial are done; it ends in silence, and does not validate in between."""
+    validation, run.validation = run.validation, copy.copy(run.validation)
+    run.validation.switch_off()
+    run.enter(RunningStage.TRAINING)
+    run.meters.start_epoch("train")
+    run.hooks.on_train_start()
+    with torch.enable_grad():
+        while not run.finished():
+            train_epoch(run)
+    run.hooks.on_train_end()
+    run.validation = validation
+
+
+class _FailedElsewhere(Exception):
+    """Memory ran out on another process."""
+
+
+def _agree_at_the_end(source: Source, strategy: Strategy) -> None:
+    """Have an evaluation end after each loader if memory ran out on another process.
+
+    Not after each batch: processes may have different numbers of them.
+    """
+    batches = source.batches
+
+    def agreed(loader_idx: int) -> Iterator[tuple[Any, bool]]:
+        yield from batches(loader_idx)
+        if strategy.reduce_boolean_decision(False, all=False):
+            raise _FailedElsewhere
+
+    if strategy.world_size > 1:
+        source.__dict__["batches"] = agreed
+
+
+class _Watch(Callback):
+    """Counts batches and notes how large they are; ends training where memory ran out on another process."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.batches = 0
+        self.largest = 0
+
+    def _after(self, batch: Any) -> None:
+        self.batches += 1
+        size, is_certain = batch_size_of(batch)
+        if is_certain:
+            self.largest = max(self.largest, size)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._after(batch)
+        if self.batches >= self._most:
+            # Manual optimisation may step less than once a batch, or never.
+            trainer.should_stop = True
+        if trainer.strategy.reduce_boolean_decision(False, all=False):
+            raise _FailedElsewhere
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.state.fn != "fit":
+            self._after(batch)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._after(batch)
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._after(batch)
