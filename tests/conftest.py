@@ -12,6 +12,9 @@ import pytest
 
 # Before torch starts its threads: tests run beside each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before wandb is imported, by whichever test: it keeps the mode it started with. No test speaks to a server.
+os.environ["WANDB_MODE"] = "offline"
+os.environ.setdefault("WANDB_SILENT", "true")
 
 _OF_A_RUN = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 

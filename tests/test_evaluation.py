@@ -125,6 +125,15 @@ def test_a_prediction_of_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(caught) == 1
 
 
+def test_nothing_can_be_logged_in_a_prediction() -> None:
+    class Logs(Classifier):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", 1.0)
+
+    with pytest.raises(ValueError, match="predict_step"):
+        quiet().predict(Logs(), loader(8))
+
+
 def test_modes_survive_prediction() -> None:
     model = Predicts()
     model.layers[0].eval()

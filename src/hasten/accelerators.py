@@ -17,7 +17,10 @@ __all__ = [
 ]
 
 XLAAccelerator = absent(
-    "XLAAccelerator", Accelerator, home="hasten.accelerators", instead="Use accelerator='cuda', 'mps' or 'cpu'."
+    "XLAAccelerator",
+    Accelerator,
+    home="hasten.accelerators",
+    instead="Use accelerator='cuda', 'mps' or 'cpu'.",
 )
 
 

@@ -62,7 +62,9 @@ trainer.predict(model, batches[:5])
 
 def environment(**more: str) -> dict[str, str]:
     paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
+    # A size in the environment would win over that of the terminal.
+    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
 
 
 def in_terminal(program: str, columns: int = 100, **more: str) -> str:

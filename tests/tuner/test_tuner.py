@@ -116,7 +116,7 @@ def test_other_methods(method: str) -> None:
 
 def test_nothing_fits() -> None:
     model = Sized(0, batch_size=8)
-    with pytest.raises(RuntimeError, match="no size up to 1 fits into memory") as caught:
+    with pytest.raises(RuntimeError, match="no batch size fits into memory; tried from 2 down to 1") as caught:
         Tuner(quiet()).scale_batch_size(model)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert model.batch_size == 8

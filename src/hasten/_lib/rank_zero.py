@@ -70,7 +70,9 @@ def rank_zero_warn(
         kwargs: for ``warnings.warn``.
 
     """
-    warnings.warn(message, category, stacklevel=_users_level() if stacklevel is None else stacklevel, **kwargs)
+    warnings.warn(
+        message, category, stacklevel=_users_level() if stacklevel is None else stacklevel, **kwargs
+    )
 
 
 def _users_level() -> int:

@@ -16,7 +16,9 @@ def _strategy(name: str, instead: str, base: type = ParallelStrategy) -> Any:
     return absent(name, base, home="hasten.strategies", instead=instead)
 
 
-DataParallelStrategy = _strategy("DataParallelStrategy", "Use strategy='ddp', which is faster on one machine too.")
+DataParallelStrategy = _strategy(
+    "DataParallelStrategy", "Use strategy='ddp', which is faster on one machine too."
+)
 DeepSpeedStrategy = _strategy("DeepSpeedStrategy", _SHARDED)
 FSDPStrategy = _strategy("FSDPStrategy", _SHARDED)
 ModelParallelStrategy = _strategy("ModelParallelStrategy", _SHARDED)

@@ -1,0 +1,140 @@
+"""``hasten run``: a program written for Lightning, unchanged, on hasten."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from hasten.commands.parser import Parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a program; return its exit code."""
+    options, program, rest = _split(arguments)
+    parser = Parser(
+        prog="hasten run",
+        description=(
+            "Run a program with the names of Lightning (lightning, pytorch_lightning, lightning_fabric) leading to "
+            "hasten, in this process and those it starts. Everything after PROGRAM belongs to the program."
+        ),
+    )
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
+    parser.add_argument(
+        "program", nargs="?", metavar="PROGRAM", help="a Python file, or a folder with __main__.py"
+    )
+    given = parser.parse([*options, *([program] if program is not None else [])])
+    if given.module is None and given.program is None:
+        parser.error("name a program: hasten run train.py [its arguments], or hasten run -m package.train.")
+
+    import hasten.compat
+    from hasten.machine import launch
+
+    # Other processes of a distributed run start the way this one did.
+    launch.PREFIX[:] = ["-m", "hasten", "run"]
+    if given.module is not None:
+        origin = _module(given.module, parser)
+        hasten.compat.install()
+        sys.argv[:] = [given.module, *rest]
+        return _shown(lambda: runpy.run_module(given.module, run_name="__main__", alter_sys=True), origin)
+    path = Path(given.program)
+    code = _file(path, parser)
+    hasten.compat.install()
+    sys.argv[:] = [given.program, *rest]
+    # A program imports what lies beside it.
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.abspath(path if code is None else path.parent)
+    if code is None:
+        return _shown(lambda: runpy.run_path(given.program, run_name="__main__"), str(path))
+    return _shown(lambda: _execute(code, str(path)), code.co_filename)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
+    """Return our options, the program, and what belongs to it. ``-m MODULE`` ends our options as a program does."""
+    words = list(arguments)
+    for place, word in enumerate(words):
+        if word == "-m":
+            return words[: place + 2], None, words[place + 2 :]
+        if word.startswith("-m") and not word.startswith("--"):
+            return [*words[:place], "-m", word[2:]], None, words[place + 1 :]
+        if word == "--" and place + 1 < len(words):
+            return words[:place], words[place + 1], words[place + 2 :]
+        if not word.startswith("-"):
+            return words[:place], word, words[place + 1 :]
+    return words, None, []
+
+
+def _module(name: str, parser: Parser) -> str:
+    # As `python -m` does: modules of the working directory come first.
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        parser.error(f"-m {name}: there is no such module in {os.getcwd()} or among the installed packages.")
+    return found.origin or name
+
+
+def _file(path: Path, parser: Parser) -> CodeType | None:
+    """Return the program's code; None for a folder or an archive, which Python itself reads."""
+    if path.is_dir():
+        if not (path / "__main__.py").exists():
+            parser.error(f"{path} is a folder without a __main__.py. Name the file to run.")
+        return None
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except FileNotFoundError:
+        beside = sorted(str(other) for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        from hasten._lib.names import did_you_mean
+
+        hint = did_you_mean(str(path), beside)
+        module = (
+            ", or run a module: hasten run -m MODULE" if "/" not in str(path) and path.suffix != ".py" else ""
+        )
+        parser.error(f"there is no file {str(path)!r} in {os.getcwd()}.{hint} Check the path{module}.")
+    except OSError as error:
+        parser.error(f"{path} cannot be read: {error.strerror}.")
+    if source[:2] == b"PK":
+        return None
+    return compile(source, str(path), "exec", dont_inherit=True)
+
+
+def _execute(code: CodeType, path: str) -> None:
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    # Stays there: what the program leaves running looks for its classes in it, also after its last line.
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _shown(run: Callable[[], object], file: str) -> int:
+    """Run a program; an error is shown as Python shows it, without the frames of this command."""
+    try:
+        run()
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        traceback = _of_the_program(error.__traceback__, file)
+        error.__traceback__ = traceback
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, traceback
+        sys.excepthook(type(error), error, traceback)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _of_the_program(traceback: TracebackType | None, file: str) -> TracebackType | None:
+    whole = traceback
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if name == file or os.path.abspath(name) == os.path.abspath(file):
+            return traceback
+        traceback = traceback.tb_next
+    return whole

@@ -1,0 +1,186 @@
+"""The modules of the field: found by a finder, made of a table, filled with hasten's own objects."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType, ModuleType
+from typing import Any
+
+from hasten._lib.names import did_you_mean
+from hasten.compat.absent import alternative_to
+from hasten.compat.names_fabric import FABRIC
+from hasten.compat.names_pytorch import PYTORCH
+from hasten.compat.version import VERSION
+
+# The packages of the field, and where each begins in the tables: pytorch_lightning is lightning.pytorch.
+ROOTS = {"lightning": "", "pytorch_lightning": "pytorch", "lightning_fabric": "fabric"}
+_DISTRIBUTIONS = ("lightning", "pytorch-lightning", "lightning-fabric")
+
+_TOP = {
+    "hasten": "Callback Fabric LightningDataModule LightningModule Trainer seed_everything",
+    "hasten.compat.version": "__version__=VERSION",
+}
+
+
+def _parsed(row: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Return name -> (module of hasten, name there). A row writes ``name`` or ``name=name_there``."""
+    found = {}
+    for home, names in row.items():
+        for word in names.split():
+            name, _, there = word.partition("=")
+            found[name] = (home, there or name)
+    return found
+
+
+# Module, without its root -> its names -> where they live. A module that only holds others has no names.
+TABLE: dict[str, dict[str, tuple[str, str]]] = {
+    name: _parsed(row) for name, row in {"": _TOP, **PYTORCH, **FABRIC}.items()
+}
+
+
+def relative(name: str) -> str | None:
+    """Return a module's place in the table, for instance ``"pytorch.callbacks"``; None if it is not of the field."""
+    root, _, rest = name.partition(".")
+    start = ROOTS.get(root)
+    return None if start is None else ".".join(filter(None, (start, rest)))
+
+
+class AliasModule(ModuleType):
+    """A module of the field whose names are hasten's, looked up when they are first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        place = relative(self.__name__)
+        row = TABLE.get(place or "", {})
+        if name in row:
+            home, there = row[name]
+            value = getattr(importlib.import_module(home), there)
+            setattr(self, name, value)
+            return value
+        if name == "__all__":
+            return sorted(public for public in row if not public.startswith("_"))
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if ".".join(filter(None, (place, name))) in TABLE:
+            # Programs use `lightning.pytorch.callbacks` after `import lightning` alone.
+            return importlib.import_module(f"{self.__name__}.{name}")
+        raise AttributeError(missing(f"{self.__name__}.{name}"))
+
+    def __dir__(self) -> list[str]:
+        place = relative(self.__name__) or ""
+        return sorted({*super().__dir__(), *TABLE.get(place, ()), *_submodules(place)})
+
+
+def missing(full_name: str) -> str:
+    """Return the message for a name or module of the field that hasten does not have."""
+    parent, _, name = full_name.rpartition(".")
+    place = relative(full_name) or ""
+    known = relative(parent) or ""
+    told = alternative_to(place)
+    if told is None:
+        # Classes and modules are often called alike but for the case.
+        there_are = sorted(
+            [*TABLE.get(known, ()), *_submodules(known)], key=lambda other: other[0].isupper() == name[0].isupper()
+        )
+        told = did_you_mean(name, there_are).strip()
+    if not told:
+        told = "See docs/compat.md for what there is, or run this program without hasten."
+    return f"hasten has no {full_name}. {told}"
+
+
+def _submodules(place: str) -> list[str]:
+    start = f"{place}." if place else ""
+    return [
+        name[len(start) :]
+        for name in TABLE
+        if name and name.startswith(start) and "." not in name[len(start) :]
+    ]
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules of the table, and the versions that packages ask for."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        place = relative(fullname)
+        if place is None:
+            return None
+        if place in TABLE:
+            # All are packages: Python then asks here also for names that a `from ... import` does not find, and
+            # so shows our message instead of its own.
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        if _only_asks():
+            return None
+        # Without its name: Python would take that for a name not found in a package, and say so in its own words.
+        raise ModuleNotFoundError(missing(fullname))
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return AliasModule(spec.name, f"{spec.name}, as hasten has it.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill nothing in: names come when they are used."""
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[importlib.metadata.Distribution]:
+        asked = None if context is None else context.name
+        for name in _DISTRIBUTIONS:
+            if asked is None or re.sub(r"[-_.]+", "-", asked).lower() == name:
+                yield _Distribution(name)
+
+    def invalidate_caches(self) -> None:
+        """Keep nothing that could be out of date."""
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """What ``importlib.metadata`` says of a package of the field while its names lead to hasten."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def read_text(self, filename: str) -> str | None:
+        if filename == "METADATA":
+            return f"Metadata-Version: 2.1\nName: {self._name}\nVersion: {VERSION}\nSummary: hasten, under this name.\n"
+        if filename == "top_level.txt":
+            return f"{self._name.replace('-', '_')}\n"
+        return None
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(f"{self._name} is hasten, under this name: it has no files of its own")
+
+    @property
+    def files(self) -> Any:
+        return None
+
+
+def _only_asks() -> bool:
+    """Say whether ``importlib.util.find_spec`` asks: it answers None for what is not there, and raises nothing."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(3):
+        if frame is None:
+            break
+        if frame.f_code is importlib.util.find_spec.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+FINDER = _Finder()
+
+
+def all_modules(names: Iterable[str] = ROOTS) -> Iterator[str]:
+    """Yield every module that can be imported under the given packages."""
+    for root in names:
+        start = ROOTS[root]
+        for place in TABLE:
+            if not start:
+                yield ".".join(filter(None, (root, place)))
+            elif place == start or place.startswith(f"{start}."):
+                yield root + place[len(start) :]

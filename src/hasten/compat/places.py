@@ -1,0 +1,144 @@
+"""Where a name of the field is written in a program that imports hasten itself."""
+
+from __future__ import annotations
+
+import re
+
+import hasten.callbacks
+import hasten.demos
+import hasten.loggers
+import hasten.profilers
+import hasten.utilities
+from hasten.compat.modules import ROOTS, TABLE, relative
+
+_FAMILIES = {
+    "hasten.callbacks": hasten.callbacks._HOME,
+    "hasten.demos": hasten.demos._HOME,
+    "hasten.loggers": hasten.loggers._HOME,
+    "hasten.profilers": hasten.profilers._HOME,
+}
+# Reached as attributes after `import hasten`.
+_ROOMS = frozenset(
+    f"hasten.{room}"
+    for room in (
+        "accelerators",
+        "callbacks",
+        "cli",
+        "data",
+        "demos",
+        "loggers",
+        "plugins",
+        "profilers",
+        "strategies",
+        "tuner",
+        "utilities",
+    )
+)
+# There to be imported, not to be made.
+NOT_YET = frozenset(
+    {
+        "BitsandbytesPrecision",
+        "DataParallelStrategy",
+        "DeepSpeedPrecision",
+        "DeepSpeedStrategy",
+        "FSDPPrecision",
+        "FSDPStrategy",
+        "KubeflowEnvironment",
+        "LSFEnvironment",
+        "LayerSync",
+        "LitLogger",
+        "MPIEnvironment",
+        "ModelParallelStrategy",
+        "NeptuneLogger",
+        "SingleDeviceXLAStrategy",
+        "TorchSyncBatchNorm",
+        "TransformerEnginePrecision",
+        "XLAAccelerator",
+        "XLACheckpointIO",
+        "XLAEnvironment",
+        "XLAFSDPStrategy",
+        "XLAPrecision",
+        "XLAStrategy",
+    }
+)
+DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(ROOTS)})(?:\.[A-Za-z_]\w*)+")
+
+
+def place_of(module: str, name: str) -> tuple[str, str] | None:
+    """Return (module of hasten, name there) for a name of a module of the field, or None.
+
+    Example::
+
+        >>> place_of("lightning.pytorch.callbacks.early_stopping", "EarlyStopping")
+        ('hasten.callbacks', 'EarlyStopping')
+
+    """
+    found = TABLE.get(relative(module) or "", {}).get(name)
+    if found is None or found[0] == "hasten.compat.version":
+        return None
+    home, there = found
+    utilities = hasten.utilities._HOME
+    if name in utilities and (home.startswith("hasten.utilities") or utilities[name] == found):
+        return "hasten.utilities", name
+    for family, names in _FAMILIES.items():
+        if names.get(name) == home and there == name:
+            return family, name
+    return home, there
+
+
+def module_for(module: str) -> str | None:
+    """Return the module of hasten in which all names of a module of the field are, or None if there is none.
+
+    Example::
+
+        >>> module_for("lightning.pytorch"), module_for("pytorch_lightning.trainer.states")
+        ('hasten', 'hasten.utilities')
+
+    """
+    place = relative(module)
+    if place in ("", "pytorch"):
+        return "hasten"
+    names = TABLE.get(place or "", {})
+    homes = {place_of(module, name) for name in names if not name.startswith("__")}
+    modules = {found[0] for found in homes if found is not None}
+    same = all(found is not None and found[1] in names for found in homes)
+    return modules.pop() if len(modules) == 1 and same else None
+
+
+def as_attribute(base: str, place: tuple[str, str]) -> str | None:
+    """Return how a name is reached from a name that is bound to a module, or None: ``base`` is that module.
+
+    Example::
+
+        >>> as_attribute("hasten", ("hasten.callbacks", "Timer")), as_attribute("hasten", ("hasten.optim", "parse"))
+        ('callbacks.Timer', None)
+
+    """
+    module, name = place
+    if module == base:
+        return name
+    if base == "hasten" and (module in _ROOMS or module.rpartition(".")[0] in _ROOMS - {"hasten.data"}):
+        return f"{module.removeprefix('hasten.')}.{name}" if module in _ROOMS else None
+    return None
+
+
+def rewritten(dotted: str) -> str | None:
+    """Return a dotted text of the field as one of hasten; None if there is no such thing.
+
+    Example::
+
+        >>> rewritten("pytorch_lightning.callbacks.ModelCheckpoint")
+        'hasten.callbacks.ModelCheckpoint'
+        >>> rewritten("lightning.pytorch.Trainer.fit")
+        'hasten.Trainer.fit'
+
+    """
+    words = dotted.split(".")
+    for end in range(len(words) - 1, 0, -1):
+        module = ".".join(words[:end])
+        if relative(module) in TABLE:
+            place = place_of(module, words[end])
+            if place is not None:
+                return ".".join([*place, *words[end + 1 :]])
+            break
+    return module_for(dotted) if relative(dotted) in TABLE else None

@@ -1,0 +1,96 @@
+"""Helpers under the names of the field: moving data, saying things once, gradients, types of hints.
+
+A thin room: most names here live elsewhere in hasten, and are looked up when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hasten._lib.errors import MisconfigurationException as MisconfigurationException
+    from hasten._lib.rank_zero import rank_zero_debug as rank_zero_debug
+    from hasten._lib.rank_zero import rank_zero_deprecation as rank_zero_deprecation
+    from hasten._lib.rank_zero import rank_zero_info as rank_zero_info
+    from hasten._lib.rank_zero import rank_zero_only as rank_zero_only
+    from hasten._lib.rank_zero import rank_zero_warn as rank_zero_warn
+    from hasten.data.combined import CombinedLoader as CombinedLoader
+    from hasten.hparams import AttributeDict as AttributeDict
+    from hasten.hparams import HyperparametersMixin as HyperparametersMixin
+    from hasten.loops.states import RunningStage as RunningStage
+    from hasten.loops.states import TrainerFn as TrainerFn
+    from hasten.loops.states import TrainerState as TrainerState
+    from hasten.loops.states import TrainerStatus as TrainerStatus
+    from hasten.optim import HastenOptimizer as LightningOptimizer  # noqa: F401
+    from hasten.report.summary import ModelSummary as ModelSummary
+    from hasten.report.summary import summarize as summarize
+    from hasten.report.throughput import Throughput as Throughput
+    from hasten.report.throughput import measure_flops as measure_flops
+    from hasten.seed import isolate_rng as isolate_rng
+    from hasten.utilities.data import apply_to_collection as apply_to_collection
+    from hasten.utilities.data import is_shared_filesystem as is_shared_filesystem
+    from hasten.utilities.data import move_data_to_device as move_data_to_device
+    from hasten.utilities.data import suggested_max_num_workers as suggested_max_num_workers
+    from hasten.utilities.enums import GradClipAlgorithmType as GradClipAlgorithmType
+    from hasten.utilities.enums import LightningEnum as LightningEnum
+    from hasten.utilities.grads import grad_norm as grad_norm
+    from hasten.utilities.model_helpers import is_overridden as is_overridden
+    from hasten.utilities.parameter_tying import find_shared_parameters as find_shared_parameters
+    from hasten.utilities.parameter_tying import set_shared_parameters as set_shared_parameters
+    from hasten.utilities.parsing import is_picklable as is_picklable
+    from hasten.utilities.types import EVAL_DATALOADERS as EVAL_DATALOADERS
+    from hasten.utilities.types import STEP_OUTPUT as STEP_OUTPUT
+    from hasten.utilities.types import TRAIN_DATALOADERS as TRAIN_DATALOADERS
+    from hasten.utilities.types import LRSchedulerConfig as LRSchedulerConfig
+    from hasten.utilities.types import OptimizerLRScheduler as OptimizerLRScheduler
+    from hasten.utilities.types import OptimizerLRSchedulerConfig as OptimizerLRSchedulerConfig
+    from hasten.utilities.warnings import PossibleUserWarning as PossibleUserWarning
+    from hasten.utilities.warnings import disable_possible_user_warnings as disable_possible_user_warnings
+
+# Module -> names that live there; `name=other` is called `other` there.
+_ROWS = {
+    "hasten._lib.errors": "MisconfigurationException",
+    "hasten._lib.rank_zero": "rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn",
+    "hasten.data.combined": "CombinedLoader",
+    "hasten.hparams": "AttributeDict HyperparametersMixin",
+    "hasten.loops.states": "RunningStage TrainerFn TrainerState TrainerStatus",
+    "hasten.optim": "LRSchedulerConfig LightningOptimizer=HastenOptimizer",
+    "hasten.report.summary": "ModelSummary summarize",
+    "hasten.report.throughput": "Throughput measure_flops",
+    "hasten.seed": "isolate_rng",
+    "hasten.utilities.data": "apply_to_collection is_shared_filesystem move_data_to_device suggested_max_num_workers",
+    "hasten.utilities.enums": "GradClipAlgorithmType LightningEnum",
+    "hasten.utilities.grads": "grad_norm",
+    "hasten.utilities.model_helpers": "is_overridden",
+    "hasten.utilities.parameter_tying": "find_shared_parameters set_shared_parameters",
+    "hasten.utilities.parsing": "is_picklable",
+    "hasten.utilities.types": "EVAL_DATALOADERS OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT "
+    "TRAIN_DATALOADERS",
+    "hasten.utilities.warnings": "PossibleUserWarning disable_possible_user_warnings",
+}
+_HOME = {
+    name.partition("=")[0]: (module, name.rpartition("=")[2])
+    for module, names in _ROWS.items()
+    for name in names.split()
+}
+
+# The distance from 1 to the next larger number of each type; programs add it to divisors.
+FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = 2.0**-10, 2.0**-23, 2.0**-52
+
+__all__ = ["FLOAT16_EPSILON", "FLOAT32_EPSILON", "FLOAT64_EPSILON", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        module, there = _HOME[name]
+        value = getattr(importlib.import_module(module), there)
+        globals()[name] = value
+        return value
+    from hasten._lib.names import did_you_mean
+
+    raise AttributeError(f"module 'hasten.utilities' has no attribute {name!r}.{did_you_mean(name, _HOME)}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,23 @@
+"""What is installed, under the names that programs of the field read."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+from lightning_utilities.core.imports import RequirementCache, module_available, package_available
+
+from hasten._lib.optional import installed
+
+_IS_WINDOWS = platform.system() == "Windows"
+_NUMPY_AVAILABLE = installed("numpy")
+_OMEGACONF_AVAILABLE = installed("omegaconf")
+_RICH_AVAILABLE = installed("rich")
+_TORCHVISION_AVAILABLE = installed("torchvision")
+# hasten needs newer ones than all that programs ask about.
+_PYTHON_GREATER_EQUAL_3_11_0 = sys.version_info >= (3, 11)
+_TORCHMETRICS_GREATER_EQUAL_1_0_0 = True
+_TORCH_GREATER_EQUAL_2_2 = _TORCH_GREATER_EQUAL_2_3 = _TORCH_GREATER_EQUAL_2_4 = True
+_TORCH_GREATER_EQUAL_2_5 = _TORCH_GREATER_EQUAL_2_6 = _TORCH_GREATER_EQUAL_2_8 = True
+
+__all__ = ["RequirementCache", "module_available", "package_available"]

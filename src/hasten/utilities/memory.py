@@ -1,0 +1,42 @@
+"""Memory: what ran out of it, and how to give it back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten._lib.memory import give_back_memory as garbage_collection_cuda
+from hasten._lib.memory import is_out_of_device_memory as is_cuda_out_of_memory
+from hasten._lib.memory import is_out_of_host_memory as is_out_of_cpu_memory
+from hasten._lib.memory import is_out_of_memory as is_oom_error
+from hasten._lib.tree import map_tensors
+
+__all__ = [
+    "garbage_collection_cuda",
+    "is_cuda_out_of_memory",
+    "is_cudnn_snafu",
+    "is_oom_error",
+    "is_out_of_cpu_memory",
+    "recursive_detach",
+]
+
+
+def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
+    """Return a nested collection with its tensors detached.
+
+    Args:
+        in_dict: a tensor or a collection.
+        to_cpu: also move them to the CPU.
+
+    Example::
+
+        >>> import torch
+        >>> recursive_detach({"a": torch.zeros(1, requires_grad=True)})["a"].requires_grad
+        False
+
+    """
+    return map_tensors(lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach(), in_dict)
+
+
+def is_cudnn_snafu(exception: BaseException) -> bool:
+    """Say whether an exception is cuDNN's way to say that there is no memory left."""
+    return isinstance(exception, RuntimeError) and "CUDNN_STATUS_NOT_SUPPORTED" in str(exception)

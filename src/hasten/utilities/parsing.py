@@ -1,0 +1,159 @@
+"""Hyper-parameters and the places where programs of the field keep them."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import types
+from collections.abc import MutableMapping
+from typing import Any
+
+from hasten.hparams import AttributeDict
+
+
+def is_picklable(obj: object) -> bool:
+    """Say whether an object can be pickled.
+
+    Example::
+
+        >>> is_picklable([1]), is_picklable(lambda: 1)
+        (True, False)
+
+    """
+    try:
+        pickle.dumps(obj)
+    except Exception:  # pickling runs the object's own code, which may fail in any way
+        return False
+    return True
+
+
+def clean_namespace(hparams: MutableMapping[Any, Any]) -> None:
+    """Remove from ``hparams`` what cannot be pickled."""
+    for key in [key for key, value in hparams.items() if not is_picklable(value)]:
+        del hparams[key]
+
+
+def get_init_args(frame: types.FrameType) -> dict[str, Any]:
+    """Return the arguments with which the ``__init__`` of a frame was called.
+
+    Args:
+        frame: of an ``__init__``.
+
+    """
+    _, values = _owner_and_arguments(frame)
+    return values
+
+
+def collect_init_args(
+    frame: types.FrameType,
+    path_args: list[dict[str, Any]],
+    inside: bool = False,
+    classes: tuple[type, ...] = (),
+) -> list[dict[str, Any]]:
+    """Return the arguments of the ``__init__`` of a frame and of the subclasses that called it, innermost first.
+
+    Args:
+        frame: of an ``__init__``.
+        path_args: what was found before.
+        inside: whether ``__init__`` was reached.
+        classes: only objects of these.
+
+    """
+    found = list(path_args)
+    current: types.FrameType | None = frame
+    while current is not None:
+        owner, values = _owner_and_arguments(current)
+        if owner is not None and (not classes or isinstance(owner, classes)):
+            found.append(values)
+        elif found:
+            break
+        current = current.f_back
+    return found
+
+
+def save_hyperparameters(
+    obj: Any, *args: Any, ignore: Any = None, frame: types.FrameType | None = None, given_hparams: Any = None
+) -> None:
+    """Do what ``obj.save_hyperparameters`` does."""
+    here = inspect.currentframe()
+    obj.save_hyperparameters(*args, ignore=ignore, frame=frame or (here.f_back if here is not None else None))
+
+
+def lightning_hasattr(model: Any, attribute: str) -> bool:
+    """Say whether a module, its hyper-parameters or its datamodule have an attribute."""
+    return bool(_holders(model, attribute))
+
+
+def lightning_getattr(model: Any, attribute: str) -> Any:
+    """Return an attribute of the last of module, hyper-parameters and datamodule that has it.
+
+    Raises:
+        AttributeError: none has it.
+
+    """
+    holder = _last_holder(model, attribute)
+    return holder[attribute] if isinstance(holder, dict) else getattr(holder, attribute)
+
+
+def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
+    """Set an attribute wherever it is: in the module, its hyper-parameters, its datamodule.
+
+    Raises:
+        AttributeError: none has it.
+
+    """
+    _last_holder(model, attribute)
+    for holder in _holders(model, attribute):
+        if isinstance(holder, dict):
+            holder[attribute] = value
+        else:
+            setattr(holder, attribute, value)
+
+
+def _holders(model: Any, attribute: str) -> list[Any]:
+    trainer = getattr(model, "_trainer", None)
+    owners = [model, getattr(trainer, "datamodule", None)]
+    found: list[Any] = []
+    for owner in owners:
+        if owner is None:
+            continue
+        if hasattr(owner, attribute):
+            found.append(owner)
+        hparams = getattr(owner, "hparams", None)
+        if hparams is not None and attribute in (hparams if isinstance(hparams, dict) else vars(hparams)):
+            found.append(hparams)
+    return found
+
+
+def _last_holder(model: Any, attribute: str) -> Any:
+    found = _holders(model, attribute)
+    if not found:
+        raise AttributeError(
+            f"neither the {type(model).__name__} nor its hyper-parameters nor its datamodule have {attribute!r}."
+        )
+    return found[-1]
+
+
+def _owner_and_arguments(frame: types.FrameType) -> tuple[Any, dict[str, Any]]:
+    """Return the object of a frame of ``__init__`` and its arguments, those in ``**kwargs`` among the others."""
+    if frame.f_code.co_name != "__init__" or "__class__" not in frame.f_locals:
+        return None, {}
+    names, _, keywords, values = inspect.getargvalues(frame)
+    owner = values.get(names[0]) if names else None
+    arguments = {name: values[name] for name in names[1:] if name in values}
+    if keywords is not None:
+        arguments.update(values.get(keywords, {}))
+    return owner, arguments
+
+
+__all__ = [
+    "AttributeDict",
+    "clean_namespace",
+    "collect_init_args",
+    "get_init_args",
+    "is_picklable",
+    "lightning_getattr",
+    "lightning_hasattr",
+    "lightning_setattr",
+    "save_hyperparameters",
+]

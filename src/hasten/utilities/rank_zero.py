@@ -1,0 +1,85 @@
+"""Say and do things once, on the first process only, under the names of the field."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from hasten._lib.rank_zero import (
+    log,
+    rank_zero_debug,
+    rank_zero_deprecation,
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
+)
+
+rank_zero_module = sys.modules[__name__]
+
+
+class LightningDeprecationWarning(DeprecationWarning):
+    """A warning of something that will go away; hasten gives plain ``DeprecationWarning``."""
+
+
+class WarningCache(set[str]):
+    """Warns once of each message.
+
+    Example::
+
+        >>> import warnings
+        >>> cache = WarningCache()
+        >>> with warnings.catch_warnings(record=True) as seen:
+        ...     cache.warn("slow")
+        ...     cache.warn("slow")
+        >>> len(seen)
+        1
+
+    """
+
+    def warn(self, message: str, stacklevel: int | None = None, **kwargs: Any) -> None:
+        """Warn of ``message``, unless this cache did before."""
+        if message not in self:
+            self.add(message)
+            rank_zero_warn(message, stacklevel=stacklevel, **kwargs)
+
+    def deprecation(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
+        """Warn that ``message`` will go away, unless this cache did before."""
+        if message not in self:
+            self.add(message)
+            rank_zero_deprecation(message, stacklevel=stacklevel, **kwargs)
+
+    def info(self, message: str, **kwargs: Any) -> None:
+        """Log ``message``, unless this cache did before."""
+        if message not in self:
+            self.add(message)
+            rank_zero_info(message, **kwargs)
+
+
+def rank_prefixed_message(message: str, rank: int | None) -> str:
+    """Return ``message`` with the rank in front, if there is one.
+
+    Example::
+
+        >>> rank_prefixed_message("done", 1)
+        '[rank: 1] done'
+
+    """
+    return message if rank is None else f"[rank: {rank}] {message}"
+
+
+def _get_rank() -> int | None:
+    rank: int | None = getattr(rank_zero_only, "rank", None)
+    return rank
+
+
+__all__ = [
+    "LightningDeprecationWarning",
+    "WarningCache",
+    "log",
+    "rank_prefixed_message",
+    "rank_zero_debug",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+]

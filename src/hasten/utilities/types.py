@@ -1,0 +1,171 @@
+"""Types for the hints of programs: what steps return, what loaders may be, what ``configure_optimizers`` may give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, NotRequired, Protocol, Required, TypedDict, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torchmetrics import Metric
+
+from hasten.checkpoint.io import CheckpointIO
+from hasten.machine.cluster import ClusterEnvironment
+from hasten.optim import LRSchedulerConfig
+from hasten.precision.base import Precision
+
+if torch.distributed.is_available():
+    from torch.distributed import ProcessGroup, ReduceOp
+else:  # pragma: no cover - a build of torch without it
+    ProcessGroup = ReduceOp = object  # type: ignore[misc,assignment]
+
+# What a step returns, and what a run gives back.
+STEP_OUTPUT = Tensor | Mapping[str, Any] | None
+_NUMBER = int | float
+_METRIC = Metric | Tensor | int | float
+_EVALUATE_OUTPUT = list[Mapping[str, float]]
+_PREDICT_OUTPUT = list[Any] | list[list[Any]]
+
+# Any iterable of batches, or a collection of them.
+TRAIN_DATALOADERS = Any
+EVAL_DATALOADERS = Any
+
+# Learning-rate schedulers: objects, and classes.
+LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
+LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
+LRSchedulerPLType = LRSchedulerTypeUnion
+LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
+
+
+class LRSchedulerConfigType(TypedDict, total=False):
+    """The dict under ``lr_scheduler`` in what ``configure_optimizers`` returns."""
+
+    scheduler: Required[LRSchedulerTypeUnion]
+    name: str | None
+    interval: str
+    frequency: int
+    reduce_on_plateau: bool
+    monitor: str | None
+    strict: bool
+
+
+class OptimizerConfig(TypedDict):
+    """The smallest dict that ``configure_optimizers`` may return."""
+
+    optimizer: Optimizer
+
+
+class OptimizerLRSchedulerConfig(TypedDict):
+    """A dict with a scheduler that ``configure_optimizers`` may return."""
+
+    optimizer: Optimizer
+    lr_scheduler: LRSchedulerTypeUnion | LRSchedulerConfigType
+    monitor: NotRequired[str]
+
+
+OptimizerLRScheduler = (
+    Optimizer
+    | Sequence[Optimizer]
+    | tuple[Sequence[Optimizer], Sequence[LRSchedulerTypeUnion | LRSchedulerConfig]]
+    | OptimizerConfig
+    | OptimizerLRSchedulerConfig
+    | Sequence[OptimizerConfig]
+    | Sequence[OptimizerLRSchedulerConfig]
+    | None
+)
+
+# Places, devices, groups.
+_PATH = str | Path
+_DEVICE = torch.device | str | int
+_MAP_LOCATION_TYPE = (
+    _DEVICE
+    | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
+    | dict[_DEVICE, _DEVICE]
+    | None
+)
+_PARAMETERS = Iterator[torch.nn.Parameter]
+
+# Arguments of a Trainer and of Fabric.
+_LITERAL_WARN = Literal["warn"]
+_PLUGIN_INPUT = Precision | CheckpointIO | ClusterEnvironment | str
+_PRECISION_INPUT_INT = Literal[64, 32, 16]
+_PRECISION_INPUT_STR_ALIAS = Literal["64", "32", "16", "bf16"]
+_PRECISION_INPUT_STR = Literal["16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true", "64-true"]
+_PRECISION_INPUT = _PRECISION_INPUT_INT | _PRECISION_INPUT_STR | _PRECISION_INPUT_STR_ALIAS
+_PRECISION_INPUT_STR_ALIAS_CONVERSION = {
+    "64": "64-true",
+    "32": "32-true",
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+}
+
+_Key = TypeVar("_Key")
+
+
+@runtime_checkable
+class _Stateful(Protocol[_Key]):
+    """An object whose state can be taken and given back."""
+
+    def state_dict(self) -> dict[_Key, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[_Key, Any]) -> None: ...
+
+
+@runtime_checkable
+class Steppable(Protocol):
+    """An object that steps."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any: ...
+
+
+@runtime_checkable
+class Optimizable(Steppable, Protocol):
+    """An object that is used as an optimizer is."""
+
+    param_groups: list[dict[Any, Any]]
+    defaults: dict[Any, Any]
+    state: dict[Any, Any]
+
+    def state_dict(self) -> dict[str, dict[Any, Any]]: ...
+
+    def load_state_dict(self, state_dict: dict[str, dict[Any, Any]]) -> None: ...
+
+
+@runtime_checkable
+class DistributedDataParallel(Protocol):
+    """A module that can leave out the exchange of gradients."""
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+
+class _SizedIterable(Protocol):
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+__all__ = [
+    "EVAL_DATALOADERS",
+    "STEP_OUTPUT",
+    "TRAIN_DATALOADERS",
+    "DistributedDataParallel",
+    "LRScheduler",
+    "LRSchedulerConfig",
+    "LRSchedulerConfigType",
+    "LRSchedulerPLType",
+    "LRSchedulerType",
+    "LRSchedulerTypeTuple",
+    "LRSchedulerTypeUnion",
+    "Optimizable",
+    "OptimizerConfig",
+    "OptimizerLRScheduler",
+    "OptimizerLRSchedulerConfig",
+    "ProcessGroup",
+    "ReduceLROnPlateau",
+    "ReduceOp",
+    "Steppable",
+]

@@ -1,0 +1,24 @@
+"""Warnings of what may be wrong. hasten warns only of what is; the names are there for programs that silence them."""
+
+from __future__ import annotations
+
+import warnings
+
+from hasten.utilities.rank_zero import WarningCache
+
+
+class PossibleUserWarning(UserWarning):
+    """A warning of something that may be meant."""
+
+
+def disable_possible_user_warnings(module: str = "") -> None:
+    """Ignore every ``PossibleUserWarning``.
+
+    Args:
+        module: only those raised in modules whose name this regular expression matches.
+
+    """
+    warnings.filterwarnings("ignore", module=module, category=PossibleUserWarning)
+
+
+__all__ = ["PossibleUserWarning", "WarningCache", "disable_possible_user_warnings"]

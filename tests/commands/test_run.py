@@ -1,0 +1,220 @@
+"""`hasten run`: programs written for Lightning, in this process and those they start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.commands import main
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+PROGRAM = '''
+import json, os, sys
+import pytorch_lightning as pl
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader, Dataset
+
+
+class Data(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        import hasten, lightning, package
+
+        assert lightning.Trainer is hasten.Trainer is package.Base
+        return torch.full((32,), float(os.getpid() != int(os.environ.get("MAIN", 0))))
+
+
+class Model(BoringModel):
+    def train_dataloader(self):
+        context = os.environ.get("CONTEXT")
+        return DataLoader(Data(), num_workers=int(context is not None), multiprocessing_context=context)
+
+    def training_step(self, batch, batch_idx):
+        self.from_elsewhere = float(batch.mean())
+        return super().training_step(batch, batch_idx)
+
+    def on_fit_end(self):
+        with open(f"rank{self.trainer.global_rank}.json", "w") as file:
+            json.dump([self.trainer.global_step, self.from_elsewhere, sys.argv[1:], __name__], file)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MAIN", str(os.getpid()))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=sys.argv[1],
+        devices=int(sys.argv[2]),
+        max_epochs=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model())
+'''
+
+# A package built on Lightning; Lightning itself is "installed" beside it, and must not be found.
+PACKAGE = "from lightning.pytorch import Trainer as Base\nclass Own(Base): ...\n"
+INSTALLED = "raise RuntimeError('Lightning itself was imported')\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "site" / "lightning").mkdir(parents=True)
+    (tmp_path / "site" / "lightning" / "__init__.py").write_text(INSTALLED)
+    (tmp_path / "site" / "pytorch_lightning.py").write_text(INSTALLED)
+    (tmp_path / "site" / "package.py").write_text(PACKAGE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def hasten_run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
+    given["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(Path("site").absolute())])
+    return subprocess.run(
+        [sys.executable, "-m", "hasten", "run", *arguments], env=given, capture_output=True, text=True, timeout=110
+    )
+
+
+def said(rank: int) -> list[Any]:
+    found: list[Any] = json.loads(Path(f"rank{rank}.json").read_text())
+    return found
+
+
+def test_a_program_runs_whether_or_not_lightning_is_installed(folder: Path) -> None:
+    done = hasten_run("train.py", "auto", "1", "--flag")
+    assert done.returncode == 0, done.stderr
+    assert said(0) == [4, 0.0, ["auto", "1", "--flag"], "__main__"]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_workers_of_loaders_have_the_alias(folder: Path, context: str) -> None:
+    done = hasten_run("train.py", "auto", "1", CONTEXT=context)
+    assert done.returncode == 0, done.stderr
+    assert said(0)[:2] == [4, 1.0]
+
+
+@pytest.mark.parametrize(("strategy", "name"), [("ddp", "__main__"), ("ddp_spawn", "__mp_main__")])
+def test_the_processes_of_a_distributed_run_have_the_alias(folder: Path, strategy: str, name: str) -> None:
+    done = hasten_run("train.py", strategy, "2")
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert said(rank)[0] == 2
+        assert said(rank)[2:] == [[strategy, "2"], name]
+
+
+def test_a_module_runs_and_is_run_again_as_a_module(folder: Path) -> None:
+    done = hasten_run("-m", "train", "ddp", "2")
+    assert done.returncode == 0, done.stderr
+    assert [said(rank)[2] for rank in (0, 1)] == [["ddp", "2"]] * 2
+
+
+def test_install_in_the_program_itself_does_the_same_for_its_children(folder: Path) -> None:
+    (folder / "own.py").write_text("import hasten.compat\nhasten.compat.install()\n" + PROGRAM)
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "CONTEXT": "spawn"}
+    given["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(folder / "site")])
+    done = subprocess.run(
+        [sys.executable, "own.py", "auto", "1"], env=given, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    assert said(0)[:2] == [4, 1.0]
+
+
+def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Programs without torch: quick."""
+    return hasten_run(*arguments)
+
+
+def test_what_a_program_sees_is_what_python_shows_it(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "beside.py").write_text("x = 1\n")
+    (folder / "sub" / "p.py").write_text(
+        "import sys, beside, pickle\n"
+        "class A: pass\n"
+        "assert type(pickle.loads(pickle.dumps(A()))) is A\n"
+        "print(__name__, __file__, sys.argv, sys.path[0], __spec__)\n"
+        "import atexit; atexit.register(lambda: print('end', A.__name__))\n"
+        "sys.exit(7)\n"
+    )
+    ours = run_here("sub/p.py", "--help", "-m", "x")
+    python = subprocess.run(
+        [sys.executable, "sub/p.py", "--help", "-m", "x"], capture_output=True, text=True, timeout=60
+    )
+    assert (ours.returncode, ours.stdout, ours.stderr) == (python.returncode, python.stdout, python.stderr)
+    assert ours.returncode == 7
+
+
+def test_a_folder_with_a_main_runs(folder: Path) -> None:
+    (folder / "app").mkdir()
+    (folder / "app" / "__main__.py").write_text("import sys, beside; print(__name__, sys.argv[1:])\n")
+    (folder / "app" / "beside.py").write_text("")
+    done = run_here("app", "a")
+    assert (done.returncode, done.stdout) == (0, "__main__ ['a']\n")
+
+
+def test_an_error_is_shown_without_the_frames_of_the_command(folder: Path) -> None:
+    (folder / "p.py").write_text("def f():\n    raise ValueError('no')\n\nf()\n")
+    done = run_here("p.py")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "Traceback (most recent call last):"
+    assert "commands" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "ValueError: no"
+    assert done.stderr.count("File") == 2
+    done = run_here("-m", "p")
+    assert "commands" not in done.stderr
+    assert done.stderr.count("File") == 2
+    (folder / "p.py").write_text("raise KeyboardInterrupt\n")
+    assert run_here("p.py").returncode == 130
+    (folder / "p.py").write_text("def (\n")
+    done = run_here("p.py")
+    assert done.returncode == 1
+    assert "SyntaxError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "name a program: hasten run train.py"),
+        (["trian.py"], r"there is no file 'trian.py' in .*Did you mean 'train.py'\? Check the path\."),
+        (["train"], r"there is no file 'train'.* Check the path, or run a module: hasten run -m MODULE\."),
+        (["-m", "nothing_here.at_all"], "-m nothing_here.at_all: there is no such module"),
+        (["-mnothing_here"], "-m nothing_here: there is no such module"),
+        (["-m"], "expected one argument"),
+        (["site"], "site is a folder without a __main__.py"),
+        (["--yes", "train.py"], "unknown option --yes"),
+    ],
+)
+def test_wrong_use_is_told(
+    folder: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["run", *arguments])
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    import re
+
+    assert re.search(says, shown.replace("\n", " ")), shown
+
+
+def test_help_is_the_command_s_before_the_program_and_the_program_s_after(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--help"])
+    assert stop.value.code == 0
+    assert "Everything after PROGRAM belongs to the program" in capsys.readouterr().out
+    (folder / "--odd.py").write_text("print('odd')")
+    assert run_here("--", "--odd.py").stdout == "odd\n"
