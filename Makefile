@@ -2,6 +2,7 @@
 # make test   lint, types and tests
 # make lint   lint and types only
 # make bench  the overhead of a step against the hand-written loop
+# make packages  packages from PyPI built on Lightning, installed in .venv-packages, under Lightning and under hasten: the same?
 # make peers  larger programs under Lightning, installed in .venv-peers, and under hasten: the same?
 #
 # The environment is made once in .venv, from constraints.txt, and again when that file or pyproject.toml changes.
@@ -9,6 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
+PACKAGES ?= .venv-packages
 ARGS ?=
 # Test processes that run side by side. Each is kept to one thread, so that they do not fight for the cores.
 JOBS ?= 2
@@ -17,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench peers clean
+.PHONY: help env demo test lint bench peers packages clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -56,5 +58,17 @@ $(PEERS)/.installed: tests/peers/requirements.txt constraints.txt
 		--requirement tests/peers/requirements.txt
 	@touch $@
 
+packages: $(STAMP) $(PACKAGES)/.installed
+	OMP_NUM_THREADS=1 HASTEN_PACKAGES_PYTHON=$(abspath $(PACKAGES))/bin/python \
+		$(BIN)/python -m pytest tests/packages $(ARGS)
+
+# Packages ask for versions of their own: of constraints.txt only torch counts here.
+$(PACKAGES)/.installed: tests/packages/requirements.txt constraints.txt
+	test -x $(PACKAGES)/bin/python || $(PYTHON) -m venv $(PACKAGES)
+	grep '^torch==' constraints.txt > $(PACKAGES)/constraints.txt
+	$(PACKAGES)/bin/python -m pip install --quiet --constraint $(PACKAGES)/constraints.txt \
+		--requirement tests/packages/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache hasten-demo
+	rm -rf $(VENV) $(PEERS) $(PACKAGES) .mypy_cache .pytest_cache .ruff_cache hasten-demo

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from hasten.commands import main
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
-PROGRAM = '''
+PROGRAM = """
 import json, os, sys
 import pytorch_lightning as pl
 import torch
@@ -63,7 +64,7 @@ if __name__ == "__main__":
         enable_model_summary=False,
     )
     trainer.fit(Model())
-'''
+"""
 
 # A package built on Lightning; Lightning itself is "installed" beside it, and must not be found.
 PACKAGE = "from lightning.pytorch import Trainer as Base\nclass Own(Base): ...\n"
@@ -85,7 +86,11 @@ def hasten_run(*arguments: str, **environment: str) -> subprocess.CompletedProce
     given = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
     given["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(Path("site").absolute())])
     return subprocess.run(
-        [sys.executable, "-m", "hasten", "run", *arguments], env=given, capture_output=True, text=True, timeout=110
+        [sys.executable, "-m", "hasten", "run", *arguments],
+        env=given,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
 
 
@@ -94,17 +99,13 @@ def said(rank: int) -> list[Any]:
     return found
 
 
-def test_a_program_runs_whether_or_not_lightning_is_installed(folder: Path) -> None:
-    done = hasten_run("train.py", "auto", "1", "--flag")
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_program_and_its_workers_have_the_alias_whether_or_not_lightning_is_installed(
+    folder: Path, context: str
+) -> None:
+    done = hasten_run("train.py", "auto", "1", "--flag", CONTEXT=context)
     assert done.returncode == 0, done.stderr
-    assert said(0) == [4, 0.0, ["auto", "1", "--flag"], "__main__"]
-
-
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_workers_of_loaders_have_the_alias(folder: Path, context: str) -> None:
-    done = hasten_run("train.py", "auto", "1", CONTEXT=context)
-    assert done.returncode == 0, done.stderr
-    assert said(0)[:2] == [4, 1.0]
+    assert said(0) == [4, 1.0, ["auto", "1", "--flag"], "__main__"]
 
 
 @pytest.mark.parametrize(("strategy", "name"), [("ddp", "__main__"), ("ddp_spawn", "__mp_main__")])
@@ -116,26 +117,31 @@ def test_the_processes_of_a_distributed_run_have_the_alias(folder: Path, strateg
         assert said(rank)[2:] == [[strategy, "2"], name]
 
 
-def test_a_module_runs_and_is_run_again_as_a_module(folder: Path) -> None:
-    done = hasten_run("-m", "train", "ddp", "2")
-    assert done.returncode == 0, done.stderr
-    assert [said(rank)[2] for rank in (0, 1)] == [["ddp", "2"]] * 2
+def test_a_module_is_run_again_as_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    import __main__
+    from hasten.machine import launch
+
+    monkeypatch.setattr(launch, "PREFIX", ["-m", "hasten", "run"])
+    monkeypatch.setattr(__main__, "__spec__", importlib.util.find_spec("json.tool"))
+    monkeypatch.setattr(sys, "argv", ["x", "a", "b"])
+    command = launch.command_of_this_program()
+    assert (command[0], command[-7:]) == (
+        sys.executable,
+        ["-m", "hasten", "run", "-m", "json.tool", "a", "b"],
+    )
 
 
 def test_install_in_the_program_itself_does_the_same_for_its_children(folder: Path) -> None:
     (folder / "own.py").write_text("import hasten.compat\nhasten.compat.install()\n" + PROGRAM)
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "CONTEXT": "spawn"}
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "CONTEXT": "forkserver"}
     given["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(folder / "site")])
     done = subprocess.run(
         [sys.executable, "own.py", "auto", "1"], env=given, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr
     assert said(0)[:2] == [4, 1.0]
-
-
-def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Programs without torch: quick."""
-    return hasten_run(*arguments)
 
 
 def test_what_a_program_sees_is_what_python_shows_it(folder: Path) -> None:
@@ -149,7 +155,7 @@ def test_what_a_program_sees_is_what_python_shows_it(folder: Path) -> None:
         "import atexit; atexit.register(lambda: print('end', A.__name__))\n"
         "sys.exit(7)\n"
     )
-    ours = run_here("sub/p.py", "--help", "-m", "x")
+    ours = hasten_run("sub/p.py", "--help", "-m", "x")
     python = subprocess.run(
         [sys.executable, "sub/p.py", "--help", "-m", "x"], capture_output=True, text=True, timeout=60
     )
@@ -161,27 +167,28 @@ def test_a_folder_with_a_main_runs(folder: Path) -> None:
     (folder / "app").mkdir()
     (folder / "app" / "__main__.py").write_text("import sys, beside; print(__name__, sys.argv[1:])\n")
     (folder / "app" / "beside.py").write_text("")
-    done = run_here("app", "a")
+    done = hasten_run("app", "a")
     assert (done.returncode, done.stdout) == (0, "__main__ ['a']\n")
 
 
 def test_an_error_is_shown_without_the_frames_of_the_command(folder: Path) -> None:
     (folder / "p.py").write_text("def f():\n    raise ValueError('no')\n\nf()\n")
-    done = run_here("p.py")
+    done = hasten_run("p.py")
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == "Traceback (most recent call last):"
     assert "commands" not in done.stderr
     assert done.stderr.splitlines()[-1] == "ValueError: no"
     assert done.stderr.count("File") == 2
-    done = run_here("-m", "p")
+    done = hasten_run("-m", "p")
+    assert done.returncode == 1
     assert "commands" not in done.stderr
     assert done.stderr.count("File") == 2
     (folder / "p.py").write_text("raise KeyboardInterrupt\n")
-    assert run_here("p.py").returncode == 130
+    assert hasten_run("p.py").returncode == 130
     (folder / "p.py").write_text("def (\n")
-    done = run_here("p.py")
-    assert done.returncode == 1
-    assert "SyntaxError" in done.stderr
+    done = hasten_run("p.py")
+    python = subprocess.run([sys.executable, "p.py"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (python.returncode, python.stderr)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +211,6 @@ def test_wrong_use_is_told(
         main(["run", *arguments])
     assert stop.value.code == 2
     shown = capsys.readouterr().err
-    import re
-
     assert re.search(says, shown.replace("\n", " ")), shown
 
 
@@ -217,4 +222,4 @@ def test_help_is_the_command_s_before_the_program_and_the_program_s_after(
     assert stop.value.code == 0
     assert "Everything after PROGRAM belongs to the program" in capsys.readouterr().out
     (folder / "--odd.py").write_text("print('odd')")
-    assert run_here("--", "--odd.py").stdout == "odd\n"
+    assert hasten_run("--", "--odd.py").stdout == "odd\n"

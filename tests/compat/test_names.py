@@ -126,12 +126,24 @@ def test_objects_are_instances_of_the_field_s_classes() -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("from lightning.pytorch.callbacks import EarlyStoping", "lightning.pytorch.callbacks.EarlyStoping. Did you mean 'EarlyStopping'?"),
-        ("from lightning.pytorch import Nothing_like_it", "lightning.pytorch.Nothing_like_it. See docs/compat.md"),
+        (
+            "from lightning.pytorch.callbacks import EarlyStoping",
+            "lightning.pytorch.callbacks.EarlyStoping. Did you mean 'EarlyStopping'?",
+        ),
+        (
+            "from lightning.pytorch import Nothing_like_it",
+            "lightning.pytorch.Nothing_like_it. See docs/compat.md",
+        ),
         ("import lightning.pytorch.serve", "lightning.pytorch.serve. Export the module with to_torchscript"),
-        ("import pytorch_lightning.metrics.functional", "pytorch_lightning.metrics. Use the package torchmetrics."),
+        (
+            "import pytorch_lightning.metrics.functional",
+            "pytorch_lightning.metrics. Use the package torchmetrics.",
+        ),
         ("import lightning.app", "lightning.app. It belongs to a hosted product."),
-        ("from lightning.fabric.plugins import collectives", "lightning.fabric.plugins.collectives. Use fabric.all_"),
+        (
+            "from lightning.fabric.plugins import collectives",
+            "lightning.fabric.plugins.collectives. Use fabric.all_",
+        ),
         ("import lightning.pytorch.callbackz", "lightning.pytorch.callbackz. Did you mean 'callbacks'?"),
     ],
 )
@@ -143,7 +155,9 @@ def test_what_is_missing_is_an_import_error_that_names_the_alternative(line: str
 def test_a_missing_attribute_is_an_attribute_error() -> None:
     import lightning.pytorch as pl
 
-    with pytest.raises(AttributeError, match=r"hasten has no lightning\.pytorch\.Trainr\. Did you mean 'Trainer'\?"):
+    with pytest.raises(
+        AttributeError, match=r"hasten has no lightning\.pytorch\.Trainr\. Did you mean 'Trainer'\?"
+    ):
         pl.Trainr
     assert not hasattr(pl, "__wrapped__")
     with pytest.raises(AttributeError, match=r"^module 'lightning\.pytorch' has no attribute '__wrapped__'$"):
@@ -169,7 +183,9 @@ def test_packages_are_told_a_version(name: str) -> None:
     assert RequirementCache(f"{name}>=2.0,<2.7")
     distribution = importlib.metadata.distribution(name)
     assert distribution.metadata["Name"] in ("lightning", "pytorch-lightning", "lightning-fabric")
-    assert (distribution.read_text("top_level.txt") or "").strip() == distribution.metadata["Name"].replace("-", "_")
+    assert (distribution.read_text("top_level.txt") or "").strip() == distribution.metadata["Name"].replace(
+        "-", "_"
+    )
     assert distribution.files is None
     with pytest.raises(FileNotFoundError, match="hasten, under this name"):
         distribution.locate_file("x")
@@ -184,10 +200,9 @@ def test_other_packages_keep_their_versions() -> None:
 
 
 def test_lightning_utilities_knows_who_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
     from lightning_utilities.core.rank_zero import rank_zero_info as shared_info
     from lightning_utilities.core.rank_zero import rank_zero_only as shared
-
-    from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     assert shared is rank_zero_only
     shared_info("said without an error about a rank that was never set")
@@ -196,9 +211,8 @@ def test_lightning_utilities_knows_who_is_first(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_uninstall_leaves_nothing() -> None:
-    import lightning_utilities.core.rank_zero as shared
-
     import lightning
+    import lightning_utilities.core.rank_zero as shared
 
     assert isinstance(lightning, AliasModule)
     assert hasten.compat.installed()
@@ -240,7 +254,9 @@ def test_install_after_lightning_was_imported_is_refused(monkeypatch: pytest.Mon
         ("loggers", "LitLogger", "Logger", "There are CSVLogger"),
     ],
 )
-def test_classes_that_are_not_here_can_be_named_but_not_made(home: str, name: str, base: str, says: str) -> None:
+def test_classes_that_are_not_here_can_be_named_but_not_made(
+    home: str, name: str, base: str, says: str
+) -> None:
     module = importlib.import_module(f"hasten.{home}")
     kind = getattr(module, name)
     assert kind.__name__ == name
@@ -262,7 +278,9 @@ def test_checkpoints_may_hold_objects_under_the_alias_and_say_so(
     monkeypatch.setattr(rank_zero, "_said", set())
     path = tmp_path / "a.ckpt"
     contents = {"extra": [1, Path("x")]}
-    with pytest.warns(UserWarning, match=r"checkpoint\['extra'\]\[1\] is a \w*Path: .* weights_only=False only"):
+    with pytest.warns(
+        UserWarning, match=r"checkpoint\['extra'\]\[1\] is a \w*Path: .* weights_only=False only"
+    ):
         files.save(contents, path)
     assert files.load(path, weights_only=False) == contents
     with pytest.raises(RuntimeError):

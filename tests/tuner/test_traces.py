@@ -37,7 +37,7 @@ class Holder(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.register_buffer("sum", torch.zeros(3))
-        self.register_buffer("half", torch.ones(1).expand(4))
+        self.register_buffer("spread", torch.ones(1).expand(4))
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.numbers, self.names = [1, 2], {"a": [1]}
         self.recent: deque[int] = deque([1, 2, 3], maxlen=3)
@@ -58,6 +58,7 @@ def test_everything_in_a_module_is_put_back_in_place() -> None:
     (model.layer(torch.ones(2)).sum() * 3).backward()
     before = copy.deepcopy(model)
     gradient, numbers, weight = model.layer.weight.grad, model.numbers, model.layer.weight
+    values = gradient.clone()
     place = weight.data_ptr()
     draws = [torch.rand(3, generator=before.chance), before.dice.random(), before.rng.random()]
     draws.append(before.old_rng.rand())
@@ -100,13 +101,18 @@ def test_everything_in_a_module_is_put_back_in_place() -> None:
     assert model.layer.weight is weight
     assert weight.data_ptr() == place
     assert weight.grad is gradient
-    assert torch.equal(gradient, before.layer.weight.grad)
+    assert torch.equal(gradient, values)
     assert not model.frozen.requires_grad
     assert weight.requires_grad
     assert model.training
     assert model.layer.training
     assert model.numbers is numbers
-    assert (model.numbers, model.names, model.kinds, model.pair) == ([1, 2], {"a": [1]}, {1, 2}, ([1], {"x": 1}))
+    assert (model.numbers, model.names, model.kinds, model.pair) == (
+        [1, 2],
+        {"a": [1]},
+        {1, 2},
+        ([1], {"x": 1}),
+    )
     assert list(model.recent) == [1, 2, 3]
     assert model.recent.maxlen == 3
     assert (model.tracker.count, model.tracker.inner.count) == (0, 0)
@@ -132,6 +138,32 @@ def test_inference_tensors_and_data_without_copies() -> None:
     samples.add_(1)
     assert mask.tolist() == [0, 0]
     assert samples.tolist() == [1.0] * 4
+
+
+def test_a_gradient_scaler_in_the_middle_of_a_step() -> None:
+    scaler, parameter = (
+        torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1),
+        nn.Parameter(torch.ones(2)),
+    )
+    optimizer = torch.optim.SGD([parameter], 0.1)
+
+    def step(*, completes: bool) -> None:
+        scaler.scale(parameter.sum()).backward()
+        scaler.unscale_(optimizer)
+        if completes:
+            scaler.update()
+
+    step(completes=True)
+    before = scaler.state_dict()
+    memory = Memory()
+    memory.keep(scaler)
+    step(completes=True)
+    step(completes=False)
+    assert scaler.state_dict() != before
+    memory.restore()
+    assert scaler.state_dict() == before
+    # A second one would be refused, were the step still the one that was left.
+    step(completes=True)
 
 
 def test_lazy_layers_are_refused() -> None:
@@ -224,7 +256,10 @@ class SearchesAtOne(L.Callback):
 def _fitted(folder: Path, *, before: bool = False, inside: bool = False) -> tuple[Everything, L.Trainer]:
     L.seed_everything(3, verbose=False)
     model = Everything()
-    callbacks: list[Any] = [ModelCheckpoint(monitor="val_loss", save_last=True), EarlyStopping("val_loss", patience=9)]
+    callbacks: list[Any] = [
+        ModelCheckpoint(monitor="val_loss", save_last=True),
+        EarlyStopping("val_loss", patience=9),
+    ]
     trainer = quiet(
         max_epochs=3,
         callbacks=callbacks + ([SearchesAtOne()] if inside else []),
@@ -252,13 +287,17 @@ def test_fit_is_bit_for_bit_the_one_without_a_tuner(when: str, tmp_path: Path) -
     assert plain.tracker.count == tuned.tracker.count == 18
     assert vars(plain.sampler) == vars(tuned.sampler)
     assert one.optimizers[0].state_dict()["state"].keys() == other.optimizers[0].state_dict()["state"].keys()
-    for mine, theirs in zip(one.optimizers[0].state.values(), other.optimizers[0].state.values(), strict=True):
+    for mine, theirs in zip(
+        one.optimizers[0].state.values(), other.optimizers[0].state.values(), strict=True
+    ):
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
     assert one.optimizers[0].param_groups[0]["lr"] == other.optimizers[0].param_groups[0]["lr"]
     assert one.callback_metrics == other.callback_metrics
     assert one.global_step == other.global_step == 18
     # Neither a row nor a file more.
-    files = [sorted(str(path.relative_to(tmp_path / run)) for path in (tmp_path / run).rglob("*")) for run in "ab"]
+    files = [
+        sorted(str(path.relative_to(tmp_path / run)) for path in (tmp_path / run).rglob("*")) for run in "ab"
+    ]
     assert files[0] == files[1]
     rows = [next((tmp_path / run).rglob("metrics.csv")).read_text() for run in "ab"]
     assert rows[0] == rows[1]
@@ -331,7 +370,9 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loaders_passed_in_are_where_they_were(workers: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    shuffled = loader(40, shuffle=True, generator=generator, num_workers=workers, persistent_workers=workers > 0)
+    shuffled = loader(
+        40, shuffle=True, generator=generator, num_workers=workers, persistent_workers=workers > 0
+    )
     stream = Stream()
     held, before = DataLoader(stream, 4), generator.get_state()
     Tuner(quiet()).lr_find(Classifier(), shuffled, num_training=13)
@@ -369,7 +410,9 @@ def test_what_a_trial_sees_of_the_trainer() -> None:
     class Looks(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             t = self.trainer
-            seen.append((t.max_epochs, t.max_steps, t.current_epoch, t.global_step, t.training, t.log_every_n_steps))
+            seen.append(
+                (t.max_epochs, t.max_steps, t.current_epoch, t.global_step, t.training, t.log_every_n_steps)
+            )
             return super().training_step(batch, batch_idx)
 
     model, trainer = Looks(), quiet(max_epochs=2, log_every_n_steps=7)

@@ -66,6 +66,7 @@ def _nothing_tried_yet() -> None:
         ({"mode": "power", "init_val": 5}, 50, 40),
         ({"mode": "binsearch"}, 50, 47),
         ({"mode": "binsearch", "margin": 0.0}, 50, 50),
+        ({"mode": "binsearch", "margin": 0.0}, 51, 51),
         ({"mode": "binsearch", "margin": 0.5}, 50, 25),
         ({"max_trials": 3}, 50, 8),
         ({"max_val": 20}, 50, 20),
@@ -116,7 +117,9 @@ def test_other_methods(method: str) -> None:
 
 def test_nothing_fits() -> None:
     model = Sized(0, batch_size=8)
-    with pytest.raises(RuntimeError, match="no batch size fits into memory; tried from 2 down to 1") as caught:
+    with pytest.raises(
+        RuntimeError, match="no batch size fits into memory; tried from 2 down to 1"
+    ) as caught:
         Tuner(quiet()).scale_batch_size(model)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert model.batch_size == 8

@@ -16,7 +16,8 @@ class BatchSizeFinder(Callback):
     """Find the largest batch size that fits into memory before a run begins, and run with it.
 
     It acts when ``fit`` begins, or ``validate``, ``test`` or ``predict`` when that is what was called. Override
-    ``on_train_epoch_start`` to search again later: ``self.scale_batch_size(trainer, pl_module)``.
+    ``on_train_epoch_start`` to search again later: ``self.scale_batch_size(trainer, pl_module)``. A resumed run goes on
+    with the size of its checkpoint, and does not search again when it begins.
 
     Args:
         mode: "power" doubles until memory runs out; "binsearch" then narrows it down.
@@ -52,8 +53,10 @@ class BatchSizeFinder(Callback):
     ) -> None:
         from hasten.tuner.batch_size import check_options
 
-        check_options(mode, steps_per_trial, init_val, max_trials, margin, max_val, "BatchSizeFinder")
+        mode = check_options(mode, steps_per_trial, init_val, max_trials, margin, max_val, "BatchSizeFinder")
         self.optimal_batch_size: int | None = init_val
+        self._found: int | None = None
+        self._is_restored = False
         self._options: dict[str, Any] = {
             "mode": mode,
             "steps_per_trial": steps_per_trial,
@@ -75,13 +78,21 @@ class BatchSizeFinder(Callback):
         run = trainer._run
         assert run is not None
         method = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
-        self.optimal_batch_size = search(Trial(trainer, run), method=method, **self._options)
-        for source in (run.train, run.validation, run.test, run.predict):
+        trial = Trial(trainer, run)
+        self.optimal_batch_size = self._found = search(trial, method=method, **self._options)
+        was_loaded = run.train.loaded
+        for source in (run.train, run.validation) if method == "fit" else (trial.source_in(run, method),):
             source.reload()
+        if method == "fit" and was_loaded:
+            # The epoch in hand was told to the loaders that are gone.
+            run.train.load()
+            run.train.set_epoch(run.progress.epoch)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search before training."""
-        self.scale_batch_size(trainer, pl_module)
+        """Search before training, unless the run goes on with a size found before."""
+        restored, self._is_restored = self._is_restored, False
+        if not restored:
+            self.scale_batch_size(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search before ``validate``; a validation within fit keeps its size."""
@@ -95,3 +106,22 @@ class BatchSizeFinder(Callback):
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search before ``predict``."""
         self.scale_batch_size(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size found."""
+        return {} if self._found is None else {"batch_size": self._found}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the size back."""
+        self.optimal_batch_size = self._found = state_dict["batch_size"]
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Set the size a resumed run was trained with, before its loaders are made."""
+        from hasten.tuner import attributes
+
+        state = (checkpoint.get("callbacks") or {}).get(self.state_key)
+        if trainer.state.fn == "fit" and state:
+            attributes.put(pl_module, trainer.datamodule, self._options["name"], state["batch_size"])
+            self._is_restored = True

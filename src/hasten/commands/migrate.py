@@ -84,7 +84,11 @@ def _planned(paths: Sequence[Path]) -> tuple[list[_File], list[tuple[Path, int, 
 
     files: list[_File] = []
     by_hand: list[tuple[Path, int, str]] = []
-    for path in sorted({found for given in paths for found in _files_under(given)}):
+    # A file that links lead to as well is one file.
+    found = {
+        os.path.realpath(path): path for given in paths for path in sorted(_files_under(given), reverse=True)
+    }
+    for path in sorted(found.values()):
         try:
             data = path.read_bytes()
             if _REQUIREMENTS.match(path.name):

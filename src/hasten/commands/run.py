@@ -9,7 +9,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 
 from hasten.commands.parser import Parser
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "program", nargs="?", metavar="PROGRAM", help="a Python file, or a folder with __main__.py"
     )
-    given = parser.parse([*options, *([program] if program is not None else [])])
+    given = parser.parse([*options, *(["--", program] if program is not None else [])])
     if given.module is None and given.program is None:
         parser.error("name a program: hasten run train.py [its arguments], or hasten run -m package.train.")
 
@@ -43,15 +43,18 @@ def main(arguments: Sequence[str]) -> int:
         sys.argv[:] = [given.module, *rest]
         return _shown(lambda: runpy.run_module(given.module, run_name="__main__", alter_sys=True), origin)
     path = Path(given.program)
-    code = _file(path, parser)
+    source = _source(path, parser)
     hasten.compat.install()
     sys.argv[:] = [given.program, *rest]
     # A program imports what lies beside it.
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.abspath(path if code is None else path.parent)
-    if code is None:
-        return _shown(lambda: runpy.run_path(given.program, run_name="__main__"), str(path))
-    return _shown(lambda: _execute(code, str(path)), code.co_filename)
+        sys.path[0] = os.path.abspath(path if source is None else path.parent)
+    if source is None:
+        return _shown(
+            lambda: runpy.run_path(given.program, run_name="__main__"), os.path.abspath(path / "__main__.py")
+        )
+    file = os.path.abspath(path)
+    return _shown(lambda: _execute(source, file), file)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
@@ -82,8 +85,8 @@ def _module(name: str, parser: Parser) -> str:
     return found.origin or name
 
 
-def _file(path: Path, parser: Parser) -> CodeType | None:
-    """Return the program's code; None for a folder or an archive, which Python itself reads."""
+def _source(path: Path, parser: Parser) -> bytes | None:
+    """Return the program's text; None for a folder or an archive, which Python itself reads."""
     if path.is_dir():
         if not (path / "__main__.py").exists():
             parser.error(f"{path} is a folder without a __main__.py. Name the file to run.")
@@ -102,14 +105,13 @@ def _file(path: Path, parser: Parser) -> CodeType | None:
         parser.error(f"there is no file {str(path)!r} in {os.getcwd()}.{hint} Check the path{module}.")
     except OSError as error:
         parser.error(f"{path} cannot be read: {error.strerror}.")
-    if source[:2] == b"PK":
-        return None
-    return compile(source, str(path), "exec", dont_inherit=True)
+    return None if source[:2] == b"PK" else source
 
 
-def _execute(code: CodeType, path: str) -> None:
+def _execute(source: bytes, file: str) -> None:
+    code = compile(source, file, "exec", dont_inherit=True)
     module = ModuleType("__main__")
-    module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    module.__dict__.update(__file__=file, __builtins__=__builtins__, __cached__=None)
     # Stays there: what the program leaves running looks for its classes in it, also after its last line.
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
@@ -131,10 +133,7 @@ def _shown(run: Callable[[], object], file: str) -> int:
 
 
 def _of_the_program(traceback: TracebackType | None, file: str) -> TracebackType | None:
-    whole = traceback
-    while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        if name == file or os.path.abspath(name) == os.path.abspath(file):
-            return traceback
+    """Return the traceback from the program's first line on; None if it did not come so far."""
+    while traceback is not None and os.path.abspath(traceback.tb_frame.f_code.co_filename) != file:
         traceback = traceback.tb_next
-    return whole
+    return traceback

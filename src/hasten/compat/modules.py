@@ -84,11 +84,10 @@ def missing(full_name: str) -> str:
     known = relative(parent) or ""
     told = alternative_to(place)
     if told is None:
+        there_are = [*TABLE.get(known, ()), *_submodules(known)]
         # Classes and modules are often called alike but for the case.
-        there_are = sorted(
-            [*TABLE.get(known, ()), *_submodules(known)], key=lambda other: other[0].isupper() == name[0].isupper()
-        )
-        told = did_you_mean(name, there_are).strip()
+        alike = [other for other in there_are if other[0].isupper() == name[0].isupper()]
+        told = (did_you_mean(name, alike) or did_you_mean(name, there_are)).strip()
     if not told:
         told = "See docs/compat.md for what there is, or run this program without hasten."
     return f"hasten has no {full_name}. {told}"

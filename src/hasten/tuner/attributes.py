@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hasten._lib.errors import MisconfigurationException
@@ -35,18 +36,43 @@ def get(module: Any, datamodule: Any, name: str) -> Any:
             f"nor in the datamodule.{did_you_mean(name, known)} "
             f"Set self.{name} in __init__ and use it, or name another."
         )
-    return found[0][name] if isinstance(found[0], dict) else getattr(found[0], name)
+    return _value(found[0], name)
 
 
 def put(module: Any, datamodule: Any, name: str, value: Any) -> None:
     """Set ``name`` wherever it is kept."""
     for holder in holders(module, datamodule, name):
-        if isinstance(holder, dict):
-            holder[name] = value
-        else:
-            setattr(holder, name, value)
+        _set(holder, name, value)
+
+
+def remember(module: Any, datamodule: Any, name: str) -> Callable[[], None]:
+    """Return what gives each holder of ``name`` its present value back."""
+    before = [(holder, _value(holder, name)) for holder in holders(module, datamodule, name)]
+
+    def undo() -> None:
+        for holder, value in before:
+            _set(holder, name, value)
+
+    return undo
 
 
 def first_of(module: Any, datamodule: Any, names: tuple[str, ...]) -> str | None:
     """Return the first of ``names`` that is kept somewhere."""
     return next((name for name in names if holders(module, datamodule, name)), None)
+
+
+def _value(holder: Any, name: str) -> Any:
+    return holder[name] if isinstance(holder, dict) else getattr(holder, name)
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[name] = value
+        return
+    try:
+        setattr(holder, name, value)
+    except AttributeError as error:
+        raise MisconfigurationException(
+            f"{type(holder).__name__}.{name} cannot be set ({error}). Make it an attribute, or give it "
+            "a setter."
+        ) from error

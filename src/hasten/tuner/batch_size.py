@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import torch
+from torch.utils.data import DataLoader
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.memory import give_back_memory, is_out_of_memory
+from hasten._lib.memory import give_back_memory
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
+from hasten.loops.sources import HOOK_OF
 from hasten.tuner import attributes
-from hasten.tuner.trial import Trial
+from hasten.tuner.trial import STAGE_OF, Trial
 
 MODES = ("power", "binsearch")
-_STAGE = {"fit": "train", "validate": "validate", "test": "test", "predict": "predict"}
 
 
 def check_options(
     mode: str, steps_per_trial: int, init_val: int, max_trials: int, margin: float, max_val: int, owner: str
-) -> None:
-    """Check the options of a search.
+) -> str:
+    """Check the options of a search; return the mode as it is called here.
 
     Raises:
         ValueError: one of them is out of range.
 
     """
-    if mode not in MODES:
+    if str(mode).lower() not in MODES:
         raise MisconfigurationException(
             f"{owner}(mode={mode!r}): `mode` should be one of {', '.join(MODES)}.{did_you_mean(str(mode), MODES)}"
         )
@@ -40,6 +41,7 @@ def check_options(
             raise MisconfigurationException(f"{owner}({name}={value!r}): use a whole number of at least 1.")
     if not 0.0 <= margin < 1.0:
         raise MisconfigurationException(f"{owner}(margin={margin!r}): `margin` should be between 0 and 1.")
+    return mode.lower()
 
 
 def search(
@@ -69,24 +71,24 @@ def search(
 
     Raises:
         MisconfigurationException: the size cannot be changed, because loaders were passed or do not use it.
-        RuntimeError: memory runs out with a single sample.
+        RuntimeError: none of the sizes tried fits into memory.
 
     """
-    stage = _STAGE[method]
+    stage = STAGE_OF[method]
     if trial.given(stage) is not None:
         raise MisconfigurationException(
-            f"scale_batch_size: the batch size of a loader that is passed in cannot be changed. Define "
-            f"{'train' if stage == 'train' else stage.replace('validate', 'val')}_dataloader() in the module or a "
-            f"datamodule, with batch_size=self.{name}."
+            "scale_batch_size: the batch size of a loader that is passed in cannot be changed. Define "
+            f"{HOOK_OF[stage]}() in the module or a datamodule, with batch_size=self.{name}."
         )
     before = attributes.get(trial.module, trial.datamodule, name)
+    undo = attributes.remember(trial.module, trial.datamodule, name)
     try:
         size = _Search(trial, method, steps_per_trial, name, max_val).run(mode, init_val, max_trials, margin)
     except BaseException:
-        attributes.put(trial.module, trial.datamodule, name, before)
+        undo()
         raise
     attributes.put(trial.module, trial.datamodule, name, size)
-    rank_zero_info(f"scale_batch_size: the batch size is {size}; it was {before}.")
+    rank_zero_info(f"scale_batch_size: {name} is {size}; it was {before}.")
     return size
 
 
@@ -94,34 +96,48 @@ class _Search:
     def __init__(self, trial: Trial, method: str, steps: int, name: str, max_val: int) -> None:
         self._trial, self._method, self._steps, self._name, self._most = trial, method, steps, name, max_val
         self._left = 0
-        self._error: BaseException | None = None
+        # Whether a loader says which size it has; if not, only the batches tell.
+        self._is_said = False
+        # The samples there are; None where nobody knows.
+        self._samples: int | None = None
+        # Whether a batch is known to tell its size.
+        self._tells = False
+        self._before: tuple[int, int] | None = None
 
     def run(self, mode: str, first: int, max_trials: int, margin: float) -> int:
         self._left = max_trials
-        good, bad = self._double(min(first, self._most))
+        self._limit_to_the_data(first)
+        good, bad = self._double(first if first <= self._most else self._capped())
         if mode == "power":
             return good
         while bad is not None and bad - good > 1 and self._left > 0:
             middle = (good + bad) // 2
-            if self._fits(middle):
-                good = middle
+            trained = self._trained_with(middle)
+            if trained:
+                good = trained
             else:
                 bad = middle
-        reduced = max(1, int(good * (1 - margin)))
-        # Also the size with the margin is one that was trained.
-        while reduced < good and not self._fits(reduced):
-            reduced = max(1, reduced // 2)
-        return reduced
+        return self._with_margin(good, margin)
 
-    def _double(self, size: int) -> tuple[int, int | None]:
+    def _limit_to_the_data(self, size: int) -> None:
+        self._put(size)
+        trial = self._trial
+        with trial.steps(self._method, 1) as run:
+            self._check(size, trial.source_in(run, self._method).streams())
+        if self._samples is not None:
+            self._samples = trial.largest(self._samples)
+            self._most = min(self._most, self._samples)
+
+    def _double(self, first: int) -> tuple[int, int | None]:
         """Return the largest power that fits and the smallest that does not (None: no failure was seen)."""
-        good, bad = 0, None
+        size, good, bad = first, 0, None
         while self._left > 0:
-            if self._fits(size):
-                good = size
-                if bad is not None or size >= self._most:
+            trained = self._trained_with(size)
+            if trained:
+                good = trained
+                if bad is not None or trained >= self._most:
                     break
-                size = min(2 * size, self._most)
+                size = 2 * size if 2 * size <= self._most else self._capped()
             else:
                 bad = size
                 if good or size == 1:
@@ -129,42 +145,89 @@ class _Search:
                 size //= 2
         if not good:
             raise RuntimeError(
-                f"scale_batch_size: no size up to {size} fits into memory, the last one tried is {size}. "
-                "Use a smaller model or precision='bf16-mixed', or begin with a smaller init_val."
-            ) from self._error
+                f"scale_batch_size: no batch size fits into memory; tried from {first} down to {bad}. Use a smaller "
+                "model or precision='bf16-mixed', or begin with a smaller init_val."
+            ) from self._trial.error
         return good, bad
 
-    def _fits(self, size: int) -> bool:
-        self._left -= 1
-        trial = self._trial
-        attributes.put(trial.module, trial.datamodule, self._name, size)
-        self._check_loader(size)
-        failed = False
-        try:
-            trial.try_out(self._method, self._steps)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = True
-            self._error = error.with_traceback(None)
-        failed = trial.fails_anywhere(failed)
-        give_back_memory()
-        rank_zero_info(f"scale_batch_size: {size} {'does not fit' if failed else 'fits'}.")
-        return not failed
+    def _capped(self) -> int:
+        why = f"there are {self._samples} samples" if self._most == self._samples else "that is max_val"
+        rank_zero_info(f"scale_batch_size: no size above {self._most} is tried: {why}.")
+        return self._most
 
-    def _check_loader(self, size: int) -> None:
-        """Lower the largest size to what the data has, and see that the loader follows the attribute."""
-        with self._trial.steps(self._method, 1) as run:
-            source = {"fit": run.train, "validate": run.validation, "test": run.test, "predict": run.predict}[
-                self._method
-            ]
-            for loader in source.streams():
-                used = getattr(loader, "batch_size", None)
-                if isinstance(loader, torch.utils.data.DataLoader) and used is not None and used != size:
-                    raise MisconfigurationException(
-                        f"scale_batch_size: {self._name} is {size}, and the loader's batch_size is {used}. Make the "
-                        f"loader with batch_size=self.{self._name}, anew in each call of the hook."
-                    )
-                samples: Any = getattr(loader, "sampler", None)
-                if hasattr(samples, "__len__"):
-                    self._most = max(1, min(self._most, len(samples)))
+    def _with_margin(self, good: int, margin: float) -> int:
+        reduced = max(1, int(good * (1 - margin)))
+        # What is returned is a size that was trained, also with the margin.
+        while 0 < reduced < good:
+            trained = self._trained_with(reduced)
+            if trained:
+                rank_zero_info(
+                    f"scale_batch_size: {good} fits; with a margin of {margin:.1%} that is {trained}."
+                )
+                return trained
+            reduced //= 2
+        return good
+
+    def _trained_with(self, size: int) -> int:
+        """Try a size; return how many samples a batch had, or 0 where memory ran out."""
+        self._left -= 1
+        self._put(size)
+        largest = self._trial.try_out(self._method, self._steps, check=functools.partial(self._check, size))
+        if largest is None or self._trial.run.runtime.device.type != "cpu":
+            # What a trial left for the garbage collector would count for the next one.
+            give_back_memory()
+        rank_zero_info(f"scale_batch_size: {size} {'does not fit' if largest is None else 'fits'}.")
+        return 0 if largest is None else self._size_of_batches(size, largest)
+
+    def _size_of_batches(self, size: int, largest: int) -> int:
+        before, self._before = self._before, (size, largest)
+        if self._samples is not None and self._is_said:
+            return size
+        if largest == size:
+            self._tells = True
+        elif self._tells and self._samples is None and largest < size:
+            # There are no more samples than that.
+            self._most = self._samples = largest
+            return largest
+        elif (
+            not self._is_said
+            and largest
+            and before is not None
+            and before[0] != size
+            and before[1] == largest
+        ):
+            raise MisconfigurationException(
+                f"scale_batch_size: with {self._name}={before[0]} and {self._name}={size} batches have {largest} "
+                f"samples. Make the data with batch_size=self.{self._name}, anew in each call of the hook."
+            )
+        return size
+
+    def _put(self, size: int) -> None:
+        attributes.put(self._trial.module, self._trial.datamodule, self._name, size)
+
+    def _check(self, size: int, loaders: list[Any]) -> None:
+        """See that a loader follows the attribute, and how many samples there are."""
+        loaders = [loader for loader in loaders if isinstance(loader, DataLoader)]
+        said = {_size_of(loader) for loader in loaders} - {None}
+        self._is_said = bool(said)
+        if said and size not in said:
+            raise MisconfigurationException(
+                f"scale_batch_size: {self._name} is {size}, and the loader's batch_size is {said.pop()}. Make the "
+                f"loader with batch_size=self.{self._name}, anew in each call of the hook."
+            )
+        numbers = [_samples_of(loader) for loader in loaders if not said or _size_of(loader) == size]
+        known = [number for number in numbers if number is not None]
+        if known and len(known) == len(numbers):
+            self._samples = max(known)
+
+
+def _size_of(loader: DataLoader[Any]) -> int | None:
+    size = loader.batch_size
+    return size if size is not None else getattr(loader.batch_sampler, "batch_size", None)
+
+
+def _samples_of(loader: DataLoader[Any]) -> int | None:
+    try:
+        return len(loader.sampler)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None

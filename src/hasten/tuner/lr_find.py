@@ -12,9 +12,8 @@ from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callback import Callback
-from hasten.loops.fit import fit
 from hasten.tuner import attributes
-from hasten.tuner.trial import Trial
+from hasten.tuner.trial import Trial, train
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -73,7 +72,8 @@ class LRFinder:
             skip_end: steps at the end that do not count.
 
         """
-        losses = torch.tensor(self.results["loss"][skip_begin : len(self.results["loss"]) - skip_end])
+        kept_losses = self.results["loss"][skip_begin : len(self.results["loss"]) - skip_end]
+        losses = torch.tensor(kept_losses, dtype=torch.float64)
         rates = self.results["lr"][skip_begin : len(self.results["lr"]) - skip_end]
         finite = torch.isfinite(losses)
         if int(finite.sum()) < 2:
@@ -122,14 +122,14 @@ class LRFinder:
 
 def check_options(
     mode: str, min_lr: float, max_lr: float, num_training: int, early_stop_threshold: float | None, owner: str
-) -> None:
-    """Check the options of a sweep.
+) -> str:
+    """Check the options of a sweep; return the mode as it is called here.
 
     Raises:
         ValueError: one of them is out of range.
 
     """
-    if mode not in MODES:
+    if str(mode).lower() not in MODES:
         raise MisconfigurationException(
             f"{owner}(mode={mode!r}): `mode` should be one of {', '.join(MODES)}.{did_you_mean(str(mode), MODES)}"
         )
@@ -146,6 +146,7 @@ def check_options(
             f"{owner}(early_stop_threshold={early_stop_threshold!r}): use a number above 1 (times the "
             "best loss), or None."
         )
+    return mode.lower()
 
 
 def attribute_of(module: Any, datamodule: Any, name: str, update: bool) -> str | None:
@@ -186,51 +187,121 @@ def sweep(
         raise MisconfigurationException(
             "lr_find: with manual optimisation the learning rate is in your own hands. Sweep in training_step."
         )
+    optimizers = trial.run.optimizers
+    if len(optimizers) != 1:
+        raise MisconfigurationException(
+            f"lr_find: `model.configure_optimizers()` returned {len(optimizers)} optimizers, and one is needed."
+        )
     found = LRFinder(mode, min_lr, max_lr, num_training)
-    with trial.steps("fit", num_training) as run:
-        if len(run.optimizers) != 1:
-            raise MisconfigurationException(
-                f"lr_find: `model.configure_optimizers()` returned {len(run.optimizers)} optimizers, and one is needed."
-            )
-        watch = _Sweep(found, run, early_stop_threshold)
-        trial.trainer._callbacks.append(watch)
-        run.schedulers.clear()
-        run.hooks.find()
-        fit(run)
+    watch = _Sweep(found, optimizers[0], early_stop_threshold)
+    with trial.steps("fit", num_training, callbacks=[watch], keeps_limit=True) as run:
+        train(run)
+    trial.leave_if_stopped()
+    if not found.results["lr"]:
+        raise MisconfigurationException(
+            "lr_find: no step was trained: limit_train_batches is 0, or the module skips every batch."
+        )
     rank_zero_info(f"lr_find: tried {len(found.results['lr'])} learning rates.")
     return found
 
 
-class _Sweep(Callback):
-    """Sets the learning rate of each step, and notes the loss after it."""
+def set_rate(run: Run, rate: float) -> None:
+    """Have a run go on with ``rate``, and its schedulers from there.
 
-    def __init__(self, found: LRFinder, run: Run, threshold: float | None) -> None:
-        self._found, self._run, self._threshold = found, run, threshold
+    At the beginning of a run it is the rate that the schedulers start from, as if the optimizer had been made with it.
+    Later it is the rate of now. Schedulers with rates of their own, such as OneCycleLR, keep those.
+    """
+    begun = run.progress.global_step > 0
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            initial = float(group.get("initial_lr", group["lr"]))
+            share = float(group["lr"]) / initial if initial else 1.0
+            _write(group, "lr", rate if begun else rate * share)
+            if "initial_lr" in group:
+                _write(group, "initial_lr", rate / share if begun and share else rate)
+    for config in run.schedulers:
+        _rebase(config.scheduler)
+
+
+def _write(group: dict[str, Any], name: str, rate: float) -> None:
+    if isinstance(group[name], torch.Tensor):
+        group[name].fill_(rate)
+    else:
+        group[name] = rate
+
+
+def _rebase(scheduler: Any) -> None:
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
+    if hasattr(scheduler, "_last_lr"):
+        scheduler._last_lr = [group["lr"] for group in groups]
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _rebase(inner)
+
+
+class _Sweep(Callback):
+    """Sets the learning rate of each optimizer step, and notes the loss before it."""
+
+    def __init__(self, found: LRFinder, optimizer: Any, threshold: float | None) -> None:
+        self._found, self._optimizer, self._threshold = found, optimizer, threshold
+        self._first_step = 0
+        self._loss: Any = None
+        self._weight: Any = None
         self._average = 0.0
+        self._averaged = 0
         self._best = math.inf
-        self._steps = 0
-        self._loss = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Note where the counters are."""
+        self._first_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Set the rate of the coming step."""
-        for group in self._run.optimizers[0].param_groups:
-            group["lr"] = self._found.lr_at(self._steps)
+        rate = self._found.lr_at(len(self._found.results["lr"]))
+        for group in self._optimizer.param_groups:
+            _write(group, "lr", rate)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Note the loss, and stop where it has grown too far."""
-        loss = outputs["loss"] if outputs else None
-        if loss is None or trainer.global_step == self._steps:
+        if outputs:
+            # Each is divided by their number already: the sum over an accumulation is its mean.
+            loss, weight = outputs["loss"], outputs.get("loss_weight")
+            self._loss = loss if self._loss is None else self._loss + loss
+            if weight is not None:
+                self._weight = weight if self._weight is None else self._weight + weight
+        step = len(self._found.results["lr"])
+        if trainer.global_step - self._first_step <= step:
             return
-        # A search reads each loss: it is over after some hundred steps.
-        value = float(trainer.strategy.all_reduce(loss, reduce_op="mean"))
-        self._found.results["lr"].append(self._found.lr_at(self._steps))
-        self._steps += 1
+        value = self._mean(trainer)
+        self._found.results["lr"].append(self._found.lr_at(step))
+        self._found.results["loss"].append(self._smoothed(value))
+        self._loss = self._weight = None
+        if self._threshold is not None and self._averaged > 1 and value is not None:
+            smoothed = self._found.results["loss"][-1]
+            # Of a loss below zero, too, it says how far it may grow: three times its size, with a threshold of 4.
+            if not smoothed <= self._best + (self._threshold - 1) * abs(self._best):
+                trainer.should_stop = True
+        self._best = min(self._best, self._found.results["loss"][-1])
+
+    def _mean(self, trainer: Trainer) -> float | None:
+        """Return the loss over all processes; None where a step was skipped."""
+        loss = self._loss
+        if loss is not None and self._weight is not None:
+            loss = loss / self._weight
+        if trainer.world_size > 1:
+            # All of them ask, also one that skipped its batch, and decide alike.
+            mine = torch.tensor([0.0, 0.0] if loss is None else [float(loss), 1.0], dtype=torch.float64)
+            total, number = trainer.strategy.all_reduce(mine, reduce_op="sum").tolist()
+            return total / number if number else None
+        # A sweep reads each loss: it is over after some hundred steps.
+        return None if loss is None else float(loss)
+
+    def _smoothed(self, value: float | None) -> float:
+        if value is None:
+            return math.nan
+        self._averaged += 1
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * value
-        smoothed = self._average / (1 - _SMOOTHING**self._steps)
-        self._found.results["loss"].append(smoothed)
-        grown = self._threshold is not None and smoothed > self._threshold * self._best
-        if (grown and self._steps > 1) or math.isnan(smoothed):
-            trainer.should_stop = True
-        self._best = min(self._best, smoothed)
+        return self._average / (1 - _SMOOTHING**self._averaged)

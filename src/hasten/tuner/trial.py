@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -107,9 +107,9 @@ class Trial:
         """Return the loaders that were passed to the call, or None."""
         return getattr(self.run, _SOURCES[stage]).given
 
-    def source(self, method: str) -> Source:
-        """Return the data that ``method`` reads."""
-        source: Source = getattr(self.run, _SOURCES[STAGE_OF[method]])
+    def source_in(self, run: Run, method: str) -> Source:
+        """Return the data that ``method`` reads in a run."""
+        source: Source = getattr(run, _SOURCES[STAGE_OF[method]])
         return source
 
     @contextmanager
@@ -179,7 +179,7 @@ class Trial:
                     source.close()
 
     def _read_by(self, run: Run, method: str) -> list[Source]:
-        sources = [run.train, run.validation] if method == "fit" else [getattr(run, _SOURCES[method])]
+        sources = [run.train, run.validation] if method == "fit" else [self.source_in(run, method)]
         return [source for source in sources if not source.is_off()]
 
     def _train_with_the_optimizers_in_use(self, run: Run, memory: Memory, alone: bool) -> None:
@@ -197,8 +197,15 @@ class Trial:
             run.wrapped = outer.wrapped
         take_optimizers(run, outer.optimizers, schedulers)
 
-    def try_out(self, method: str, count: int) -> int | None:
+    def try_out(
+        self, method: str, count: int, *, check: Callable[[list[Any]], None] = lambda loaders: None
+    ) -> int | None:
         """Run ``count`` steps of ``method``; training validates as well, if there is something to validate.
+
+        Args:
+            method: "fit", "validate", "test" or "predict".
+            count: optimizer steps, or batches of each loader of an evaluation.
+            check: looks at the loaders first.
 
         Returns:
             the size of the largest batch; 0 where batches do not tell it; None where memory ran out, on any process.
@@ -208,6 +215,7 @@ class Trial:
         watch = _Watch(count * self.trainer._accumulate_grad_batches)
         try:
             with self.steps(method, count, callbacks=[watch], alone=True) as run:
+                check(self.source_in(run, method).streams())
                 for source in self._read_by(run, method):
                     _agree_at_the_end(source, strategy)
                 if method == "fit":
@@ -313,17 +321,35 @@ class _Watch(Callback):
             raise _FailedElsewhere
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if trainer.state.fn != "fit":
             self._after(batch)
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._after(batch)
 
     def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._after(batch)

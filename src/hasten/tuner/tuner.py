@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.datamodule import LightningDataModule
 from hasten.loops.run import Run
 from hasten.loops.states import TrainerFn
 from hasten.loops.verify import check_call
@@ -17,7 +18,6 @@ from hasten.tuner.lr_find import LRFinder
 from hasten.tuner.trial import Trial, nothing_changes, quietly
 
 if TYPE_CHECKING:
-    from hasten.datamodule import LightningDataModule
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
 
@@ -32,13 +32,29 @@ _FN = {
 class Tuner:
     """Searches on the user's own model and data, and leaves no trace but the value it found.
 
-    Model, optimizers, random numbers, loaders, counters, loggers and files are afterwards as they were before. What
-    cannot be put back: the inside of a dataset or sampler that changes while it is read.
+    Module, optimizers, random numbers, loaders with their samplers and datasets, counters, loggers and files are
+    afterwards as they were before, also when a search fails. Callbacks and loggers do not take part; the hooks of the
+    module and the datamodule do. What cannot be put back: what those hooks do outside of this process, and an iterator
+    that can be read only once.
 
     Args:
         trainer: in whose precision and on whose devices to try.
 
-    Example: ``Tuner(trainer).scale_batch_size(model, mode="binsearch")``, then ``trainer.fit(model)``.
+    Example::
+
+        >>> import torch
+        >>> import hasten as L
+        >>> from hasten.demos.boring_classes import BoringModel
+        >>> class Model(BoringModel):
+        ...     lr = 0.1
+        ...
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=self.lr)
+        >>> trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        >>> model = Model()
+        >>> found = Tuner(trainer).lr_find(model, num_training=20, early_stop_threshold=None)
+        >>> len(found.results["loss"]), model.lr == found.suggestion()
+        (20, True)
 
     """
 
@@ -87,7 +103,7 @@ class Tuner:
 
         """
         owner = "Tuner.scale_batch_size"
-        batch_size.check_options(mode, steps_per_trial, init_val, max_trials, margin, max_val, owner)
+        mode = batch_size.check_options(mode, steps_per_trial, init_val, max_trials, margin, max_val, owner)
         if self._skipped("scale_batch_size"):
             return None
         search = functools.partial(
@@ -104,7 +120,9 @@ class Tuner:
         size: int = self._run(
             search, method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule
         )
-        attributes.put(model, datamodule, batch_arg_name, size)
+        attributes.put(
+            model, self._datamodule(datamodule, train_dataloaders, dataloaders), batch_arg_name, size
+        )
         return size
 
     def lr_find(
@@ -151,10 +169,13 @@ class Tuner:
             raise MisconfigurationException(
                 f"Tuner.lr_find(method={method!r}): only 'fit' has a learning rate."
             )
-        lr_find.check_options(mode, min_lr, max_lr, num_training, early_stop_threshold, "Tuner.lr_find")
+        mode = lr_find.check_options(
+            mode, min_lr, max_lr, num_training, early_stop_threshold, "Tuner.lr_find"
+        )
         if self._skipped("lr_find"):
             return None
-        name = lr_find.attribute_of(model, datamodule, attr_name, update_attr)
+        datamodule_in_use = self._datamodule(datamodule, train_dataloaders, dataloaders)
+        name = lr_find.attribute_of(model, datamodule_in_use, attr_name, update_attr)
         search = functools.partial(
             lr_find.sweep,
             min_lr=min_lr,
@@ -169,7 +190,7 @@ class Tuner:
         if update_attr and name is not None:
             suggestion = found.suggestion()
             if suggestion is not None:
-                attributes.put(model, datamodule, name, suggestion)
+                attributes.put(model, datamodule_in_use, name, suggestion)
         return found
 
     def _skipped(self, call: str) -> bool:
@@ -188,6 +209,10 @@ class Tuner:
         datamodule: LightningDataModule | None,
     ) -> Any:
         """Prepare a run without callbacks and loggers, and search in it."""
+        if isinstance(train_dataloaders, LightningDataModule):
+            datamodule, train_dataloaders = train_dataloaders, None
+        if isinstance(dataloaders, LightningDataModule):
+            datamodule, dataloaders = dataloaders, None
         if method not in _FN:
             raise MisconfigurationException(
                 f"Tuner(method={method!r}): use one of {', '.join(_FN)}.{did_you_mean(str(method), _FN)}"
@@ -206,9 +231,17 @@ class Tuner:
             given = {method: dataloaders}
         check_call(trainer._arguments, method, model, datamodule, *given.values())
 
-        def body(run: Run) -> Any:
-            return search(Trial(trainer, run))
-
-        with nothing_changes(trainer, model, datamodule):
+        body = functools.partial(_in_a_run, search)
+        with nothing_changes(trainer, model, datamodule or trainer._datamodule):
             quietly(trainer)
             return trainer._call(_FN[method], model, datamodule, given, None, None, body)
+
+    def _datamodule(self, *given: Any) -> Any:
+        """Return the datamodule of a call: one that was passed, in whichever place, or the Trainer's last one."""
+        passed = (each for each in given if isinstance(each, LightningDataModule))
+        return next(passed, self._trainer._datamodule)
+
+
+def _in_a_run(search: Callable[[Trial], Any], run: Run) -> Any:
+    # In copies of this process the Trainer is another one.
+    return search(Trial(run.module.trainer, run))

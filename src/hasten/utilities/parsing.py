@@ -136,7 +136,7 @@ def _last_holder(model: Any, attribute: str) -> Any:
 
 def _owner_and_arguments(frame: types.FrameType) -> tuple[Any, dict[str, Any]]:
     """Return the object of a frame of ``__init__`` and its arguments, those in ``**kwargs`` among the others."""
-    if frame.f_code.co_name != "__init__" or "__class__" not in frame.f_locals:
+    if frame.f_code.co_name != "__init__":
         return None, {}
     names, _, keywords, values = inspect.getargvalues(frame)
     owner = values.get(names[0]) if names else None

@@ -1,0 +1,359 @@
+"""Helpers under the names of the field."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import hasten
+import hasten.utilities as utilities
+from hasten import accelerators
+from hasten.demos import BoringDataModule, BoringModel
+from hasten.utilities import data, enums, hooks, memory, model_helpers, parsing, rank_zero, registries, saving
+from hasten.utilities.device_dtype import DeviceDtypeMixin
+from hasten.utilities.samplers import DistributedSamplerWrapper, UnrepeatedDistributedSampler
+
+
+def test_all_names_are_there_and_a_wrong_one_is_told() -> None:
+    assert len(utilities.__all__) > 35
+    for name in utilities.__all__:
+        assert getattr(utilities, name) is not None
+    assert dir(utilities) == sorted(utilities.__all__)
+    with pytest.raises(
+        AttributeError, match=r"'hasten.utilities' has no attribute 'rank_zero_onli'\. Did you mean"
+    ):
+        utilities.rank_zero_onli
+    assert torch.finfo(torch.float16).eps == utilities.FLOAT16_EPSILON
+    assert torch.finfo(torch.float32).eps == utilities.FLOAT32_EPSILON
+    assert torch.finfo(torch.float64).eps == utilities.FLOAT64_EPSILON
+
+
+def test_rank_zero_functions_take_what_the_field_s_take(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("hasten"), "propagate", True)
+    with caplog.at_level(logging.DEBUG, "hasten"):
+        rank_zero.rank_zero_info("an %s", "info", stacklevel=5)
+        rank_zero.rank_zero_debug("a %s", "debug", extra={"x": 1})
+    assert [record.getMessage() for record in caplog.records] == ["an info", "a debug"]
+    with pytest.warns(FutureWarning, match="look out"):
+        rank_zero.rank_zero_warn("look out", category=FutureWarning, stacklevel=2)
+    with pytest.warns(DeprecationWarning, match="goes away"):
+        rank_zero.rank_zero_deprecation("goes away")
+    assert rank_zero._get_rank() == 0
+    monkeypatch.setattr(rank_zero.rank_zero_only, "rank", 1)
+    assert rank_zero._get_rank() == 1
+    assert rank_zero.rank_zero_only(lambda: 1)() is None
+    assert rank_zero.rank_zero_only(lambda: 1, default=2)() == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rank_zero.rank_zero_warn("not said here")
+
+
+def test_warning_cache_says_each_thing_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = rank_zero.WarningCache()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            cache.warn("slow")
+            cache.deprecation("old")
+    assert [(one.category, str(one.message)) for one in seen] == [
+        (UserWarning, "slow"),
+        (DeprecationWarning, "old"),
+    ]
+    monkeypatch.setattr(logging.getLogger("hasten"), "propagate", True)
+    with caplog.at_level(logging.INFO, "hasten"):
+        cache.info("said")
+        cache.info("said")
+    assert caplog.messages == ["said"]
+    assert cache == {"slow", "old", "said"}
+    assert rank_zero.rank_prefixed_message("x", None) == "x"
+
+
+def test_possible_user_warnings_are_silenced() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        utilities.disable_possible_user_warnings()
+        warnings.warn("maybe", utilities.PossibleUserWarning)
+        warnings.warn("sure", UserWarning)
+    assert [str(one.message) for one in seen] == ["sure"]
+
+
+def test_enumerations() -> None:
+    kind = enums.GradClipAlgorithmType
+    assert kind.NORM == "NORM"
+    assert kind.NORM == kind.NORM
+    assert kind.NORM != kind.VALUE
+    assert kind.NORM != 1
+    assert hash(kind.NORM) == hash("norm")
+    assert str(kind.NORM) == "norm"
+    assert kind.from_str("NORM") is kind.NORM
+    assert kind.from_str("value", source="value") is kind.VALUE
+    assert kind.from_str("value", source="any") is kind.VALUE
+    with pytest.raises(ValueError, match="'x' is no GradClipAlgorithmType: use one of 'value', 'norm'"):
+        kind.from_str("x")
+    assert kind.supported_type("Norm")
+    assert not kind.supported_type("max")
+    assert kind.supported_types() == ["value", "norm"]
+
+
+class Endless(IterableDataset[Any]):
+    """No length."""
+
+    def __iter__(self) -> Any:
+        return iter([1])
+
+
+def test_batches_and_loaders() -> None:
+    assert utilities.move_data_to_device([torch.zeros(1)], torch.device("meta"))[0].device.type == "meta"
+    assert data.extract_batch_size({"x": torch.zeros(3, 2)}) == 3
+    with pytest.raises(
+        ValueError, match=r"cannot be read from a str. Say it: self.log\(..., batch_size=...\)"
+    ):
+        data.extract_batch_size("x")
+    assert data.convert_tensors_to_scalars({"a": [torch.tensor([2])], "b": "x"}) == {"a": [2], "b": "x"}
+    with pytest.raises(ValueError, match=r"one element .* has the shape \(2,\)"):
+        data.convert_tensors_to_scalars(torch.zeros(2))
+    import numpy as np
+
+    tensors = data.convert_to_tensors({"a": 1, "b": np.ones(2), "c": "x"}, torch.device("cpu"))
+    assert tensors["a"].item() == 1
+    assert tensors["b"].tolist() == [1.0, 1.0]
+    assert tensors["c"] == "x"
+    endless = DataLoader(Endless())
+    assert data.has_iterable_dataset(endless)
+    assert not data.has_iterable_dataset(DataLoader([1]))  # type: ignore[arg-type]
+    assert data.sized_len(endless) is None
+    assert not data.has_len(endless)
+    assert data.has_len_all_ranks([1], None)
+    with pytest.warns(UserWarning, match="the list is empty"):
+        assert data.has_len([])
+    with pytest.raises(ValueError, match=r"local_world_size=0\): at least 1"):
+        utilities.suggested_max_num_workers(0)
+    cores = len(os.sched_getaffinity(0))
+    assert utilities.suggested_max_num_workers(1) == max(1, cores - 1)
+    assert data.merge_dicts([{"a": 1.0}, {"a": 3.0}], {"a": min}) == {"a": 1.0}
+    assert data.merge_dicts([{"a": 1.0}, {"a": 3.0}]) == {"a": 2.0}
+    assert data.as_text({"a": 1, "b": None, "c": [1]}) == {"a": 1, "b": "None", "c": "[1]"}
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0, momentum=0.9)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    optimizer.step()
+    data.optimizer_to_device(optimizer, "meta")
+    assert next(iter(optimizer.state.values()))["momentum_buffer"].device.type == "meta"
+
+
+class OtherFiles:
+    """A strategy of two processes that do not see each other's files."""
+
+    world_size, is_global_zero = 2, False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def broadcast(self, name: Any) -> Any:
+        return self.name
+
+    def reduce_boolean_decision(self, decision: bool, all: bool) -> bool:
+        assert all
+        return decision
+
+
+def test_shared_file_systems(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("")
+    assert utilities.is_shared_filesystem(OtherFiles(str(tmp_path / "there")), tmp_path, timeout=0)
+    assert not utilities.is_shared_filesystem(OtherFiles(str(tmp_path / "nowhere")), tmp_path, timeout=0)
+    assert utilities.is_shared_filesystem(OtherFiles("x"), "s3://bucket")
+    assert utilities.is_shared_filesystem(type("One", (), {"world_size": 1})())
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        utilities.is_shared_filesystem(OtherFiles("x"), tmp_path / "no")
+    first = type("First", (OtherFiles,), {"is_global_zero": True, "broadcast": lambda self, name: name})("")
+    assert utilities.is_shared_filesystem(first, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_memory() -> None:
+    assert memory.is_oom_error(torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    assert memory.is_out_of_cpu_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    assert memory.is_cudnn_snafu(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. x"))
+    assert not memory.is_cudnn_snafu(ValueError("CUDNN_STATUS_NOT_SUPPORTED"))
+    assert not memory.is_oom_error(RuntimeError("other"))
+    memory.garbage_collection_cuda()
+    both = memory.recursive_detach({"a": torch.ones(1, requires_grad=True), "b": 1}, to_cpu=True)
+    assert not both["a"].requires_grad
+    assert both["b"] == 1
+
+
+def test_grad_norms() -> None:
+    module = nn.Linear(2, 1)
+    module.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert {key: float(value) for key, value in utilities.grad_norm(module, 2, ".").items()} == {
+        "grad_2.0_norm.weight": 5.0,
+        "grad_2.0_norm_total": 5.0,
+    }
+    module.bias.grad = torch.tensor([12.0])
+    assert float(utilities.grad_norm(module, 2)["grad_2.0_norm_total"]) == 13.0
+    assert float(utilities.grad_norm(module, "inf")["grad_inf_norm_total"]) == 12.0
+    assert utilities.grad_norm(nn.Linear(1, 1), 1) == {}
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=rf"norm_type={wrong}\): the norm is a number above 0"):
+            utilities.grad_norm(module, wrong)
+
+
+def test_shared_parameters() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert utilities.find_shared_parameters(module) == []
+    module[1][0].weight = module[0].weight
+    module[2].bias = module[0].bias
+    shared = utilities.find_shared_parameters(module)
+    assert shared == [["0.weight", "1.0.weight"], ["0.bias", "2.bias"]]
+    module[1][0].weight = nn.Parameter(torch.zeros(2, 2))
+    assert utilities.set_shared_parameters(module, shared) is module
+    assert module[1][0].weight is module[0].weight
+    whole_twice = nn.Sequential(module[0], module[0])
+    assert utilities.find_shared_parameters(whole_twice) == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
+
+
+def test_questions_about_modules() -> None:
+    assert utilities.is_overridden("train_dataloader", BoringDataModule())
+    assert not utilities.is_overridden("on_fit_end", hasten.Callback())
+    assert not utilities.is_overridden("x", None)
+    assert utilities.is_overridden("forward", nn.Linear(1, 1), parent=nn.Module)
+    with pytest.raises(ValueError, match="say of which class"):
+        utilities.is_overridden("forward", nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="LightningModule has no such method"):
+        utilities.is_overridden("nothing", BoringModel())
+    takes = model_helpers.is_param_in_hook_signature
+    assert takes(lambda *args: None, "batch")
+    assert not takes(lambda *args: None, "batch", explicit=True)
+    assert not takes(lambda self, a: None, "batch", min_args=2)
+    assert takes(lambda a, b: None, "batch", min_args=2)
+    assert model_helpers.do_nothing_closure() is None
+    with pytest.raises(ValueError, match="DeepSpeedSummary is not in this version"):
+        model_helpers.DeepSpeedSummary(None)
+    checkpoint: dict[str, Any] = {}
+    hooks.CheckpointHooks().on_save_checkpoint(checkpoint)
+    hooks.CheckpointHooks().on_load_checkpoint(checkpoint)
+    assert checkpoint == {}
+
+
+class Parent:
+    """Collects the arguments of itself and its subclass."""
+
+    def __init__(self, a: int, **kwargs: Any) -> None:
+        self.given = parsing.get_init_args(sys._getframe())
+        self.all = parsing.collect_init_args(sys._getframe(), [])
+        self.some = parsing.collect_init_args(sys._getframe(), [], classes=(str,))
+
+
+class Child(Parent):
+    """Has an argument of its own."""
+
+    def __init__(self, b: int) -> None:
+        super().__init__(b + 1, extra=b)
+
+
+def test_arguments_of_init() -> None:
+    child = Child(2)
+    assert child.given == {"a": 3, "extra": 2}
+    assert child.all == [{"a": 3, "extra": 2}, {"b": 2}]
+    assert child.some == []
+    assert parsing.get_init_args(sys._getframe()) == {}
+
+
+def test_attributes_wherever_they_are() -> None:
+    model = BoringModel()
+    model.save_hyperparameters({"lr": 0.1, "width": 3})
+    assert parsing.lightning_hasattr(model, "lr")
+    assert not parsing.lightning_hasattr(model, "depth")
+    assert parsing.lightning_getattr(model, "lr") == 0.1
+    parsing.lightning_setattr(model, "lr", 0.2)
+    assert model.hparams.lr == 0.2
+    model.width = 4
+    parsing.lightning_setattr(model, "width", 5)
+    assert (model.width, model.hparams.width) == (5, 5)
+    for function in (parsing.lightning_getattr, lambda m, a: parsing.lightning_setattr(m, a, 1)):
+        with pytest.raises(AttributeError, match=r"neither the BoringModel nor .* have 'depth'"):
+            function(model, "depth")
+    hparams = {"a": 1, "b": lambda: 1}
+    parsing.clean_namespace(hparams)
+    assert list(hparams) == ["a"]
+
+
+def test_files_of_hyper_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "h.yaml"
+    saving.save_hparams_to_yaml(path, argparse.Namespace(lr=0.1, layers=[1, 2]))
+    assert saving.load_hparams_from_yaml(path) == {"lr": 0.1, "layers": [1, 2]}
+    assert saving.load_hparams_from_yaml(tmp_path / "no.yaml") == {}
+    with pytest.raises(RuntimeError, match="does not exist"):
+        saving.save_hparams_to_yaml(tmp_path / "no" / "h.yaml", {})
+    saving.save_hparams_to_tags_csv(tmp_path / "h.csv", {"lr": 0.1, "name": "adam", "flag": True})
+    assert saving.load_hparams_from_tags_csv(tmp_path / "h.csv") == {"lr": 0.1, "name": "adam", "flag": True}
+    assert saving.load_hparams_from_tags_csv(tmp_path / "no.csv") == {}
+    saving.write({"x": torch.ones(1)}, tmp_path / "a.ckpt")
+    assert saving.read(tmp_path / "a.ckpt")["x"].item() == 1
+    with open(tmp_path / "a.ckpt", "rb") as file:
+        assert saving.read(file, map_location="cpu")["x"].item() == 1
+    system = saving.get_filesystem(tmp_path, auto_mkdir=True)
+    assert saving.is_local(system)
+    assert not saving.is_local(saving.get_filesystem("memory://x"))
+    assert saving.is_folder(system, tmp_path)
+    assert not saving.is_folder(system, tmp_path / "a.ckpt")
+    assert not saving.is_folder(system, tmp_path / "no", strict=True)
+
+
+def test_devices_types_samplers_and_names() -> None:
+    module = type("Own", (DeviceDtypeMixin,), {})()
+    assert module.dtype == torch.float32
+    module.register_buffer("count", torch.zeros(1, dtype=torch.long, device="meta"))
+    module.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64, device="meta"))
+    assert module.device.type == "meta"
+    assert module.dtype == torch.float64
+    parts = [list(UnrepeatedDistributedSampler(range(7), 3, rank, shuffle=True, seed=1)) for rank in range(3)]
+    assert sorted(index for part in parts for index in part) == list(range(7))
+    assert [len(part) for part in parts] == [3, 2, 2]
+    wrapped = [DistributedSamplerWrapper([5, 3, 1, 0], 2, rank, shuffle=False) for rank in range(2)]
+    assert [list(one) for one in wrapped] == [[5, 1], [3, 0]]
+    assert "ddp_spawn" in registries.StrategyRegistry.available_strategies()
+    assert list(registries.AcceleratorRegistry) == ["cpu", "cuda", "mps"]
+    assert len(registries.AcceleratorRegistry) == 3
+    with pytest.raises(
+        ValueError, match=r"'own' cannot be registered as a name: pass the object, strategy=\.\.\."
+    ):
+        registries.StrategyRegistry.register("own", object)
+    types = importlib.import_module("hasten.utilities.types")
+    assert [name for name in types.__all__ if not hasattr(types, name)] == []
+    assert isinstance(torch.optim.SGD([nn.Parameter(torch.ones(1))]), types.Optimizable)
+    assert isinstance(nn.Linear(1, 1), types._Stateful)
+
+
+def test_usable_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = accelerators.find_usable_cuda_devices
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="all asked for, and this machine has 0 CUDA devices"):
+        find()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+
+    def only_odd(value: float, device: torch.device) -> None:
+        if device.index % 2 == 0:
+            raise RuntimeError("busy")
+
+    monkeypatch.setattr(accelerators.torch, "tensor", only_odd)
+    assert find() == [1]
+    assert find(1) == [1]
+    with pytest.raises(RuntimeError, match=r"only \[1\] of 3 CUDA devices can be used"):
+        find(2)
+    with pytest.raises(ValueError, match="4 asked for, and this machine has 3 CUDA devices"):
+        find(4)
