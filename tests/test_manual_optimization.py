@@ -218,6 +218,28 @@ def test_wrapped_optimizer_passes_everything_else_on() -> None:
     assert inner.defaults == {"lr": 3}
 
 
+class SchedulesWrapped(Gan):
+    """Makes a scheduler of what self.optimizers() returns."""
+
+    def on_train_start(self) -> None:
+        critic = self.optimizers()[1]
+        assert isinstance(critic, torch.optim.Adam)
+        assert isinstance(critic, HastenOptimizer)
+        self.own = torch.optim.lr_scheduler.StepLR(critic, 1, 0.5)
+
+    def on_train_epoch_end(self) -> None:
+        self.own.step()
+
+
+@pytest.mark.filterwarnings("error:.*lr_scheduler.step.*")
+def test_schedulers_can_be_made_of_a_wrapped_optimizer() -> None:
+    model = SchedulesWrapped()
+    trainer = quiet(max_epochs=2)
+    trainer.fit(model, loader(16))
+    assert trainer.global_step == 8
+    assert trainer.optimizers[1].param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**4 * 0.25)
+
+
 class Clipped(L.LightningModule):
     def __init__(self, algorithm: str) -> None:
         super().__init__()

@@ -248,13 +248,19 @@ class HastenOptimizer:
         """
         return nullcontext() if self._toggled is None else self._toggled(sync_grad)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # Also an instance of the wrapped optimizer's class: schedulers and programs ask for that.
+        return type(self.__dict__.get("optimizer", self))
+
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("optimizer", "_step", "_toggled"):
+        # A scheduler made of this wrapper watches this wrapper's step, not that of the optimizer inside.
+        if name in ("optimizer", "_step", "_toggled", "step"):
             object.__setattr__(self, name, value)
         else:
             setattr(self.optimizer, name, value)
