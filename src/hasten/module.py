@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Self, cast
@@ -172,7 +173,7 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
             if self._fabric is not None:
                 self._fabric.log(name, value)
             else:
-                _warn_not_logging(type(self).__name__, name)
+                _warn_not_logging(type(self), name)
             return
         meters.record(
             name,
@@ -544,13 +545,13 @@ _HOOKS = frozenset(
     or name in ("backward", "prepare_data")
 )
 
-_warned: set[str] = set()
+_warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def _warn_not_logging(owner: str, name: str) -> None:
+def _warn_not_logging(owner: type, name: str) -> None:
     if owner not in _warned:
         _warned.add(owner)
         rank_zero_warn(
-            f"self.log({name!r}, ...) in {owner} did nothing: the module is not attached to a Trainer. "
+            f"self.log({name!r}, ...) in {owner.__name__} did nothing: the module is not attached to a Trainer. "
             "Call it from a step that the Trainer runs."
         )

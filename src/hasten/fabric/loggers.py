@@ -11,7 +11,7 @@ from hasten.loggers.base import Logger
 __all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
 
 
-class CSVLogger(loggers.CSVLogger):
+class FabricCSVLogger(loggers.CSVLogger):
     """``hasten.loggers.CSVLogger``, whose first argument is called ``root_dir`` here.
 
     Args:
@@ -46,7 +46,7 @@ class CSVLogger(loggers.CSVLogger):
         return self.save_dir
 
 
-class TensorBoardLogger(loggers.TensorBoardLogger):
+class FabricTensorBoardLogger(loggers.TensorBoardLogger):
     """``hasten.loggers.TensorBoardLogger``, whose first argument is called ``root_dir`` here.
 
     Args:
@@ -96,3 +96,8 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
         """Write the graph of ``model``; the input is its ``example_input_array`` by default."""
         self._log_graph = True
         super().log_graph(model, input_array)
+
+
+# The field's names. The classes have others, so that a short name on a command line means one class.
+CSVLogger = FabricCSVLogger
+TensorBoardLogger = FabricTensorBoardLogger
