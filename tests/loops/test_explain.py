@@ -68,3 +68,24 @@ def test_scheduler_made_for_fewer_steps() -> None:
         quiet(max_epochs=2).fit(OneCycle(), loader())
     assert "total_steps=self.trainer.estimated_stepping_batches" in notes(caught.value)
     assert "2 epochs of 10 batches" in notes(caught.value)
+
+
+def test_loss_as_a_number() -> None:
+    model = type(
+        "Net", (Classifier,), {"training_step": lambda self, batch, batch_idx: self.loss(batch).item()}
+    )()
+    with pytest.raises(ValueError, match=r"return the loss \(a tensor\).*Do not convert it with \.item\(\)"):
+        quiet().fit(model, loader())
+
+
+class WithAdam(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def test_resuming_with_another_kind_of_optimizer(tmp_path: Any) -> None:
+    trainer = quiet()
+    trainer.fit(Classifier(), loader())
+    trainer.save_checkpoint(tmp_path / "sgd.ckpt")
+    with pytest.raises(ValueError, match=r"not that of Adam: it has no"):
+        quiet(max_epochs=2).fit(WithAdam(), loader(), ckpt_path=tmp_path / "sgd.ckpt")

@@ -183,6 +183,20 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
             f"The state of {type(optimizer).__name__} in the checkpoint does not fit: {error}. "
             "Resume with the same parameter groups."
         ) from error
+    except KeyError as error:  # an optimizer of torch that looks for its own values in the state of another kind
+        raise _other_kind(optimizer, error.args[0]) from error
+    defaults = getattr(optimizer, "defaults", {})
+    missing = [key for group in optimizer.param_groups for key in defaults if key not in group]
+    if missing:
+        raise _other_kind(optimizer, missing[0])
+
+
+def _other_kind(optimizer: Any, key: str) -> ValueError:
+    return ValueError(
+        f"The optimizer state in the checkpoint is not that of {type(optimizer).__name__}: it has no {key!r}. "
+        "Resume with the kind of optimizer the run was started with, or load the weights alone: "
+        "Model.load_from_checkpoint(path)."
+    )
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def loss_of(output: Any, run: Run) -> Tensor | None:
         raise MisconfigurationException(
             f"{owner}.training_step returned {_describe(output)}; return the loss (a tensor), "
             "a dict with the key 'loss', or None to skip the batch."
+            + (" Do not convert it with .item() or float()." if isinstance(output, float) else "")
         )
     if run.skipped_batches == 0:
         rank_zero_warn(
