@@ -200,8 +200,7 @@ class TrainerSettings:
         run = self._run
         if run is None or not run.train.loaded:
             return math.inf
-        batches = run.checks.batches_between(run.train.limit)
-        return batches if math.isinf(batches) else int(batches)
+        return run.checks.batches_between(run.train.limit)
 
 
 def _one_if_none(value: Any) -> Any:

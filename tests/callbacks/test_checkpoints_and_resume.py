@@ -15,6 +15,7 @@ import torch
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
 from hasten.checkpoint import files
+from hasten.loggers import CSVLogger
 from tests.callbacks.scripted import BATCHES, Scripted, names, run
 from tests.models import quiet
 
@@ -136,6 +137,17 @@ def test_the_file_a_user_named_to_start_from_is_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step=4.ckpt", "step=8.ckpt"]
 
 
+def test_what_the_resumed_run_replaces_is_removed_whatever_the_name_of_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    for name in ("a", "z"):
+        start = tmp_path / name / "start.ckpt"
+        run(Scripted(), ModelCheckpoint(start.parent, "start"), max_epochs=1)
+        with pytest.warns(UserWarning, match="dirpath has changed"):
+            run(Scripted(), ModelCheckpoint(folder / name, "{step}"), max_epochs=3, ckpt_path=start)
+        assert names(folder / name) == ["step=12.ckpt"]
+        assert start.exists()
+
+
 def test_another_folder_starts_anew(tmp_path: Path) -> None:
     first = ModelCheckpoint(tmp_path / "a", "{epoch}", "val_loss")
     run(Scripted(val=VALUES), first, max_epochs=2)
@@ -199,6 +211,24 @@ def test_a_stopped_run_is_saved_and_goes_on(tmp_path: Path, number: int, code: i
     assert files.load(tmp_path / "last.ckpt")["global_step"] == 6
     run(Scripted(), ModelCheckpoint(tmp_path, "{step}", save_last=save_last), max_epochs=3, ckpt_path="last")
     assert names(tmp_path) == (["last.ckpt"] if save_last else []) + ["step=12.ckpt"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_callbacks_are_told_what_ends_a_stopped_run(number: int) -> None:
+    told: list[BaseException] = []
+
+    class Hears(L.Callback):
+        def on_exception(self, trainer: L.Trainer, module: L.LightningModule, error: BaseException) -> None:
+            told.append(error)
+
+    with pytest.raises(SystemExit):
+        run(Scripted(), Hears(), StopAt(2, send(number)), enable_checkpointing=False)
+    (error,) = told
+    if number == signal.SIGTERM:
+        assert isinstance(error, SystemExit)
+        assert error.code == 143
+    else:
+        assert isinstance(error, KeyboardInterrupt)
 
 
 def test_a_stopped_run_is_saved_once(tmp_path: Path) -> None:
@@ -271,6 +301,20 @@ def test_last_is_found_in_the_folders_of_earlier_runs(tmp_path: Path) -> None:
     assert third.log_dir != second.log_dir
     assert third.global_step == 12
     assert names(Path(second.log_dir) / "checkpoints") == ["epoch=1-step=8.ckpt"]
+
+
+def test_a_damaged_file_is_named_once(tmp_path: Path) -> None:
+    def go() -> L.Trainer:
+        return run(Scripted(), logger=CSVLogger(tmp_path, version=0), ckpt_path="last")
+
+    with pytest.warns(UserWarning, match="No checkpoint will be loaded"):
+        folder = Path(go().log_dir) / "checkpoints"
+    (path,) = folder.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        go()
+    assert len([one for one in caught if f"{path.name} is damaged" in str(one.message)]) == 1
 
 
 def test_without_a_checkpoint_there_is_no_last(tmp_path: Path) -> None:

@@ -109,6 +109,39 @@ def test_epochs_without_validation_cost_no_patience() -> None:
     assert epochs(trainer) == 8
 
 
+@pytest.mark.parametrize(("at_epoch_end", "steps"), [(None, 8), (False, 8), (True, 20)])
+def test_several_validations_an_epoch_are_checked_each_or_the_last(
+    at_epoch_end: bool | None, steps: int
+) -> None:
+    # What the epochs end with: 2, 2, 1, 1, 1.
+    trainer, _ = fit(
+        [3.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0],
+        patience=2,
+        epochs=6,
+        check_on_train_epoch_end=at_epoch_end,
+        trainer={"val_check_interval": 0.5},
+    )
+    assert trainer.global_step == steps
+
+
+@pytest.mark.parametrize(
+    ("at_epoch_end", "known"),
+    [(None, [math.inf, 3.0, 2.0]), (True, [math.inf, 3.0, 2.0]), (False, [3.0, 2.0, 1.0])],
+)
+def test_one_validation_an_epoch_is_checked_when_the_epoch_ends(
+    at_epoch_end: bool | None, known: list[float]
+) -> None:
+    bests: list[float] = []
+
+    class Looks(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            bests.append(float(stopper.best_score))
+
+    stopper = EarlyStopping("val_loss", check_on_train_epoch_end=at_epoch_end)
+    run(Scripted(val=[3.0, 2.0, 1.0]), Looks(), stopper, max_epochs=3, enable_checkpointing=False)
+    assert bests == known
+
+
 @pytest.mark.parametrize(
     "arguments", [{}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}, {"limit_val_batches": 0}]
 )

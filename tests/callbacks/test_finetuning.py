@@ -137,6 +137,22 @@ def test_a_resumed_run_goes_on_with_what_trained(tmp_path: Path, train_bn: bool)
     assert len(whole.optimizers[0].param_groups) == 2
 
 
+def test_a_checkpoint_has_the_options_of_each_group_with_names_in_place_of_parameters(tmp_path: Path) -> None:
+    saver = SaveAt(tmp_path / "a.ckpt", 8)
+    trainer = fitted(Model, lambda: [BackboneFinetuning(1)], saver, max_epochs=2)
+    stored = torch.load(saver.path, weights_only=True)
+    (state,) = stored["callbacks"].values()
+    (groups,) = state["internal_optimizer_metadata"].values()
+    model = trainer.lightning_module
+    assert isinstance(model, Model)
+    assert [group.pop("params") for group in groups] == [
+        names(group, model) for group in trainer.optimizers[0].param_groups
+    ]
+    expected = stored["optimizer_states"][0]["param_groups"]
+    assert groups == [{key: group[key] for key in group if key != "params"} for group in expected]
+    assert [group["lr"] for group in groups] == [0.1, pytest.approx(0.01)]
+
+
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,43 @@ def test_steps_are_optimizer_steps(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     run(Scripted(), checkpoint, accumulate_grad_batches=2)
     assert names(tmp_path) == ["step=1.ckpt", "step=2.ckpt"]
+
+
+class Notes(ModelCheckpoint):
+    """Notes at which (step, batch) it saves, and what it removes."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.saved: list[tuple[int, int]] = []
+        self.removed: list[str] = []
+
+    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        self.saved.append((trainer.global_step, trainer.total_batch_idx))
+        super()._save_checkpoint(trainer, filepath)
+
+    def _remove_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        self.removed.append(Path(filepath).name)
+        super()._remove_checkpoint(trainer, filepath)
+
+
+def test_batches_of_an_accumulation_save_once(tmp_path: Path) -> None:
+    checkpoint = Notes(tmp_path, save_last=True, save_top_k=0, every_n_train_steps=1)
+    run(Scripted(), checkpoint, accumulate_grad_batches=2)
+    assert checkpoint.saved == [(1, 1), (2, 3)]
+
+
+def test_each_file_is_removed_once(tmp_path: Path) -> None:
+    checkpoint = Notes(tmp_path, "{step}")
+    run(Scripted(), checkpoint, max_epochs=4)
+    assert checkpoint.removed == ["step=4.ckpt", "step=8.ckpt", "step=12.ckpt"]
+    assert checkpoint.state_dict()["books"]["unwanted"] == []
+
+
+def test_last_does_not_stand_for_the_ranked_file_of_its_step(tmp_path: Path) -> None:
+    # Due at step 4: ``last`` is saved at once, the ranked file when the validation of that step has its value.
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", "val_loss", save_last=True, every_n_train_steps=4)
+    run(Scripted(val=[1.0]), checkpoint)
+    assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]
 
 
 def test_every_n_epochs(tmp_path: Path) -> None:
@@ -328,6 +366,16 @@ def test_files_of_another_run_are_kept_and_spoken_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="exists and is not empty"):
         run(Scripted(), ModelCheckpoint(tmp_path, save_last=True))
     assert names(tmp_path) == ["epoch=0-step=4-v1.ckpt", "epoch=0-step=4.ckpt", "last-v1.ckpt", "last.ckpt"]
+
+
+def test_files_of_another_run_are_spoken_of_where_more_are_ranked(tmp_path: Path) -> None:
+    run(Scripted(), ModelCheckpoint(tmp_path, "first"))
+    with pytest.warns(UserWarning, match="exists and is not empty"):
+        run(Scripted(), ModelCheckpoint(tmp_path, "all", save_top_k=-1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(Scripted(), ModelCheckpoint(tmp_path, save_last=True, save_top_k=0))
+    assert names(tmp_path) == ["all.ckpt", "first.ckpt", "last.ckpt"]
 
 
 def test_names_in_folders_below(tmp_path: Path) -> None:

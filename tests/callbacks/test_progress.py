@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,6 +201,56 @@ def test_unknown_length(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_limit_of_steps_is_the_length(capsys: pytest.CaptureFixture[str]) -> None:
     fit(TQDMProgressBar(), Endless(), max_steps=7, max_epochs=-1)
     assert "Epoch 0: 7/7 [" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("rate", "drawn"), [(1, [1, 2, 3, 4]), (3, [3, 4]), (4, [4]), (9, [4])])
+def test_refresh_rate_counts_batches_and_the_last_is_always_shown(rate: int, drawn: list[int]) -> None:
+    seen: list[int] = []
+
+    class Mine(TQDMProgressBar):
+        def init_test_tqdm(self) -> Any:
+            bar = super().init_test_tqdm()
+            refresh = bar.refresh
+            bar.refresh = lambda *_, **__: (seen.append(bar.n), refresh())
+            return bar
+
+        def on_test_batch_end(self, *arguments: Any) -> None:
+            self._next_refresh = 0.0  # It is always time to.
+            super().on_test_batch_end(*arguments)
+
+    class Tested(Scripted):
+        def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    quiet(callbacks=[Mine(refresh_rate=rate)], enable_progress_bar=True).test(Tested(), BATCHES)
+    assert [n for n in seen if n] == drawn
+
+
+def test_while_the_clock_stands_still_nothing_is_drawn_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hasten.callbacks import progress_drawn
+
+    monkeypatch.setattr(progress_drawn, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    drawn: list[int] = []
+
+    class Mine(TQDMProgressBar):
+        def init_train_tqdm(self) -> Any:
+            bar = super().init_train_tqdm()
+            refresh = bar.refresh
+            bar.refresh = lambda *_, **__: (drawn.append(bar.n), refresh())
+            return bar
+
+    fit(Mine())
+    assert not {2, 3} & set(drawn)
+    assert 4 in drawn
+
+
+def test_a_line_before_any_time_has_passed(capsys: pytest.CaptureFixture[str]) -> None:
+    # A coarse clock may not have moved since the bar began.
+    bar = Tqdm(desc="Epoch 0", total=4, file=sys.stdout)
+    bar._time = lambda: bar.start_t
+    bar.n = 2
+    bar.write_line()
+    bar.close()
+    assert "Epoch 0 2/4 [00:00]" in capsys.readouterr().out
 
 
 def test_values_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,6 +217,7 @@ def test_the_tasks_can_be_read() -> None:
             task = trainer.progress_bar_callback.train_progress_bar
             if batch_idx == 0:
                 assert (task.completed, task.visible) == (0, True)  # Each epoch begins anew.
+                assert task.fields["initial"] == 0
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             task = trainer.progress_bar_callback.train_progress_bar

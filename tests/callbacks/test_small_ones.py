@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -223,6 +224,24 @@ def test_without_a_duration_a_step_costs_nothing() -> None:
     sent = pickle.loads(pickle.dumps(Timer()))
     run(Scripted(), sent, enable_checkpointing=False)
     assert not overrides(sent, L.Callback, "on_train_batch_end")
+
+
+def test_with_time_left_a_step_is_one_look_at_the_clock() -> None:
+    timer = Timer("1h")
+    run(Scripted(), timer, enable_checkpointing=False)
+    calls: list[str] = []
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    hook = timer.on_train_batch_end
+    sys.setprofile(count)
+    try:
+        hook(None, None, None, None, 3)  # type: ignore[arg-type]
+    finally:
+        sys.setprofile(None)
+    assert calls == ["on_train_batch_end"]
 
 
 # -- LambdaCallback

@@ -130,6 +130,7 @@ def test_accumulation_and_weights_do_not_make_spikes(tmp_path: Path) -> None:
     accumulate = {"accumulate_grad_batches": 4}
     assert spiked(losses, tmp_path, rtol=0.1, trainer=accumulate) is None
     assert spiked(losses, tmp_path, rtol=0.1, weight=3.0) is None
+    assert spiked(losses, tmp_path, rtol=0.1, weight=3.0, trainer=accumulate) is None
     assert spiked([*losses[:-1], 1.2], tmp_path, rtol=0.1, trainer=accumulate) == 6
     assert spiked([1.0, 1.0, 1.2, 1.0], tmp_path, rtol=0.1, trainer=accumulate) == 2
 
@@ -172,6 +173,8 @@ def test_a_resumed_run_compares_with_the_losses_before(tmp_path: Path) -> None:
     assert resumed.state_dict()["recent"] == [[1.0, 1.0, 3.25, 1.0]]
     with pytest.raises(TrainingSpikeException):
         fit(ckpt_path=saver.path, rtol=0.7, warmup=2, window=2)
+    fresh = {"seen": 0, "last": [], "recent": [], "waiting": [], "bad_batches": []}
+    assert SpikeDetection().state_dict() == fresh
     # A new fit begins anew, but keeps what was found bad.
     whole.bad_batches = [7]
     quiet(callbacks=[whole]).fit(Told([50.0]), [torch.zeros(1)])

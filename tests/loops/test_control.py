@@ -87,7 +87,9 @@ class StopAfter(L.Callback):
     def __init__(self, batches: int) -> None:
         self.batches = batches
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step >= self.batches:
             trainer.should_stop = True
 
@@ -187,6 +189,27 @@ def test_plateau_scheduler_steps_on_the_monitored_validation_value() -> None:
     trainer = quiet(max_epochs=3)
     trainer.fit(Plateau(), loader(), loader())
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(("accumulate", "falls"), [(1, 3), (2, 1)])
+def test_plateau_scheduler_steps_on_the_monitored_value_of_optimizer_steps(
+    accumulate: int, falls: int
+) -> None:
+    class Plateau(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("same", 1.0)
+            return self.loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            config = {"scheduler": scheduler, "monitor": "same", "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+    trainer = quiet(accumulate_grad_batches=accumulate)
+    trainer.fit(Plateau(), loader(16))
+    # The first step sets the best value; each of the others is one without improvement.
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**falls
 
 
 def test_manual_optimisation_counts_steps() -> None:

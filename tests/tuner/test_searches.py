@@ -452,6 +452,10 @@ def test_processes_decide_alike() -> None:
     assert model.batch_size == 9
     # The 40 samples of each process are all there is.
     assert Tuner(trainer).scale_batch_size(Sized(lambda size: loader(80, size))) == 40
+    # Where each reads its own, of another length, the longer one counts for both.
+    uneven = Sized(lambda size: loader(40 - 10 * trainer.global_rank, size))
+    own = quiet(devices=2, strategy="ddp", limit_val_batches=0, use_distributed_sampler=False)
+    assert Tuner(own).scale_batch_size(uneven) == 40
     # In validation, too, one process fails.
     model.batch_size = 2
     assert Tuner(quiet(devices=2, strategy="ddp")).scale_batch_size(model) == 4

@@ -92,6 +92,12 @@ def test_steps_of_each_trial() -> None:
     assert TRIED == [2] * 5 + [4] * 5 + [8]
 
 
+def test_a_trial_validates_only_where_fit_does() -> None:
+    Tuner(quiet(limit_val_batches=0)).scale_batch_size(Sized(4))
+    assert TRIED
+    assert not VALIDATED
+
+
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
 def test_other_methods(method: str) -> None:
     class Evaluated(Sized):
@@ -268,6 +274,7 @@ def test_size_in_hparams_or_datamodule() -> None:
         (lambda t, m: t.lr_find(m, num_training=1), "at least 2"),
         (lambda t, m: t.lr_find(m, early_stop_threshold=0.5), "a number above 1"),
         (lambda t, m: t.lr_find(m, method="test"), "only 'fit' has a learning rate"),
+        (lambda t, m: t.lr_find(m, method="eval"), "only 'fit' has a learning rate"),
         (lambda t, m: t.lr_find(m, attr_name="rate"), "'rate' not found"),
     ],
 )
