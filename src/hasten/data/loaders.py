@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.data.lengths import PlannedBatches
 from hasten.data.samplers import Share
 from hasten.data.sources import with_attributes
 from hasten.data.workers import SeedByRank
@@ -72,7 +73,9 @@ def prepare(
     if not isinstance(loader, DataLoader):
         return loader
     train = stage == "train"
-    if overfit and isinstance(loader.sampler, RandomSampler):
+    if overfit and isinstance(loader.batch_sampler, PlannedBatches):
+        loader = with_attributes(loader, batch_sampler=loader.batch_sampler.unshuffled())
+    elif overfit and isinstance(loader.sampler, RandomSampler):
         rank_zero_warn(
             f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off. "
             "Use shuffle=False there to say so."
@@ -87,6 +90,10 @@ def prepare(
     if seed is None:
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
     batches = loader.batch_sampler
+    if isinstance(batches, PlannedBatches):
+        return with_attributes(
+            loader, batch_sampler=batches.shared(num_replicas, rank, seed=seed, repeat=train)
+        )
     if batches is not None and type(batches) is not BatchSampler:
         share = Share(batches, num_replicas, rank, seed=seed, repeat=train)
         return with_attributes(loader, batch_sampler=share)

@@ -57,7 +57,7 @@ class Share(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         if not hasattr(self.sampler, "__len__"):
             return self._endless()
-        with _Alike(self.seed + self.epoch).random_numbers():
+        with Alike(self.seed + self.epoch).random_numbers():
             items = list(self.sampler)
         if self.repeat and items:
             items = list(itertools.islice(itertools.cycle(items), self._rounded_up(len(items))))
@@ -74,7 +74,7 @@ class Share(Sampler[Any]):
 
     def _endless(self) -> Iterator[Any]:
         """Yield from a sampler that does not know its end, and may have none."""
-        alike = _Alike(self.seed + self.epoch)
+        alike = Alike(self.seed + self.epoch)
         with alike.random_numbers():
             items = iter(self.sampler)
         while True:
@@ -85,7 +85,7 @@ class Share(Sampler[Any]):
             yield turn[self.rank]
 
 
-class _Alike:
+class Alike:
     """Random numbers that are the same on every process, in several portions."""
 
     def __init__(self, seed: int) -> None:

@@ -7,7 +7,9 @@ from itertools import chain, islice
 from typing import Any
 
 from hasten._lib.rank_zero import warn_once
+from hasten.data.next_epoch import Begun, begins_early, epochs_of, wants_epoch
 from hasten.data.sources import Source, generators_of, source_of
+from hasten.data.worker_count import as_in
 from hasten.data.workers import RngWatch, with_own_type
 from hasten.seed import generator_state, isolate_rng, restore_rng_state, set_generator_state
 
@@ -52,6 +54,7 @@ class Stream:
         self.loader = loader
         self.name = name
         self.epoch: int | None = None
+        self._replays = replays
         self._source: Source = source_of(loader, replays=replays)
         self._generators = generators_of(loader)
         self._watch = RngWatch()
@@ -65,6 +68,9 @@ class Stream:
         self._again: Any = _END
         self._ahead: Any = _END
         self._ahead_mark: dict[str, Any] | None = None
+        # The epoch after this one, where its first batches are fetched already.
+        self._next: Begun | None = None
+        self._running: Iterator[Any] | None = None
 
     @property
     def length(self) -> int | None:
@@ -109,6 +115,7 @@ class Stream:
             iterator, self._again = chain((self._again,), iterator), _END
             self._handed -= 1
         number = self._handed
+        self._running = iterator
         try:
             for batch in islice(iterator, max(0, end - number - 1)):
                 number += 1
@@ -124,13 +131,15 @@ class Stream:
                     next(iterator, None)
                 self._handed, self._held, self._at_end = number, batch, True
                 yield batch, True
-                if exhaust and not self._generators:
+                if exhaust and not self._generators and self._running is iterator:
                     next(iterator, None)
             self._at_end = True
         except Exception as error:
             raise self._explained(error, number + 1) from error.__cause__
         finally:
-            self._leave()
+            if self._running is iterator:
+                self._running = None
+                self._leave()
 
     def _of_unknown_length(self, limit: int | None) -> Iterator[tuple[Any, bool]]:
         iterator = self._begin()
@@ -270,7 +279,7 @@ class Stream:
             "ended": True,
             "rebuild": False,
             "exhausted": self._exhausted,
-            "generators": [generator_state(generator) for generator in self._generators],
+            "generators": self._generator_states() if self._next is None else self._next.generators,
         }
         if self._start is None:
             return {**state, "source": self._source.between_epochs()}
@@ -290,12 +299,18 @@ class Stream:
         state["ended"] = state["rebuild"] = self._at_end
         state["start"] = self._start
         state["ahead"] = mark
-        state["source"] = self._source.state(self._handed) if mark is None else mark["source"]
+        if self._next is not None:
+            state["source"] = self._next.source
+        else:
+            state["source"] = self._source.state(self._handed) if mark is None else mark["source"]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``."""
         self.close()
+        loader = as_in(self.loader, state)
+        if loader is not self.loader:
+            self.loader, self._source = loader, source_of(loader, replays=self._replays)
         self._loaded = state
         self._start = self._ahead_mark = None
         self._held = self._again = self._ahead = _END
@@ -308,25 +323,37 @@ class Stream:
 
         """
         self.epoch = epoch
-        loader = self.loader
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        candidates = (
-            loader,
-            getattr(loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-            getattr(loader, "dataset", None),
-        )
-        told: list[Any] = []
-        for each in candidates:
-            tell = getattr(each, "set_epoch", None)
-            if callable(tell) and not any(each is other for other in told):
-                told.append(each)
-                tell(epoch)
+        for each in wants_epoch(self.loader):
+            each.set_epoch(epoch)
+
+    def begin_next(self, epoch: int) -> None:
+        """Have living workers fetch the first batches of the next epoch now, while validation runs.
+
+        Called with the last batch of an epoch. Done only where nobody can tell: the workers live on, and the order of
+        the next epoch depends on nothing that happens until then. ``state_dict`` still gives the end of this epoch.
+
+        Args:
+            epoch: the next one, from 0.
+
+        """
+        iterator = self._running
+        if not (self._at_end and self._exhausted and iterator is not None and begins_early(self.loader)):
+            return
+        if not self._generators:
+            next(iterator, None)
+        self._running = None
+        self._leave()
+        generators, source = self._generator_states(), self._source.state(self._handed)
+        for each in wants_epoch(self.loader):
+            each.set_epoch(epoch)
+        self._next = Begun(generators, source, epochs_of(self.loader), self._source.open())
 
     def close(self) -> None:
         """End the worker processes now, also persistent ones; the next epoch starts new ones."""
         self._iterator = None
+        begun, self._next = self._next, None
+        if begun is not None:
+            self._set_generators(begun.generators)
         self._source.close()
 
     # -- inside
@@ -336,10 +363,17 @@ class Stream:
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             return iterator
+        if self._next is not None and self._next.epochs != epochs_of(self.loader):
+            # Somebody told a sampler another epoch than the one that follows.
+            self.close()
+        begun, self._next = self._next, None
         self._start = self._mark_start()
         self._handed, self._at_end, self._exhausted = 0, False, False
         self._again = self._ahead = _END
         self._ahead_mark = None
+        if begun is not None:
+            self._start["generators"] = begun.generators
+            return begun.batches
         try:
             return self._source.open()
         except Exception as error:
@@ -351,10 +385,10 @@ class Stream:
         self._source.leave()
 
     def _mark_start(self) -> dict[str, Any]:
-        return {
-            "rng": self._watch.state(),
-            "generators": [generator_state(generator) for generator in self._generators],
-        }
+        return {"rng": self._watch.state(), "generators": self._generator_states()}
+
+    def _generator_states(self) -> list[bytes]:
+        return [generator_state(generator) for generator in self._generators]
 
     def _mark(self, count: int) -> dict[str, Any]:
         return {**self._mark_start(), "source": self._source.state(count)}

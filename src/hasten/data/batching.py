@@ -1,0 +1,316 @@
+"""``Trainer(batching=...)``: a user's DataLoader, with samples of like length in each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from hasten._lib.names import did_you_mean
+from hasten._lib.rank_zero import rank_zero_info
+from hasten.data.lengths import LengthBatchSampler, PlannedBatches, TokenBatchSampler, positive
+from hasten.data.padding import FitWidth, PadCollator, with_multiple_of
+from hasten.data.sample_lengths import LengthsNotFoundError, SampleLengths, sample_lengths
+from hasten.data.sources import with_attributes
+from hasten.data.widths import check_multiple_of, widths_for
+from hasten.seed import isolate_rng
+
+# Without a compiler, shapes cost nothing, and 8 tokens is what tensor cores and vector units like.
+FINE = 8
+# With one, every width is compiled.
+FEW_WIDTHS = 8
+STAGES = ("train", "validate", "test", "predict")
+
+
+@dataclass(frozen=True)
+class LengthBatching:
+    """How batches are made of a user's loader, for ``Trainer(batching=...)``.
+
+    Args:
+        max_tokens: tokens of a batch, padding included; None keeps the loader's number of samples.
+        window: batches that are sorted together; see :class:`~hasten.data.lengths.LengthBatchSampler`.
+        multiple_of: batches that are padded to a mask are cut or filled up to a multiple of so many tokens, or to
+            the next of several widths. None takes 8 tokens, and the 8 best widths with ``max_tokens`` or where the
+            model is compiled.
+        key: the field that tells a sample's length: a key, or a position in a tuple. None looks for a mask, then for
+            the sequence.
+        reorder: the stages whose samples may come in another order. The others keep theirs, and of their batches only
+            padding is cut off. Predictions never change their order.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range.
+
+    Example::
+
+        >>> LengthBatching(max_tokens=4096, reorder=("train",)).window
+        50
+
+    """
+
+    max_tokens: int | None = None
+    window: int = 50
+    multiple_of: int | Sequence[int] | None = None
+    key: Any = None
+    reorder: Collection[str] = ("train", "validate")
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            positive("LengthBatching", "max_tokens", self.max_tokens, "tokens")
+        positive("LengthBatching", "window", self.window, "batches")
+        check_multiple_of("LengthBatching", self.multiple_of)
+        if isinstance(self.reorder, str):
+            raise TypeError(
+                f"LengthBatching(reorder={self.reorder!r}): give several: reorder=({self.reorder!r},)."
+            )
+        for stage in self.reorder:
+            if stage not in STAGES[:-1]:
+                why = "predictions keep the order of the data" if stage == "predict" else "no such stage"
+                raise ValueError(
+                    f"LengthBatching(reorder={tuple(self.reorder)!r}): {stage!r}: {why}. Use some of "
+                    f"{', '.join(map(repr, STAGES[:-1]))}."
+                )
+
+
+def as_batching(owner: str, value: Any) -> LengthBatching | None:
+    """Return what ``batching=`` asks for.
+
+    Args:
+        owner: whose argument it is, for messages.
+        value: None, ``"length"``, ``"tokens:4096"`` or a :class:`LengthBatching`.
+
+    Raises:
+        TypeError: it is none of these types.
+        ValueError: the words mean nothing.
+
+    Example::
+
+        >>> as_batching("Trainer", "tokens:4096").max_tokens
+        4096
+
+    """
+    allowed = "'length', 'tokens:4096' (tokens of a batch) or hasten.data.LengthBatching(...)"
+    if value is None or isinstance(value, LengthBatching):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{owner}(batching={value!r}): use {allowed}, not {type(value).__name__}.")
+    word, colon, number = value.partition(":")
+    if value == "length":
+        return LengthBatching()
+    if word == "tokens" and number.replace("_", "").isdigit() and int(number) > 0:
+        return LengthBatching(max_tokens=int(number))
+    if word == "tokens":
+        raise ValueError(
+            f"{owner}(batching={value!r}): say how many tokens a batch has: 'tokens:4096' or another number from 1 on."
+        )
+    hint = "" if colon else did_you_mean(value, ("length", "tokens"))
+    raise ValueError(f"{owner}(batching={value!r}): use {allowed}.{hint}")
+
+
+def rebatch(
+    loader: Any,
+    batching: LengthBatching,
+    *,
+    stage: str = "train",
+    name: str | None = None,
+    few_shapes: bool = False,
+) -> Any:
+    """Return a loader of the same samples, in batches of like length; dataset, collate function and workers stay.
+
+    Training batches are shuffled windows sorted by length. Validation goes through the data from the longest to the
+    shortest sample, as its figures do not depend on the order; tests and predictions keep theirs
+    (``LengthBatching(reorder=...)``). Where batches have a mask, padding that no sample of a batch needs is cut
+    off. Only for training it is an error when that cannot be done; elsewhere a line says why, and the loader stays.
+
+    Args:
+        loader: a ``DataLoader`` over a dataset with a length.
+        batching: how.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        name: what to call the loader in messages.
+        few_shapes: choose few widths, because each costs a compilation.
+
+    Raises:
+        TypeError: the loader is none whose batches can be made anew.
+        ValueError: no lengths are found, or batching by length would change nothing.
+
+    Example::
+
+        >>> import torch
+        >>> from hasten.data.padding import pad_collate
+        >>> data = [torch.arange(length) for length in (2, 9, 3, 8)]
+        >>> loader = DataLoader(data, batch_size=2, collate_fn=pad_collate)
+        >>> [batch.shape[1] for batch in loader], [batch.shape[1] for batch in rebatch(loader, LengthBatching())]
+        ([9, 8], [9, 3])
+
+    """
+    name = name or f"the {stage} dataloader"
+    try:
+        return _rebatched(loader, batching, stage, name, few_shapes)
+    except (TypeError, ValueError) as error:
+        if stage == "train":
+            raise
+        rank_zero_info(f"{name} keeps its batches. {error}")
+        return loader
+
+
+def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few_shapes: bool) -> Any:
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"batching: {name} is a {type(loader).__name__}, and only the batches of a DataLoader can be made anew. "
+            "Give a DataLoader, or leave batching out."
+        )
+    kind = type(loader.dataset).__name__
+    if isinstance(loader.dataset, IterableDataset):
+        raise TypeError(
+            f"batching: {name} reads {kind}, an IterableDataset, whose lengths are known only when its samples have "
+            "come. Use a dataset with __getitem__ and __len__, or sort within the dataset and leave batching out."
+        )
+    if isinstance(loader.batch_sampler, PlannedBatches):
+        return loader
+    if loader.batch_sampler is None:
+        raise TypeError(
+            f"batching: {name} has batch_size=None, so it makes no batches. Give it a batch_size, or leave "
+            "batching out."
+        )
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise TypeError(
+            f"batching: {name} has a batch_sampler of its own, {type(loader.batch_sampler).__name__}. Give "
+            "DataLoader(batch_size=..., shuffle=True) instead of it, or leave batching out."
+        )
+    found = _lengths(loader, batching, name)
+    if not len(found.lengths):
+        return loader  # An empty dataset is reported as such.
+    lengths = found.lengths
+    if int(lengths.min()) == int(lengths.max()):
+        raise ValueError(
+            f"batching: every sample of {name} ({kind}) has the length {int(lengths[0])}"
+            f"{'' if found.in_tokens else ' (characters)'}, so there is nothing to gain. Leave batching out; where "
+            "samples are padded on the right, give them an attention_mask, or name the field that tells their "
+            "length: batching=hasten.data.LengthBatching(key=...)."
+        )
+    multiple_of = batching.multiple_of
+    if multiple_of is None:
+        # A budget of tokens has few widths anyhow.
+        few = few_shapes or batching.max_tokens is not None
+        multiple_of = widths_for(lengths, FEW_WIDTHS, multiple_of=FINE) if few else FINE
+    changed = _collated(loader, found, multiple_of)
+    if stage in batching.reorder:
+        changed |= _batched(loader, batching, found, multiple_of if few_shapes else None, stage, name)
+    return with_attributes(loader, **changed)
+
+
+def _lengths(loader: DataLoader[Any], batching: LengthBatching, name: str) -> SampleLengths:
+    kind = type(loader.dataset).__name__
+    try:
+        found = sample_lengths(loader.dataset, batching.key, name=name)
+    except LengthsNotFoundError as error:
+        raise ValueError(
+            f"batching: the lengths of {name} are not found: {kind}: {error}. Give the dataset an attribute `lengths` "
+            "(tokens of each sample), or name the field: batching=hasten.data.LengthBatching(key=...)."
+        ) from error
+    if batching.max_tokens is not None and not found.in_tokens:
+        raise ValueError(
+            f"batching: {name} ({kind}) gives text, whose tokens cannot be counted before they are made. Use "
+            "batching='length', which sorts by characters, or tokenise in the dataset."
+        )
+    return found
+
+
+def _collated(
+    loader: DataLoader[Any], found: SampleLengths, multiple_of: int | Sequence[int]
+) -> dict[str, Any]:
+    collate_fn: Any = loader.collate_fn
+    if collate_fn is default_collate and _differ_in_size(loader.dataset, found.lengths):
+        # Torch's own cannot join them: without this, no batch of more than one sample would exist.
+        collate_fn = PadCollator()
+    # Only a mask says what may be cut; a batch without one stays as wide as the collate function makes it.
+    return {
+        "collate_fn": FitWidth(
+            with_multiple_of(collate_fn, multiple_of),
+            mask_key=found.mask_key,
+            multiple_of=multiple_of,
+            limit=int(found.lengths.max()) if found.in_tokens else None,
+        )
+    }
+
+
+def _differ_in_size(dataset: Any, lengths: Tensor) -> bool:
+    """Say whether the shortest and the longest sample have tensors of different sizes."""
+    with isolate_rng(include_cuda=False):
+        one, other = (dataset[int(place)] for place in (lengths.argmin(), lengths.argmax()))
+    try:
+        default_collate([one, other])
+    except (RuntimeError, TypeError):
+        return True
+    return False
+
+
+def _batched(
+    loader: DataLoader[Any],
+    batching: LengthBatching,
+    found: SampleLengths,
+    widths: int | Sequence[int] | None,
+    stage: str,
+    name: str,
+) -> dict[str, Any]:
+    """Return the loader's attributes that make its batches."""
+    sampler, batches = loader.sampler, loader.batch_sampler
+    assert isinstance(batches, BatchSampler)
+    in_order = type(sampler) is SequentialSampler
+    plain = in_order or (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+    generator = getattr(sampler, "generator", None) if plain else None
+    lengths = found.lengths
+    # Without the user's sampler in it, the loader keeps none that somebody could take for the order of its samples.
+    sampler_left: Any = SequentialSampler(loader.dataset) if plain else sampler  # type: ignore[arg-type]
+    if batching.max_tokens is not None:
+        if not plain:
+            raise ValueError(
+                f"batching: {name} has a {type(sampler).__name__}, and batches of so many tokens take every sample "
+                "once. Use batching='length', which keeps the sampler, or shuffle=True instead of it."
+            )
+        planned: PlannedBatches = TokenBatchSampler(
+            lengths,
+            _max_tokens(batching.max_tokens, lengths, name),
+            not in_order,
+            drop_last=batches.drop_last,
+            generator=generator,
+        )
+        return {"batch_sampler": planned, "sampler": sampler_left, "batch_size": None}
+    window = batching.window
+    if in_order and stage != "train":
+        window = -(-len(lengths) // batches.batch_size)
+    planned = LengthBatchSampler(
+        lengths,
+        batches.batch_size,
+        not in_order,
+        window=window,
+        multiple_of=widths,
+        drop_last=batches.drop_last,
+        generator=generator,
+        sampler=None if plain else sampler,
+    )
+    return {"batch_sampler": planned, "sampler": sampler_left}
+
+
+def _max_tokens(max_tokens: int, lengths: Tensor, name: str) -> int:
+    longest = int(lengths.max())
+    if longest > max_tokens:
+        raise ValueError(
+            f"batching='tokens:{max_tokens}': sample {int(lengths.argmax())} of {name} has {longest} tokens. Use "
+            f"'tokens:{longest}' or more, or truncate."
+        )
+    return max_tokens

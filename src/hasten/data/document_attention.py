@@ -1,0 +1,277 @@
+"""Attention over several sequences that lie one behind the other: none sees another."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# (query, key, value, cu_seqlens, max_seqlen, causal, scale, grouped) -> output
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool, "float | None", bool], Tensor]
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Attend within each of several sequences that are packed into one row of tokens.
+
+    The result is that of padded attention with a mask, up to rounding, and so are the gradients. On CUDA, flash
+    attention for sequences of any length computes it (bf16 and fp16, from the Ampere generation on), else torch's
+    attention over jagged tensors; nothing is read back to the host. Elsewhere each run of equal lengths is one
+    call of torch's attention, and no masked score is computed.
+
+    Args:
+        query: ``(tokens, heads, head_dim)``, floating point.
+        key: ``(tokens, key_heads, head_dim)``; ``heads`` is a multiple of ``key_heads`` (grouped-query attention).
+        value: ``(tokens, key_heads, head_dim)``.
+        cu_seqlens: where each sequence begins and the last one ends, ``(sequences + 1,)`` int32, from 0 to
+            ``tokens``.
+        max_seqlen: the longest length, in tokens; at least that.
+        causal: a token sees itself and the ones before only.
+        dropout_p: the share of attention weights dropped, from 0 to 1; give 0 in evaluation.
+        scale: what the scores are multiplied by; ``1 / sqrt(head_dim)`` by default.
+
+    Returns:
+        ``(tokens, heads, head_dim)``.
+
+    Raises:
+        ValueError: a shape does not fit, or ``cu_seqlens`` does not end at ``tokens``.
+
+    Example::
+
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 7, 2, 4).unbind()
+        >>> both = packed_attention(q, k, v, torch.tensor([0, 3, 7], dtype=torch.int32), 4)
+        >>> alone = packed_attention(q[:3], k[:3], v[:3], torch.tensor([0, 3], dtype=torch.int32), 3)
+        >>> torch.allclose(both[:3], alone)
+        True
+
+    Source: `PyTorch, variable-length attention
+    <https://docs.pytorch.org/docs/stable/nn.attention.varlen.html>`_; Dao, `FlashAttention-2
+    <https://arxiv.org/abs/2307.08691>`_.
+
+    """
+    _check(query, key, value, cu_seqlens)
+    if query.is_cuda:
+        return _on_cuda(query, key, value, cu_seqlens, max_seqlen, causal, dropout_p, scale)
+    return _by_length(query, key, value, cu_seqlens, causal, dropout_p, scale)
+
+
+def document_mask(document_ids: Tensor, causal: bool = False) -> Tensor:
+    """Return which token of a packed row may see which, for ``scaled_dot_product_attention``.
+
+    Padding (ids below 0) sees padding only, so that no row of scores is empty.
+
+    Args:
+        document_ids: the sequence each token belongs to, ``(rows, time)`` or ``(time,)`` integers.
+        causal: a token sees itself and the ones before only.
+
+    Returns:
+        Bool, True where seen, ``(rows, 1, time, time)``; without ``rows``, ``(1, 1, time, time)``.
+
+    Example::
+
+        >>> import torch
+        >>> document_mask(torch.tensor([[0, 0, 1, -1]]), causal=True)[0, 0].int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+    """
+    ids = document_ids if document_ids.dim() > 1 else document_ids[None]
+    seen = ids[:, None, :, None] == ids[:, None, None, :]
+    return seen.tril() if causal else seen
+
+
+def document_block_mask(document_ids: Tensor, causal: bool = False) -> Any:
+    """Return the same mask for ``torch.nn.attention.flex_attention.flex_attention``, as a ``BlockMask``.
+
+    Blocks that no token sees are skipped, so a row costs about what its sequences cost alone. Compile
+    ``flex_attention``, as its page says: uncompiled, it computes every score.
+
+    Args:
+        document_ids: the sequence each token belongs to, ``(rows, time)`` or ``(time,)`` integers.
+        causal: a token sees itself and the ones before only.
+
+    Example::
+
+        >>> import torch
+        >>> document_block_mask(torch.tensor([[0, 0, 1, -1]])).shape
+        (1, 1, 4, 4)
+
+    Source: `PyTorch, FlexAttention <https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html>`_.
+
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ids = document_ids if document_ids.dim() > 1 else document_ids[None]
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = ids[row, query] == ids[row, key]
+        return same & (query >= key) if causal else same
+
+    rows, time = ids.shape
+    return create_block_mask(seen, rows, None, time, time, device=ids.device)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> None:
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        if given.dim() != 3 or given.size(0) != query.size(0):
+            raise ValueError(
+                f"packed_attention({name}): its shape is {tuple(given.shape)}; use (tokens, heads, head_dim) with the "
+                f"same tokens for query, key and value ({query.size(0)} in query)."
+            )
+    if query.size(1) % key.size(1) or key.size(1) != value.size(1):
+        raise ValueError(
+            f"packed_attention: {query.size(1)} heads of query, {key.size(1)} of key, {value.size(1)} of value. key "
+            "and value have the same number, and query a multiple of it."
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.size(0) < 1 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"packed_attention(cu_seqlens): {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; use the places where the "
+            "sequences begin, and the end: (sequences + 1,) int32."
+        )
+
+
+def _by_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    causal: bool,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    places = cu_seqlens.tolist()
+    lengths = [end - start for start, end in pairwise(places)]
+    if places[0] != 0 or places[-1] != query.size(0) or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"packed_attention(cu_seqlens): it goes from {places[0]} to {places[-1]}, and there are {query.size(0)} "
+            "tokens. It begins with 0, never falls, and ends with the number of tokens."
+        )
+    # (how many in a row, of which length): one call each. Empty sequences have nothing to compute.
+    runs = [(len(list(same)), length) for length, same in groupby(lengths) if length]
+    if not runs:
+        return torch.empty_like(query)
+    sizes = [count * length for count, length in runs]
+    grouped = query.size(1) != key.size(1)
+    parts = []
+    # split, not slices: its backward is one concatenation instead of a full-size sum for each sequence.
+    for (count, length), *heads in zip(
+        runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+    ):
+        q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in heads)
+        part = functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+        parts.append(part.transpose(1, 2).flatten(0, 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _on_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    causal: bool,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    if torch.is_autocast_enabled("cuda"):
+        # Torch's own attention does so, too; the kernel below is not on its list.
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    cu_seqlens = cu_seqlens.to(torch.int32)
+    kernel = _varlen_kernel()
+    grouped = query.size(1) != key.size(1)
+    if (
+        kernel is not None
+        and dropout_p == 0.0
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.size(2) % 8 == 0
+        and query.size(2) <= 256
+        and query.size(2) == value.size(2)
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    ):
+        return kernel(query, key, value, cu_seqlens, int(max_seqlen), causal, scale, grouped)
+    return _jagged(query, key, value, cu_seqlens, int(max_seqlen), causal, dropout_p, scale)
+
+
+def _jagged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    causal: bool,
+    dropout_p: float,
+    scale: float | None,
+) -> Tensor:
+    times = query.size(1) // key.size(1)
+    if times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    # With both bounds given, torch need not look for them on the device, which would make the host wait.
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(
+            each.contiguous(), offsets=cu_seqlens, min_seqlen=1, max_seqlen=max_seqlen
+        ).transpose(1, 2)
+        for each in (query, key, value)
+    )
+    attended = functional.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout_p, is_causal=causal, scale=scale
+    )
+    values: Tensor = attended.transpose(1, 2).values()
+    return values
+
+
+@functools.cache
+def _varlen_kernel() -> Kernel | None:
+    """Return torch's variable-length flash attention (torch 2.10 and newer), or None."""
+    try:
+        attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    options = inspect.signature(attend).parameters
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        causal: bool,
+        scale: float | None,
+        grouped: bool,
+    ) -> Tensor:
+        chosen: dict[str, Any] = {}
+        if causal:
+            chosen |= {"window_size": (-1, 0)} if "window_size" in options else {"is_causal": True}
+        if grouped:
+            if "enable_gqa" in options:
+                chosen["enable_gqa"] = True
+            else:
+                times = query.size(1) // key.size(1)
+                key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        if scale is not None:
+            if "scale" in options:
+                chosen["scale"] = scale
+            else:
+                query = query * (scale * query.size(2) ** 0.5)
+        attended: Tensor = attend(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **chosen)
+        return attended
+
+    return kernel

@@ -1,0 +1,188 @@
+"""Living workers fetch the next epoch's first batches while this one's validation runs, and nobody can tell."""
+
+from __future__ import annotations
+
+import io
+import time
+from multiprocessing import Value
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
+
+from hasten.data.next_epoch import begins_early
+from hasten.data.samplers import Share
+from hasten.data.stream import Stream
+from tests.models import Classifier, quiet, same_weights
+
+SAMPLES, BATCH_SIZE = 16, 4
+fetched = Value("i", 0)
+
+
+class Noisy(Dataset[Any]):
+    """Samples with noise from the worker's random state; counts how many were fetched, in all processes."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        with fetched.get_lock():
+            fetched.value += 1
+        return index + torch.rand(8), torch.tensor(index % 2)
+
+
+def living(**options: Any) -> DataLoader[Any]:
+    """Return a loader whose workers live on."""
+    defaults = {"batch_size": BATCH_SIZE, "num_workers": 1, "persistent_workers": True}
+    return DataLoader(Noisy(), **{**defaults, **options})
+
+
+def shuffled() -> DataLoader[Any]:
+    """Return one whose order comes from a generator of its own."""
+    return living(shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def comes_to_more_than(count: int) -> bool:
+    """Wait until more samples were fetched."""
+    end = time.monotonic() + 20
+    while fetched.value <= count and time.monotonic() < end:
+        time.sleep(0.01)
+    return fetched.value > count
+
+
+class Watching(Classifier):
+    """Draws random numbers in validation, and notes there whether samples of the next epoch come."""
+
+    def on_validation_epoch_start(self) -> None:
+        torch.rand(1)
+        if self.trainer.sanity_checking:
+            return
+        early = self.trainer.max_epochs > self.current_epoch + 1
+        self.came = [
+            *getattr(self, "came", []),
+            early and comes_to_more_than(SAMPLES * (self.current_epoch + 1)),
+        ]
+
+
+def test_samples_of_the_next_epoch_come_during_validation() -> None:
+    fetched.value = 0
+    module = Watching()
+    validation = DataLoader([(torch.ones(8), torch.tensor(1))] * 2)
+    quiet(max_epochs=3, num_sanity_val_steps=0).fit(module, shuffled(), validation)
+    assert module.came == [True, True, False]
+    assert fetched.value == 3 * SAMPLES  # None was fetched for an epoch that does not come.
+
+
+def run_of(stream: Stream, epochs: range, early: bool) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Return the batches of some epochs, and the states after each batch and between epochs."""
+    seen, states = [], []
+    for epoch in epochs:
+        stream.set_epoch(epoch)
+        for number, (batch, is_last) in enumerate(stream.batches(), 1):
+            seen.append(batch[0])
+            if early and is_last:
+                stream.begin_next(epoch + 1)
+                torch.rand(2)  # What validation draws.
+            elif is_last:
+                torch.rand(2)
+            states.append(stream.state_dict(number))
+        states.append(stream.state_dict(0))
+    return seen, states
+
+
+def bytes_of(state: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def test_batches_and_states_are_those_without() -> None:
+    runs = []
+    for early in (False, True):
+        torch.manual_seed(0)
+        stream = Stream(shuffled())
+        seen, states = run_of(stream, range(3), early)
+        stream.close()
+        runs.append((seen, [bytes_of(state) for state in states]))
+    assert all(torch.equal(one, other) for one, other in zip(runs[0][0], runs[1][0], strict=True))
+    assert runs[0][1] == runs[1][1]
+
+
+@pytest.mark.parametrize("place", [BATCH_SIZE - 1, BATCH_SIZE, BATCH_SIZE + 2])
+def test_resumed_run_goes_on_exactly(place: int) -> None:
+    torch.manual_seed(0)
+    stream = Stream(shuffled())
+    seen, states = run_of(stream, range(2), early=True)
+    stream.close()
+    # States: four batches and one between epochs, for each epoch.
+    batches_done = min(place + 1, 4) if place < 5 else place
+    resumed = Stream(shuffled())
+    resumed.load_state_dict(torch.load(io.BytesIO(bytes_of(states[place])), weights_only=True))
+    rest: list[Any] = []
+    while len(rest) < len(seen) - batches_done:
+        rest += [batch[0] for batch, _ in resumed.batches()]
+    resumed.close()
+    assert all(torch.equal(one, other) for one, other in zip(seen[batches_done:], rest, strict=True))
+
+
+def test_generator_is_back_when_the_epoch_does_not_come() -> None:
+    loader = shuffled()
+    stream = Stream(loader)
+    for _, is_last in stream.batches():
+        if is_last:
+            before = loader.generator.get_state()
+            stream.begin_next(1)
+            assert not torch.equal(before, loader.generator.get_state())
+    stream.close()
+    assert torch.equal(before, loader.generator.get_state())
+
+
+def test_another_epoch_told_to_the_sampler_is_the_one_that_comes() -> None:
+    sampler: Any = DistributedSampler(Noisy(), 1, 0)
+    stream = Stream(living(sampler=sampler))
+    for _, is_last in stream.batches():
+        if is_last:
+            stream.begin_next(1)
+    sampler.set_epoch(7)
+    order = list(sampler)
+    got = [int(x[0]) for batch, _ in stream.batches() for x in batch[0]]
+    stream.close()
+    assert got == order
+
+
+def test_weights_are_those_of_a_run_whose_order_is_told_at_the_same_time() -> None:
+    modules = []
+    for workers_live in (True, False):
+        torch.manual_seed(5)
+        modules.append(Classifier())
+        data = [(torch.full((8,), float(index)), torch.tensor(index % 2)) for index in range(SAMPLES)]
+        generator = torch.Generator().manual_seed(1)
+        options = {"num_workers": 1, "persistent_workers": True} if workers_live else {}
+        # Order and samples do not depend on workers; the seed that new ones draw from the generator is left out.
+        sampler = RandomSampler(data, generator=generator)
+        train = DataLoader(data, BATCH_SIZE, sampler=sampler, generator=torch.Generator(), **options)
+        quiet(max_epochs=3).fit(modules[-1], train, DataLoader(data, BATCH_SIZE))
+    assert same_weights(*modules)
+
+
+def test_which_loaders_begin_early() -> None:
+    generator = torch.Generator()
+    yes = [
+        living(),
+        shuffled(),
+        living(sampler=Share(range(4), 2, 0, repeat=True)),
+        living(sampler=DistributedSampler(Noisy(), 2, 0)),
+    ]
+    no = [
+        living(shuffle=True),  # Draws from torch's generator, as validation may.
+        living(persistent_workers=False),
+        living(num_workers=0, persistent_workers=False),
+        living(sampler=WeightedRandomSampler([1.0] * 4, 4, generator=generator)),  # Weights may still change.
+    ]
+    assert [begins_early(loader) for loader in yes] == [True, True, False, True]
+    assert [begins_early(loader) for loader in no] == [False] * 4

@@ -1,0 +1,272 @@
+"""Packed rows: the same losses and gradients as padded ones, and no look across a boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from hasten.data import (
+    PackCollator,
+    PackedBatchSampler,
+    document_block_mask,
+    document_mask,
+    pack,
+    packed_attention,
+    pad_collate,
+)
+from hasten.data.packing import rows_of
+from tests.data.sequences import LONGEST, Sequences, Transformer, lengths_of
+
+LENGTHS = [3, 5, 5, 1, 0, 7]
+
+
+def cu_seqlens(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def projections(tokens: int, key_heads: int = 4) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(tokens, heads, 8, requires_grad=True) for heads in (4, key_heads, key_heads)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_packed_attention_and_its_gradients_are_those_of_masked_attention(
+    causal: bool, key_heads: int
+) -> None:
+    q, k, v = projections(sum(LENGTHS), key_heads)
+    ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    packed = packed_attention(q, k, v, cu_seqlens(LENGTHS), 7, causal=causal, scale=0.3)
+    masked = functional.scaled_dot_product_attention(
+        *(each.transpose(0, 1)[None] for each in (q, k, v)),
+        attn_mask=document_mask(ids, causal),
+        scale=0.3,
+        enable_gqa=True,
+    )[0].transpose(0, 1)
+    assert torch.allclose(packed, masked, atol=1e-5)
+    weight = torch.randn_like(packed)
+    for mine, theirs in zip(
+        torch.autograd.grad((packed * weight).sum(), (q, k, v)),
+        torch.autograd.grad((masked * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+def test_dropout_drops_attention_weights() -> None:
+    q, k, v = projections(20)
+    torch.manual_seed(3)
+    dropped = packed_attention(q, k, torch.ones_like(v), cu_seqlens([20]), 20, dropout_p=0.5)
+    assert not torch.allclose(dropped, torch.ones_like(dropped))
+    assert abs(dropped.mean().item() - 1) < 0.3
+    assert torch.allclose(
+        packed_attention(q, k, torch.ones_like(v), cu_seqlens([20]), 20), torch.ones_like(v)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "dropout_p"), [(torch.bfloat16, 0.0), (torch.float32, 0.0), (torch.bfloat16, 1e-6)]
+)
+def test_packed_attention_on_a_gpu(causal: bool, dtype: torch.dtype, dropout_p: float) -> None:
+    q, k, v = (each.detach().cuda().to(dtype).requires_grad_() for each in projections(21))
+    places = cu_seqlens([3, 5, 5, 1, 7])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        device_places = places.cuda(non_blocking=True)
+        packed = packed_attention(q, k, v, device_places, 7, causal=causal, dropout_p=dropout_p)
+        packed.float().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = packed_attention(
+        *(each.detach().cpu().float() for each in (q, k, v)), places, 7, causal=causal
+    )
+    assert torch.allclose(packed.cpu().float(), expected, atol=3e-2 if dtype == torch.bfloat16 else 1e-4)
+    assert q.grad is not None
+
+
+def test_no_token_of_another_document_changes_a_documents_result() -> None:
+    model = Transformer(causal=True)
+    one = pack([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], max_length=8)
+    other = pack([torch.tensor([9, 8, 7]), torch.tensor([4, 5])], max_length=8)
+    assert torch.equal(model(one)[0, 3:5], model(other)[0, 3:5])
+    assert not torch.allclose(model(one)[0, :3], model(other)[0, :3])
+
+
+@pytest.mark.parametrize("max_length", [None, 40])
+def test_per_sample_losses_and_gradients_are_those_of_padded_training(max_length: int | None) -> None:
+    model, samples = Transformer(), [Sequences()[index] for index in range(10)]
+    padded = model.sample_losses(pad_collate(samples))
+    gradients = torch.autograd.grad(padded.mean(), list(model.parameters()))
+    batch = pack(samples, max_length, next_token=False)
+    packed = model.sample_losses(batch)
+    assert torch.allclose(packed, padded[batch["document_order"]], atol=1e-5)
+    for mine, theirs in zip(
+        torch.autograd.grad(packed.mean(), list(model.parameters())), gradients, strict=True
+    ):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+def test_next_token_losses_are_those_of_padded_training_and_cross_no_boundary() -> None:
+    model = Transformer(causal=True)
+    samples = [{"input_ids": Sequences()[index]["input_ids"]} for index in range(10)]
+
+    def loss(batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        logits = model.head(model(batch))
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    padded = pad_collate(samples)
+    expected = loss(padded, padded["input_ids"].masked_fill(padded["attention_mask"] == 0, -100))
+    for batch in (pack(samples), pack(samples, 60), pack(samples, 60, rows=5)):
+        assert torch.allclose(loss(batch, batch["labels"]), expected, atol=1e-5)
+        first = batch["labels"].flatten()[batch["document_starts"]]
+        assert first.tolist() == [-100] * 10
+
+
+def test_models_that_take_a_mask_get_one() -> None:
+    model, samples = Transformer(), [Sequences()[index] for index in range(6)]
+    batch = PackCollator(30, mask="full", next_token=False)(samples)
+    expected = model(batch)
+    q = torch.randn((*batch["input_ids"].shape, 1, 8))
+    seen = functional.scaled_dot_product_attention(
+        *(q.transpose(1, 2),) * 3, attn_mask=batch["attention_mask"]
+    ).transpose(1, 2)
+    flat = packed_attention(*(q.flatten(0, 1),) * 3, batch["cu_seqlens"], batch["max_seqlen"])
+    real = batch["document_ids"] >= 0
+    assert torch.allclose(seen[real], flat.unflatten(0, q.shape[:2])[real], atol=1e-5)
+    assert expected.isfinite().all()
+    with pytest.raises(ValueError, match=r"'label' has one value for each document.*next_token=False"):
+        PackCollator(30)(samples)
+    samples = [{"input_ids": sample["input_ids"]} for sample in samples]
+    assert PackCollator(30)(samples)["attention_mask"].triu(1).sum() == 0
+    assert "attention_mask" not in PackCollator(30, mask=None)(samples)
+
+
+def test_a_hugging_face_model_has_the_loss_of_padded_batches() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=30,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    samples = [{"input_ids": Sequences()[index]["input_ids"]} for index in range(6)]
+    padded = pad_collate(samples)
+    labels = padded["input_ids"].masked_fill(padded["attention_mask"] == 0, -100)
+    expected = model(**padded, labels=labels).loss
+    packed = PackCollator(40)(samples)
+    taken = ("input_ids", "position_ids", "attention_mask", "labels")
+    assert torch.allclose(model(**{key: packed[key] for key in taken}).loss, expected, atol=1e-5)
+
+
+def test_the_block_mask_is_the_same_mask() -> None:
+    from torch.nn.attention.flex_attention import create_mask
+
+    ids = torch.stack([torch.arange(256) // 70, torch.arange(256) // 128])
+    for causal in (False, True):
+        blocks = document_block_mask(ids, causal)
+        dense = document_mask(ids, causal)
+        assert torch.equal(create_mask(blocks.mask_mod, 2, 1, 256, 256, device="cpu"), dense)
+        # Blocks of 128 that no token sees are left out.
+        assert blocks.sparsity() > 0
+
+
+def test_every_token_is_somewhere_and_positions_begin_anew() -> None:
+    samples = [
+        {"input_ids": torch.arange(length) + 1, "types": torch.ones(length), "y": length}
+        for length in LENGTHS[:4]
+    ]
+    batch = pack(samples, max_length=9, rows=3)
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["types"].shape == (3, 9)
+    real = batch["document_ids"] >= 0
+    assert real.sum() == sum(LENGTHS[:4])
+    assert torch.equal(batch["position_ids"][real], batch["input_ids"][real] - 1)
+    assert batch["types"].sum() == sum(LENGTHS[:4])
+    assert batch["y"].tolist() == [LENGTHS[place] for place in batch["document_order"]]
+    starts = batch["document_starts"]
+    assert batch["input_ids"].flatten()[starts].tolist() == [1] * 4
+    sizes = batch["cu_seqlens"].diff()
+    assert batch["cu_seqlens"][-1] == 27
+    assert int(sizes.max()) == batch["max_seqlen"] == 9  # the empty row
+    assert sorted(sizes.tolist())[:1] > [0]
+
+
+def test_labels_of_tokens_stay_where_the_task_is_another() -> None:
+    samples = [{"input_ids": [1, 2], "labels": [5, 6]}, {"input_ids": [3], "labels": [7]}]
+    assert pack(samples, next_token=False)["labels"].tolist() == [[5, 6, 7]]
+    assert pack(samples)["labels"].tolist() == [[-100, 6, -100]]
+    assert pack(samples, multiple_of=4)["labels"].tolist() == [[-100, 6, -100, -100]]
+
+
+def test_batches_of_the_sampler_have_one_shape_and_every_sample_once() -> None:
+    lengths, data = lengths_of(40), Sequences()
+    loader: Any = DataLoader(
+        data,
+        batch_sampler=PackedBatchSampler(lengths, 32, 2),
+        collate_fn=PackCollator(32, rows=2, next_token=False),
+    )
+    model = Transformer()
+    alone = [model.sample_losses(pad_collate([data[index]])).item() for index in range(40)]
+    for _ in range(2):
+        seen: list[int] = []
+        for batch in loader:
+            assert batch["input_ids"].shape == (2, 32)
+            for index, loss in zip(batch["index"].tolist(), model.sample_losses(batch).tolist(), strict=True):
+                seen.append(index)
+                assert loss == pytest.approx(alone[index], abs=1e-5)
+        assert sorted(seen) == list(range(40))
+
+
+def test_rows_hold_no_more_than_they_may_and_are_few() -> None:
+    lengths = lengths_of(300)
+    rows = rows_of(lengths, LONGEST)
+    assert sorted(place for row in rows for place in row) == list(range(300))
+    assert max(sum(lengths[place] for place in row) for row in rows) <= LONGEST
+    assert len(rows) <= sum(lengths) / LONGEST * 1.05 + 1
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: pack([]), ValueError, "no samples"),
+        (lambda: pack([[1, 2, 3]], 2), ValueError, "sequence 0 has 3 tokens. Use max_length=3"),
+        (lambda: pack([[1, 2], [3, 4]], 3, rows=1), ValueError, "need 2 rows"),
+        (lambda: pack([{"input_ids": [1], "text": "a"}]), TypeError, "text"),
+        (lambda: pack([{"label": 1}]), TypeError, "no sequence"),
+        (lambda: PackCollator(0), ValueError, "max_length=0"),
+        (lambda: PackCollator(8, rows=1.5), TypeError, r"rows=1\.5"),
+        (lambda: PackCollator(8, mask="left"), ValueError, "mask='left'"),
+        (
+            lambda: packed_attention(*projections(4), cu_seqlens([3]), 3),
+            ValueError,
+            "from 0 to 3, and there are 4",
+        ),
+        (lambda: packed_attention(*projections(4), torch.rand(2), 3), ValueError, "cu_seqlens"),
+        (
+            lambda: packed_attention(*projections(4, 3), cu_seqlens([4]), 4),
+            ValueError,
+            "4 heads of query, 3 of key",
+        ),
+        (
+            lambda: packed_attention(torch.rand(1, 4, 2, 8), *projections(4)[1:], cu_seqlens([4]), 4),
+            ValueError,
+            r"\(tokens, heads, head_dim\)",
+        ),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_by_name(
+    make: Callable[[], Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        make()

@@ -1,0 +1,369 @@
+"""``Trainer(resident=True)`` and ``ResidentLoader``: the same batches from memory, or a refusal that says why."""
+
+from __future__ import annotations
+
+import random
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from hasten.callbacks import ModelCheckpoint
+from hasten.data import LengthBatching, ResidentLoader, pad_collate, preload, rebatch, resident
+from hasten.data.reading import same
+from tests.data.sequences import Padded, Sequences
+from tests.models import Classifier, dataset, loader, quiet, same_weights
+
+Pair = namedtuple("Pair", "x y")
+
+
+class Mapped(Dataset[Any]):
+    """Samples made by a function of their number; counts how often it is asked."""
+
+    def __init__(self, make: Callable[[int], Any], samples: int = 23) -> None:
+        self.make, self.samples, self.read = make, samples, 0
+        self.classes = ["no", "yes"]
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        return self.make(index)
+
+
+class Batched(Mapped):
+    """Gives whole batches of samples, and is slow to be asked for single ones."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.batches = getattr(self, "batches", 0) + 1
+        return [self.make(index) for index in indices]
+
+
+def nested(index: int) -> Any:
+    return {
+        "image": torch.full((2, 3), index % 256, dtype=torch.uint8),
+        "size": (index, float(index), index % 2 == 0),
+        "array": np.arange(3, dtype=np.float32) + index,
+        "scalar": np.int16(index),
+        "name": f"sample {index}",
+        "pair": Pair(torch.tensor(index), [index]),
+    }
+
+
+def ragged(index: int) -> Tensor:
+    return torch.arange(index % 4 + 1)
+
+
+def joined_by_hand(samples: list[Any]) -> Any:
+    return torch.stack([sample[0] for sample in samples]).sum(0), len(samples)
+
+
+def epochs(given: Any, count: int = 2, seed: int = 3) -> list[Any]:
+    torch.manual_seed(seed)
+    return [list(given) for _ in range(count)]
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "in order": lambda: DataLoader(dataset(), 6),
+    "shuffled": lambda: DataLoader(dataset(), 6, shuffle=True),
+    "short last dropped": lambda: DataLoader(dataset(), 6, shuffle=True, drop_last=True),
+    "generator": lambda: DataLoader(dataset(), 6, shuffle=True, generator=torch.Generator().manual_seed(1)),
+    "sampler's generator": lambda: DataLoader(
+        dataset(), 6, sampler=RandomSampler(range(40), generator=torch.Generator().manual_seed(1))
+    ),
+    "weighted": lambda: DataLoader(dataset(), 6, sampler=WeightedRandomSampler([1.0] * 20 + [3.0] * 20, 30)),
+    "batch sampler": lambda: DataLoader(
+        dataset(), batch_sampler=BatchSampler(RandomSampler(range(40)), 7, False)
+    ),
+    "part": lambda: DataLoader(Subset(dataset(), [5, 3, 8, 30, 2]), 2, shuffle=True),
+    "list of tuples": lambda: DataLoader([(torch.full((2,), i), i) for i in range(9)], 4),
+    "list of tensors": lambda: DataLoader([torch.full((2,), float(i)) for i in range(9)], 4),
+    "nested": lambda: DataLoader(Mapped(nested), 5, shuffle=True),
+    "half precision": lambda: DataLoader(TensorDataset(torch.arange(9).bfloat16()), 4),
+    "numbers and text alone": lambda: DataLoader([(i, f"{i}") for i in range(5)], 2),
+    "ragged": lambda: DataLoader(Mapped(ragged), 5, shuffle=True, collate_fn=pad_collate),
+    "collate_fn": lambda: DataLoader(dataset(), 6, shuffle=True, collate_fn=joined_by_hand),
+    "whole batches": lambda: DataLoader(Batched(nested), 5, shuffle=True),
+    "preloaded": lambda: DataLoader(preload(dataset()), 6, shuffle=True),
+    "other types later on": lambda: DataLoader([torch.tensor(0)] + [torch.tensor(1.5)] * 4, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_batches_are_those_of_the_loader_it_replaces(name: str) -> None:
+    expected, found = epochs(LOADERS[name]()), epochs(resident(LOADERS[name]()))
+    assert same(expected, found)
+    # Not by chance: in another order nothing is equal.
+    assert not same(expected, [list(reversed(epoch)) for epoch in found])
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("samples", [40, 36])
+def test_random_numbers_are_drawn_when_the_loader_draws_them(samples: int, drop_last: bool) -> None:
+    def states(given: Any, generator: Any) -> list[Any]:
+        torch.manual_seed(3)
+        found, batches = [], iter(given)
+        while next(batches, None) is not None:
+            found += [torch.get_rng_state(), generator.get_state()]
+        return [*found, torch.get_rng_state(), generator.get_state()]
+
+    for own in (torch.default_generator, torch.Generator()):
+        options = {} if own is torch.default_generator else {"generator": own}
+
+        def given(options: Any = options) -> Any:
+            return loader(samples, 6, shuffle=True, drop_last=drop_last, **options)
+
+        own.manual_seed(1)
+        expected = states(given(), own)
+        own.manual_seed(1)
+        assert same(states(resident(given()), own), expected)
+
+
+def test_the_class_makes_the_same_batches_and_is_a_dataloader() -> None:
+    mine = ResidentLoader(dataset(), 6, shuffle=True)
+    assert isinstance(mine, DataLoader)
+    assert same(epochs(LOADERS["shuffled"]()), epochs(mine))
+    assert len(mine) == 7
+
+
+def test_each_sample_is_read_once_and_the_random_state_stays() -> None:
+    data = Mapped(nested)
+    before = torch.get_rng_state()
+    mine = resident(DataLoader(data, 5, shuffle=True))
+    assert torch.equal(torch.get_rng_state(), before)
+    read = data.read
+    assert read <= len(data) + 8  # A few are read twice, to see whether they are random.
+    epochs(mine, 3)
+    assert data.read == read
+
+
+def test_whole_batches_are_asked_of_a_dataset_that_gives_them() -> None:
+    data = Batched(nested)
+    resident(DataLoader(data, 5))
+    assert data.batches == 1
+
+
+def test_what_a_step_does_to_a_batch_stays_out_of_the_data() -> None:
+    for make in (LOADERS["in order"], LOADERS["ragged"], lambda: DataLoader(Mapped(ragged), 1)):
+        mine = resident(make())
+        for batch in mine:
+            (batch[0] if isinstance(batch, list) else batch).zero_()
+        assert any(bool((batch[0] if isinstance(batch, list) else batch).any()) for batch in mine)
+
+
+def test_collate_functions_may_change_their_samples() -> None:
+    def zeroing(samples: list[Any]) -> Any:
+        first = samples[0].clone()
+        samples[0].zero_()
+        return first
+
+    mine = resident(DataLoader(Mapped(lambda index: torch.tensor([1.0, index])), 4, collate_fn=zeroing))
+    assert same(epochs(mine, 1), epochs(mine, 1))
+
+
+def test_the_dataset_is_still_the_users_for_who_asks() -> None:
+    mine = resident(DataLoader(Mapped(nested), 5))
+    assert mine.dataset.classes == ["no", "yes"]
+    assert len(mine.dataset) == 23
+    assert same(mine.dataset[4], nested(4))
+    assert same(mine.dataset[-1], nested(22))
+
+
+def test_workers_read_the_data_and_are_gone_afterwards() -> None:
+    given = DataLoader(Mapped(nested, 300), 50, shuffle=True, num_workers=2)
+    mine = resident(given)
+    assert mine.num_workers == 0
+    assert given.num_workers == 2
+    assert same(epochs(DataLoader(Mapped(nested, 300), 50, shuffle=True)), epochs(mine))
+
+
+# -- in a run
+
+
+def fitted(given: Any = None, **arguments: Any) -> Classifier:
+    torch.manual_seed(0)
+    module = Classifier(dropout=0.3)
+    quiet(**{"max_epochs": 2, **arguments}).fit(module, given or loader(shuffle=True), loader())
+    return module
+
+
+def test_training_gives_the_same_weights() -> None:
+    assert same_weights(fitted(), fitted(resident=True))
+
+
+def test_every_stage_reads_from_memory() -> None:
+    trainer, module = quiet(resident=True), Classifier()
+    trainer.fit(module, loader(), loader())
+    assert isinstance(trainer.train_dataloader, ResidentLoader)
+    assert isinstance(trainer.val_dataloaders, ResidentLoader)
+    expected = quiet().predict(module, loader())
+    assert same(trainer.predict(module, loader()), expected)
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"shuffle": True, "generator": "own"}])
+def test_a_run_stopped_in_mid_epoch_goes_on_as_if_it_had_not(tmp_path: Path, options: dict[str, Any]) -> None:
+    def given() -> Any:
+        own = {"generator": torch.Generator().manual_seed(5)} if "generator" in options else {}
+        return loader(**{**options, **own})
+
+    whole = fitted(given(), resident=True)
+    saved = ModelCheckpoint(tmp_path, every_n_train_steps=13)
+    stopped = fitted(given(), resident=True, max_steps=13, callbacks=[saved], enable_checkpointing=True)
+    assert not same_weights(whole, stopped)
+    # Without the switch, too: checkpoints are the same.
+    for resident_again in (True, False):
+        torch.manual_seed(99)
+        module = Classifier(dropout=0.3)
+        trainer = quiet(resident=resident_again, max_epochs=2)
+        trainer.fit(module, given(), loader(), ckpt_path=saved.best_model_path)
+        assert same_weights(whole, module)
+
+
+@pytest.mark.parametrize("data", [Padded, Sequences])
+def test_it_goes_together_with_batching_by_length(data: Any) -> None:
+    def given() -> Any:
+        return DataLoader(data(), 4, shuffle=True, collate_fn=None if data is Padded else pad_collate)
+
+    plain = epochs(rebatch(given(), LengthBatching()))
+    assert same(plain, epochs(rebatch(resident(given()), LengthBatching())))
+
+
+def test_it_goes_together_with_masked_tensors_in_batches_of_like_length() -> None:
+    rows = [Padded()[index] for index in range(40)]
+    tensors = [torch.stack([row[key] for row in rows]) for key in ("input_ids", "attention_mask")]
+
+    def given() -> Any:
+        return DataLoader(TensorDataset(*tensors), 4, shuffle=True)
+
+    assert same(
+        epochs(rebatch(given(), LengthBatching())), epochs(rebatch(resident(given()), LengthBatching()))
+    )
+
+
+# -- what cannot be held
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(torch.rand(3))
+
+
+class WithEpochs(Mapped):
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing."""
+
+
+class OwnGenerator(Mapped):
+    def __init__(self) -> None:
+        self.drawn = np.random.default_rng(0)
+        super().__init__(lambda index: self.drawn.random())
+
+
+class Iterating(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter([torch.ones(1)])
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "stream": (lambda: DataLoader(Endless(), 2), TypeError, "Endless, an IterableDataset"),
+    "list of batches": (lambda: [torch.ones(1)], TypeError, "is a list, whose batches are made elsewhere"),
+    "own iteration": (
+        lambda: Iterating(dataset(), 2),
+        TypeError,
+        "is a Iterating, which iterates in its own",
+    ),
+    "no batches": (lambda: DataLoader(dataset(), batch_size=None), TypeError, "batch_size=None"),
+    "random": (
+        lambda: DataLoader(Mapped(lambda i: torch.rand(2)), 2),
+        ValueError,
+        "sample 0 is made with random",
+    ),
+    "random now and then": (
+        lambda: DataLoader(Mapped(lambda i: i if i != 5 else random.random()), 2),
+        ValueError,
+        "a sample is made with random",
+    ),
+    "own generator": (lambda: DataLoader(OwnGenerator(), 2), ValueError, "made with random numbers"),
+    "epochs": (lambda: DataLoader(WithEpochs(nested), 2), ValueError, r"WithEpochs, which has set_epoch\(\)"),
+    "too large": (
+        lambda: DataLoader(Mapped(lambda i: torch.zeros(1000), 10**11), 2),
+        ValueError,
+        r"100000000000 samples .* need about 4e\+05 GB, and .* may be used",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_held_is_refused_before_training(name: str) -> None:
+    make, error, message = REFUSED[name]
+    trainer = quiet(resident=True)
+    with pytest.raises(error, match=message):
+        trainer.fit(Classifier(), make())
+    assert trainer.global_step == 0
+
+
+def test_random_samples_are_seen_in_workers_too() -> None:
+    make = REFUSED["random now and then"][0]
+    with pytest.raises(ValueError, match="a sample is made with random"):
+        resident(DataLoader(make().dataset, 2, num_workers=1))
+
+
+def test_where_nothing_is_trained_the_loader_stays_and_a_line_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = REFUSED["random"][0]()
+    assert resident(given, stage="validate") is given
+    assert "the validate dataloader is read as before" in caplog.text
+
+
+def test_auto_reads_as_before_what_does_not_fit() -> None:
+    assert same_weights(fitted(), fitted(resident="auto"))
+    trainer = quiet(resident="auto", max_steps=1)
+    given = DataLoader(Mapped(lambda i: (torch.rand(8), i % 2)), 4)
+    trainer.fit(Classifier(), given)
+    assert trainer.train_dataloader is given
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ("autos", ValueError, r"Trainer\(resident='autos'\): use True, False, 'auto'.*'device'.*auto"),
+        (1, TypeError, r"Trainer\(resident=1\): use True, False"),
+    ],
+)
+def test_wrong_values_are_told(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        quiet(resident=value)
+
+
+def test_data_on_the_device_is_not_cut_to_length() -> None:
+    with pytest.raises(ValueError, match="Use resident=True"):
+        quiet(resident="device", batching="length")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_data_lives_on_the_device() -> None:
+    mine = resident(LOADERS["shuffled"](), device="cuda")
+    found = epochs(mine)
+    assert all(batch[0].is_cuda for epoch in found for batch in epoch)
+    on_host = [[[part.cpu() for part in batch] for batch in epoch] for epoch in found]
+    assert same(epochs(LOADERS["shuffled"]()), on_host)
+    with pytest.raises(ValueError, match="one by one"):
+        resident(LOADERS["ragged"](), device="cuda")

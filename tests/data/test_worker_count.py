@@ -1,0 +1,196 @@
+"""``num_workers="auto"``: what is chosen, what it leaves behind, what it refuses."""
+
+from __future__ import annotations
+
+import random
+import time
+from multiprocessing import Value
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import hasten as L
+from hasten.data import auto_workers, with_workers
+from hasten.data.worker_count import Pace
+from tests.models import Classifier, loader, quiet, same_weights
+
+read = Value("i", 0)
+
+
+class Slow(Dataset[Any]):
+    """Samples for which a disk is waited for; counts in all processes how many were read, and here in this one."""
+
+    def __init__(self, milliseconds: float, samples: int = 4000) -> None:
+        self.milliseconds, self.samples = milliseconds, samples
+        self.here = 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        read.value += 1
+        self.here += 1
+        random.random(), np.random.rand(), torch.rand(1)
+        time.sleep(self.milliseconds / 1000)
+        return torch.full((8,), float(index)), torch.tensor(index % 2)
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(8), torch.tensor(1))] * 8)
+
+
+class Broken(Slow):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        raise KeyError("no such file")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path))
+    monkeypatch.setattr("hasten.data.worker_count._found", {})
+    return tmp_path
+
+
+def test_workers_that_wait_for_a_disk_pay_and_leave_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = Slow(4.0)
+    given = DataLoader(data, 8, shuffle=True, generator=generator)
+    states = (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state(),
+        generator.get_state(),
+    )
+    found = auto_workers(given, seconds=0.3)
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), generator.get_state()
+    assert found.num_workers >= 2
+    assert given.num_workers == 0
+    assert states[:2] == after[:2]
+    assert all(map(torch.equal, states[2:], after[2:]))
+    assert data.here == 0
+    assert read.value > 0
+    (line,) = caplog.messages
+    assert f"num_workers={found.num_workers}" in line
+
+
+def test_cheap_samples_keep_to_this_process() -> None:
+    assert auto_workers(loader(samples=400)).num_workers == 0
+
+
+def test_what_was_found_is_remembered_for_the_same_data_only(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    measured: list[Any] = []
+
+    def measure(loader: Any, *rest: Any) -> Any:
+        measured.append(loader.dataset.milliseconds)
+        return {0: Pace(0.0, 0.1), 5: Pace(0.0, 0.01)}, ""
+
+    def found(milliseconds: float) -> DataLoader[Any]:
+        monkeypatch.setattr("hasten.data.worker_count._found", {})  # As in a new process.
+        return auto_workers(DataLoader(Slow(milliseconds), 4))
+
+    monkeypatch.setattr("hasten.data.worker_count._measure", measure)
+    assert [found(each).num_workers for each in (5.0, 5.0, 0.0)] == [5, 5, 5]
+    assert measured == [5.0, 0.0]
+    for path in (cache / "workers").iterdir():
+        path.write_text("{")  # Cut short by a full disk.
+    several = found(5.0)
+    assert measured == [5.0, 0.0, 5.0]
+    # More workers than cores, and no word of torch's about it: they were seen to pay.
+    iter(several)
+    assert not [each for each in recwarn if "worker processes" in str(each.message)]
+
+
+@pytest.mark.parametrize("data", [DataLoader(Endless()), [1, 2]])
+def test_what_can_have_no_other_workers_is_refused(data: Any) -> None:
+    with pytest.raises(TypeError, match="num_workers='auto'"):
+        auto_workers(data)
+    assert auto_workers(data, stage="validate") is data
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, "4", True])
+def test_seconds_that_are_none(seconds: Any) -> None:
+    with pytest.raises(ValueError, match="seconds"):
+        auto_workers(loader(), seconds=seconds)
+
+
+def test_broken_data_is_reported_by_the_run_with_its_own_error() -> None:
+    with pytest.raises(KeyError, match="no such file"):
+        quiet(num_workers="auto").fit(Classifier(), DataLoader(Broken(0.0), 4))
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [("atuo", ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)]
+)
+def test_arguments_of_the_trainer(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="num_workers"):
+        L.Trainer(num_workers=value)
+
+
+def test_iterable_data_is_refused_before_training() -> None:
+    with pytest.raises(TypeError, match="IterableDataset"):
+        quiet(num_workers="auto").fit(Classifier(), DataLoader(Endless(), 4))
+
+
+def test_a_number_is_taken_as_it_is_and_changes_no_weight() -> None:
+    modules, used = [], []
+    for workers in (None, 2):
+        torch.manual_seed(0)
+        module = Classifier()
+        trainer = quiet(num_workers=workers)
+        trainer.fit(module, loader(shuffle=True))
+        used.append(trainer.train_dataloader.num_workers)
+        modules.append(module)
+    assert used == [0, 2]
+    assert same_weights(*modules)
+
+
+def test_an_epoch_goes_on_with_the_number_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(**paces: float) -> None:
+        found = {int(number[1:]): Pace(0.0, seconds) for number, seconds in paces.items()}
+        monkeypatch.setattr("hasten.data.worker_count._measure", lambda *_: (found, ""))
+        monkeypatch.setattr("hasten.data.worker_count._recall", lambda key: None)
+
+    def trained(**options: Any) -> Classifier:
+        torch.manual_seed(3)
+        module = Classifier()
+        trainer = quiet(max_steps=options.pop("max_steps"), num_workers="auto")
+        data = DataLoader(Slow(0.0, samples=64), 8, shuffle=True)
+        trainer.fit(module, data, **options)
+        if "ckpt_path" not in options:
+            trainer.save_checkpoint(tmp_path / "middle.ckpt")
+        used.append(trainer.train_dataloader.num_workers)
+        return module
+
+    used: list[int] = []
+    measured(n0=0.1, n2=0.01)
+    trained(max_steps=3)
+    measured(n0=0.1)
+    trained(max_steps=5, ckpt_path=tmp_path / "middle.ckpt")
+    assert used == [2, 2]
+
+
+def test_all_else_of_a_loader_stays() -> None:
+    class Own(DataLoader[Any]):
+        """A user's subclass."""
+
+    given = Own(Slow(0.0, samples=400), 4, num_workers=2, persistent_workers=True, timeout=5)
+    none = with_workers(given, 0)
+    assert type(none) is Own
+    assert len(list(none)) == 100
+    assert given.num_workers == 2
+
+
+def test_fabric_takes_it() -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    ready = fabric.setup_dataloaders(auto_workers(loader()))
+    assert len(list(ready)) == 10
