@@ -1,0 +1,1 @@
+"""Transformer blocks computed on real tokens only, not on padding."""

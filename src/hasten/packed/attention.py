@@ -1,0 +1,203 @@
+"""Attention of several sequences that lie behind one another in one row, on the CPU.
+
+torch's own attention on the CPU leaves its fast path as soon as there is dropout, and materialises every pair of
+tokens of a padded batch. Here each sequence attends to itself alone, by matrix products into buffers that are used
+again, with dropout masks from random bytes.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.dropout import draw, kept
+
+
+def _runs(bounds: Tensor) -> list[tuple[int, int, int]]:
+    """Return (first token, how many sequences, their length) of each run of equally long sequences."""
+    edges = bounds.tolist()
+    lengths = [end - begin for begin, end in pairwise(edges)]
+    found, place = [], 0
+    for length, same in groupby(lengths):
+        count = len(list(same))
+        if length:
+            found.append((place, count, length))
+        place += count * length
+    return found
+
+
+def _cut(rows: Tensor, run: tuple[int, int, int]) -> Tensor:
+    """Return one run of ``(heads, tokens, features)`` as ``(heads * sequences, length, features)``."""
+    begin, count, length = run
+    part = rows[:, begin : begin + count * length]
+    return part if count == 1 else part.unflatten(1, (count, length)).flatten(0, 1)
+
+
+def _put(rows: Tensor, run: tuple[int, int, int], part: Tensor) -> None:
+    """Write what ``_cut`` would return into ``(tokens, heads, features)``."""
+    begin, count, length = run
+    heads = part.unflatten(0, (-1, count)).permute(1, 2, 0, 3)
+    rows[begin : begin + count * length].unflatten(0, (count, length)).copy_(heads)
+
+
+@torch.library.custom_op("hasten::packed_attention", mutates_args=())
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, p: float, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    heads, tokens, _ = query.shape
+    runs = _runs(bounds)
+    pairs = heads * sum(count * length**2 for _, count, length in runs)
+    weights = torch.empty(pairs, dtype=query.dtype)
+    random, threshold = draw(pairs, p) if p else (torch.empty(0, dtype=torch.uint8), 0)
+    # As the layers around it want it: the features of all heads of a token side by side.
+    output = torch.empty((tokens, heads, value.shape[-1]), dtype=query.dtype)
+    scaled = query * scale
+    place = 0
+    for run in runs:
+        _, count, length = run
+        shape = torch.Size((heads * count, length, length))
+        part = slice(place, place + shape.numel())
+        place += shape.numel()
+        scores = torch.bmm(_cut(scaled, run), _cut(key, run).transpose(1, 2))
+        if causal:
+            scores.masked_fill_(_future(length), -torch.inf)
+        probabilities = weights[part].view(shape)
+        torch.softmax(scores, -1, out=probabilities)
+        if p:
+            # The scaling by 1 / (1 - p) waits for the output, which is far smaller.
+            probabilities = kept(random[part], threshold, shape, query.dtype).mul_(probabilities)
+        _put(output, run, torch.bmm(probabilities, _cut(value, run)))
+    if p:
+        output.mul_(1.0 / (1.0 - p))
+    return output, weights, random, torch.tensor(threshold)
+
+
+@_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, p: float, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    heads, tokens, _ = query.shape
+    pairs = torch.library.get_ctx().new_dynamic_size()
+    return (
+        query.new_empty((tokens, heads, value.shape[-1])),
+        query.new_empty(pairs),
+        query.new_empty(pairs if p else 0, dtype=torch.uint8),
+        torch.tensor(0),
+    )
+
+
+@torch.library.custom_op("hasten::packed_attention_backward", mutates_args=())
+def _attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    weights: Tensor,
+    random: Tensor,
+    threshold: Tensor,
+    bounds: Tensor,
+    p: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, least = query.shape[0], int(threshold)
+    # (tokens, heads, features) in memory, as the projections want them
+    d_query, d_key, d_value = (
+        torch.empty((one.shape[1], heads, one.shape[2]), dtype=one.dtype) for one in (query, key, value)
+    )
+    # Of the softmax: the mean of the gradients under the weights is a product of two small tensors.
+    centre = (gradient * output).sum(-1, keepdim=True).transpose(0, 1)
+    gradient = (gradient * (1.0 / (1.0 - p)) if p else gradient).transpose(0, 1)
+    place = 0
+    for run in _runs(bounds):
+        _, count, length = run
+        shape = torch.Size((heads * count, length, length))
+        part = slice(place, place + shape.numel())
+        place += shape.numel()
+        probabilities, mine = weights[part].view(shape), _cut(gradient, run)
+        d_weights = torch.bmm(mine, _cut(value, run).transpose(1, 2))
+        if p:
+            mask = kept(random[part], least, shape, query.dtype)
+            d_weights.mul_(mask)
+            dropped = mask.mul_(probabilities)
+        else:
+            dropped = probabilities
+        _put(d_value, run, torch.bmm(dropped.transpose(1, 2), mine))
+        d_scores = d_weights.sub_(_cut(centre, run)).mul_(probabilities)
+        _put(d_query, run, torch.bmm(d_scores, _cut(key, run)))
+        _put(d_key, run, torch.bmm(d_scores.transpose(1, 2), _cut(query, run)))
+    return (
+        d_query.mul_(scale).transpose(0, 1).contiguous(),
+        d_key.mul_(scale).transpose(0, 1).contiguous(),
+        d_value.transpose(0, 1).contiguous(),
+    )
+
+
+@_attention_backward.register_fake
+def _(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    weights: Tensor,
+    random: Tensor,
+    threshold: Tensor,
+    bounds: Tensor,
+    p: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        query.new_empty(query.shape),
+        key.new_empty(key.shape),
+        value.new_empty(value.shape),
+    )
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, bounds, ctx.p, ctx.scale, _ = inputs
+    attended, weights, random, threshold = output
+    ctx.mark_non_differentiable(weights, random, threshold)
+    ctx.save_for_backward(query, key, value, attended, weights, random, threshold, bounds)
+
+
+def _differentiate(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Any, ...]:
+    query, key, value, attended, weights, random, threshold, bounds = ctx.saved_tensors
+    gradients = _attention_backward(
+        gradient, query, key, value, attended, weights, random, threshold, bounds, ctx.p, ctx.scale
+    )
+    return *gradients, None, None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_remember)
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *, p: float, scale: float, causal: bool
+) -> Tensor:
+    """Attend within each of several sequences.
+
+    Args:
+        query: shape ``(heads, tokens, features)``; all sequences one after the other.
+        key: likewise.
+        value: likewise.
+        bounds: where each sequence begins, and the end of the last one; shape ``(sequences + 1,)``, on the CPU.
+        p: the probability to drop a weight, 0 to 1.
+        scale: of the products of query and key.
+        causal: a token does not see those after it.
+
+    Returns:
+        shape ``(tokens, heads, features)``.
+
+    Source: Vaswani et al., Attention Is All You Need, https://arxiv.org/abs/1706.03762
+
+    """
+    attended: Tensor = _attention(query, key, value, bounds, p, scale, causal)[0]
+    return attended
+
+
+def _future(length: int) -> Tensor:
+    return torch.ones((length, length), dtype=torch.bool).triu_(1)

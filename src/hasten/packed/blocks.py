@@ -1,0 +1,337 @@
+"""Compute the blocks of a transformer on real tokens only: what ``Trainer(packed=True)`` does.
+
+The padded batch enters the first block as one row of its real tokens and leaves the last block as a padded batch
+again, zero where there is padding. Everything before and after (embeddings, heads, losses) sees what it always saw.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hasten._lib.errors import MisconfigurationException
+from hasten.data.packing import packed_attention
+from hasten.packed.attention import attention
+from hasten.packed.layout import Layout
+
+# Under this name the models of transformers find the attention of this file.
+ATTENTION = "hasten_packed"
+_HELP = (
+    "packed=True works with the encoders and decoders of transformers that take an attention_mask, and with "
+    "torch.nn.TransformerEncoder(batch_first=True). Use batching='length' instead: it pads less, for any model."
+)
+
+
+class Stack:
+    """The blocks of one transformer, one after the other, and the batch they compute.
+
+    Args:
+        blocks: in their order.
+        causal: whether a token sees only those before it.
+
+    """
+
+    def __init__(self, blocks: list[nn.Module], causal: bool = False) -> None:
+        self.blocks = blocks
+        self.causal = causal
+        # Kept after the forward: activation checkpointing computes the blocks again within the backward.
+        self.layout: Layout | None = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, p: float, scale: float) -> Tensor:
+        """Attend within each sequence of the row.
+
+        Args:
+            query: shape ``(real tokens, heads, features)``.
+            key: likewise; the heads may be fewer.
+            value: likewise.
+            p: of the dropout of attention weights.
+            scale: of the products.
+
+        """
+        layout = self.layout
+        assert layout is not None
+        if p and query.device.type == "cpu":
+            groups = query.shape[1] // key.shape[1]
+            if groups > 1:
+                key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            return attention(
+                query.transpose(0, 1),
+                key.transpose(0, 1),
+                value.transpose(0, 1),
+                layout.bounds,
+                p=p,
+                scale=scale,
+                causal=self.causal,
+            )
+        return packed_attention(
+            query, key, value, layout.bounds, layout.width, causal=self.causal, dropout_p=p, scale=scale
+        )
+
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        """Have the first block pack what it is given, all of them compute on it, and the last one unpack."""
+        with ExitStack() as hooks:
+            for block in self.blocks:
+                first = block is self.blocks[0]
+
+                def pack(_: nn.Module, args: Any, kwargs: Any, first: bool = first) -> tuple[Any, Any]:
+                    layout = self.layout
+                    if layout is None:
+                        return args, kwargs
+                    # The hidden states are a row already but for the first block; what comes along never is.
+                    keep = 0 if first else 1
+                    args = (*args[:keep], *(layout.alike(each) for each in args[keep:]))
+                    kwargs = {
+                        name: each if name == "hidden_states" and not first else layout.alike(each)
+                        for name, each in kwargs.items()
+                    }
+                    return args, kwargs
+
+                hooks.callback(block.register_forward_pre_hook(pack, with_kwargs=True, prepend=True).remove)
+
+            def unpack(_: nn.Module, args: Any, output: Any) -> Any:
+                layout = self.layout
+                if layout is None:
+                    return output
+                if isinstance(output, tuple):
+                    return (layout.unpack(output[0]), *output[1:])
+                return layout.unpack(output)
+
+            hooks.callback(self.blocks[-1].register_forward_hook(unpack).remove)
+            try:
+                yield
+            finally:
+                self.layout = None
+
+
+@contextmanager
+def packed_blocks(module: nn.Module, *, asked: str = "packed_blocks(module)") -> Iterator[int]:
+    """Compute the transformer blocks inside a module on real tokens only, for a while; yields how many blocks.
+
+    Args:
+        module: holds one or several transformers. Its weights, classes and outputs stay as they are.
+        asked: how it was asked for, for the messages.
+
+    Raises:
+        MisconfigurationException: there is no transformer in it whose blocks can be packed.
+
+    Example::
+
+        >>> import torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        >>> with packed_blocks(encoder) as count:
+        ...     out = encoder(torch.ones(2, 3, 8), src_key_padding_mask=torch.tensor([[0, 0, 1], [0, 0, 0]]).bool())
+        >>> count, out.shape, bool((out[0, 2] == 0).all())
+        (2, torch.Size([2, 3, 8]), True)
+
+    Source: Zeng et al., Boosting Distributed Training Performance of the Unpadded BERT Model,
+    https://arxiv.org/abs/2208.08124
+
+    """
+    with ExitStack() as stack:
+        count = 0
+        for child in module.modules():
+            if isinstance(child, nn.TransformerEncoder):
+                count += stack.enter_context(_of_torch(child, asked))
+            elif _is_of_transformers(child):
+                count += stack.enter_context(_of_transformers(child, asked))
+        if not count:
+            raise MisconfigurationException(
+                f"{asked}: {type(module).__name__} holds no transformer that can compute on real tokens "
+                f"only. {_HELP}"
+            )
+        yield count
+
+
+# -- transformers
+
+
+_STACKS: WeakKeyDictionary[nn.Module, Stack] = WeakKeyDictionary()
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    """Say whether ``module`` is a model of transformers that runs its blocks itself."""
+    transformers = sys.modules.get("transformers")
+    kind = getattr(transformers, "PreTrainedModel", None) if transformers is not None else None
+    return kind is not None and isinstance(module, kind) and _blocks_of(module) is not None
+
+
+def _blocks_of(model: nn.Module) -> list[nn.Module] | None:
+    """Return the repeated blocks of a model, but not those of a model within it."""
+    transformers = sys.modules["transformers"]
+    inner = [child for child in model.children() if not isinstance(child, transformers.PreTrainedModel)]
+    for candidate in [model, *inner]:
+        for child in candidate.children():
+            if not isinstance(child, nn.ModuleList) or len({type(one) for one in child}) != 1:
+                continue
+            if any("Attention" in type(one).__name__ for one in child[0].modules()):
+                return list(child)
+    return None
+
+
+@contextmanager
+def _of_transformers(model: Any, asked: str) -> Iterator[int]:
+    config, name = model.config, type(model).__name__
+    problem = None
+    if not getattr(model, "_supports_attention_backend", False):
+        problem = "its attention cannot be exchanged"
+    elif getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        problem = "it attends to a second sequence"
+    elif getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
+        problem = "output_hidden_states and output_attentions ask for what its blocks compute, padded"
+    elif getattr(config, "sliding_window", None) or getattr(config, "layer_types", None):
+        problem = "its tokens see a window of others only"
+    elif "attention_mask" not in inspect.signature(model.forward).parameters:
+        problem = "it takes no attention_mask"
+    if problem is not None:
+        raise MisconfigurationException(f"{asked}: {name}: {problem}. {_HELP}")
+    from transformers import AttentionInterface  # type: ignore[import-untyped,unused-ignore]
+
+    AttentionInterface.register(ATTENTION, _attention_of_transformers)
+    blocks = _blocks_of(model)
+    assert blocks is not None
+    stack = Stack(blocks, causal=any(getattr(one, "is_causal", False) for one in blocks[0].modules()))
+    for block in blocks:
+        for one in block.modules():
+            _STACKS[one] = stack
+    signature = inspect.signature(model.forward)
+
+    def find_padding(_: nn.Module, args: Any, kwargs: Any) -> None:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        stack.layout = _layout(name, given)
+
+    before = config._attn_implementation
+    hook = model.register_forward_pre_hook(find_padding, with_kwargs=True)
+    config._attn_implementation = ATTENTION
+    try:
+        with stack.packing():
+            yield len(blocks)
+    finally:
+        hook.remove()
+        config._attn_implementation = before
+
+
+def _layout(name: str, given: dict[str, Any]) -> Layout:
+    if given.get("past_key_values") is not None:
+        raise MisconfigurationException(f"packed=True: {name} was given past_key_values. {_HELP}")
+    if given.get("output_hidden_states") or given.get("output_attentions"):
+        raise MisconfigurationException(
+            f"packed=True: {name} was asked for output_hidden_states or output_attentions. {_HELP}"
+        )
+    found = [given[key] for key in ("input_ids", "inputs_embeds") if given.get(key) is not None]
+    mask = given.get("attention_mask")
+    if not found:
+        raise MisconfigurationException(
+            f"packed=True: {name} was given neither input_ids nor inputs_embeds. {_HELP}"
+        )
+    shape = (found[0].shape[0], found[0].shape[1])
+    if mask is not None and tuple(mask.shape) != shape:
+        raise MisconfigurationException(
+            f"packed=True: {name} was given an attention_mask of shape {tuple(mask.shape)}; only one that says which "
+            f"tokens are padding, of shape {shape}, can be packed. {_HELP}"
+        )
+    return Layout(shape, mask, found[0].device)
+
+
+def _attention_of_transformers(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers asks: ``(1, heads, real tokens, features)`` in, tokens before heads out."""
+    stack = _STACKS[module]
+    for name in ("position_bias", "softcap", "sliding_window", "s_aux"):
+        if others.get(name) is not None:
+            raise MisconfigurationException(
+                f"packed=True: {type(module).__name__} computes attention with {name}. {_HELP}"
+            )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    return stack.attend(query, key, value, p=dropout, scale=scale).unsqueeze(0), None
+
+
+# -- torch.nn.TransformerEncoder
+
+
+@contextmanager
+def _of_torch(encoder: nn.TransformerEncoder, asked: str) -> Iterator[int]:
+    blocks: list[Any] = list(encoder.layers)
+    for block in blocks:
+        inner = getattr(block, "self_attn", None)
+        problem = None
+        if not isinstance(block, nn.TransformerEncoderLayer) or not isinstance(inner, nn.MultiheadAttention):
+            problem = f"its layers are {type(block).__name__}"
+        elif not inner.batch_first:
+            problem = "its batches come tokens first"
+        elif not inner._qkv_same_embed_dim or inner.bias_k is not None or inner.add_zero_attn:
+            problem = "its attention has keys of its own"
+        if problem is not None:
+            raise MisconfigurationException(f"{asked}: TransformerEncoder: {problem}. {_HELP}")
+    stack = Stack(blocks)
+    signature = inspect.signature(type(encoder).forward)
+
+    def find_padding(_: nn.Module, args: Any, kwargs: Any) -> None:
+        given = signature.bind_partial(encoder, *args, **kwargs).arguments
+        source, padding = given["src"], given.get("src_key_padding_mask")
+        stack.layout = None
+        # In evaluation torch has a fast path of its own, which never calls the layers' attention.
+        if (
+            not encoder.training
+            or given.get("mask") is not None
+            or source.dim() != 3
+            or given.get("is_causal")
+        ):
+            return
+        if padding is not None and padding.dtype != torch.bool:
+            return
+        shape = (source.shape[0], source.shape[1])
+        stack.layout = Layout(shape, None if padding is None else ~padding, source.device)
+
+    hook = encoder.register_forward_pre_hook(find_padding, with_kwargs=True)
+    try:
+        with ExitStack() as changed:
+            for block in blocks:
+                changed.enter_context(_attending(block.self_attn, stack))
+            with stack.packing():
+                yield len(blocks)
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _attending(layer: nn.MultiheadAttention, stack: Stack) -> Iterator[None]:
+    """Have an attention layer attend within the sequences of a row while its stack has one."""
+    before: Callable[..., Any] = layer.forward
+    own = "forward" in vars(layer)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if stack.layout is None:
+            return before(query, key, value, *args, **kwargs)
+        projected = nn.functional.linear(query[0], layer.in_proj_weight, layer.in_proj_bias)
+        heads = projected.unflatten(-1, (3, layer.num_heads, layer.head_dim)).unbind(1)
+        p = layer.dropout if layer.training else 0.0
+        attended = stack.attend(*heads, p=p, scale=layer.head_dim**-0.5)
+        return layer.out_proj(attended.flatten(1)).unsqueeze(0), None
+
+    layer.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own:
+            layer.forward = before  # type: ignore[method-assign]
+        else:
+            vars(layer).pop("forward", None)

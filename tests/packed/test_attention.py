@@ -1,0 +1,95 @@
+"""Attention within each of several sequences of one row, and its dropout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hasten.packed.attention import attention
+
+# Two runs of equal lengths, a single token, and a sequence without any.
+LENGTHS = [5, 1, 9, 0, 3, 3, 3]
+HEADS, FEATURES, SCALE = 2, 3, 0.3
+
+
+def bounds_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def inputs(seed: int = 0) -> list[Tensor]:
+    """Query, key and value, ``(tokens, heads, features)``, as the projections make them."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (sum(LENGTHS), HEADS, FEATURES)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, p: float = 0.0, causal: bool = False) -> Tensor:
+    rows = (each.transpose(0, 1) for each in (query, key, value))
+    return attention(*rows, bounds_of(LENGTHS), p=p, scale=SCALE, causal=causal)
+
+
+def by_torch(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(*rows, scale=SCALE, is_causal=causal)
+        for rows in zip(
+            *(each.transpose(0, 1).split(LENGTHS, 1) for each in (query, key, value)), strict=True
+        )
+    ]
+    return torch.cat(parts, 1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_sequence_attends_to_itself_as_torch_does(causal: bool) -> None:
+    tensors = inputs()
+    mine, theirs = attend(*tensors, causal=causal), by_torch(*tensors, causal)
+    torch.testing.assert_close(mine, theirs)
+    weight = torch.randn_like(mine)
+    for one, other in zip(
+        torch.autograd.grad(mine, tensors, weight), torch.autograd.grad(theirs, tensors, weight), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gradient_is_that_of_the_same_mask(causal: bool) -> None:
+    def with_one_mask(*tensors: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return attend(*tensors, p=0.3, causal=causal)
+
+    assert torch.autograd.gradcheck(with_one_mask, inputs(), fast_mode=True)
+
+
+def test_dropout_keeps_the_mean_and_repeats_with_the_seed() -> None:
+    query, key, value = (each.detach() for each in inputs())
+    exact = attend(query, key, value)
+    torch.manual_seed(0)
+    drawn = torch.stack([attend(query, key, value, p=0.4) for _ in range(3000)])
+    torch.manual_seed(0)
+    assert torch.equal(attend(query, key, value, p=0.4), drawn[0])
+    assert not torch.equal(drawn[0], drawn[1])
+    torch.testing.assert_close(drawn.mean(0), exact, rtol=0, atol=0.12)
+    # A token alone attends to itself with weight 1: dropped, or scaled by 1 / (1 - p).
+    alone = drawn[:, 5] / value[5]
+    share = (alone == 0).double().mean().item()
+    assert share == pytest.approx(0.4, abs=0.03)
+    assert alone[alone != 0].allclose(torch.tensor(1 / 0.6, dtype=torch.float64))
+
+
+def test_it_works_in_bfloat16_and_within_a_compiled_program() -> None:
+    query, key, value = (each.detach().bfloat16().requires_grad_() for each in inputs())
+    mine = attend(query, key, value)
+    mine.sum().backward()
+    assert mine.dtype is query.grad.dtype is torch.bfloat16
+    torch.testing.assert_close(mine.double(), by_torch(*inputs(), False), rtol=0.05, atol=0.05)
+    torch.library.opcheck(
+        torch.ops.hasten.packed_attention,
+        (
+            *(each.transpose(0, 1).detach().contiguous() for each in inputs()),
+            bounds_of(LENGTHS),
+            0.0,
+            SCALE,
+            False,
+        ),
+        test_utils=("test_schema", "test_faketensor"),
+    )
