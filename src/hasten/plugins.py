@@ -14,7 +14,15 @@ from hasten.machine.cluster import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from hasten.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from hasten.precision import (
+    BitsandbytesPrecision,
+    DoublePrecision,
+    Float8Precision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
 
 __all__ = [
     "AsyncCheckpointIO",
@@ -24,6 +32,7 @@ __all__ = [
     "DeepSpeedPrecision",
     "DoublePrecision",
     "FSDPPrecision",
+    "Float8Precision",
     "HalfPrecision",
     "KubeflowEnvironment",
     "LSFEnvironment",
@@ -50,7 +59,6 @@ def _absent(name: str, base: type, instead: str) -> Any:
     return absent(name, base, home="hasten.plugins", instead=instead)
 
 
-BitsandbytesPrecision = _absent("BitsandbytesPrecision", Precision, _NUMBERS)
 DeepSpeedPrecision = _absent("DeepSpeedPrecision", Precision, _NUMBERS)
 FSDPPrecision = _absent("FSDPPrecision", Precision, _NUMBERS)
 KubeflowEnvironment = _absent("KubeflowEnvironment", ClusterEnvironment, _TORCHRUN)
@@ -58,7 +66,6 @@ LSFEnvironment = _absent("LSFEnvironment", ClusterEnvironment, _TORCHRUN)
 LayerSync = _absent("LayerSync", ABC, "Use Trainer(sync_batchnorm=True).")
 MPIEnvironment = _absent("MPIEnvironment", ClusterEnvironment, _TORCHRUN)
 TorchSyncBatchNorm = _absent("TorchSyncBatchNorm", LayerSync, "Use Trainer(sync_batchnorm=True).")
-TransformerEnginePrecision = _absent("TransformerEnginePrecision", Precision, _NUMBERS)
 XLACheckpointIO = _absent("XLACheckpointIO", TorchCheckpointIO, "Use TorchCheckpointIO.")
 XLAEnvironment = _absent("XLAEnvironment", ClusterEnvironment, _TORCHRUN)
 XLAPrecision = _absent("XLAPrecision", Precision, _NUMBERS)

@@ -7,7 +7,12 @@ import importlib.util
 from types import ModuleType
 
 # The package to install where it is not called like the module.
-_PACKAGES = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
+_PACKAGES = {
+    "sklearn": "scikit-learn",
+    # Without the extra only the part that no framework needs would come.
+    "transformer_engine": "'transformer_engine[pytorch]'",
+    "yaml": "PyYAML",
+}
 
 
 def installed(name: str) -> bool:

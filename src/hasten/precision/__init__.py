@@ -1,6 +1,17 @@
 """In which numbers a run computes."""
 
 from hasten.precision.base import Precision
+from hasten.precision.bitsandbytes import BitsandbytesPrecision
 from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
+from hasten.precision.float8 import Float8Precision
+from hasten.precision.transformer_engine import TransformerEnginePrecision
 
-__all__ = ["DoublePrecision", "HalfPrecision", "MixedPrecision", "Precision"]
+__all__ = [
+    "BitsandbytesPrecision",
+    "DoublePrecision",
+    "Float8Precision",
+    "HalfPrecision",
+    "MixedPrecision",
+    "Precision",
+    "TransformerEnginePrecision",
+]

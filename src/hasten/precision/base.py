@@ -23,6 +23,17 @@ class Precision:
     # GradScaler for numbers so small that gradients would vanish; None for all others.
     scaler: torch.amp.GradScaler | None = None
 
+    # Whether weights are loaded into converted modules: those converted would not fit before.
+    converts_before_loading: bool = False
+
+    def check_device(self, device: torch.device) -> None:
+        """Check that the device can compute in this precision.
+
+        Raises:
+            ValueError: it cannot; the message names the nearest precision that it can.
+
+        """
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Return ``module`` with its parameters in this precision, changed in place."""
         return module
@@ -34,6 +45,9 @@ class Precision:
     def convert_output(self, data: Any) -> Any:
         """Return what the module gave, its floating tensors in torch's default type."""
         return data
+
+    def convert_optimizer(self, optimizer: Any) -> None:
+        """Prepare an optimizer, in place, for parameters in this precision; called at least once for each."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return a context in which the module computes."""

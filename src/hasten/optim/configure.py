@@ -201,7 +201,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
     Of torch's own optimizers that is known; others may use a closure whenever they are given one.
     """
-    if not str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim."):
+    if not str(getattr(type(optimizer).step, "__module__", "")).startswith(("torch.optim.", "hasten.optim.")):
         return True
     try:
         parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -283,4 +283,6 @@ def _check_optimizers(optimizers: list[Any], where: str) -> None:
 def _describe(thing: Any) -> str:
     if isinstance(thing, (list, tuple)):
         return f"a {type(thing).__name__} of " + ", ".join(type(item).__name__ for item in thing)
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}, not an object of it (write {thing.__name__}(self.parameters(), ...))"
     return f"a {type(thing).__name__}"

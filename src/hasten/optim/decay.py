@@ -1,0 +1,106 @@
+"""AdamW as it is used: weight decay for matrices alone, in one kernel where the device has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from hasten.optim.fused import fused_where_possible
+
+NamedParameters = list[tuple[str, Tensor]]
+
+
+def adamw(
+    model: nn.Module,
+    lr: float = 1e-3,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    no_decay: Iterable[str] = (),
+    **options: Any,
+) -> AdamW:
+    """Return torch's AdamW in two groups: matrices decay, biases and scales of normalisation do not.
+
+    Fused, so that all parameters are updated in one kernel, where the parameters' device has that; pass
+    ``fused=False`` to leave it. Call it when the model is on its device, as in ``configure_optimizers``.
+
+    Args:
+        model: whose parameters to train; those that need no gradient are left out.
+        lr: learning rate.
+        betas: of the averages of gradients and their squares.
+        eps: added to the root of the averaged squares.
+        weight_decay: part of a matrix that is taken away each step, times the learning rate.
+        no_decay: parts of the names of more parameters that do not decay, for instance "embedding".
+        options: for ``torch.optim.AdamW``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: it has nothing to train, or ``no_decay`` names nothing.
+
+    Example::
+
+        >>> optimizer = adamw(nn.Linear(3, 2), lr=3e-4)
+        >>> [group["weight_decay"] for group in optimizer.param_groups]
+        [0.01, 0.0]
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019; `torch.optim.AdamW
+    <https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html>`_.
+
+    """
+    named = trained(model, "adamw")
+    patterns = checked_patterns(no_decay, named, "adamw(no_decay=...)")
+    decays: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, parameter in named:
+        plain = parameter.ndim < 2 or any(pattern in name for pattern in patterns)
+        (others if plain else decays).append(parameter)
+    groups = [
+        {"params": part, "weight_decay": decay}
+        for part, decay in ((decays, weight_decay), (others, 0.0))
+        if part
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+    made: AdamW = fused_where_possible(optimizer)
+    return made
+
+
+def trained(model: Any, owner: str) -> NamedParameters:
+    """Return names and parameters of a module that need gradients.
+
+    Raises:
+        TypeError: it is no module.
+        ValueError: it has none.
+
+    """
+    if not isinstance(model, nn.Module):
+        hint = " Pass the module itself, not its parameters()." if hasattr(model, "__iter__") else ""
+        raise TypeError(f"{owner}(model): use a torch.nn.Module, not {type(model).__name__}.{hint}")
+    named: NamedParameters = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
+    if not named:
+        raise ValueError(f"{owner}(model): {type(model).__name__} has no parameters that need gradients.")
+    return named
+
+
+def checked_patterns(patterns: Iterable[str], named: NamedParameters, what: str) -> tuple[str, ...]:
+    """Return the parts of names; each must be in some parameter's name.
+
+    Raises:
+        TypeError: it is one string.
+        ValueError: one is in no name.
+
+    """
+    if isinstance(patterns, str):
+        raise TypeError(f"{what}: use a list of parts of names, [{patterns!r}].")
+    listed = tuple(patterns)
+    for pattern in listed:
+        if not any(pattern in name for name, _ in named):
+            some = ", ".join(name for name, _ in named[:4])
+            raise ValueError(f"{what}: no parameter has {pattern!r} in its name. There are {some}, ....")
+    return listed

@@ -1,0 +1,147 @@
+"""Optimizers that update all parameters in one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+# Each with the kinds of devices that torch has a kernel for.
+_DEVICES: dict[type[Optimizer], tuple[str, ...]] = {
+    Adam: ("cuda", "cpu", "mps", "xpu"),
+    AdamW: ("cuda", "cpu", "mps", "xpu"),
+    SGD: ("cuda", "cpu", "mps", "xpu"),
+    Adagrad: ("cpu",),
+}
+# What the user's own groups say: it is what checkpoints hold.
+_own: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
+
+
+def use_fused(optimizer: Any, fused: bool = True, *, owner: str = "use_fused") -> None:
+    """Have an optimizer update all parameters in one kernel, or not, in place.
+
+    The same arithmetic in another order: weights are equal up to rounding. The state is kept. Checkpoints are those of
+    the optimizer as it was, and either kind loads both.
+
+    Args:
+        optimizer: Adam, AdamW, SGD or Adagrad (on the CPU) of ``torch.optim``, or one that ``hasten.optim`` made.
+        fused: False switches it off.
+        owner: what to call the caller in messages.
+
+    Raises:
+        ValueError: torch has no fused kernel for this optimizer, its options, or where its parameters are.
+
+    Example::
+
+        >>> optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        >>> use_fused(optimizer)
+        >>> optimizer.param_groups[0]["fused"]
+        True
+
+    Source: `torch.optim.AdamW(fused=True)
+    <https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html>`_.
+
+    """
+    parts = getattr(optimizer, "fusible_parts", None)
+    if parts is not None:
+        for part in parts():
+            use_fused(part, fused, owner=owner)
+        return
+    if fused and (reason := why_not_fused(optimizer)) is not None:
+        raise ValueError(f"{owner}: {reason}")
+    if not isinstance(optimizer, Optimizer) or "fused" not in optimizer.defaults:
+        return  # There is nothing to switch off.
+    if optimizer not in _own:
+        _own[optimizer] = [_flags(group) for group in optimizer.param_groups]
+        optimizer.register_state_dict_post_hook(_with_own_flags)
+        optimizer.register_load_state_dict_post_hook(_after_load)
+    _switch(optimizer, fused)
+
+
+def why_not_fused(optimizer: Any) -> str | None:
+    """Say why an optimizer cannot update all parameters in one kernel; None where it can."""
+    # One that steps in backward has another class's arithmetic.
+    kind = getattr(optimizer, "of", type(optimizer))
+    known = ", ".join(sorted(each.__name__ for each in _DEVICES))
+    base = next((each for each in _DEVICES if isinstance(optimizer, each) and _same_step(kind, each)), None)
+    # Adam's step is AdamW's, too; a subclass with a step of its own computes something else.
+    if base is None:
+        return (
+            f"torch has no fused {kind.__name__}; it has {known}. Leave fused_optimizer out"
+            f"{_in_few_kernels(optimizer)}."
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return f"a fused {kind.__name__} cannot be differentiated. Leave differentiable or fused_optimizer out."
+        for parameter in group["params"]:
+            if not parameter.is_floating_point():
+                return (
+                    f"a fused {kind.__name__} needs floating-point parameters, and one is {parameter.dtype}. "
+                    "Leave fused_optimizer out."
+                )
+            if parameter.device.type not in _DEVICES[base]:
+                return (
+                    f"torch has no fused {kind.__name__} for {parameter.device.type.upper()}; it has one for "
+                    f"{', '.join(device.upper() for device in _DEVICES[base])}. Leave fused_optimizer out."
+                )
+    return None
+
+
+def _in_few_kernels(optimizer: Any) -> str:
+    if not type(optimizer).__module__.startswith("torch.optim") or "foreach" not in optimizer.defaults:
+        return ""
+    return ": on a GPU torch updates parameters in few kernels by itself (foreach)"
+
+
+def _same_step(kind: Any, base: type[Optimizer]) -> bool:
+    """Say whether a class has the arithmetic of another: torch wraps it once an optimizer of the class is made."""
+    return _unwrapped(kind.step) is _unwrapped(base.step)
+
+
+def _unwrapped(step: Any) -> Any:
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def fused_where_possible(optimizer: Any) -> Any:
+    """Return ``optimizer``, fused where torch has a kernel for it and the user said nothing else."""
+    asked = any(
+        group.get("fused") is not None or group.get("foreach") is not None for group in optimizer.param_groups
+    )
+    if not asked and why_not_fused(optimizer) is None:
+        _switch(optimizer, True)
+    return optimizer
+
+
+def _switch(optimizer: Any, fused: bool) -> None:
+    for group in [optimizer.defaults, *optimizer.param_groups]:
+        group["fused"] = fused
+        group["foreach"] = False if fused else None
+    # For a GradScaler: a fused kernel unscales by itself, and leaves out steps with infinite gradients.
+    optimizer._step_supports_amp_scaling = fused
+    optimizer._need_device_dtype_check_for_fused = True
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            step = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(step, Tensor):
+                on_device = fused or group.get("capturable")
+                place = parameter.device if on_device else torch.device("cpu")
+                optimizer.state[parameter]["step"] = step.to(place, torch.float32)
+
+
+def _flags(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("fused", "foreach") if name in group}
+
+
+def _with_own_flags(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    own = _own.get(optimizer, [])
+    groups = list(state_dict["param_groups"])
+    # A group added later has no flags of the user's: those of the first hold for it.
+    groups = [{**group, **(own[min(i, len(own) - 1)] if own else {})} for i, group in enumerate(groups)]
+    return {**state_dict, "param_groups": groups}
+
+
+def _after_load(optimizer: Optimizer) -> None:
+    _switch(optimizer, bool(optimizer.defaults["fused"]))

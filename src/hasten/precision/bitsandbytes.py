@@ -1,0 +1,249 @@
+"""Linear layers with weights of four or eight bits, through bitsandbytes."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hasten._lib.names import did_you_mean
+from hasten._lib.optional import need
+from hasten.precision.base import DefaultType, Precision, to_floating
+from hasten.precision.builtin import HalfPrecision
+from hasten.precision.layers import check_ignored, ignored, replace
+
+MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
+
+
+class BitsandbytesPrecision(Precision):
+    """Linear layers hold their weights in four or eight bits; all else computes in ``dtype``.
+
+    The weights of these layers are constants, but for "int8-training": train what stands beside them, such as
+    low-rank adapters. They are quantized when the run begins and stay so in the module. Checkpoints hold them as they
+    are, and weights of either kind can be loaded.
+
+    Args:
+        mode: "nf4" and "fp4" for four bits, "-dq" with their scales quantized, too; "int8" for eight bits;
+            "int8-training" for 16-bit weights that are multiplied in eight bits and can be trained.
+        dtype: in which to compute; bfloat16 where the device has it, else float16; always float16 for "int8".
+        ignore_modules: names of modules whose linear layers stay as they are, for instance {"lm_head"}.
+
+    Raises:
+        ValueError: mode, dtype or a name does not exist or does not fit.
+        ModuleNotFoundError: bitsandbytes is not installed.
+
+    Source: Dettmers et al., QLoRA, 2023, and LLM.int8(), 2022; `bitsandbytes
+    <https://huggingface.co/docs/bitsandbytes>`_.
+
+    """
+
+    precision = "bitsandbytes"
+    converts_before_loading = True
+
+    def __init__(
+        self,
+        mode: Literal["nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"],
+        dtype: torch.dtype | None = None,
+        ignore_modules: Iterable[str] | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(
+                f"BitsandbytesPrecision(mode={mode!r}): use {', '.join(map(repr, MODES))}."
+                + did_you_mean(str(mode), MODES)
+            )
+        if isinstance(ignore_modules, str):
+            raise TypeError(
+                f"BitsandbytesPrecision(ignore_modules={ignore_modules!r}): use a set of names, "
+                f"{{{ignore_modules!r}}}."
+            )
+        if dtype is None:
+            dtype = torch.float16 if mode.startswith("int8") else _short_type()
+        if mode.startswith("int8") and dtype is not torch.float16:
+            raise ValueError(
+                f"BitsandbytesPrecision(mode={mode!r}, dtype={dtype}): products in eight bits give float16. "
+                "Use dtype=torch.float16, or leave it out."
+            )
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(
+                f"BitsandbytesPrecision(dtype={dtype!r}): use torch.bfloat16, torch.float16 or torch.float32."
+            )
+        _bitsandbytes()
+        self.mode = mode
+        self.dtype = dtype
+        self.ignore_modules = frozenset(ignore_modules or ())
+        names = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
+        self._rest = HalfPrecision(names[dtype]) if dtype in names else Precision()  # type: ignore[arg-type]
+
+    def check_device(self, device: torch.device) -> None:
+        """Check that bitsandbytes has kernels for the device."""
+        known = {"cuda"} if self.mode == "int8-training" else _devices_of(_bitsandbytes())
+        if device.type not in known:
+            raise ValueError(
+                f"BitsandbytesPrecision(mode={self.mode!r}): this version of bitsandbytes has nothing for "
+                f"{device.type.upper()}; it has {', '.join(sorted(known))}. Use precision='bf16-true'."
+            )
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return ``module`` with quantized linear layers; they quantize when the module moves to a device."""
+        kinds = _layers(_bitsandbytes())
+        if any(isinstance(layer, tuple(kinds.values())) for layer in module.modules()):
+            return module
+        if not any(type(layer) is nn.Linear for layer in module.modules()):
+            raise TypeError(
+                f"BitsandbytesPrecision: {type(module).__name__} has no Linear layers, and only those are quantized. "
+                "Use precision='bf16-true'."
+            )
+        check_ignored(module, self.ignore_modules, "BitsandbytesPrecision")
+        self._rest.convert_module(module)
+
+        def convert(name: str, layer: nn.Module) -> nn.Module | None:
+            if type(layer) is not nn.Linear or ignored(name, self.ignore_modules):
+                return None
+            return self._quantized(layer)
+
+        if not replace(module, convert):
+            raise ValueError(
+                f"BitsandbytesPrecision(ignore_modules={set(self.ignore_modules)!r}): that leaves no layer to quantize."
+            )
+        return module
+
+    def _quantized(self, layer: nn.Linear) -> nn.Module:
+        kinds = _layers(_bitsandbytes())
+        sizes, has_bias = (layer.in_features, layer.out_features), layer.bias is not None
+        made: Any
+        if self.mode.startswith("int8"):
+            training = self.mode == "int8-training"
+            made = kinds["int8"](
+                *sizes, bias=has_bias, has_fp16_weights=training, threshold=6.0, device="meta"
+            )
+        else:
+            made = kinds["4bit"](
+                *sizes,
+                bias=has_bias,
+                compute_dtype=self.dtype,
+                compress_statistics=self.mode.endswith("-dq"),
+                quant_type=self.mode[:3],
+                device="meta",
+            )
+        made.hold(layer.weight.data)
+        made.bias = layer.bias
+        return made  # type: ignore[no-any-return]
+
+    def convert_optimizer(self, optimizer: Any) -> None:
+        """Have the optimizer step in 32 bits."""
+        self._rest.convert_optimizer(optimizer)
+
+    def convert_input(self, data: Any) -> Any:
+        """Return ``data`` with floating tensors of ``dtype``."""
+        return to_floating(data, self.dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        """Return ``data`` with floating tensors of torch's default type."""
+        return to_floating(data, torch.get_default_dtype())
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new floating tensors have ``dtype``."""
+        return DefaultType(self.dtype)
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new parameters have ``dtype``; layers are quantized afterwards."""
+        return DefaultType(self.dtype)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new floating tensors have ``dtype``."""
+        return DefaultType(self.dtype) if self.dtype != torch.float32 else nullcontext()
+
+
+def _devices_of(bnb: Any) -> set[str]:
+    return set(getattr(bnb, "supported_torch_devices", ("cuda",)))
+
+
+def _short_type() -> torch.dtype:
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+        return torch.float16
+    return torch.bfloat16
+
+
+def _bitsandbytes() -> ModuleType:
+    with warnings.catch_warnings():
+        # What it says of missing GPUs is told by check_device.
+        warnings.simplefilter("ignore")
+        return need("bitsandbytes", purpose="BitsandbytesPrecision")
+
+
+@functools.cache
+def _layers(bnb: Any) -> dict[str, Any]:
+    """Return bitsandbytes' layers, which here load weights of both kinds: quantized ones and others."""
+
+    class Linear4bit(bnb.nn.Linear4bit):
+        def hold(self, weight: torch.Tensor) -> None:
+            old: Any = self.__dict__["_parameters"]["weight"]
+            self.weight = bnb.nn.Params4bit(
+                weight,
+                requires_grad=False,
+                compress_statistics=old.compress_statistics,
+                quant_type=old.quant_type,
+                quant_storage=old.quant_storage,
+                module=self,
+            )
+
+        def _load_from_state_dict(
+            self,
+            state_dict: dict[str, Any],
+            prefix: str,
+            metadata: Any,
+            strict: bool,
+            missing: list[str],
+            *rest: Any,
+        ) -> None:
+            start = f"{prefix}weight."
+            scales = {
+                key[len(start) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(start)
+            }
+            weight, device = state_dict.pop(f"{prefix}weight", None), self.weight.device
+            if weight is not None and scales:
+                self.weight = bnb.nn.Params4bit.from_prequantized(weight, scales, device=device, module=self)
+            elif weight is not None:
+                quantized = self.weight.quant_state is not None
+                self.hold(weight.to(self.compute_dtype))
+                if quantized:
+                    self.weight = self.weight.to(device)
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+            if weight is not None and f"{prefix}weight" in missing:
+                missing.remove(f"{prefix}weight")
+
+    class Linear8bit(bnb.nn.Linear8bitLt):
+        def hold(self, weight: torch.Tensor) -> None:
+            trains = self.state.has_fp16_weights
+            self.weight = bnb.nn.Int8Params(weight, has_fp16_weights=trains, requires_grad=trains)
+
+        def _load_from_state_dict(
+            self,
+            state_dict: dict[str, Any],
+            prefix: str,
+            metadata: Any,
+            strict: bool,
+            missing: list[str],
+            *rest: Any,
+        ) -> None:
+            weight: Any = state_dict.get(f"{prefix}weight")
+            device = self.weight.device
+            anew = weight is not None and weight.is_floating_point() and not self.weight.is_floating_point()
+            if anew:
+                del state_dict[f"{prefix}weight"]
+                self.hold(weight.to("cpu", torch.float16))
+                self.weight = self.weight.to(device)
+                self.state.CB = self.state.SCB = None
+            elif weight is not None and self.weight.SCB is None and self.state.SCB is not None:
+                self.weight.SCB = self.state.SCB  # Where bitsandbytes looks for it.
+            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+            if anew and f"{prefix}weight" in missing:
+                missing.remove(f"{prefix}weight")
+
+    return {"4bit": Linear4bit, "int8": Linear8bit}

@@ -1,0 +1,142 @@
+"""Matrix products in 8-bit floats, through torchao."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hasten._lib.names import did_you_mean
+from hasten._lib.optional import need
+from hasten.precision.builtin import MixedPrecision
+from hasten.precision.layers import check_ignored, ignored, put_back, replace
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+# The units that multiply 8-bit floats take matrices whose sides are multiples of this.
+_MULTIPLE = 16
+
+
+class Float8Precision(MixedPrecision):
+    """Linear layers multiply in 8-bit floats, all else computes as with "bf16-mixed"; weights stay in 32 bits.
+
+    It pays for wide layers (a few thousand features) and together with ``compile``, which fuses the conversions
+    into what comes before them. Layers whose sides are no multiples of 16 stay as they are. The module's own layers
+    come back when the run ends, and its state has the same names and types all the time.
+
+    Args:
+        recipe: "tensorwise", one scale for a tensor (fastest); "rowwise", one for a row (more exact);
+            "rowwise_with_gw_hp", gradients of weights in bfloat16, too (most exact).
+        ignore_modules: names of modules that stay in bfloat16 with all they hold, for instance {"lm_head"}.
+        emulate: round as 8-bit floats do, and multiply in 32 bits: slow, to try a model on any device.
+
+    Raises:
+        ValueError: the recipe does not exist, the device has no 8-bit floats, or no layer can be converted.
+        ModuleNotFoundError: torchao is not installed.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022; `torchao.float8
+    <https://docs.pytorch.org/ao/stable/api_reference/api_ref_float8.html>`_.
+
+    """
+
+    def __init__(
+        self,
+        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
+        *,
+        ignore_modules: Iterable[str] = (),
+        emulate: bool = False,
+    ) -> None:
+        if recipe not in RECIPES:
+            raise ValueError(
+                f"Float8Precision(recipe={recipe!r}): use {', '.join(map(repr, RECIPES))}."
+                + did_you_mean(str(recipe), RECIPES)
+            )
+        if isinstance(ignore_modules, str):
+            raise TypeError(
+                f"Float8Precision(ignore_modules={ignore_modules!r}): use a set of names, {{{ignore_modules!r}}}."
+            )
+        need("torchao", purpose="precision='fp8'")
+        super().__init__("bf16-mixed")
+        self.precision = "fp8"
+        self.recipe = recipe
+        self.ignore_modules = tuple(ignore_modules)
+        self.emulate = emulate
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+
+    def check_device(self, device: torch.device) -> None:
+        """Check that the device multiplies 8-bit floats."""
+        if not self.emulate:
+            check_float8(device)
+        self.device = device.type
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return ``module`` with linear layers that multiply in 8-bit floats, on the same parameters."""
+        float8 = need("torchao.float8", purpose="precision='fp8'")
+        check_ignored(module, self.ignore_modules, "Float8Precision")
+        if isinstance(module, nn.Linear):
+            raise ValueError(
+                "precision='fp8': the module is a Linear layer itself, and only layers inside of a module can be "
+                "replaced. Wrap it: torch.nn.Sequential(layer)."
+            )
+        config = float8.Float8LinearConfig.from_recipe_name(self.recipe)
+        # The number of rows is a side in the product that gives the gradients of weights, and it is the user's batch:
+        # 16 does not always divide it.
+        options: dict[str, Any] = {"emulate": self.emulate}
+        if self.recipe == "tensorwise":
+            options["pad_inner_dim"] = True
+        config = dataclasses.replace(config, **options)
+
+        def convert(name: str, layer: nn.Module) -> nn.Module | None:
+            if type(layer) is not nn.Linear or ignored(name, self.ignore_modules):
+                return None
+            if layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
+                return None
+            holder = nn.Sequential(layer)
+            return float8.convert_to_float8_training(holder, config=config)[0]  # type: ignore[no-any-return]
+
+        replaced = replace(module, convert)
+        converted = any(type(layer).__name__ == "Float8Linear" for layer in module.modules())
+        if not converted:
+            raise ValueError(
+                f"precision='fp8': {type(module).__name__} has no Linear layer whose in_features and out_features are "
+                f"multiples of {_MULTIPLE}, so nothing would compute in 8-bit floats. Use precision='bf16-mixed'."
+            )
+        self._replaced += replaced
+        return module
+
+    def teardown(self) -> None:
+        """Put the module's own layers back."""
+        replaced, self._replaced = self._replaced, []
+        put_back(reversed(replaced))
+
+
+def check_float8(device: torch.device, precision: str = "fp8") -> None:
+    """Check that a device multiplies 8-bit floats.
+
+    Raises:
+        ValueError: it does not; the message names it and the nearest precision.
+
+    """
+    instead = "Use precision='bf16-mixed'."
+    if device.type != "cuda":
+        raise ValueError(
+            f"precision={precision!r}: {device.type.upper()} cannot multiply 8-bit floats; NVIDIA GPUs from Ada and "
+            f"Hopper on (compute capability 8.9) and AMD MI300 can. {instead}"
+        )
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        arch = str(getattr(torch.cuda.get_device_properties(device), "gcnArchName", ""))
+        if not arch.startswith(("gfx94", "gfx95", "gfx12")):
+            raise ValueError(
+                f"precision={precision!r}: {name} ({arch}) cannot multiply 8-bit floats; AMD MI300 can. {instead}"
+            )
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        bf16 = "Use precision='16-mixed'." if major < 8 else instead
+        raise ValueError(
+            f"precision={precision!r}: {name} has the compute capability {major}.{minor} and cannot multiply 8-bit "
+            f"floats, which begin with 8.9 (Ada, Hopper). {bf16}"
+        )

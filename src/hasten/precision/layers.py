@@ -1,0 +1,96 @@
+"""Linear layers replaced by others for a while: what the quantizing precisions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def ignored(name: str, prefixes: Iterable[str]) -> bool:
+    """Say whether a module is one of those named, or inside of one.
+
+    Example::
+
+        >>> ignored("blocks.0.linear", {"blocks.0"}), ignored("blocks.01", {"blocks.0"})
+        (True, False)
+
+    """
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def check_ignored(module: nn.Module, prefixes: Iterable[str], owner: str) -> None:
+    """Check that each prefix names a module.
+
+    Raises:
+        ValueError: one names none.
+
+    """
+    names = [name for name, _ in module.named_modules()]
+    for prefix in prefixes:
+        if not any(ignored(name, [prefix]) for name in names):
+            from hasten._lib.names import did_you_mean
+
+            raise ValueError(
+                f"{owner}(ignore_modules={{{prefix!r}}}): {type(module).__name__} has no module of that name."
+                + did_you_mean(prefix, [name for name in names if name])
+            )
+
+
+def replace(
+    module: nn.Module, make: Callable[[str, nn.Module], nn.Module | None]
+) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Replace modules inside of ``module``.
+
+    Args:
+        module: whose children, and theirs, are looked at.
+        make: given a name and a module; returns what takes its place, or None to leave it.
+
+    Returns:
+        (parent, name there, the module before), for ``put_back``.
+
+    """
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    # One that stands in several places is one module afterwards, too.
+    made: dict[int, nn.Module | None] = {}
+    for prefix, parent in list(module.named_modules()):
+        for name, child in list(parent._modules.items()):
+            if child is None:
+                continue
+            if id(child) not in made:
+                made[id(child)] = make(f"{prefix}.{name}" if prefix else name, child)
+            new = made[id(child)]
+            if new is not None:
+                new.train(child.training)
+                parent._modules[name] = new
+                replaced.append((parent, name, child))
+    return replaced
+
+
+def put_back(replaced: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:
+    """Put modules back where ``replace`` found them."""
+    for parent, name, module in replaced:
+        now = parent._modules.get(name)
+        module.train(now.training if now is not None else module.training)
+        parent._modules[name] = module
+
+
+@contextmanager
+def classes_replaced(instead: dict[str, Any]) -> Iterator[None]:
+    """Have ``torch.nn`` name other classes.
+
+    Args:
+        instead: names in ``torch.nn``, for instance "Linear", and what they mean for a while.
+
+    """
+    before = {name: getattr(torch.nn, name) for name in instead}
+    for name, kind in instead.items():
+        setattr(torch.nn, name, kind)
+    try:
+        yield
+    finally:
+        for name, kind in before.items():
+            setattr(torch.nn, name, kind)

@@ -1,0 +1,236 @@
+"""16-bit weights that lose no update: an optimizer computes in 32 bits, and what 16 bits cannot hold is kept.
+
+A weight of 1 in bfloat16 has its next neighbours at 0.996 and 1.008. A step of 1e-4 is rounded away, and all
+that follow it, so training with small learning rates stands still. Here the optimizer sees the weight in 32
+bits. After its step the weight keeps the upper 16 of them, rounded, and the rest is held beside the optimizer's
+state, which stays in 32 bits. Nothing is random, and nothing but the rounding of forward and backward differs from
+32-bit weights. It costs two bytes a weight beside the states (four for float16, whose exponents are other ones);
+during the step also 32-bit copies of weights and gradients, when activations are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+KEY = "low_bits"
+# How far a 32-bit float is from the 16-bit float nearest to it, counted in 32-bit floats.
+_LOW = {torch.bfloat16: torch.int16, torch.float16: torch.int32}
+
+_attached: WeakKeyDictionary[Optimizer, _FullSteps] = WeakKeyDictionary()
+
+
+def keep_small_updates(optimizer: Optimizer) -> None:
+    """Have every step of ``optimizer`` compute in 32 bits where its parameters have 16.
+
+    Args:
+        optimizer: any that reads ``param.grad`` and changes the tensors of its ``param_groups``. Parameters of
+            other types it changes as always. Twice is the same as once.
+
+    Its ``state_dict`` has one more tensor for each parameter, and loads states with and without it.
+
+    """
+    if optimizer not in _attached:
+        _attached[optimizer] = _FullSteps(optimizer)
+
+
+def full_precision(optimizer: Any, function: Callable[[], Any]) -> Any:
+    """Call ``function``, which changes the optimizer's parameters, as a step: in 32 bits."""
+    steps = _attached.get(optimizer)
+    if steps is None:
+        return function()
+    steps.follow(optimizer)
+    steps.enter(every=True)
+    try:
+        return function()
+    finally:
+        steps.leave()
+
+
+class _FullSteps:
+    """The remainders of one optimizer's parameters, and the hooks that use them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        # No reference to the optimizer: it would live as long as its hooks.
+        self._groups, self._state = optimizer.param_groups, optimizer.state
+        self._low: dict[Tensor, Tensor] = {}
+        # (lists of the groups with what they hold otherwise, their parameters with 32-bit stand-ins)
+        self._inside: tuple[list[tuple[list[Tensor], list[Tensor]]], list[tuple[Tensor, Tensor]]] | None
+        self._inside = None
+        self._loading: dict[str, Any] | None = None
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_pre_hook(self._before_state_dict)
+        optimizer.register_state_dict_post_hook(self._after_state_dict)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    # -- around a step
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self.leave()
+        self.follow(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        # What has a gradient is known when the closure has run.
+        self.enter(every=closure is not None)
+        if closure is None:
+            return None
+        # The first argument is the optimizer itself.
+        return args[:1], {**kwargs, "closure": self._outside(closure)}
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.leave()
+
+    def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``closure`` such that it sees the model's own parameters, not their stand-ins."""
+
+        def watched() -> Any:
+            pairs = self.leave()
+            result = closure()
+            self._swap(pairs)
+            return result
+
+        return watched
+
+    def follow(self, optimizer: Any) -> None:
+        """Work on the groups and the state that the optimizer has now."""
+        self._groups, self._state = optimizer.param_groups, optimizer.state
+
+    @torch.no_grad()
+    def enter(self, *, every: bool = False) -> None:
+        """Put 32-bit stand-ins in place of the parameters with 16 bits: of those with a gradient, or of every one."""
+        parameters = [p for group in self._groups for p in group["params"] if _is_short(p)]
+        pairs = []
+        for alike in _by_kind(p for p in parameters if every or p.grad is not None):
+            low = [self._low_of(p) for p in alike]
+            full = _joined(_flat(alike), _flat(low)).split([p.numel() for p in alike])
+            pairs += [(p, part.view(p.shape)) for p, part in zip(alike, full, strict=True)]
+        self._swap(pairs)
+
+    @torch.no_grad()
+    def _swap(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        for parameter, full in pairs:
+            full.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
+        instead = dict(pairs)
+        before = [(group["params"], list(group["params"])) for group in self._groups]
+        for listed, own in before:
+            # In place: some optimizers hold on to the list.
+            listed[:] = [instead.get(p, p) for p in own]
+        for parameter, full in pairs:
+            if parameter in self._state:
+                self._state[full] = self._state.pop(parameter)
+        self._inside = before, pairs
+
+    @torch.no_grad()
+    def leave(self) -> list[tuple[Tensor, Tensor]]:
+        """Put the parameters back, with the values that their stand-ins have; return both."""
+        if self._inside is None:
+            return []
+        (before, pairs), self._inside = self._inside, None
+        for listed, own in before:
+            listed[:] = own
+        for parameter, full in pairs:
+            full.grad = None
+            if full in self._state:
+                self._state[parameter] = self._state.pop(full)
+        stand_in = dict(pairs)
+        for alike in _by_kind([p for p, _ in pairs]):
+            sizes = [p.numel() for p in alike]
+            high, low = _divided(_flat([stand_in[p] for p in alike]), alike[0].dtype)
+            _write(alike, high.split(sizes))
+            _write([self._low_of(p) for p in alike], low.split(sizes))
+        return pairs
+
+    def _low_of(self, parameter: Tensor) -> Tensor:
+        low = self._low.get(parameter)
+        if low is None or low.device != parameter.device:
+            low = torch.zeros(parameter.shape, dtype=_LOW[parameter.dtype], device=parameter.device)
+            self._low[parameter] = low
+        return low
+
+    # -- around state_dict and load_state_dict
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        self.leave()  # A step that raised left its stand-ins behind.
+
+    def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        states = dict(state_dict["state"])
+        for index, parameter in enumerate(_all_parameters(optimizer)):
+            if parameter in self._low and index in states:
+                states[index] = {**states[index], KEY: self._low[parameter]}
+        return {**state_dict, "state": states}
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._loading = state_dict
+        states = {
+            key: {name: value for name, value in state.items() if name != KEY}
+            if isinstance(state, dict)
+            else state
+            for key, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states}
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        """Take the states as they were saved: torch gives them the type of the parameters."""
+        loaded, self._loading = self._loading, None
+        assert loaded is not None
+        self.follow(optimizer)
+        self._low.clear()
+        saved_keys = [key for group in loaded["param_groups"] for key in group["params"]]
+        for key, parameter in zip(saved_keys, _all_parameters(optimizer), strict=True):
+            saved = loaded["state"].get(key)
+            if not _is_short(parameter) or not isinstance(saved, dict):
+                continue
+            for name, value in saved.items():
+                if name == KEY:
+                    if value.dtype == _LOW[parameter.dtype]:
+                        self._low[parameter] = value.to(parameter.device, copy=True)
+                elif name != "step" and isinstance(value, Tensor) and value.is_floating_point():
+                    self._state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
+
+
+def _is_short(tensor: Tensor) -> bool:
+    return tensor.dtype in _LOW
+
+
+def _all_parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Return the tensors in lists of one device and type, which one operation takes together."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds.values()
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _write(targets: list[Tensor], parts: tuple[Tensor, ...]) -> None:
+    shaped = [part.view(target.shape) for target, part in zip(targets, parts, strict=True)]
+    torch._foreach_copy_(targets, shaped)
+
+
+def _joined(high: Tensor, low: Tensor) -> Tensor:
+    """Return 32-bit floats from the nearest 16-bit floats and how many 32-bit floats they are apart."""
+    full = high.to(torch.float32)
+    full.view(torch.int32).add_(low)
+    return full
+
+
+def _divided(full: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return what ``_joined`` takes; nothing is lost, and ``full`` is written over: a large step's memory is dear."""
+    high = full.to(dtype)
+    low = full.view(torch.int32).sub_(high.to(torch.float32).view(torch.int32))
+    if dtype == torch.bfloat16:
+        # Half-way: 32768 does not fit into 16 bits, and -32768 from the next float above is the same number.
+        high.view(torch.int16).add_(low == 32768)
+    return high, low.to(_LOW[dtype])

@@ -1,0 +1,166 @@
+"""Linear layers and layer normalisation in 8-bit floats, through NVIDIA's Transformer Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hasten._lib.optional import need
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten.precision.base import DefaultType, Precision, to_floating
+from hasten.precision.builtin import HalfPrecision
+from hasten.precision.float8 import check_float8
+from hasten.precision.layers import classes_replaced, put_back, replace
+
+_PURPOSE = "TransformerEnginePrecision"
+
+
+class TransformerEnginePrecision(Precision):
+    """Linear layers and layer normalisation by Transformer Engine, which multiplies in 8-bit floats.
+
+    Layers whose ``in_features`` are no multiple of 8 or ``out_features`` no multiple of 16 stay as they are; rows of a
+    batch must be a multiple of 8. The module's own layers come back when the run ends, on the same parameters.
+
+    Args:
+        weights_dtype: of the parameters.
+        recipe: how tensors are scaled: a recipe of ``transformer_engine.common.recipe``, or a dict with the arguments
+            of its ``DelayedScaling``; ``DelayedScaling()`` by default.
+        replace_layers: replace ``Linear`` and ``LayerNorm``; None for unless the module has layers of Transformer
+            Engine already.
+        fallback_compute_dtype: for operations that have no 8-bit floats; ``weights_dtype`` by default.
+
+    Raises:
+        ModuleNotFoundError: transformer_engine is not installed.
+        TypeError: an argument has another type.
+        ValueError: the device has no 8-bit floats.
+
+    Source: `Transformer Engine <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html>`_.
+
+    """
+
+    precision = "transformer-engine"
+
+    def __init__(
+        self,
+        *,
+        weights_dtype: torch.dtype,
+        recipe: Any = None,
+        replace_layers: bool | None = None,
+        fallback_compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, dtype in (
+            ("weights_dtype", weights_dtype),
+            ("fallback_compute_dtype", fallback_compute_dtype),
+        ):
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{_PURPOSE}({name}={dtype!r}): use a type of torch, such as torch.bfloat16.")
+        recipes = need("transformer_engine.common.recipe", purpose=_PURPOSE)
+        if recipe is None:
+            recipe = recipes.DelayedScaling()
+        elif isinstance(recipe, Mapping):
+            options = dict(recipe)
+            if isinstance(options.get("fp8_format"), str):
+                options["fp8_format"] = getattr(recipes.Format, options["fp8_format"])
+            recipe = recipes.DelayedScaling(**options)
+        self.weights_dtype = weights_dtype
+        self.recipe = recipe
+        self.replace_layers = replace_layers
+        self.fallback_compute_dtype = fallback_compute_dtype or weights_dtype
+        if weights_dtype == torch.float16:
+            self.precision = "transformer-engine-float16"
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+
+    def check_device(self, device: torch.device) -> None:
+        """Check that the device multiplies 8-bit floats."""
+        check_float8(device, "transformer-engine")
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return ``module`` with layers of Transformer Engine and parameters of ``weights_dtype``."""
+        has_some = any(type(layer).__module__.startswith("transformer_engine") for layer in module.modules())
+        if has_some and self.replace_layers:
+            rank_zero_info(
+                f"{_PURPOSE}(replace_layers=True): the module has layers of Transformer Engine; they stay."
+            )
+        elif not has_some and self.replace_layers in (None, True):
+            self._replaced += replace(module, _replacement)
+        return module.to(dtype=self.weights_dtype)
+
+    def convert_optimizer(self, optimizer: Any) -> None:
+        """Have the optimizer step in 32 bits where the parameters have 16."""
+        if self.weights_dtype != torch.float32:
+            HalfPrecision().convert_optimizer(optimizer)
+
+    def convert_input(self, data: Any) -> Any:
+        """Return ``data`` with floating tensors of ``weights_dtype``."""
+        return to_floating(data, self.weights_dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        """Return ``data`` with floating tensors of torch's default type."""
+        return to_floating(data, torch.get_default_dtype())
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Return a context in which layers of Transformer Engine compute in 8-bit floats."""
+        engine = need("transformer_engine.pytorch", purpose=_PURPOSE)
+        with (
+            DefaultType(self.weights_dtype),
+            torch.autocast("cuda", dtype=self.fallback_compute_dtype),
+            _eight_bits(engine, self.recipe),
+        ):
+            yield
+
+    @contextmanager
+    def module_init_context(self) -> Iterator[None]:
+        """Return a context in which modules are made with parameters of ``weights_dtype``."""
+        layers: dict[str, Any] = {}
+        if self.replace_layers:
+            engine = need("transformer_engine.pytorch", purpose=_PURPOSE)
+            layers = {"Linear": engine.Linear, "LayerNorm": engine.LayerNorm}
+        with classes_replaced(layers), DefaultType(self.weights_dtype):
+            yield
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new floating tensors have ``weights_dtype``."""
+        return DefaultType(self.weights_dtype)
+
+    def teardown(self) -> None:
+        """Put the module's own layers back."""
+        replaced, self._replaced = self._replaced, []
+        put_back(reversed(replaced))
+
+
+def _eight_bits(engine: Any, recipe: Any) -> AbstractContextManager[Any]:
+    context: AbstractContextManager[Any]
+    if hasattr(engine, "autocast"):
+        context = engine.autocast(enabled=True, recipe=recipe)
+    else:  # Before version 2.9, whose fp8_autocast warns in every step that it will go.
+        context = engine.fp8_autocast(enabled=True, fp8_recipe=recipe)
+    return context
+
+
+def _replacement(name: str, layer: nn.Module) -> nn.Module | None:
+    engine = need("transformer_engine.pytorch", purpose=_PURPOSE)
+    made: Any
+    if type(layer) is nn.Linear:
+        if layer.in_features % 8 or layer.out_features % 16:
+            rank_zero_warn(
+                f"{_PURPOSE}: the layer {name!r} has {layer.in_features} x {layer.out_features} features and stays as "
+                "it is: 8-bit floats need multiples of 8 and 16. Round its sizes up to use it."
+            )
+            return None
+        made = engine.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    elif type(layer) is nn.LayerNorm:
+        if layer.weight is None or layer.bias is None or len(layer.normalized_shape) != 1:
+            return None
+        made = engine.LayerNorm(layer.normalized_shape[0], eps=layer.eps)
+    else:
+        return None
+    # The same parameters: optimizers and checkpoints see no difference.
+    made.weight = layer.weight
+    if layer.bias is not None:
+        made.bias = layer.bias
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,210 @@
+"""One switch has optimizers update all parameters in one kernel; nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hasten as L
+from hasten.optim import adamw, use_fused
+from tests.models import Classifier, loader, quiet, same_weights
+
+MAKERS = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+class Trained(Classifier):
+    def __init__(self, kind: str = "adamw") -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        return MAKERS[self.kind](self.parameters())
+
+
+def train(kind: str, ckpt_path: Any = None, seed: int = 0, **arguments: Any) -> tuple[Trained, L.Trainer]:
+    torch.manual_seed(seed)
+    module, trainer = Trained(kind), quiet(**{"max_epochs": 2, **arguments})
+    trainer.fit(module, loader(), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def assert_close(one: nn.Module, other: nn.Module) -> None:
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("clip", [None, "norm", "value"])
+def test_fused_weights_equal_the_others_up_to_rounding(kind: str, clip: str | None) -> None:
+    clipping = {} if clip is None else {"gradient_clip_val": 0.05, "gradient_clip_algorithm": clip}
+    plain, _ = train(kind, **clipping)
+    fused, trainer = train(kind, fused_optimizer=True, **clipping)
+    assert all(group["fused"] for group in trainer.optimizers[0].param_groups)
+    assert_close(fused, plain)
+
+
+def test_silence_leaves_the_users_optimizer_alone() -> None:
+    _, trainer = train("adam")
+    assert trainer.optimizers[0].param_groups[0]["fused"] is None
+
+
+def test_false_switches_it_off() -> None:
+    class Fused(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.01, fused=True)
+
+    trainer = quiet(fused_optimizer=False)
+    trainer.fit(Fused(), loader())
+    assert trainer.optimizers[0].param_groups[0]["fused"] is False
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(("first", "second"), [(None, True), (True, None), (True, True)])
+def test_a_run_goes_on_from_a_checkpoint_of_either_kind(
+    kind: str, first: bool | None, second: bool | None, tmp_path: Path
+) -> None:
+    whole, _ = train(kind, fused_optimizer=second if first is second else None)
+    _, begun = train(kind, max_epochs=1, fused_optimizer=first)
+    path = tmp_path / "a.ckpt"
+    begun.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"][0]
+    assert not saved["fused"], "a checkpoint is that of the optimizer as the user made it"
+    resumed, trainer = train(kind, path, seed=1, fused_optimizer=second)
+    assert bool(trainer.optimizers[0].param_groups[0]["fused"]) is bool(second)
+    if first is second:
+        assert same_weights(resumed, whole)
+    else:
+        assert_close(resumed, whole)
+
+
+def test_a_scaler_leaves_out_infinite_steps_of_a_fused_optimizer() -> None:
+    plugin = L.plugins.MixedPrecision(
+        "16-mixed", device="cuda", scaler=torch.amp.GradScaler("cpu", init_scale=8.0)
+    )
+    plugin.device = "cpu"
+    fabric = L.Fabric(accelerator="cpu", plugins=plugin)
+    layer = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    use_fused(optimizer)
+    model, wrapped = fabric.setup(layer, optimizer)
+    before = layer.weight.detach().clone()
+    fabric.backward(model(torch.full((2, 4), float("inf"))).sum())
+    wrapped.step()
+    assert torch.equal(layer.weight, before)
+    wrapped.zero_grad()
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    norm = fabric.clip_gradients(model, wrapped, max_norm=0.1)
+    wrapped.step()
+    assert norm is not None
+    assert norm.item() == pytest.approx(2 * 5**0.5, rel=0.05), "the norm of the unscaled gradients"
+    assert not torch.equal(layer.weight, before)
+
+
+class Rms(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.RMSprop(self.parameters())
+
+
+class Own(Classifier):
+    def configure_optimizers(self) -> Any:
+        class MyAdam(torch.optim.Adam):
+            def step(self, closure: Any = None) -> Any:
+                return None
+
+        return MyAdam(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (Rms, "torch has no fused RMSprop; it has Adagrad, Adam, AdamW, SGD"),
+        (Own, "torch has no fused MyAdam"),
+    ],
+)
+def test_optimizers_without_a_fused_kernel_are_refused_before_training(
+    module: type[Classifier], says: str
+) -> None:
+    made = module()
+    before = {key: value.clone() for key, value in made.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"^Trainer\(fused_optimizer=True\): {says}"):
+        quiet(fused_optimizer=True).fit(made, loader())
+    assert all(torch.equal(before[key], value) for key, value in made.state_dict().items())
+
+
+def test_parameters_that_no_kernel_takes_are_named() -> None:
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"floating-point parameters, and one is torch.complex64"):
+        use_fused(torch.optim.Adam([weight]))
+    differentiable = torch.optim.Adam([nn.Parameter(torch.zeros(2))], differentiable=True)
+    with pytest.raises(ValueError, match="cannot be differentiated"):
+        use_fused(differentiable)
+
+
+@pytest.mark.parametrize(("given", "kind"), [("yes", TypeError), (1, TypeError)])
+def test_the_switch_is_a_boolean(given: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="use True or False"):
+        quiet(fused_optimizer=given)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_fabric_fuses_what_it_sets_up_and_saves_it_as_it_was(precision: Any) -> None:
+    weights = []
+    for fused in (None, True):
+        torch.manual_seed(0)
+        fabric = L.Fabric(accelerator="cpu", devices=1, precision=precision, fused_optimizer=fused)
+        layer = nn.Linear(4, 1)
+        model, optimizer = fabric.setup(layer, torch.optim.AdamW(layer.parameters(), lr=0.1))
+        for _ in range(3):
+            fabric.backward(model(torch.ones(2, 4)).sum())
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.param_groups[0]["fused"] is fused
+        assert optimizer.state_dict()["param_groups"][0]["fused"] is None
+        weights.append(layer.weight.detach().float())
+    torch.testing.assert_close(weights[0], weights[1])
+    with pytest.raises(ValueError, match=r"^Fabric\(fused_optimizer=True\): torch has no fused RMSprop"):
+        fabric.setup_optimizers(torch.optim.RMSprop(nn.Linear(1, 1).parameters()))
+
+
+def test_adamw_decays_matrices_alone_and_is_fused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    model[1].bias.requires_grad_(False)
+    optimizer = adamw(model, lr=0.1, weight_decay=0.5, no_decay=["0."])
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    names = {
+        group["weight_decay"]: [name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups
+    }
+    assert names == {0.5: ["1.weight"], 0.0: ["0.weight", "2.weight", "2.bias"]}
+    assert all(group["fused"] for group in optimizer.param_groups)
+    assert adamw(model, fused=False).param_groups[0]["fused"] is False
+
+
+def test_adamw_says_what_it_takes() -> None:
+    with pytest.raises(TypeError, match=r"Pass the module itself, not its parameters\(\)"):
+        adamw(nn.Linear(1, 1).parameters())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"no parameter has 'emb' in its name. There are weight, bias"):
+        adamw(nn.Linear(1, 1), no_decay=["emb"])
+    with pytest.raises(ValueError, match="no parameters that need gradients"):
+        adamw(nn.ReLU())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_fused_on_a_gpu_with_a_scaler_and_clipping() -> None:
+    plain, _ = train("adamw", accelerator="cuda", precision="16-mixed", gradient_clip_val=0.1)
+    fused, trainer = train(
+        "adamw", accelerator="cuda", precision="16-mixed", gradient_clip_val=0.1, fused_optimizer=True
+    )
+    assert trainer.optimizers[0].param_groups[0]["fused"]
+    for a, b in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,201 @@
+"""Optimizers that step within backward train as they do otherwise, and hold no gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hasten as L
+from hasten.optim import in_backward
+from tests.models import Classifier, loader, quiet, same_weights
+
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+}
+
+
+class Trained(Classifier):
+    def __init__(self, kind: str = "adamw", within: bool = True, schedule: bool = True) -> None:
+        super().__init__()
+        self.kind, self.within, self.schedule = kind, within, schedule
+        self.most_gradients = 0
+
+    def on_after_backward(self) -> None:
+        here = sum(p.grad is not None for p in self.parameters())
+        self.most_gradients = max(self.most_gradients, here)
+
+    def configure_optimizers(self) -> Any:
+        kind, options = OPTIONS[self.kind]
+        groups = [
+            {"params": list(self.layers[0].parameters())},
+            {"params": list(self.layers[3].parameters()), "lr": 0.02},
+        ]
+        made = in_backward(kind, groups, **options) if self.within else kind(groups, **options)
+        if not self.schedule:
+            return made
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
+        return {"optimizer": made, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def train(module: Trained, ckpt_path: Any = None, **arguments: Any) -> L.Trainer:
+    trainer = quiet(**{"max_epochs": 2, **arguments})
+    trainer.fit(module, loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def made(kind: str = "adamw", within: bool = True, seed: int = 0) -> Trained:
+    torch.manual_seed(seed)
+    return Trained(kind, within)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_weights_are_those_of_the_usual_step(kind: str) -> None:
+    plain, within = made(kind, within=False), made(kind)
+    train(plain)
+    trainer = train(within)
+    assert same_weights(plain, within)
+    assert trainer.global_step == 20
+    assert plain.most_gradients == 4
+    assert within.most_gradients == 0
+
+
+def test_clipping_by_value_happens_before_each_step() -> None:
+    plain, within = made("sgd", within=False), made("sgd")
+    for module in (plain, within):
+        train(module, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    assert same_weights(plain, within)
+
+
+def test_sixteen_bit_weights_keep_their_small_updates() -> None:
+    plain, within = made(within=False), made()
+    for module in (plain, within):
+        train(module, precision="bf16-true")
+    assert same_weights(plain, within)
+
+
+def test_fused_steps_within_backward() -> None:
+    plain, within = made(within=False), made()
+    for module in (plain, within):
+        train(module, fused_optimizer=True)
+    assert same_weights(plain, within)
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
+def test_checkpoints_are_those_of_the_usual_optimizer(first: bool, second: bool, tmp_path: Path) -> None:
+    whole = made(within=False)
+    train(whole)
+    begun = train(made(within=first), max_steps=13)
+    begun.save_checkpoint(tmp_path / "a.ckpt")
+    resumed = made(within=second, seed=1)
+    train(resumed, tmp_path / "a.ckpt")
+    assert same_weights(whole, resumed)
+
+
+def test_nothing_steps_after_the_run() -> None:
+    module = made()
+    train(module)
+    before = [p.detach().clone() for p in module.parameters()]
+    module.loss(next(iter(loader()))).backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_shared_weights_step_once() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        second.weight = first.weight
+        return nn.Sequential(first, nn.Tanh(), second)
+
+    plain, within = model(), model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    in_backward(torch.optim.SGD, within.parameters(), lr=0.1)
+    x = torch.ones(2, 4)
+    plain(x).sum().backward()
+    optimizer.step()
+    within(x).sum().backward()
+    assert same_weights(plain, within)
+
+
+class Clips(Trained):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        ({"accumulate_grad_batches": 2}, Trained, "accumulate_grad_batches=2.*cannot be summed over several"),
+        ({"gradient_clip_val": 1.0}, Trained, "gradient_clip_val=1.0.*gradient_clip_algorithm='value'"),
+        ({"micro_batch": 2}, Trained, "micro_batch=2"),
+        ({}, Clips, r"Clips\.configure_gradient_clipping\(\): there are no gradients left"),
+    ],
+)
+def test_what_needs_all_gradients_is_refused_before_training(
+    arguments: dict[str, Any], kind: type[Trained], says: str
+) -> None:
+    module = kind()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"in_backward\(AdamW\) and .*{says}"):
+        train(module, **arguments)
+    assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
+
+
+def test_accumulation_that_begins_later_is_refused_too() -> None:
+    scheduler = L.callbacks.GradientAccumulationScheduler({1: 4})
+    with pytest.raises(ValueError, match="accumulate_grad_batches=4"):
+        train(made(), callbacks=[scheduler])
+
+
+def test_optimizers_that_need_all_gradients_are_refused() -> None:
+    weights = [nn.Parameter(torch.zeros(2))]
+    with pytest.raises(ValueError, match=r"in_backward\(LBFGS\).*Use one of torch.optim: SGD, Adam"):
+        in_backward(torch.optim.LBFGS, weights)
+    with pytest.raises(TypeError, match=r"use a class, such as torch.optim.AdamW, not AdamW"):
+        in_backward(torch.optim.AdamW(weights), weights)  # type: ignore[arg-type]
+
+
+def test_in_manual_optimisation_there_is_nothing_left_to_clip() -> None:
+    class Manual(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return in_backward(torch.optim.SGD, self.parameters(), lr=0.1)
+
+    with pytest.raises(ValueError, match=r"clip_gradients\(\): in_backward\(SGD\) has stepped.*clip_value"):
+        quiet().fit(Manual(), loader())
+
+
+def test_groups_added_later_step_in_backward_too() -> None:
+    first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    optimizer = in_backward(torch.optim.SGD, first.parameters(), lr=1.0)
+    optimizer.add_param_group({"params": list(second.parameters()), "lr": 10.0})
+    before = [layer.weight.item() for layer in (first, second)]
+    (first(torch.ones(1, 1)) + second(torch.ones(1, 1))).sum().backward()
+    after = [layer.weight.item() for layer in (first, second)]
+    assert [a - b for a, b in zip(before, after, strict=True)] == pytest.approx([1.0, 10.0])
+
+
+def test_in_fabric_there_is_nothing_left_to_clip() -> None:
+    fabric = L.Fabric(accelerator="cpu")
+    layer = nn.Linear(2, 1)
+    model, optimizer = fabric.setup(layer, in_backward(torch.optim.SGD, layer.parameters(), lr=0.1))
+    before = layer.weight.detach().clone()
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    assert torch.allclose(layer.weight, before - 0.1)
+    with pytest.raises(ValueError, match="no gradients left to clip"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
