@@ -1,0 +1,172 @@
+"""``hasten advise``: which switches make a program faster, measured on the program itself."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hasten.commands import run
+from hasten.commands.parser import Parser, positive, whole
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure a program; return the exit code."""
+    options, program, rest = _split(arguments)
+    parser = _parser()
+    given = parser.parse([*options, *(["--", program] if program is not None else [])])
+    if given.list:
+        return _list()
+    if given.module is None and given.program is None:
+        parser.error(
+            "name a program: hasten advise train.py [its arguments], or hasten advise -m package.train."
+        )
+    if given.module is not None:
+        run._module(given.module, parser)
+        words = ["-m", given.module, *rest]
+    else:
+        run._source(Path(given.program), parser)
+        words = [given.program, *rest]
+
+    from hasten.speed.advisor import AdviceError, Plan, measure
+    from hasten.speed.race import start_command
+
+    folders = [path.parent for path in (given.json, given.png) if path is not None]
+    try:
+        # Found out before the measuring, not after it.
+        for folder in [*folders, *([given.out] if given.out is not None else [])]:
+            folder.mkdir(parents=True, exist_ok=True)
+        if given.png is not None or given.out is not None:
+            from hasten._lib.optional import need
+
+            need("matplotlib.figure", purpose="the bar chart of `hasten advise`")
+        plan = Plan(
+            rounds=given.rounds,
+            steps=given.steps,
+            warm_up=given.warm_up,
+            seeds=given.seeds,
+            combine=not given.alone,
+            budget_seconds=given.budget,
+            timeout_seconds=given.timeout,
+        )
+        command = [sys.executable, "-m", "hasten.commands.trial", "{trial}", *words]
+        found = measure(
+            lambda scratch: start_command(command),
+            shlex.join(words),
+            levers=given.levers,
+            plan=plan,
+            say=lambda line: print(f"advise: {line}", file=sys.stderr, flush=True),
+        )
+    except (AdviceError, ValueError, OSError) as error:
+        print(f"hasten advise: {error}", file=sys.stderr)
+        return 1
+    from hasten.speed import remembered
+
+    if given.levers is None:
+        # What only some levers were measured for is no verdict on the others.
+        remembered.remember(found.facts.get("key"), found)
+    print(found.table())
+    if given.json is not None:
+        given.json.write_text(found.to_json(), encoding="utf-8")
+        print(given.json)
+    if given.png is not None:
+        print(found.draw(given.png))
+    if given.out is not None:
+        for path in found.write(given.out):
+            print(path)
+    return 0
+
+
+# Options that take the next word: it is not the program.
+_VALUED = (
+    *("--levers", "--rounds", "--steps", "--warm-up", "--seeds", "--budget", "--timeout"),
+    *("--json", "--png", "--out"),
+)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
+    """Return our options, the program, and what belongs to it. ``-m MODULE`` ends our options as a program does."""
+    words = list(arguments)
+    place = 0
+    while place < len(words):
+        word = words[place]
+        if word in _VALUED:
+            place += 2
+        elif word.startswith("--") and word != "--":
+            place += 1
+        else:
+            # From here on it is as for `hasten run`.
+            options, program, rest = run._split(words[place:])
+            return words[:place] + options, program, rest
+    return words, None, []
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="hasten advise",
+        description=(
+            "Measure which one-line switches make a program faster: each trains it for some tens of steps in a "
+            "process of its own, in turns with the unchanged program, and its losses must stay those of the "
+            "unchanged program. Everything after PROGRAM belongs to the program. Nothing is left behind but what is "
+            "asked for here; a verdict on all levers is remembered for Trainer(speed='auto')."
+        ),
+    )
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="measure a module, as python -m runs it")
+    parser.add_argument(
+        "--levers",
+        type=_names,
+        metavar="A,B",
+        help="names of the levers to measure; default: all (see --list)",
+    )
+    parser.add_argument("--list", action="store_true", help="list the levers and stop")
+    parser.add_argument("--rounds", type=whole(1), default=3, metavar="N", help="turns of each; default: 3")
+    parser.add_argument(
+        "--steps", type=whole(1), metavar="N", help="steps of a turn; default: a second's worth, 3 to 50"
+    )
+    parser.add_argument(
+        "--warm-up", type=whole(1), default=3, metavar="N", help="steps of each before the clock; default: 3"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="runs of the unchanged program with other seeds, for the noise of its losses; default: 1",
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="measure each lever by itself, not the winners together"
+    )
+    parser.add_argument(
+        "--budget",
+        type=positive,
+        metavar="S",
+        help="about how many seconds all of it may take; turns become shorter and fewer, and what then does not fit "
+        "is left out. Default: as long as it takes",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        default=900.0,
+        metavar="S",
+        help="seconds the program may take to start training, a lever to prepare, or a turn to last; default: 900",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw a bar chart")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write table, JSON and chart")
+    parser.add_argument(
+        "program", nargs="?", metavar="PROGRAM", help="a Python file, or a folder with __main__.py"
+    )
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _list() -> int:
+    from hasten.speed.levers import known_levers
+
+    for lever in known_levers():
+        print(f"{lever.name:<22}{lever.safety:<34}{lever.line}")
+    return 0

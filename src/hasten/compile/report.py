@@ -1,0 +1,273 @@
+"""What was compiled, how long it took, and what went wrong: read from the compiler's own counters."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._dynamo import utils
+
+from hasten._lib.rank_zero import rank_zero_info
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What compiling a model has come to so far.
+
+    Args:
+        compiled: the steps and parts of the model that are compiled, by name.
+        left: the steps and parts that stay Python, with the reason.
+        seconds: spent compiling.
+        graphs: how many the compiler made: one for each phase (training, evaluation) where all is well.
+        graph_breaks: places where a graph had to end: reason and how often.
+        recompiles: causes for which a graph had to be made again.
+        cache_hit: whether graphs came from an earlier run of the program.
+        seconds_saved: by them, against the run that made them; None without.
+
+    """
+
+    compiled: tuple[str, ...] = ()
+    left: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    graphs: int = 0
+    graph_breaks: dict[str, int] = field(default_factory=dict)
+    recompiles: tuple[str, ...] = ()
+    cache_hit: bool = False
+    seconds_saved: float | None = None
+
+    def line(self) -> str:
+        """Return the report in one line.
+
+        Example::
+
+            >>> CompileReport(compiled=("training_step",), seconds=4.2, graphs=1).line()
+            'Compiled training_step: 1 graph in 4.2 s, no graph breaks, no recompiles.'
+
+        """
+        names = ", ".join(self.compiled) or "nothing"
+        parts = [
+            f"{_count(self.graphs, 'graph')} in {self.seconds:.1f} s",
+            _count(sum(self.graph_breaks.values()), "graph break"),
+            _count(len(self.recompiles), "recompile"),
+        ]
+        line = f"Compiled {names}: {', '.join(parts)}."
+        if self.cache_hit and self.seconds_saved:
+            line += f" From the cache of an earlier run: {self.seconds_saved:.1f} s saved."
+        for reason in self.graph_breaks:
+            line += f" Graph break: {reason}"
+        for name, reason in self.left.items():
+            line += f" {name} stays Python: {reason}"
+        return line
+
+
+def _count(number: int, thing: str) -> str:
+    if number == 0:
+        return f"no {thing}s"
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+class Watch:
+    """Adds up what the compiler does while it is on: between ``start`` and ``stop``, as often as needed.
+
+    Args:
+        report: gives the report for the console.
+
+    """
+
+    def __init__(self, report: Callable[[], CompileReport]) -> None:
+        self._report = report
+        self.compiled: dict[str, None] = {}
+        self.left: dict[str, str] = {}
+        # Seconds spent on the first so many graphs.
+        self.marks: dict[int, float] = {}
+        # Said in the next step: the first one's backward is compiled after its forward has returned.
+        self.unsaid = False
+        # Of how many recompiles the program was warned.
+        self.told = 0
+        # Whether everything is computed by Python just now.
+        self.paused = False
+        self._totals: dict[str, float] = {"seconds": 0.0, "graphs": 0, "hits": 0, "misses": 0}
+        self._breaks: dict[str, int] = {}
+        self._recompiles: list[str] = []
+        self._seen: set[tuple[Any, Any]] = set()
+        self._running: dict[str, Any] | None = None
+
+    def start(self) -> None:
+        """Begin to add up."""
+        self._running = _snapshot()
+        self._seen.update(map(_key, utils.get_compilation_metrics()))
+
+    def stop(self) -> None:
+        """End adding up; what was counted stays."""
+        self._take()
+        self.say()
+        self._running = None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Have all parts called as they are."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def graphs(self) -> int:
+        """Return how many graphs the compiler has made in this process."""
+        return int(utils.counters["stats"]["unique_graphs"])
+
+    def new_recompiles(self) -> list[str]:
+        """Return the causes of the recompiles since the last call."""
+        known = len(self._recompiles)
+        self._take()
+        return self._recompiles[known:]
+
+    def made(self, name: str) -> None:
+        """Note that a part was compiled."""
+        self.compiled[name] = None
+        self.unsaid = True
+
+    def leave(self, name: str, reason: str) -> None:
+        """Note that a part stays Python."""
+        self.left[name] = reason
+        self.compiled.pop(name, None)
+
+    def say(self) -> None:
+        """Say on the console what was compiled, if that was not said."""
+        if self.unsaid:
+            self.unsaid = False
+            rank_zero_info(self._report().line())
+
+    @property
+    def graphs_made(self) -> int:
+        """How many graphs were made while this was on."""
+        self._take()
+        return int(self._totals["graphs"])
+
+    @property
+    def misses(self) -> int:
+        """Graphs that were in no cache on disk."""
+        self._take()
+        return int(self._totals["misses"])
+
+    def report(self, cold_seconds: Mapping[int, float]) -> CompileReport:
+        """Return what has been counted.
+
+        Args:
+            cold_seconds: what the first so many graphs took in the run that made them.
+
+        """
+        self._take()
+        seconds, graphs = self._totals["seconds"], int(self._totals["graphs"])
+        self.marks[graphs] = seconds
+        hit = bool(cold_seconds) and self._totals["hits"] > 0
+        saved = max(cold_seconds[graphs] - seconds, 0.0) if hit and graphs in cold_seconds else None
+        return CompileReport(
+            compiled=tuple(self.compiled),
+            left=dict(self.left),
+            seconds=seconds,
+            graphs=graphs,
+            graph_breaks=dict(self._breaks),
+            recompiles=tuple(self._recompiles),
+            cache_hit=hit,
+            seconds_saved=saved,
+        )
+
+    def _take(self) -> None:
+        before = self._running
+        if before is None:
+            return
+        now = self._running = _snapshot()
+        for name in self._totals:
+            # A program may reset the compiler's counters at any time.
+            self._totals[name] += now[name] - before[name] if now[name] >= before[name] else now[name]
+        for reason, count in now["breaks"].items():
+            if (new := count - before["breaks"].get(reason, 0)) > 0:
+                said = brief(reason)
+                self._breaks[said] = self._breaks.get(said, 0) + new
+        for entry in utils.get_compilation_metrics():
+            if _key(entry) in self._seen:
+                continue
+            self._seen.add(_key(entry))
+            # Training and evaluation are a graph each; one that breaks has its parts in common.
+            if entry.recompile_reason and "grad_mode" not in entry.recompile_reason:
+                self._recompiles.append(f"{entry.co_name}: {brief(_without_id(entry.recompile_reason))}")
+
+
+def _snapshot() -> dict[str, Any]:
+    counters = utils.counters
+    cache = counters["inductor"]
+    return {
+        "seconds": utils.calculate_time_spent().get("total_wall_time", 0.0),
+        "graphs": counters["stats"]["unique_graphs"],
+        "hits": cache["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
+        "misses": cache["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"],
+        "breaks": dict(counters["graph_break"]),
+    }
+
+
+def _key(entry: Any) -> tuple[Any, Any]:
+    return entry.compile_id, entry.start_time_us
+
+
+def _without_id(reason: str) -> str:
+    head, separator, rest = reason.partition(": ")
+    return rest if separator and "/" in head and " " not in head.strip() else reason
+
+
+# Where the part of a message ends that says what happened.
+_ENDS = (
+    "User Stack",
+    "User stack trace",
+    "Stack trace",
+    "Developer debug context",
+    "For more",
+    "For extended",
+    "For C++",
+    "Set TORCH",
+    "from user code",
+    "The branch condition involves",
+)
+_PLACE = re.compile(r'File "(.+?)", line (\d+), in \S+\n\s*(.+)')
+_KNOWN = {
+    "Could not guard on data-dependent expression": (
+        "A number taken from a tensor (.item(), float(), bool()) decides what comes next, which a graph cannot "
+        "wait for."
+    )
+}
+
+
+def brief(reason: str, width: int = 300) -> str:
+    """Return what one of the compiler's messages says, and the place in the user's program, in one line.
+
+    Args:
+        reason: the message.
+        width: how many characters of it, without the place.
+
+    """
+    whole = str(reason).strip()
+    text = next((said for found, said in _KNOWN.items() if found in whole), None) or _first_lines(whole)
+    if len(text) > width:
+        text = text[: width - 3] + "..."
+    places = _PLACE.findall(whole.partition("from user code:")[2])
+    if not places:
+        return text
+    file, line, code = places[-1]
+    return f"{text if text.endswith('.') else text + '.'} At {os.path.basename(file)}:{line}: {code.strip()}"
+
+
+def _first_lines(whole: str) -> str:
+    kept: list[str] = []
+    for line in map(str.strip, whole.splitlines()):
+        if line.startswith(_ENDS):
+            break
+        if line.startswith("Explanation:"):
+            line = line.removeprefix("Explanation:").strip()
+            kept[-1:] = [f"{kept[-1]}:"] if kept else []
+        if line and not line.startswith("Hint:"):
+            kept.append(line)
+    return " ".join(kept)

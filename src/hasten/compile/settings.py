@@ -1,0 +1,259 @@
+"""What ``compile=`` was told, checked: which parts of a model are compiled, and with which options."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hasten._lib.names import did_you_mean
+
+# Ours beside those of torch.compile.
+_OWN = ("regional", "cache")
+# What torch.compile takes that cannot be chosen here: one model is compiled, and where is settled by the run.
+_SETTLED = ("model", "disable", "fullgraph", "name", "isolate_recompiles")
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """How a model is compiled.
+
+    Args:
+        regional: compile the repeated blocks of the model once, and leave the rest as it is.
+        cache: keep what was compiled for the next run of the program.
+        options: for ``torch.compile``.
+        context: what an earlier ``torch.compile(model)`` of the user's stands for; used instead of ``options``.
+
+    """
+
+    regional: bool = False
+    cache: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    context: Any = None
+
+    @property
+    def backend(self) -> Any:
+        """The compiler's backend: a name, or a function of the user's."""
+        return self.options.get("backend") or "inductor"
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether steps are recorded and replayed as CUDA graphs."""
+        if self.backend == "cudagraphs":
+            return True
+        if self.backend != "inductor" or self.context is not None:
+            return False
+        inner = self.options.get("options") or {}
+        by_mode = self.options.get("mode") in ("reduce-overhead", "max-autotune")
+        return bool(inner.get("triton.cudagraphs", by_mode))
+
+    @property
+    def one_shape(self) -> bool:
+        """Whether a graph is for one shape of its inputs only: recorded, or told so."""
+        return self.cuda_graphs or self.options.get("dynamic") is False
+
+    @property
+    def recipe(self) -> str:
+        """All that decides what the compiler makes of a model, in words."""
+        options = {name: value for name, value in self.options.items() if name != "backend"}
+        return f"regional={self.regional} backend={self.backend} {sorted(options.items(), key=str)}"
+
+    def compile(self, function: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
+        """Return ``function`` compiled on its first call.
+
+        Args:
+            function: what to compile.
+            whole: raise where it cannot be one graph, instead of compiling it in parts.
+
+        """
+        if self.context is not None:
+            compiled: Callable[..., Any] = self.context(function)
+            return compiled
+        return torch.compile(function, fullgraph=whole, **self.options)
+
+
+def as_compile(owner: str, value: Any) -> CompileSettings | None:
+    """Return what ``compile=value`` asks for; None for nothing.
+
+    Args:
+        owner: "Trainer" or "Fabric", for messages.
+        value: None or False, True, "regional", or a dict of options of ``torch.compile``, which may also hold
+            ``"regional"`` and ``"cache"`` (True or False).
+
+    Returns:
+        the settings, or None.
+
+    Raises:
+        TypeError: it is something else, or an option has a type it cannot have.
+        ValueError: a word, mode or option does not exist.
+
+    Example::
+
+        >>> as_compile("Trainer", {"mode": "reduce-overhead"}).cuda_graphs
+        True
+        >>> as_compile("Trainer", False) is None
+        True
+
+    """
+    if value is None or value is False:
+        return None
+    if isinstance(value, CompileSettings):
+        return value
+    if value is True:
+        return CompileSettings()
+    if isinstance(value, str):
+        if value == "regional":
+            return CompileSettings(regional=True)
+        if value in _modes():
+            raise ValueError(
+                f"{owner}(compile={value!r}): that is a mode of torch.compile. Write compile={{'mode': {value!r}}}."
+            )
+        raise ValueError(
+            f"{owner}(compile={value!r}): use True, 'regional', or a dict of torch.compile's options."
+            + did_you_mean(value, ("regional", "True"))
+        )
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{owner}(compile={value!r}): use True, False, 'regional', or a dict of torch.compile's options, not "
+            f"{type(value).__name__}."
+        )
+    return _from_options(owner, dict(value))
+
+
+def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
+    own = {name: given.pop(name) for name in _OWN if name in given}
+    for name, value in own.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{owner}(compile={{{name!r}: {value!r}}}): use True or False.")
+    known = [name for name in inspect.signature(torch.compile).parameters if name not in _SETTLED]
+    for name in given:
+        if name in _SETTLED:
+            raise ValueError(
+                f"{owner}(compile={{{name!r}: ...}}): that is settled by the run. Leave it out; steps that cannot be "
+                "one graph are named in trainer.compile_report."
+            )
+        if name not in known:
+            near = did_you_mean(name, (*known, *_OWN)) or _as_inner_option(name)
+            raise ValueError(
+                f"{owner}(compile={{{name!r}: ...}}): torch.compile has no such option.{near} "
+                f"Known: {', '.join((*known, *_OWN))}."
+            )
+    mode, inner = given.get("mode"), given.get("options")
+    if mode is not None and inner:
+        raise ValueError(
+            f"{owner}(compile={{'mode': {mode!r}, 'options': ...}}): torch.compile takes one of the two. A mode is a "
+            "set of options: torch._inductor.list_mode_options() shows them."
+        )
+    if mode is not None and mode not in _modes():
+        raise ValueError(
+            f"{owner}(compile={{'mode': {mode!r}}}): torch.compile has the modes "
+            f"{', '.join(map(repr, _modes()))}.{did_you_mean(str(mode), _modes())}"
+        )
+    if inner is not None and not isinstance(inner, Mapping):
+        raise TypeError(f"{owner}(compile={{'options': {inner!r}}}): use a dict of the backend's options.")
+    _check_backend(owner, given.get("backend"))
+    if given.get("backend") in (None, "inductor"):
+        _check_inner(owner, inner or {})
+    return CompileSettings(options=given, **own)
+
+
+def _as_inner_option(name: str) -> str:
+    from torch._inductor import list_options
+
+    return f" Did you mean {{'options': {{{name!r}: ...}}}}?" if name in list_options() else ""
+
+
+def _check_inner(owner: str, inner: Mapping[str, Any]) -> None:
+    if not inner:
+        return
+    from torch._inductor import list_options
+
+    known = set(list_options())
+    for name in inner:
+        if str(name).replace("-", "_") not in known:
+            raise ValueError(
+                f"{owner}(compile={{'options': {{{name!r}: ...}}}}): inductor has no such option."
+                f"{did_you_mean(str(name), known)} torch._inductor.list_options() lists them."
+            )
+
+
+def _check_backend(owner: str, backend: Any) -> None:
+    if backend is None or callable(backend):
+        return
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(
+            f"{owner}(compile={{'backend': {backend!r}}}): use one of {', '.join(map(repr, known))}, or a function."
+            f"{did_you_mean(str(backend), known)}"
+        )
+
+
+def _modes() -> list[str]:
+    from torch._inductor import list_mode_options
+
+    return list(list_mode_options())
+
+
+def check_possible(owner: str, settings: CompileSettings, device: torch.device) -> None:
+    """Check that what was asked for works on this machine.
+
+    Args:
+        owner: "Trainer" or "Fabric", for messages.
+        settings: what was asked for.
+        device: the device of this process.
+
+    Raises:
+        ValueError: this Python, machine or device cannot do it; the message names the nearest that works.
+
+    Example::
+
+        >>> check_possible("Trainer", CompileSettings(options={"mode": "reduce-overhead"}), torch.device("cpu"))
+        Traceback (most recent call last):
+        ...
+        ValueError: Trainer(compile={'mode': 'reduce-overhead'}) records CUDA graphs, which need a CUDA device; ...
+
+    """
+    from torch._dynamo.eval_frame import check_if_dynamo_supported
+
+    try:
+        check_if_dynamo_supported()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{owner}(compile=...): torch {torch.__version__} cannot compile under Python "
+            f"{sys.version.split()[0]}: {error} Leave compile out."
+        ) from None
+    if settings.cuda_graphs and device.type != "cuda":
+        asked = {
+            name: settings.options[name]
+            for name in ("mode", "options", "backend")
+            if name in settings.options
+        }
+        nearest = {"mode": "max-autotune-no-cudagraphs"} if asked.get("mode") == "max-autotune" else True
+        raise ValueError(
+            f"{owner}(compile={asked}) records CUDA graphs, which need a CUDA device; this run is on {device.type!r}. "
+            f"Use compile={nearest}, which compiles for this device."
+        )
+    if settings.backend == "inductor" and settings.context is None and device.type == "cpu":
+        _check_compiler(owner)
+
+
+def _check_compiler(owner: str) -> None:
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        compiler = get_cpp_compiler()
+        found = shutil.which(compiler) is not None
+    except Exception:  # torch raises several kinds, one of them its own.
+        compiler, found = str(config.cpp.cxx), False
+    if not found:
+        raise ValueError(
+            f"{owner}(compile=...): there is no C++ compiler on PATH, and torch.compile needs one on the CPU. Install "
+            "g++ or clang++ (apt install g++, conda install cxx-compiler) or name one in the environment variable "
+            "CXX; or leave compile out. batching='length' and precision='bf16-mixed' need no compiler."
+        )

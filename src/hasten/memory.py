@@ -1,0 +1,283 @@
+"""Activation checkpointing: the repeated blocks of a module compute in backward what they did not keep in forward."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+HOW = ("selective", "full")
+
+# Buffers of a block up to this size are remembered before each forward; larger ones once they are known to change.
+_SMALL_BYTES = 1 << 20
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a module repeats: those of one class in an ``nn.ModuleList`` or ``nn.Sequential``.
+
+    Args:
+        module: any module. Single layers (``nn.Linear``) are no blocks, and blocks within blocks belong to those.
+
+    Returns:
+        the blocks in their order, each once; an empty list where nothing is repeated.
+
+    Example::
+
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16)
+        >>> len(repeated_blocks(nn.TransformerEncoder(layer, num_layers=3)))
+        3
+        >>> repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+        []
+
+    """
+    found: dict[int, nn.Module] = {}
+
+    def visit(parent: nn.Module) -> None:
+        repeated: set[int] = set()
+        if isinstance(parent, (nn.ModuleList, nn.Sequential)):
+            blocks = [child for child in parent if _is_block(child)]
+            kinds = Counter(type(block) for block in blocks)
+            repeated = {id(block) for block in blocks if kinds[type(block)] > 1}
+            found.update({id(block): block for block in blocks if id(block) in repeated})
+        for child in parent.children():
+            if id(child) not in repeated:
+                visit(child)
+
+    visit(module)
+    return list(found.values())
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+@contextmanager
+def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
+    """Have the repeated blocks of a module recompute in backward what they would keep, as long as this is open.
+
+    Results stay the same, dropout included: the random generators are put back for the second computation, and so are
+    buffers that the first one changed (running statistics). Keys of the state and classes do not change.
+
+    Args:
+        module: the module, on its device.
+        how: "selective" keeps the results of matrix products, convolutions and attention, which are dear, and computes
+            the rest again; "full" keeps only what goes into each block, and costs one more forward.
+
+    Yields:
+        the number of blocks.
+
+    Raises:
+        ValueError: ``how`` is something else, or the module repeats no block.
+
+    Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; `PyTorch, torch.utils.checkpoint
+    <https://docs.pytorch.org/docs/stable/checkpoint.html>`_.
+
+    Example::
+
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16)
+        >>> model = nn.TransformerEncoder(layer, num_layers=3)
+        >>> with recomputed(model, "full") as blocks:
+        ...     model(torch.ones(4, 1, 8)).sum().backward()
+        >>> blocks
+        3
+
+    """
+    if how not in HOW:
+        raise ValueError(f"memory={how!r}: use {' or '.join(map(repr, HOW))}.")
+    blocks = repeated_blocks(module)
+    if not blocks:
+        raise ValueError(f"memory={how!r}: {nothing_repeated(module)}")
+    before = [block.__dict__.get("forward") for block in blocks]
+    for block, own in zip(blocks, before, strict=True):
+        # In the instance's own dictionary: neither its class nor the names of its parts change.
+        block.__dict__["forward"] = _Recomputed(block, own, selective=how == "selective")
+    try:
+        yield len(blocks)
+    finally:
+        for block, own in zip(blocks, before, strict=True):
+            if own is None:
+                block.__dict__.pop("forward", None)
+            else:
+                block.__dict__["forward"] = own
+
+
+def nothing_repeated(module: nn.Module) -> str:
+    """Say that a module has no blocks to recompute, and what works instead."""
+    return (
+        f"{type(module).__name__} repeats no block: recomputing pays for blocks of one class in an nn.ModuleList or "
+        "nn.Sequential. Use micro_batch='auto' to compute fewer samples at once."
+    )
+
+
+class _Recomputed:
+    """The forward of one block, computed again in backward.
+
+    An object, not a function: a deep copy of the module gets one that calls the copied block.
+    """
+
+    def __init__(self, block: nn.Module, own: Callable[..., Any] | None, *, selective: bool) -> None:
+        self.block = block
+        self.own = own
+        self.selective = selective
+        # Which buffers a forward was seen to change, once one was watched.
+        self.changing: set[tuple[int, str]] = set()
+        self.watched = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self.block
+        function = self.own if self.own is not None else functools.partial(type(block).forward, block)
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        args, kwargs, holds_more = _without_cache(args, kwargs)
+        if holds_more:
+            return function(*args, **kwargs)
+        # The compiler keeps what is written to buffers apart from what it computes again.
+        buffers = [] if torch.compiler.is_compiling() else _buffers(block)
+        if not buffers and self.selective:
+            return checkpoint(function, *args, use_reentrant=False, context_fn=_selective, **kwargs)
+        if not buffers:
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return self._with_buffers(function, buffers, args, kwargs)
+
+    def _with_buffers(
+        self,
+        function: Callable[..., Any],
+        buffers: list[tuple[nn.Module, str, Tensor]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Compute with buffers that may change: the second computation must begin with those of the first."""
+        all_small = sum(tensor.nbytes for _, _, tensor in buffers) <= _SMALL_BYTES
+        versions = [tensor._version for _, _, tensor in buffers]
+        kept = {
+            (id(owner), name): (owner, name, tensor.clone())
+            for owner, name, tensor in buffers
+            if all_small or not self.watched or (id(owner), name) in self.changing
+        }
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            first, second = _selective() if self.selective else (nullcontext(), nullcontext())
+            return first, _AsBefore(kept, second)
+
+        output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        for (owner, name, tensor), version in zip(buffers, versions, strict=True):
+            key = (id(owner), name)
+            if owner._buffers.get(name) is tensor and not may_have_changed(owner, tensor, version):
+                # Unchanged: the second computation may read the buffer itself.
+                kept.pop(key, None)
+            else:
+                self.changing.add(key)
+        self.watched = True
+        return output
+
+
+def may_have_changed(owner: nn.Module, buffer: Tensor, version: int) -> bool:
+    """Say whether a buffer may have been written to since it had ``version``."""
+    # The running statistics of normalisation are written to past the count of versions.
+    return buffer._version != version or isinstance(owner, nn.modules.batchnorm._NormBase)
+
+
+class _AsBefore:
+    """Compute with buffers as they were, and leave those that are there now alone."""
+
+    def __init__(
+        self, kept: dict[tuple[int, str], tuple[nn.Module, str, Tensor]], inner: AbstractContextManager[Any]
+    ) -> None:
+        self.kept, self.inner = kept, inner
+
+    def __enter__(self) -> None:
+        self.now = [(owner, name, owner._buffers[name]) for owner, name, _ in self.kept.values()]
+        for owner, name, tensor in self.kept.values():
+            owner._buffers[name] = tensor
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        for owner, name, tensor in self.now:
+            owner._buffers[name] = tensor
+        return self.inner.__exit__(*error)
+
+
+def _buffers(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [
+        (owner, name, tensor)
+        for owner in block.modules()
+        for name, tensor in owner._buffers.items()
+        if tensor is not None
+    ]
+
+
+def _without_cache(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Leave out caches of keys and values, which a decoder fills in passing: the second computation would find them.
+
+    Returns the arguments, and whether a cache holds something already, so that it cannot be left out.
+    """
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not caches:
+        return args, kwargs, False
+    if any(cache.get_seq_length() for cache in caches):
+        return args, kwargs, True
+    args = tuple(None if _is_cache(value) else value for value in args)
+    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
+    return args, kwargs, False
+
+
+def _is_cache(value: Any) -> bool:
+    return not isinstance(value, Tensor) and hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+# -- what is kept
+
+
+def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    first, second = create_selective_checkpoint_contexts(_policy)
+    return first, second
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if op in _dear() and not _draws_numbers(op, args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@functools.cache
+def _dear() -> frozenset[Any]:
+    """Return the operations whose results are kept."""
+    aten = torch.ops.aten
+    packets = (
+        "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )  # fmt: skip
+    found = [getattr(aten, name).default for name in packets if hasattr(aten, name)]
+    flex = getattr(torch.ops.higher_order, "flex_attention", None)
+    return frozenset(found if flex is None else [*found, flex])
+
+
+def _draws_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether attention drops out: left out the second time, it would shift the numbers of all that follows."""
+    place = _place_of_dropout(op)
+    if place is None:
+        return False
+    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+@functools.cache
+def _place_of_dropout(op: Any) -> int | None:
+    schema = getattr(op, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return names.index("dropout_p") if "dropout_p" in names else None

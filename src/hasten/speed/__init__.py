@@ -1,0 +1,1 @@
+"""Levers that make training fast, and the advisor that measures them."""

@@ -1,0 +1,378 @@
+"""What the advisor found: rows, the line to write, as text, JSON and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hasten._lib.optional import need
+from hasten.speed.levers import CONSENT, SAFETY, Lever
+
+WIDTH = 100
+# What a row may say, best first.
+WINS, NO_GAIN, SLOWER, NEVER_PAYS = "wins", "no gain", "slower", "pays back too late"
+WRONG, REFUSED, FAILED, NOT_HERE, ALREADY_ON = "wrong", "refused", "failed", "not here", "already on"
+NEEDED, NO_TIME = "needed", "no time"
+_COLOURS = {WINS: "#2f6fb5", CONSENT: "#c98b2b"}
+_GREY = "#8a8f98"
+_MIB = 2**20
+
+
+@dataclass
+class Row:
+    """What was found about a lever, or about several at once.
+
+    Args:
+        name: of the lever; several are joined by " + ".
+        line: what to write.
+        safety: "same maths", "same up to rounding" or "changes the maths: needs consent".
+        verdict: "wins", "no gain", "slower", "pays back too late", "wrong" (its losses are not those of the
+            unchanged program), "refused" (it cannot be on here), "failed", "not here", "already on", "needed"
+            (nothing runs without it) or "no time" (the budget was spent).
+        reason: more about the verdict.
+        speed: how many times as fast as the unchanged program; None where it was not measured.
+        low: lower quartile of the turns.
+        high: upper quartile.
+        step_seconds: of a step.
+        samples_per_second: None where batches do not tell their size.
+        memory_bytes: the most that was held, of the device or of the process where that is the CPU.
+        one_time_seconds: what starting cost more than without the lever: compiling, loading.
+        break_even_steps: after so many steps that is won back.
+        loss_deviation: how far the losses are from the unchanged ones.
+        loss_noise: how far they may be.
+        faults_per_step: pages of memory the operating system made anew.
+        mfu: useful operations a second as a share of the measured peak of the type computed in.
+        useful_tokens: share of the tokens in its batches that are no padding; None without an ``attention_mask``.
+
+    """
+
+    name: str
+    line: str
+    safety: str
+    verdict: str
+    reason: str = ""
+    speed: float | None = None
+    low: float | None = None
+    high: float | None = None
+    step_seconds: float | None = None
+    samples_per_second: float | None = None
+    memory_bytes: int | None = None
+    one_time_seconds: float | None = None
+    break_even_steps: float | None = None
+    loss_deviation: float | None = None
+    loss_noise: float | None = None
+    faults_per_step: float | None = None
+    mfu: float | None = None
+    useful_tokens: float | None = None
+
+    @property
+    def wins(self) -> bool:
+        """Whether it pays."""
+        return self.verdict == WINS
+
+
+@dataclass
+class Line:
+    """A line to write.
+
+    Args:
+        safety: the least safe of its levers.
+        line: what to write.
+        levers: their names.
+        speed: how many times as fast as the unchanged program, measured with all of them.
+
+    """
+
+    safety: str
+    line: str
+    levers: list[str]
+    speed: float
+
+
+@dataclass
+class Advice:
+    """The outcome of ``hasten advise`` and ``Trainer.advise``.
+
+    Args:
+        program: what was measured.
+        unchanged: the program as it is.
+        rows: every lever by itself.
+        combinations: levers together, as they were tried.
+        lines: what to write, safest first; each contains the one before.
+        winners: names of the levers of the best line that needs no consent.
+        arguments: its Trainer arguments.
+        facts: device, model and data.
+        parts: seconds of a step by where they go.
+        notes: what else is worth knowing, in sentences.
+        noise: by how much the unchanged program differs from itself; 0.1 for a tenth.
+        rounds: turns of each.
+        steps: of each turn.
+        seconds: how long all of it took.
+
+    Example::
+
+        >>> unchanged = Row("unchanged", "", "same maths", "reference", speed=1.0)
+        >>> row = Row("compile", "L.Trainer(..., compile=True)", "same up to rounding", "slower", speed=0.8)
+        >>> advice = Advice("train.py", unchanged, [row])
+        >>> advice.line
+        ''
+        >>> print(advice.table().splitlines()[-1])
+        Nothing pays here: leave the program as it is.
+
+    """
+
+    program: str
+    unchanged: Row
+    rows: list[Row]
+    combinations: list[Row] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+    winners: list[str] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    noise: float = 0.0
+    rounds: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+    @property
+    def line(self) -> str:
+        """The best line that needs no consent; empty if nothing pays."""
+        return next((found.line for found in reversed(self.lines) if found.safety != CONSENT), "")
+
+    def row(self, name: str) -> Row:
+        """Return the row of a lever.
+
+        Raises:
+            KeyError: there is none of this name.
+
+        """
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"{name!r}: measured were {', '.join(row.name for row in self.rows)}.")
+
+    def to_json(self) -> str:
+        """Return all of it as JSON."""
+        whole = {**dataclasses.asdict(self), "line": self.line}
+        return json.dumps(whole, indent=2, default=str) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Advice:
+        """Return what ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text is something else.
+
+        """
+        try:
+            found = json.loads(text)
+            found.pop("line", None)
+            for name in ("rows", "combinations"):
+                found[name] = [Row(**row) for row in found[name]]
+            return cls(
+                **{
+                    **found,
+                    "unchanged": Row(**found["unchanged"]),
+                    "lines": [Line(**line) for line in found["lines"]],
+                }
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"this is no advice: {error}") from error
+
+    def table(self) -> str:
+        """Return all of it as plain text, at most 100 columns wide."""
+        rule = "-" * WIDTH
+        body = [_table_line(row) for row in [self.unchanged, *self._ordered(self.rows)]]
+        lines = [*self._head(), rule, _HEADS, rule, *body]
+        together = self._ordered(self.combinations)
+        if together:
+            lines += [rule, "together", *(_table_line(row) for row in together)]
+        lines.append(rule)
+        for row in [*self._ordered(self.rows), *together]:
+            if row.reason:
+                first = row.reason.splitlines()[0] if row.verdict in (REFUSED, FAILED) else row.reason
+                lines += _wrapped(f"{row.name}: {row.verdict}: {first}")
+        for note in self.notes:
+            lines += _wrapped(note)
+        return "\n".join([*lines, rule, *self._what_to_write()])
+
+    def draw(self, path: str | os.PathLike[str]) -> Path:
+        """Draw a bar for each lever that was measured, as long as it is fast.
+
+        Args:
+            path: of the picture; its ending says the format.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+
+        """
+        purpose = "the bar chart of `hasten advise`"
+        # Made without pyplot: no window, no global state, whatever backend is set.
+        figure_class = need("matplotlib.figure", purpose=purpose).Figure
+        canvas_class = need("matplotlib.backends.backend_agg", purpose=purpose).FigureCanvasAgg
+        measured = [row for row in [*self._ordered(self.rows), *self.combinations] if row.speed is not None]
+        bars = [self.unchanged, *measured]
+        figure = figure_class(figsize=(9.0, 1.6 + 0.42 * len(bars)), layout="constrained")
+        canvas_class(figure)
+        axes = figure.add_subplot()
+        places = list(range(len(bars)))
+        speeds = [row.speed or 1.0 for row in bars]
+        spread = [
+            [max(0.0, speed - (row.low or speed)) for row, speed in zip(bars, speeds, strict=True)],
+            [max(0.0, (row.high or speed) - speed) for row, speed in zip(bars, speeds, strict=True)],
+        ]
+        colours = [_colour(row) if row is not self.unchanged else _GREY for row in bars]
+        axes.barh(places, speeds, xerr=spread, color=colours, height=0.66, ecolor="#444444", capsize=2)
+        axes.set_yticks(places, ["\n".join(textwrap.wrap(row.name, 44)) for row in bars])
+        axes.invert_yaxis()
+        axes.axvline(1.0, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
+        axes.set_xlim(0, max(a + b for a, b in zip(speeds, spread[1], strict=True)) * 1.45)
+        for place, row, speed, more in zip(places, bars, speeds, spread[1], strict=True):
+            text = "unchanged" if row is self.unchanged else f"{_times(speed)}   {row.verdict}"
+            axes.annotate(
+                text,
+                (speed + more, place),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9,
+            )
+        axes.set_xlabel(
+            "times as fast as the unchanged program (bars: median of the turns; marks: quartiles)"
+        )
+        axes.set_title("\n".join(textwrap.wrap(self._title(), 100)), fontsize=9, loc="left")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        notes = [
+            self._hardware(),
+            "orange: changes the maths",
+            *(f"write, {line.safety}, {_times(line.speed)}: {line.line}" for line in self.lines),
+        ]
+        figure.supxlabel(
+            "\n".join(part for note in notes for part in textwrap.wrap(note, 125)),
+            fontsize=7.5,
+            color="#555555",
+            x=0.01,
+            ha="left",
+        )
+        figure.savefig(path, dpi=144)
+        return Path(path)
+
+    def write(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write ``advice.txt``, ``advice.json`` and ``advice.png`` to a folder, which is created; return them.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            OSError: the folder cannot be written to.
+
+        """
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        text, data = target / "advice.txt", target / "advice.json"
+        text.write_text(self.table() + "\n", encoding="utf-8")
+        data.write_text(self.to_json(), encoding="utf-8")
+        return [text, data, self.draw(target / "advice.png")]
+
+    # -- parts of the table
+
+    def _ordered(self, rows: Iterable[Row]) -> list[Row]:
+        """Return rows safest first; the order in which they were tried within a class."""
+        return sorted(rows, key=lambda row: SAFETY.index(row.safety))
+
+    def _title(self) -> str:
+        each = f"{self.rounds} turns of {self.steps} steps each"
+        return f"advise {self.program}: {each}, in turns with the unchanged program"
+
+    def _hardware(self) -> str:
+        facts = self.facts
+        threads = f", {facts['threads']} threads" if facts.get("device_type") == "cpu" else ""
+        return (
+            f"{facts.get('device', 'unknown device')}{threads}; torch {facts.get('torch', '?')}, "
+            f"hasten {facts.get('hasten', '?')}"
+        )
+
+    def _head(self) -> list[str]:
+        lines = _wrapped(self._title()) + _wrapped(self._hardware())
+        total = sum(self.parts.values())
+        if total:
+            shares = [
+                (part, seconds / total) for part, seconds in self.parts.items() if seconds / total >= 0.005
+            ]
+            shares.sort(key=lambda share: -share[1])
+            lines += _wrapped(
+                "Where a step goes: " + ", ".join(f"{part} {share:.0%}" for part, share in shares)
+            )
+        return lines
+
+    def _what_to_write(self) -> list[str]:
+        if not self.lines:
+            return ["Nothing pays here: leave the program as it is."]
+        lines = ["Write, safest first:"]
+        for found in self.lines:
+            lines += [
+                f"  {_times(found.speed)} {found.safety}:",
+                *_wrapped(f"      {found.line}", "          "),
+            ]
+        return lines
+
+
+# "start s": seconds that starting takes longer than in the unchanged program: compiling, loading.
+_HEADS = (
+    f"{'':<22}{'verdict':<18}{'speed':>6} {'quartiles':>11}{'ms/step':>10}{'samples/s':>10}{'MiB':>7}"
+    f"{'start s':>8}{'MFU':>7}"
+)
+
+
+def _table_line(row: Row) -> str:
+    speed = "" if row.speed is None else _times(row.speed)
+    spread = "" if row.low is None or row.high is None else f"{row.low:.2f}-{row.high:.2f}"
+    each = "" if row.step_seconds is None else f"{1000 * row.step_seconds:,.2f}"
+    samples = "" if row.samples_per_second is None else f"{row.samples_per_second:,.0f}"
+    memory = "" if row.memory_bytes is None else f"{row.memory_bytes / _MIB:,.0f}"
+    start = "" if row.one_time_seconds is None else f"{row.one_time_seconds:+.1f}"
+    used = "" if row.mfu is None else f"{row.mfu:.1%}"
+    name = textwrap.wrap(row.name, 21) or [""]
+    head = (
+        f"{name[0]:<22}{row.verdict:<18}{speed:>6} {spread:>11}{each:>10}{samples:>10}{memory:>7}{start:>8}{used:>7}"
+    ).rstrip()
+    return "\n".join([head, *(f"  {part}" for part in name[1:])])
+
+
+def _wrapped(text: str, indent: str = "    ") -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False) or [""]
+
+
+def _times(speed: float) -> str:
+    return f"{speed:.{2 if speed < 10 else 1 if speed < 100 else 0}f}x"
+
+
+def _colour(row: Row) -> str:
+    if row.safety == CONSENT and row.wins:
+        return _COLOURS[CONSENT]
+    return _COLOURS.get(row.verdict, _GREY)
+
+
+def composed(levers: Sequence[Lever]) -> str:
+    """Return one line for several levers: their Trainer arguments together, then what is no argument.
+
+    Example::
+
+        >>> from hasten.speed.levers import choose
+        >>> composed(choose(["kept memory", "fused optimizer"]))
+        'L.Trainer(..., allocator="keep", fused_optimizer=True)'
+
+    """
+    ours = [
+        lever for lever in levers if lever.line.startswith("L.Trainer(..., ") and lever.line.endswith(")")
+    ]
+    inside = ", ".join(lever.line.removeprefix("L.Trainer(..., ").removesuffix(")") for lever in ours)
+    others = [lever.line for lever in levers if lever not in ours]
+    return "; ".join([*([f"L.Trainer(..., {inside})"] if inside else []), *others])

@@ -1,0 +1,464 @@
+"""The advisor: measures every lever on the user's own program, in turns with it, and says what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from hasten.speed import advice as words
+from hasten.speed.advice import Advice, Line, Row, composed
+from hasten.speed.figures import figures, one_time_seconds
+from hasten.speed.levers import CONSENT, FITTING, ROUNDING, SAFETY, SAME, Lever, choose
+from hasten.speed.notes import notes
+from hasten.speed.plan import AdviceError, Plan, by_promise
+from hasten.speed.race import Races, Start, TrialError, Variant, costs, scratch_folder
+from hasten.speed.verdict import Speed, compare, judge_losses, noise_of, verdict_on_speed
+
+# A lever that loses alone may win beside others, unless it loses by more than this.
+HOPELESS = 0.5
+# Seconds a turn lasts, unless told otherwise, and the steps it then may have.
+_TURN_SECONDS = 1.0
+_FEWEST, _MOST = 3, 50
+_FIRST_LOOK = 3
+# A start this much longer than the unchanged one's may as well be chance.
+_ONE_TIME_SECONDS = 0.2
+# Share of the free memory that trials held at once may fill.
+_OF_FREE_MEMORY = 0.6
+_MOST_TOGETHER = 8
+# Shares of a budget: when no more levers are begun, and what is left for the lines to write.
+_FOR_LEVERS_ALONE, _FOR_THE_LAST_RACE = 0.65, 0.15
+
+Say = Callable[[str], None]
+__all__ = ["AdviceError", "MakeStart", "Plan", "measure"]
+
+# folder of the trials -> what starts one
+MakeStart = Callable[[Any], Start]
+
+
+def measure(
+    make_start: MakeStart,
+    program: str,
+    *,
+    levers: Iterable[Lever | str] | None = None,
+    plan: Plan | None = None,
+    say: Say = lambda line: None,
+) -> Advice:
+    """Measure levers on a program.
+
+    Args:
+        make_start: given a folder for what trials write, returns what starts a trial.
+        program: what to call it.
+        levers: which, by name or as objects; all by default.
+        plan: how much.
+        say: told what is being done, a line each.
+
+    Returns:
+        What was found. Nothing of the trials is left, whether this returns or raises.
+
+    Raises:
+        AdviceError: the unchanged program cannot be measured.
+        ValueError: a lever does not exist.
+
+    """
+    plan, chosen = plan or Plan(), choose(levers)
+    for lever in chosen:
+        # Found out before the first process starts.
+        _ = lever.place
+    with scratch_folder() as scratch:
+        races = Races(
+            make_start(scratch),
+            scratch,
+            rounds=plan.rounds,
+            warm_up=plan.warm_up,
+            timeout_seconds=plan.timeout_seconds,
+        )
+        try:
+            return _Advisor(races, plan, program, say).advise(chosen)
+        finally:
+            races.close()
+
+
+class _Advisor:
+    """One measurement, from the first look to the line to write."""
+
+    def __init__(self, races: Races, plan: Plan, program: str, say: Say) -> None:
+        self._races, self._plan, self._program, self._say = races, plan, program, say
+        self._facts: dict[str, Any] = {}
+        self._given: dict[str, str] = {}
+        self._parts: dict[str, float] = {}
+        self._steps_planned: float | None = None
+        self._steps = plan.steps or _FEWEST
+        self._noise = 0.0
+        self._other_losses: list[list[float]] = []
+        self._combinations: list[Row] = []
+        # The unchanged program as it was measured first, and how much faster the levers kept are by now.
+        self._unchanged, self._speed_so_far = Variant(), 1.0
+        self._tokens_per_sample: float | None = None
+        self._step_seconds = self._start_seconds = 0.0
+        self._until, self._seeds = math.inf, plan.seeds
+
+    def advise(self, levers: Sequence[Lever]) -> Advice:
+        began = time.monotonic()
+        self._until = began + (self._plan.budget_seconds or math.inf)
+        self._look(FITTING in levers)
+        rows = {lever.name: row for lever in levers if (row := self._unfit(lever)) is not None}
+        racing = [lever for lever in levers if lever.name not in rows]
+        self._keep_to_the_budget(len(racing))
+        unchanged = self._race_alone(racing, rows)
+        by_name = {lever.name: lever for lever in racing}
+        kept: list[Lever] = []
+        if self._plan.combine:
+            kept = self._combine(by_name, rows)
+        else:
+            best = [row for row in rows.values() if row.wins and row.safety != CONSENT]
+            kept = [by_name[row.name] for row in sorted(best, key=_by_speed)[:1]]
+        lines, kept = self._lines(kept, rows)
+        safe = [*self._races.always, *(lever for lever in kept if lever.safety != CONSENT)]
+        plain = self._unchanged_row(unchanged)
+        return Advice(
+            program=self._program,
+            unchanged=plain,
+            rows=[rows[lever.name] for lever in levers],
+            combinations=self._combinations,
+            lines=lines,
+            winners=[lever.name for lever in safe],
+            arguments={name: value for lever in safe for name, value in lever.arguments.items()},
+            facts=self._facts,
+            parts=self._parts,
+            notes=notes(self._facts, plain, rows, noise=self._noise, has_losses=bool(unchanged.losses)),
+            noise=round(self._noise, 4),
+            rounds=self._races.rounds,
+            steps=self._steps,
+            seconds=round(time.monotonic() - began, 1),
+        )
+
+    # -- the unchanged program
+
+    def _look(self, may_split: bool) -> None:
+        """Find out about device, model and data, and how long a step takes.
+
+        Args:
+            may_split: where batches do not fit into memory, let every variant split them.
+
+        """
+        self._say("looking at the unchanged program")
+        try:
+            self._look_at(Variant(looks=True))
+        except TrialError as error:
+            if not may_split or not _is_out_of_memory(error):
+                raise AdviceError(_explained(error)) from None
+            self._say(f"it runs out of memory; all of the following is measured with {FITTING.line}")
+            self._races.always = (FITTING,)
+            try:
+                self._look_at(Variant(looks=True))
+            except TrialError as again:
+                raise AdviceError(_explained(again)) from None
+            self._facts["memory_ran_out"] = True
+
+    def _look_at(self, variant: Variant) -> None:
+        began = time.monotonic()
+        contestant = self._races.enter(variant)
+        try:
+            contestant.at_fit()
+            self._start_seconds = time.monotonic() - began
+            prepared = contestant.prepare()
+            # A step of seconds tells enough by itself.
+            turn = contestant.turn(1 if prepared.step_seconds[-1] > _TURN_SECONDS else _FIRST_LOOK)
+            if self._plan.steps is None:
+                wanted = math.ceil(_TURN_SECONDS / max(turn.seconds / turn.steps, 1e-9))
+                self._steps = min(_MOST, max(_FEWEST, wanted))
+            if turn.seconds < _TURN_SECONDS:
+                turn = contestant.turn(self._steps)
+            self._facts = contestant.examine()
+        finally:
+            self._races.leave(contestant)
+        self._facts.pop("event", None)
+        self._step_seconds = turn.seconds / turn.steps
+        self._start_seconds += max(0.0, prepared.seconds - prepared.steps * self._step_seconds)
+        self._given = variant.given
+        self._parts = {part: seconds / turn.steps for part, seconds in turn.parts.items() if seconds}
+        self._steps_planned = turn.steps_planned
+        free = self._facts.get("free_bytes")
+        room = _MOST_TOGETHER if free is None else int(free * _OF_FREE_MEMORY // max(1, turn.memory_bytes))
+        self._races.together = max(1, min(_MOST_TOGETHER, room))
+
+    def _keep_to_the_budget(self, levers: int) -> None:
+        # Processes start beside one another.
+        start = self._start_seconds / (os.cpu_count() or 1)
+        self._races.rounds, self._steps, self._races.warm_up = self._plan.shortened(
+            self._steps,
+            variants=2 + self._plan.seeds + levers if levers else 1,
+            step_seconds=self._step_seconds,
+            start_seconds=start,
+        )
+        # Where not even that fits, the noise of the losses is left to their own spread.
+        self._seeds = 0 if self._races.warm_up < self._plan.warm_up and self._steps == 1 else self._plan.seeds
+
+    def _is_late(self, share: float) -> bool:
+        """Say whether less than ``share`` of the budget is left."""
+        return time.monotonic() > self._until - share * (self._plan.budget_seconds or 0.0)
+
+    def _unfit(self, lever: Lever) -> Row | None:
+        """Return the row of a lever that need not be measured; None for the others."""
+        row = Row(lever.name, lever.line, lever.safety, words.NOT_HERE)
+        if lever in self._races.always:
+            reason = "the unchanged program runs out of memory: all others are measured with it"
+            return dataclasses.replace(row, verdict=words.NEEDED, reason=reason)
+        set_already = [name for name in lever.arguments if name in self._given]
+        if lever.arguments and len(set_already) == len(lever.arguments):
+            shown = ", ".join(f"{name}={self._given[name]}" for name in set_already)
+            same = all(self._given[name] == repr(lever.arguments[name]) for name in set_already)
+            return dataclasses.replace(
+                row, verdict=words.ALREADY_ON if same else words.NOT_HERE, reason=f"the program says {shown}"
+            )
+        why = lever.applies(self._facts)
+        return None if why is None else dataclasses.replace(row, reason=why)
+
+    # -- levers one by one
+
+    def _race_alone(self, levers: Sequence[Lever], rows: dict[str, Row]) -> Variant:
+        """Measure each lever by itself; add its row."""
+        first, again = Variant(), Variant()
+        seeds = [Variant(seed=seed) for seed in range(1, self._seeds + 1)]
+        # The noise is for levers to be judged by.
+        lot = [first, again, *seeds] if levers else [first]
+        waiting = list(levers) if self._plan.budget_seconds is None else by_promise(levers)
+        pairs: list[tuple[Variant, Lever, Variant]] = []
+        unchanged = first
+        while lot or waiting:
+            if not lot and self._is_late(1 - _FOR_LEVERS_ALONE):
+                for lever in waiting:
+                    rows[lever.name] = Row(lever.name, lever.line, lever.safety, words.NO_TIME)
+                break
+            if not lot:
+                unchanged = Variant()
+                lot = [unchanged]
+            room = max(1, self._races.together - len(lot))
+            if unchanged is first and len(lot) >= self._races.together:
+                room = 0
+            for lever in waiting[:room]:
+                variant = Variant(levers=(lever,))
+                lot.append(variant)
+                pairs.append((unchanged, lever, variant))
+            del waiting[:room]
+            self._say("measuring " + ", ".join(dict.fromkeys(variant.name for variant in lot)))
+            self._races.run(lot, self._steps)
+            self._require(unchanged)
+            lot = []
+        self._unchanged = first
+        tokens, samples = (
+            sum(getattr(turn, name) or 0 for each in (first, again, *seeds) for turn in each.turns)
+            for name in ("tokens", "samples")
+        )
+        self._tokens_per_sample = tokens / samples if tokens and samples else None
+        if again.turns and again.error is None:
+            self._noise = noise_of(compare(*costs(first, again)))
+        self._other_losses = [each.losses for each in (again, *seeds) if each.error is None and each.losses]
+        for beside, lever, variant in pairs:
+            rows[lever.name] = self._judge(variant, beside)
+        return first
+
+    def _require(self, unchanged: Variant) -> None:
+        if unchanged.error is not None:
+            raise AdviceError(_explained(unchanged.error))
+
+    def _judge(self, variant: Variant, unchanged: Variant, speed: Speed | None = None) -> Row:
+        """Return the row of a variant that was measured beside the unchanged program.
+
+        Args:
+            variant: what was measured.
+            unchanged: what its losses are compared with, and its speed unless that is given.
+            speed: how many times as fast as the unchanged program, where it was measured beside another variant.
+
+        """
+        safety = max((lever.safety for lever in variant.levers), key=SAFETY.index, default=SAME)
+        row = Row(variant.name, composed(variant.levers), safety, words.FAILED)
+        if variant.error is not None:
+            verdict = words.REFUSED if variant.error.refused else words.FAILED
+            return dataclasses.replace(row, verdict=verdict, reason=variant.error.text)
+        losses = judge_losses(unchanged.losses, self._other_losses, variant.losses, safety=safety)
+        if speed is None:
+            speed = compare(*costs(unchanged, variant))
+        row = dataclasses.replace(
+            row,
+            speed=speed.median,
+            low=speed.low,
+            high=speed.high,
+            **self._figures(variant),
+            one_time_seconds=one_time_seconds(variant, unchanged),
+            loss_deviation=losses.deviation,
+            loss_noise=losses.allowed,
+        )
+        if not losses.ok:
+            return dataclasses.replace(row, verdict=words.WRONG, reason=losses.reason)
+        verdict = verdict_on_speed(speed, self._noise)
+        reason = ""
+        if verdict == words.SLOWER:
+            reason = f"{speed.median:.2f}x the speed of the unchanged program"
+        if verdict == words.WINS:
+            verdict, reason, row.break_even_steps = self._pays_back(row, unchanged, speed.median)
+        return dataclasses.replace(row, verdict=verdict, reason=reason)
+
+    def _pays_back(self, row: Row, unchanged: Variant, speed: float) -> tuple[str, str, float | None]:
+        """Return verdict, reason and the steps after which a longer start is won back."""
+        once = row.one_time_seconds or 0.0
+        if once < _ONE_TIME_SECONDS:
+            return words.WINS, "", None
+        each = median(turn.seconds / turn.steps for turn in unchanged.turns)
+        steps = once / (each * (1.0 - 1.0 / speed))
+        planned = self._steps_planned
+        text = f"starting takes {once:.1f} s more, won back after {math.ceil(steps):,} steps"
+        if planned is not None and math.isfinite(planned) and steps > planned:
+            return words.NEVER_PAYS, f"{text}; this training has {int(planned):,}", steps
+        return words.WINS, text, steps
+
+    def _figures(self, variant: Variant) -> dict[str, Any]:
+        return figures(variant, self._facts, self._given, self._tokens_per_sample)
+
+    def _unchanged_row(self, unchanged: Variant) -> Row:
+        row = Row("unchanged", "", SAME, "reference", speed=1.0, **self._figures(unchanged))
+        return dataclasses.replace(row, low=1.0 / (1.0 + self._noise), high=1.0 + self._noise)
+
+    # -- levers together
+
+    def _combine(self, by_name: dict[str, Lever], rows: dict[str, Row]) -> list[Lever]:
+        """Add winner after winner, the best first, then what lost alone; keep what gains on top of the others."""
+        measured = [row for row in rows.values() if row.speed is not None and row.name in by_name]
+        winners = sorted((row for row in measured if row.wins), key=_by_speed)
+        safe = [by_name[row.name] for row in winners if row.safety != CONSENT]
+        kept = safe[:1]
+        if kept:
+            self._speed_so_far = rows[kept[0].name].speed or 1.0
+        for lever in safe[1:]:
+            kept = self._with(kept, [lever])
+        if kept:
+            # What loses alone may win now: bf16 pays where memory no longer decides, for instance.
+            others = [
+                by_name[row.name]
+                for row in sorted(measured, key=_by_speed)
+                if row.verdict in (words.NO_GAIN, words.SLOWER)
+                and (row.speed or 0.0) > HOPELESS
+                and row.safety != CONSENT
+            ]
+            kept = self._with(kept, others)
+        if self._plan.consent:
+            asking = [row for row in measured if row.safety == CONSENT and (row.speed or 0.0) > HOPELESS]
+            for row in sorted(asking, key=_by_speed):
+                if kept:
+                    kept = self._with(kept, [by_name[row.name]])
+                elif row.wins:
+                    kept, self._speed_so_far = [by_name[row.name]], row.speed or 1.0
+        return kept
+
+    def _with(self, kept: list[Lever], candidates: Sequence[Lever]) -> list[Lever]:
+        """Return the levers kept, with each candidate that gains on top of them.
+
+        In turns with what is kept, not with the unchanged program, which may be ten times as slow by then: what is
+        written is measured against that once more.
+        """
+        possible = [lever for lever in candidates if not _in_conflict(lever, kept)]
+        while possible and not self._is_late(_FOR_THE_LAST_RACE):
+            base = Variant(levers=tuple(kept))
+            tried = {lever.name: Variant(levers=(*kept, lever)) for lever in possible}
+            self._say("measuring " + " + ".join([*base.name.split(" + "), " or ".join(tried)]))
+            gains: dict[str, float] = {}
+            waiting = list(tried.values())
+            while waiting and not self._is_late(_FOR_THE_LAST_RACE):
+                room = max(1, self._races.together - 1)
+                lot, waiting = waiting[:room], waiting[room:]
+                if base.turns:
+                    base = Variant(levers=base.levers)
+                self._races.run([base, *lot], self._steps)
+                if base.error is not None:
+                    return kept
+                for variant in lot:
+                    row, over = self._judge_on_top(variant, base)
+                    if row.wins:
+                        gains[variant.levers[-1].name] = over
+                    self._combinations.append(row)
+            if not gains:
+                return kept
+            best = max(gains, key=lambda name: gains[name])
+            kept = [*kept, next(lever for lever in possible if lever.name == best)]
+            self._speed_so_far *= gains[best]
+            # The others gained, too, on what was there before: they are tried again on top of the best.
+            possible = [
+                lever
+                for lever in possible
+                if lever.name in gains and lever.name != best and not _in_conflict(lever, kept)
+            ]
+        return kept
+
+    def _judge_on_top(self, variant: Variant, base: Variant) -> tuple[Row, float]:
+        """Return the row of a variant measured in turns with the levers it adds one to, and what that one gains."""
+        if variant.error is not None:
+            return self._judge(variant, self._unchanged), 0.0
+        over = compare(*costs(base, variant))
+        so_far = self._speed_so_far
+        speed = Speed(so_far * over.median, so_far * over.low, so_far * over.high)
+        row = self._judge(variant, self._unchanged, speed)
+        if row.wins and verdict_on_speed(over, self._noise) != words.WINS:
+            reason = f"{over.median:.2f}x with {variant.levers[-1].name} on top of {base.name}"
+            row = dataclasses.replace(row, verdict=words.NO_GAIN, reason=reason)
+        return row, over.median
+
+    def _lines(self, kept: Sequence[Lever], rows: dict[str, Row]) -> tuple[list[Line], list[Lever]]:
+        """Measure what is to be written, safest first, against the unchanged program; drop what then does not win."""
+        ordered = sorted(kept, key=lambda lever: SAFETY.index(lever.safety))
+        sets: list[list[Lever]] = []
+        for safety in (SAME, ROUNDING, CONSENT):
+            upto = [lever for lever in ordered if SAFETY.index(lever.safety) <= SAFETY.index(safety)]
+            if upto and upto not in sets:
+                sets.append(upto)
+        always = self._races.always
+        needed = [_line_of(always, 1.0)] if always else []
+        if not sets:
+            return needed, []
+        if len(sets) == 1 and len(sets[0]) == 1:
+            # Measured already, by itself.
+            return [_line_of([*always, *sets[0]], rows[sets[0][0].name].speed or 1.0)], list(sets[0])
+        plain, variants = Variant(), [Variant(levers=tuple(levers)) for levers in sets]
+        self._say("measuring what to write against the unchanged program")
+        self._races.run([plain, *variants], self._steps)
+        self._require(plain)
+        lines: list[Line] = []
+        written: list[Lever] = []
+        for levers, variant in zip(sets, variants, strict=True):
+            row = self._judge(variant, plain)
+            self._combinations.append(row)
+            if row.wins and row.speed is not None and (not lines or row.speed > lines[-1].speed):
+                lines.append(_line_of([*always, *levers], row.speed))
+                written = levers
+        return lines or needed, written
+
+
+def _by_speed(row: Row) -> float:
+    return -(row.speed or 0.0)
+
+
+def _in_conflict(lever: Lever, kept: Sequence[Lever]) -> bool:
+    return any(
+        other.name in lever.conflicts
+        or lever.name in other.conflicts
+        or not set(lever.arguments).isdisjoint(other.arguments)
+        for other in kept
+    )
+
+
+def _line_of(levers: Sequence[Lever], speed: float) -> Line:
+    safety = max((lever.safety for lever in levers), key=SAFETY.index)
+    return Line(safety, composed(levers), [lever.name for lever in levers], speed)
+
+
+def _is_out_of_memory(error: TrialError) -> bool:
+    return any(text in error.text for text in ("OutOfMemoryError", "out of memory", "can't allocate memory"))
+
+
+def _explained(error: TrialError) -> str:
+    text = f"the unchanged program cannot be measured: {error.text}"
+    return f"{text}\nIts last lines were:\n{error.log}" if error.log else text

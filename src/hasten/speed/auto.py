@@ -1,0 +1,125 @@
+"""``Trainer(speed="auto")``: measure the safe levers before training, keep those that win, remember them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten.arguments_speed import SPEED_NAMES, check_speed
+from hasten.machine.allocator import preloaded
+from hasten.meters import Meters
+from hasten.resolve import runtime as resolve_runtime
+from hasten.speed import live, look, remembered
+from hasten.speed.advice import Advice, composed
+from hasten.speed.advisor import AdviceError, Plan, measure
+from hasten.speed.levers import CONSENT, Lever, change_at, known_levers
+
+# What training before training may cost: fewer turns than the advisor takes when it is asked.
+PLAN = Plan(rounds=3, warm_up=2, consent=False)
+# Where a Trainer keeps the places of what is changed for each of its trainings.
+_CHANGES = "_speed_changes"
+
+
+@contextmanager
+def choose_speed(trainer: Any, model: Any, train_dataloaders: Any, datamodule: Any) -> Iterator[None]:
+    """Switch on what pays for this training, and say so in one line; what is no argument is off again afterwards.
+
+    Levers that change the maths are never among them. A verdict remembered from an earlier run, or from
+    ``hasten advise``, is used as it is. What cannot be measured trains unchanged, and one line says why.
+
+    Args:
+        trainer: the Trainer; its arguments change.
+        model: what to train; it stays as it is.
+        train_dataloaders: the training data, or None.
+        datamodule: the datamodule, or None.
+
+    """
+    if trainer._arguments.speed.speed == "auto":
+        # Once is enough: a second fit goes on with what the first one chose.
+        speed = dataclasses.replace(trainer._arguments.speed, speed=None)
+        trainer._arguments = dataclasses.replace(trainer._arguments, speed=speed)
+        trainer.__dict__[_CHANGES] = _choose(trainer, model, train_dataloaders, datamodule)
+    with ExitStack() as undo:
+        for place in trainer.__dict__.get(_CHANGES, ()):
+            take_back = change_at(place)(trainer, model)
+            if take_back is not None:
+                undo.callback(take_back)
+        yield
+
+
+def _choose(trainer: Any, model: Any, train_dataloaders: Any, datamodule: Any) -> list[str]:
+    """Set the arguments that pay; return the places of what else is to be changed."""
+    given = trainer.__dict__.get("_given", {})
+    key = look.key_of(given, model, trainer._runtime.device)
+    advice = remembered.recall(key)
+    if advice is not None:
+        return _apply(trainer, advice, "remembered")
+    if _is_one_of_several():
+        # All processes must do the same, and none can wait for another here.
+        rank_zero_info(
+            "speed='auto': nothing is remembered for this program; measure it once on one device: hasten advise "
+            "program.py. Training goes on unchanged."
+        )
+        return []
+    levers = [lever for lever in known_levers() if _can_be_switched_on(lever)]
+    try:
+        start = live.make_start(trainer, model, train_dataloaders, datamodule)
+        advice = measure(start, type(model).__name__, levers=levers, plan=PLAN)
+    except (TypeError, AdviceError) as error:
+        text = str(error).removeprefix("Trainer.advise: ").splitlines()[0]
+        rank_zero_warn(f"speed='auto': nothing was measured, training goes on unchanged: {text}")
+        return []
+    kept = remembered.remember(key, advice)
+    if kept is None and trainer.world_size > 1:
+        rank_zero_warn(
+            "speed='auto': the verdict cannot be kept for the other processes: training goes on unchanged."
+        )
+        return []
+    return _apply(
+        trainer, advice, f"measured in {advice.seconds:.0f} s" + (f", kept in {kept}" if kept else "")
+    )
+
+
+def _can_be_switched_on(lever: Lever) -> bool:
+    """Say whether a lever needs neither consent nor a process that was started for it."""
+    return lever.safety != CONSENT and lever.preload in (None, preloaded())
+
+
+def _apply(trainer: Any, advice: Advice, origin: str) -> list[str]:
+    by_name = {lever.name: lever for lever in known_levers()}
+    # Consent was not given, whatever is in the file; and a lever may be gone.
+    levers = [by_name[name] for name in advice.winners if name in by_name]
+    levers = [lever for lever in levers if _can_be_switched_on(lever)]
+    if not levers:
+        rank_zero_info(f"speed='auto': nothing pays here, training goes on unchanged ({origin}).")
+        return []
+    _set_arguments(trainer, levers)
+    speed = max((line.speed for line in advice.lines if line.safety != CONSENT), default=1.0)
+    # Without one of those measured it is another speed.
+    factor = f"{speed:.2f}x with " if len(levers) == len(advice.winners) else ""
+    rank_zero_info(f"speed='auto': {factor}{composed(levers)} ({origin}).")
+    return [place for lever in levers if (place := lever.place) is not None]
+
+
+def _set_arguments(trainer: Any, levers: list[Lever]) -> None:
+    given = trainer.__dict__.get("_given", {})
+    arguments = {name: value for lever in levers for name, value in lever.arguments.items()}
+    precision = arguments.pop("precision", None)
+    asked = {name: given[name] for name in SPEED_NAMES if name in given}
+    speed = check_speed(**{**asked, "speed": None, **arguments})
+    trainer._arguments = dataclasses.replace(trainer._arguments, speed=speed)
+    if precision is not None:
+        names = ("accelerator", "strategy", "devices", "num_nodes", "plugins")
+        trainer._runtime = resolve_runtime(
+            **{name: given[name] for name in names if name in given}, precision=precision, owner="Trainer"
+        )
+        trainer._meters = Meters(trainer._runtime)
+
+
+def _is_one_of_several() -> bool:
+    """Say whether other processes of this run exist already, which measure nothing."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 or "LOCAL_RANK" in os.environ

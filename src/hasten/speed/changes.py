@@ -1,0 +1,112 @@
+"""What levers change that are no arguments of the Trainer: attention dropout, threads."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+# -- attention dropout: on the CPU and for long rows it forces the attention that keeps every probability
+
+_NAMES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "attn_drop")
+
+
+def attention_dropouts(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return where attention probabilities are dropped: modules, and the names of their attributes.
+
+    Example::
+
+        >>> attention = nn.MultiheadAttention(8, 2, dropout=0.1)
+        >>> [name for _, name in attention_dropouts(attention)]
+        ['dropout']
+
+    """
+    found = []
+    for child in module.modules():
+        if "attention" not in type(child).__name__.lower():
+            continue
+        for name in _NAMES:
+            value = getattr(child, name, None)
+            probability = value.p if isinstance(value, nn.Dropout) else value
+            if isinstance(probability, float) and 0.0 < probability < 1.0:
+                found.append((child, name))
+    return found
+
+
+def no_attention_dropout(module: nn.Module) -> None:
+    """Drop no attention probabilities any more; other dropout stays. This changes what is trained.
+
+    Args:
+        module: the module, changed in place.
+
+    Example::
+
+        >>> attention = nn.MultiheadAttention(8, 2, dropout=0.1)
+        >>> no_attention_dropout(attention)
+        >>> attention.dropout
+        0.0
+
+    """
+    for child, name in attention_dropouts(module):
+        value = getattr(child, name)
+        if isinstance(value, nn.Dropout):
+            value.p = 0.0
+        else:
+            setattr(child, name, 0.0)
+
+
+def take_attention_dropout_off(trainer: Any, module: nn.Module) -> None:
+    """Do the same as a lever."""
+    no_attention_dropout(module)
+
+
+# -- threads: a small step costs less than its threads' meeting; a container may have fewer cores than its machine
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use: by its affinity, and by the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        # No such file, or "max" for no quota.
+        return cores
+
+
+def one_thread(trainer: Any = None, module: Any = None) -> Callable[[], None]:
+    """Compute with one thread; return what takes it back."""
+    return _threads(1)
+
+
+def half_the_threads(trainer: Any = None, module: Any = None) -> Callable[[], None]:
+    """Compute with half as many threads; return what takes it back."""
+    return _threads(max(1, torch.get_num_threads() // 2))
+
+
+def a_thread_a_core(trainer: Any = None, module: Any = None) -> Callable[[], None]:
+    """Compute with as many threads as there are cores to be used; return what takes it back.
+
+    Example::
+
+        >>> before = torch.get_num_threads()
+        >>> take_back = a_thread_a_core()
+        >>> torch.get_num_threads() == usable_cores()
+        True
+        >>> take_back()
+        >>> torch.get_num_threads() == before
+        True
+
+    """
+    return _threads(usable_cores())
+
+
+def _threads(count: int) -> Callable[[], None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    return functools.partial(torch.set_num_threads, before)

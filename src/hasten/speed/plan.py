@@ -1,0 +1,121 @@
+"""How much the advisor measures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from hasten.speed.levers import LEVERS, Lever
+
+# Levers that gain much where they gain at all; when time is short they go first.
+_PROMISING = (
+    "packed tokens",
+    "batches by length",
+    "kept memory",
+    "bf16 autocast",
+    "compile",
+    "resident data",
+    "data on the device",
+    "fast dropout masks",
+    "no attention dropout",
+    "fused optimizer",
+    "loader workers",
+    "one thread",
+)
+
+# Share of the time for levers one by one; the rest is for those that won, together.
+_FOR_THE_FIRST_RACE = 0.6
+
+
+class AdviceError(RuntimeError):
+    """The unchanged program cannot be measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Args:
+        rounds: turns of each lever.
+        steps: of a turn; None for about a second's worth, 3 to 50.
+        warm_up: steps of each lever before the clock.
+        seeds: runs of the unchanged program with other seeds, which say how much losses differ by chance.
+        combine: also measure the winners together.
+        consent: also combine levers that change the maths.
+        budget_seconds: about how long all of it may take: turns become shorter and fewer, and what then does not fit
+            is left out, the least safe first; None for as long as it takes.
+        timeout_seconds: how long the program may take to start training, a lever to prepare, or a turn to last.
+
+    Raises:
+        ValueError: a number is too small.
+
+    """
+
+    rounds: int = 3
+    steps: int | None = None
+    warm_up: int = 3
+    seeds: int = 1
+    combine: bool = True
+    consent: bool = True
+    budget_seconds: float | None = None
+    timeout_seconds: float = 900.0
+
+    def __post_init__(self) -> None:
+        for name, least in {"rounds": 1, "steps": 1, "warm_up": 1, "seeds": 1}.items():
+            value = getattr(self, name)
+            if value is None and name == "steps":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"advise({name}={value!r}): use a whole number of at least {least}.")
+        for name in ("timeout_seconds", "budget_seconds"):
+            value = getattr(self, name)
+            if value is None and name == "budget_seconds":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"advise({name}={value!r}): use a number of seconds above 0.")
+
+    def shortened(
+        self, steps: int, *, variants: int, step_seconds: float, start_seconds: float
+    ) -> tuple[int, int, int]:
+        """Return rounds, steps of a turn and steps of warm-up that fit into the budget, or the fewest there are.
+
+        Args:
+            steps: of a turn, without a budget.
+            variants: how many are measured one by one.
+            step_seconds: of the unchanged program.
+            start_seconds: of a process, up to its first step.
+
+        Example::
+
+            >>> Plan(budget_seconds=300).shortened(3, variants=10, step_seconds=4.0, start_seconds=3.0)
+            (2, 1, 1)
+
+        """
+        whole = (self.rounds, steps, self.warm_up)
+        if self.budget_seconds is None:
+            return whole
+        tries = [whole, *((self.rounds, fewer, min(self.warm_up, 2)) for fewer in range(steps - 1, 1, -1))]
+        tries += [(min(self.rounds, 2), few, 1) for few in (2, 1) if few <= steps]
+        for rounds, fewer, warm_up in tries:
+            each = start_seconds + (warm_up + rounds * fewer) * step_seconds
+            if variants * each <= _FOR_THE_FIRST_RACE * self.budget_seconds:
+                return rounds, fewer, warm_up
+        return tries[-1]
+
+
+def by_promise(levers: Iterable[Lever]) -> list[Lever]:
+    """Return levers in the order in which they are measured when time is short.
+
+    Args:
+        levers: in any order. Those that hasten does not know come first: somebody registered or named them.
+
+    Example::
+
+        >>> from hasten.speed.levers import choose
+        >>> [lever.name for lever in by_promise(choose(["fused optimizer", "compile"]))]
+        ['compile', 'fused optimizer']
+
+    """
+    places = {name: place for place, name in enumerate(_PROMISING)}
+    last = {lever.name: len(places) for lever in LEVERS}
+    return sorted(levers, key=lambda lever: places.get(lever.name, last.get(lever.name, -1)))

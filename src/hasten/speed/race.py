@@ -1,0 +1,495 @@
+"""Trials in turns: fresh processes that train a few steps each, one at a time, over and over (A B A B)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from hasten.machine.allocator import file_of
+from hasten.speed.levers import Lever
+from hasten.speed.trial import Orders
+
+_KILL_SECONDS = 5.0
+_LINES_OF_A_LOG = 12
+# Times as slow as the first: seen once that is enough, however busy the machine is.
+_HOPELESS = 4.0
+
+
+class TrialError(RuntimeError):
+    """A trial could not do what it was told.
+
+    Args:
+        text: what went wrong.
+        refused: the program or an argument said no; otherwise something broke.
+        log: the last lines that the program wrote.
+
+    """
+
+    def __init__(self, text: str, *, refused: bool = False, log: str = "") -> None:
+        super().__init__(text)
+        self.text, self.refused, self.log = text, refused, log
+
+
+class Process(Protocol):
+    """The process of a trial."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
+
+
+# (orders as JSON, read end of the orders, write end of the answers, file for what it prints) -> the process
+Start = Callable[[str, int, int, Any], Process]
+
+
+@dataclasses.dataclass
+class Turn:
+    """What a trial answers after a turn; see ``hasten.speed.trial``."""
+
+    seconds: float
+    step_seconds: list[float]
+    losses: list[float | None]
+    samples: int | None
+    faults: int
+    memory_bytes: int
+    tokens: int | None
+    slots: int | None
+    steps_planned: float | None
+    parts: dict[str, float]
+
+    @property
+    def steps(self) -> int:
+        """How many steps it had."""
+        return len(self.step_seconds)
+
+    def cost(self, unit: str) -> float:
+        """Return the seconds a "tokens", a "samples" or a "steps" takes."""
+        return self.seconds / {"tokens": self.tokens, "samples": self.samples, "steps": self.steps}[unit]  # type: ignore[operator]
+
+
+@dataclasses.dataclass
+class Variant:
+    """A way to run the program: with these levers, with this seed.
+
+    Args:
+        levers: what is on.
+        seed: of the training.
+        looks: profile it and examine model and data, instead of timing it.
+
+    """
+
+    levers: tuple[Lever, ...] = ()
+    seed: int = 0
+    looks: bool = False
+    prepared: Turn | None = None
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+    error: TrialError | None = None
+    given_up: bool = False
+    given: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The names of the levers."""
+        return " + ".join(lever.name for lever in self.levers) or "unchanged"
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step from the first; empty where steps gave none."""
+        every = [loss for turn in [self.prepared, *self.turns] if turn is not None for loss in turn.losses]
+        return [] if any(loss is None for loss in every) else [loss for loss in every if loss is not None]
+
+    @property
+    def useful_share(self) -> float | None:
+        """Share of the tokens computed that are not padding, 0 to 1; None where batches have no mask."""
+        tokens, slots = (sum(getattr(turn, name) or 0 for turn in self.turns) for name in ("tokens", "slots"))
+        return tokens / slots if slots else None
+
+
+def costs(one: Variant, other: Variant) -> tuple[list[float], list[float]]:
+    """Return what the same work costs two variants in the turns that both had, in seconds.
+
+    Where batches have a mask the work is a useful token: batches by length are short or long, and a few of them are
+    no fair sample of the reviews in them. Elsewhere it is a sample, or a step where batches do not tell their size.
+    """
+    turns = [*one.turns, *other.turns]
+    unit = next(
+        (name for name in ("tokens", "samples") if all(getattr(turn, name) for turn in turns)), "steps"
+    )
+    both = min(len(one.turns), len(other.turns))
+    first, second = ([turn.cost(unit) for turn in each.turns[:both]] for each in (one, other))
+    return first, second
+
+
+class Contestant:
+    """The parent's side of a trial.
+
+    Args:
+        variant: what to run.
+        start: starts the process.
+        scratch: folder for what the program writes and prints.
+        warm_up: steps before the clock.
+        timeout_seconds: how long an answer may take.
+        always: levers that are on besides those of the variant.
+
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        start: Start,
+        scratch: Path,
+        *,
+        warm_up: int,
+        timeout_seconds: float,
+        always: tuple[Lever, ...] = (),
+    ) -> None:
+        self.variant, self._timeout = variant, timeout_seconds
+        levers = (*always, *variant.levers)
+        self._log = tempfile.NamedTemporaryFile(dir=scratch, suffix=".log", delete=False)  # noqa: SIM115
+        orders = Orders(
+            arguments={name: value for lever in levers for name, value in lever.arguments.items()},
+            changes=[place for lever in levers if (place := lever.place) is not None],
+            seed=variant.seed,
+            warm_up=warm_up,
+            looks=variant.looks,
+            preload=next((lever.preload for lever in levers if lever.preload is not None), None),
+            scratch=str(scratch),
+        )
+        read_orders, self._orders = os.pipe()
+        self._answers, write_answers = os.pipe()
+        self._buffer = b""
+        try:
+            self._process = start(
+                json.dumps(dataclasses.asdict(orders)), read_orders, write_answers, self._log
+            )
+        except BaseException:
+            self._close_pipes()
+            raise
+        finally:
+            os.close(read_orders)
+            os.close(write_answers)
+
+    def at_fit(self) -> None:
+        """Wait until the program begins to train."""
+        self.variant.given = self._answer("at_fit", "the program has not called Trainer.fit")["given"]
+
+    def prepare(self) -> Turn:
+        """Let it set up and warm up."""
+        return self._turn({"do": "prepare"})
+
+    def turn(self, steps: int) -> Turn:
+        """Let it train so many steps."""
+        return self._turn({"do": "turn", "steps": steps})
+
+    def examine(self) -> dict[str, Any]:
+        """Return what it finds out about device, model and data."""
+        self._order({"do": "examine"})
+        self._answer("turn")
+        self._order({"do": "examine"})
+        return self._answer("facts")
+
+    def close(self) -> None:
+        """End it, with all that it started, and wait until it is gone."""
+        if self._process.poll() is None:
+            # Its own workers are in its group. Before the pipes: a trial whose pipe ends takes the advisor for dead.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_KILL_SECONDS)
+        self._close_pipes()
+        self._log.close()
+
+    def _close_pipes(self) -> None:
+        for fd in (self._orders, self._answers):
+            with suppress(OSError):
+                os.close(fd)
+        self._orders = self._answers = -1
+
+    def _turn(self, order: dict[str, Any]) -> Turn:
+        self._order(order)
+        found = self._answer("turn")
+        return Turn(**{field.name: found[field.name] for field in dataclasses.fields(Turn)})
+
+    def _order(self, order: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError):
+            # Where it is gone, the answer says so.
+            os.write(self._orders, (json.dumps(order) + "\n").encode())
+
+    def _answer(self, event: str, late: str = "no answer") -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self._line(late))
+        if answer["event"] == event:
+            return answer
+        if answer["event"] == "error":
+            raise TrialError(answer["text"], refused=answer["refused"], log=self._last_lines())
+        if answer["event"] == "ended":
+            raise TrialError("the training ended by itself before enough steps were measured")
+        if answer["event"] == "no_fit":
+            raise TrialError("the program ended without calling Trainer.fit", log=self._last_lines())
+        raise TrialError(f"a trial answered {answer['event']!r} where {event!r} was expected")
+
+    def _line(self, late: str) -> bytes:
+        until = time.monotonic() + self._timeout
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._answers, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise TrialError(f"{late} within {self._timeout:.0f} s", log=self._last_lines())
+                if selector.select(min(left, 1.0)):
+                    part = os.read(self._answers, 1 << 16)
+                    if not part:
+                        raise TrialError(self._how_it_died(), log=self._last_lines())
+                    self._buffer += part
+                elif self._process.poll() is not None and not selector.select(0):
+                    # A worker that outlived it may hold the other end.
+                    raise TrialError(self._how_it_died(), log=self._last_lines())
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _how_it_died(self) -> str:
+        try:
+            code = self._process.wait(timeout=_KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the process closed its end"
+        if code < 0:
+            hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+            return f"the process died of {signal.Signals(-code).name}{hint}"
+        return f"the process ended with code {code}"
+
+    def _last_lines(self) -> str:
+        try:
+            text = Path(self._log.name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-_LINES_OF_A_LOG:])
+
+
+class Races:
+    """Runs variants against one another.
+
+    Args:
+        start: starts the process of a trial.
+        scratch: a folder of their own.
+        rounds: turns of each variant.
+        warm_up: steps of each before the clock.
+        timeout_seconds: how long an answer may take: starting, preparing (compiling), a turn.
+        together: variants held in memory at a time, the unchanged program among them.
+
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        scratch: Path,
+        *,
+        rounds: int,
+        warm_up: int,
+        timeout_seconds: float,
+        together: int = 1,
+    ) -> None:
+        self._start, self._scratch = start, scratch
+        self.rounds, self.warm_up, self.together = rounds, warm_up, together
+        self._timeout = timeout_seconds
+        self._open: list[Contestant] = []
+        # On in every variant, the unchanged program's too: it cannot run without.
+        self.always: tuple[Lever, ...] = ()
+        # Trials started so far.
+        self.started = 0
+
+    def enter(self, variant: Variant) -> Contestant:
+        """Start the process of a variant."""
+        contestant = Contestant(
+            variant,
+            self._start,
+            self._scratch,
+            warm_up=self.warm_up,
+            timeout_seconds=self._timeout,
+            always=self.always,
+        )
+        self._open.append(contestant)
+        self.started += 1
+        return contestant
+
+    def leave(self, contestant: Contestant) -> None:
+        """End the process of a variant."""
+        contestant.close()
+        if contestant in self._open:
+            self._open.remove(contestant)
+
+    def close(self) -> None:
+        """End all processes."""
+        for contestant in list(self._open):
+            self.leave(contestant)
+
+    def run(self, variants: Sequence[Variant], steps: int) -> None:
+        """Give each variant its turns, one after the other, round by round.
+
+        Where memory is too small for two at once, each turn has a process of its own instead of a place in one.
+
+        Args:
+            variants: each gets its turns, or its error.
+            steps: of a turn.
+
+        """
+        if self.together < 2 <= len(variants):
+            self._run_one_at_a_time(variants, steps)
+            return
+        contestants = []
+        try:
+            for several in _in_lots(variants, os.cpu_count() or 1):
+                # They may import and read their data beside one another; what is measured comes afterwards.
+                entered = [self.enter(variant) for variant in several]
+                contestants += entered
+                for contestant in entered:
+                    self._attempt(contestant, contestant.at_fit)
+            for contestant in contestants:
+                self._attempt(contestant, lambda one=contestant: self._prepare(one))  # type: ignore[misc]
+            for _ in range(self.rounds):
+                for contestant in contestants:
+                    self._attempt(contestant, lambda one=contestant: self._take_turn(one, steps))  # type: ignore[misc]
+                self._give_up_the_hopeless(contestants)
+        finally:
+            for contestant in contestants:
+                self.leave(contestant)
+
+    def _run_one_at_a_time(self, variants: Sequence[Variant], steps: int) -> None:
+        for _ in range(self.rounds):
+            for variant in variants:
+                if variant.error is not None:
+                    continue
+                contestant = self.enter(variant)
+                try:
+                    self._attempt(contestant, contestant.at_fit)
+                    self._attempt(contestant, lambda one=contestant: self._prepare(one))  # type: ignore[misc]
+                    self._attempt(contestant, lambda one=contestant: self._take_turn(one, steps))  # type: ignore[misc]
+                finally:
+                    self.leave(contestant)
+        for variant in variants:
+            # Each process begins anew: the same steps again say nothing new about the losses.
+            for turn in variant.turns[1:]:
+                turn.losses = []
+
+    def _give_up_the_hopeless(self, contestants: Sequence[Contestant]) -> None:
+        """Take no more turns with variants that need many times as long as the first: the verdict is clear."""
+        for contestant in contestants[1:]:
+            variant = contestant.variant
+            if variant.error is None and not variant.given_up:
+                mine, its = costs(contestants[0].variant, variant)
+                if mine and its[0] > _HOPELESS * mine[0]:
+                    variant.given_up = True
+                    self.leave(contestant)
+
+    def _prepare(self, contestant: Contestant) -> None:
+        prepared = contestant.prepare()
+        if contestant.variant.prepared is None:
+            contestant.variant.prepared = prepared
+
+    def _take_turn(self, contestant: Contestant, steps: int) -> None:
+        contestant.variant.turns.append(contestant.turn(steps))
+
+    def _attempt(self, contestant: Contestant, action: Callable[[], None]) -> None:
+        if contestant.variant.error is not None or contestant.variant.given_up:
+            return
+        try:
+            action()
+        except TrialError as error:
+            contestant.variant.error = error
+            self.leave(contestant)
+
+
+def _in_lots(things: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(things), size):
+        yield things[start : start + size]
+
+
+def start_command(command: Sequence[str]) -> Start:
+    """Return what starts a trial as a command; the two ends of the pipes are its first arguments.
+
+    Args:
+        command: of the trial, to which ``READ WRITE ORDERS`` is inserted at the place of "{trial}".
+
+    """
+
+    def start(orders: str, read_fd: int, write_fd: int, log: Any) -> Process:
+        given = [str(read_fd), str(write_fd), orders]
+        words = [part for word in command for part in (given if word == "{trial}" else [word])]
+        given = json.loads(orders)
+        return subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(read_fd, write_fd),
+            # Ctrl-C is for the advisor, which then ends its trials.
+            start_new_session=True,
+            env=environment(given["scratch"], given["preload"]),
+        )
+
+    return start
+
+
+def environment(scratch: str, preload: str | None = None) -> dict[str, str]:
+    """Return an environment in which a program leaves nothing behind.
+
+    Args:
+        scratch: where it writes what it would write to common places.
+        preload: an allocator that it is started with, "tcmalloc" or "jemalloc".
+
+    """
+    environment = {**os.environ, "TMPDIR": scratch, "WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
+    # Compiled code of one trial serves the next, not the user's own runs: a cold start is timed, and nothing stays.
+    environment["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(scratch, "inductor")
+    environment["HASTEN_CACHE"] = os.path.join(scratch, "cache")
+    library = file_of(preload) if preload is not None else None
+    if library is not None:
+        environment["LD_PRELOAD"] = " ".join(filter(None, (library, environment.get("LD_PRELOAD"))))
+    # A trial is one process, whoever started this one.
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"):
+        environment.pop(name, None)
+    return environment
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Give a folder that is removed at the end, also when this process is asked to terminate."""
+    folder = Path(tempfile.mkdtemp(prefix="hasten-advise-"))
+    try:
+        with _terminated_in_order():
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _terminated_in_order() -> Iterator[None]:
+    """Make SIGTERM unwind like Ctrl-C does; where the program has a handler of its own, that stays."""
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
