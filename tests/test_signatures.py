@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 import hasten as L
 from tests.models import Classifier, loader, quiet
@@ -113,3 +114,46 @@ def test_wider_signatures_and_mocks_are_fine() -> None:
     model.on_train_epoch_end = Mock()  # type: ignore[method-assign]
     quiet(limit_train_batches=1).fit(model, loader())
     model.on_train_epoch_end.assert_called_once_with()
+
+
+def test_a_method_named_almost_like_a_hook_is_told() -> None:
+    class Slip(Classifier):
+        def on_train_epoch_ends(self) -> None:
+            raise AssertionError("called")
+
+        def validation_stpe(self, batch, batch_idx):
+            raise AssertionError("called")
+
+        validation_step = L.LightningModule.validation_step
+
+    with pytest.warns(UserWarning, match="named almost like") as said:
+        quiet().fit(Slip(), loader())
+    messages = " ".join(str(one.message) for one in said)
+    assert "Slip.on_train_epoch_ends() is named almost like the hook on_train_epoch_end()" in messages
+    assert "Rename it to validation_step" in messages
+
+
+def test_a_helper_beside_the_hook_is_no_slip(recwarn: pytest.WarningsRecorder) -> None:
+    class Helped(Classifier):
+        def train_step(self, batch):
+            return self.loss(batch)
+
+        def on_train_epoch_ends(self) -> None:
+            pass
+
+        def on_train_epoch_end(self) -> None:
+            self.on_train_epoch_ends()
+
+    quiet().fit(Helped(), loader())
+    assert not [one for one in recwarn if "almost like" in str(one.message)]
+
+
+def test_the_class_of_an_optimizer_is_no_optimizer() -> None:
+    class Forgot(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.SGD
+
+    with pytest.raises(
+        ValueError, match=r"the class SGD, not an object of it \(write SGD\(self.parameters\(\)"
+    ):
+        quiet().fit(Forgot(), loader())

@@ -13,8 +13,10 @@ from hasten._lib.version import VERSION as __version__  # noqa: N811 - the name 
 if TYPE_CHECKING:
     from hasten.callback import Callback as Callback
     from hasten.datamodule import LightningDataModule as LightningDataModule
+    from hasten.dropout import fast_dropout as fast_dropout
     from hasten.fabric import Fabric as Fabric
     from hasten.module import LightningModule as LightningModule
+    from hasten.packed.blocks import packed_blocks as packed_blocks
     from hasten.report.plots import plot_logs as plot_logs
     from hasten.seed import seed_everything as seed_everything
     from hasten.trainer import Trainer as Trainer
@@ -25,6 +27,8 @@ _HOME = {
     "LightningDataModule": "hasten.datamodule",
     "LightningModule": "hasten.module",
     "Trainer": "hasten.trainer",
+    "fast_dropout": "hasten.dropout",
+    "packed_blocks": "hasten.packed.blocks",
     "plot_logs": "hasten.report.plots",
     "seed_everything": "hasten.seed",
 }
@@ -37,6 +41,7 @@ _ROOMS = (
     "data",
     "demos",
     "loggers",
+    "optim",
     "plugins",
     "profilers",
     "strategies",
@@ -51,6 +56,8 @@ __all__ = [
     "LightningModule",
     "Trainer",
     "__version__",
+    "fast_dropout",
+    "packed_blocks",
     "plot_logs",
     "seed_everything",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 from hasten._lib.durations import Interval, parse_interval
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
+from hasten.arguments_speed import SpeedArguments
 from hasten.callback import Callback
 from hasten.loggers.base import DummyLogger
 
@@ -55,6 +56,7 @@ class Arguments:
     reload_dataloaders_every_n_epochs: int
     default_root_dir: str
     enable_autolog_hparams: bool
+    speed: SpeedArguments
 
 
 def check(
@@ -92,6 +94,7 @@ def check(
     reload_dataloaders_every_n_epochs: Any,
     default_root_dir: Any,
     enable_autolog_hparams: Any,
+    speed_arguments: SpeedArguments,
 ) -> Arguments:
     """Check every argument: type, range, combination.
 
@@ -251,6 +254,7 @@ def check(
         reload_dataloaders_every_n_epochs=reload_every,
         default_root_dir=_root_dir(default_root_dir),
         enable_autolog_hparams=enable_autolog_hparams,
+        speed=speed_arguments,
         **limits,
     )
 

@@ -13,7 +13,10 @@ from hasten.checkpoint.io import CheckpointIO
 from hasten.machine.cluster import ClusterEnvironment, TorchElasticEnvironment, find_cluster
 from hasten.machine.devices import ACCELERATORS, Accelerator, best_accelerator
 from hasten.precision.base import Precision
+from hasten.precision.bitsandbytes import MODES
 from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
+from hasten.precision.float8 import Float8Precision, check_float8
+from hasten.precision.transformer_engine import TransformerEnginePrecision
 from hasten.runtime import Runtime
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
@@ -27,6 +30,9 @@ PRECISIONS = {
     "bf16-mixed": ("bf16-mixed", "bf16"),
     "16-true": ("16-true",),
     "bf16-true": ("bf16-true",),
+    "fp8": ("fp8",),
+    "transformer-engine": ("transformer-engine",),
+    "transformer-engine-float16": ("transformer-engine-float16",),
 }
 
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -43,8 +49,6 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 # Names of the field for what this version does not have.
 _OTHER_STRATEGIES = ("fsdp", "deepspeed", "model_parallel", "xla", "hpu", "tpu", "single_xla")
 _OTHER_ACCELERATORS = ("tpu", "xla", "hpu", "ipu", "xpu")
-_OTHER_PRECISIONS = ("transformer-engine", "transformer-engine-float16", "nf4", "nf4-dq", "fp4", "fp4-dq",
-                     "int8", "int8-training")  # fmt: skip
 
 
 def runtime(
@@ -64,8 +68,8 @@ def runtime(
         strategy: "auto", "ddp", "ddp_spawn", "ddp_notebook", ..., or a Strategy.
         devices: how many (int, -1 for all, "auto") or which (list, "0,1") on each machine.
         num_nodes: how many machines.
-        precision: "32-true" by default, "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", or 16, 32,
-            64, "bf16".
+        precision: "32-true" by default, "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8",
+            "transformer-engine", or 16, 32, 64, "bf16".
         plugins: a Precision, CheckpointIO or ClusterEnvironment, or a list of them.
         owner: "Trainer" or "Fabric", for the messages.
 
@@ -259,6 +263,7 @@ def _precision(precision: Any, plugin: Precision | None, device: torch.device, o
                 f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both say in which numbers to "
                 "compute. Leave one out."
             )
+        _say_whose(owner, plugin.check_device, device)
         return plugin
     name = "32-true" if precision is None else _precision_name(precision, owner)
     if name == "32-true":
@@ -269,9 +274,17 @@ def _precision(precision: Any, plugin: Precision | None, device: torch.device, o
                 f"{owner}(precision={precision!r}): MPS has no 64-bit floats. Use precision='32-true'."
             )
         return DoublePrecision()
+    made: Precision
     if name in ("16-true", "bf16-true"):
-        return HalfPrecision(name)  # type: ignore[arg-type]
-    made: Precision = _say_whose(owner, MixedPrecision, name, device.type)
+        made = HalfPrecision(name)  # type: ignore[arg-type]
+    elif name in ("fp8", "transformer-engine", "transformer-engine-float16"):
+        # Before the package is asked for: it is no use where the device cannot.
+        _say_whose(owner, check_float8, device, name)
+        dtype = torch.float16 if name.endswith("float16") else torch.bfloat16
+        made = Float8Precision() if name == "fp8" else TransformerEnginePrecision(weights_dtype=dtype)
+    else:
+        made = _say_whose(owner, MixedPrecision, name, device.type)
+    _say_whose(owner, made.check_device, device)
     return made
 
 
@@ -286,9 +299,10 @@ def _precision_name(precision: Any, owner: str) -> str:
     for name, spellings in PRECISIONS.items():
         if text in spellings:
             return name
-    if text in _OTHER_PRECISIONS:
+    if text in MODES:
         raise ValueError(
-            f"{owner}(precision={precision!r}): not in this version of hasten. Use one of {_listed(PRECISIONS)}."
+            f"{owner}(precision={precision!r}): quantized weights have options of their own. Use "
+            f"plugins=BitsandbytesPrecision({text!r}) of hasten.plugins."
         )
     raise ValueError(
         f"{owner}(precision={precision!r}): there is no such precision.{did_you_mean(text, allowed)} "

@@ -226,6 +226,7 @@ class Runtime:
 
     def make_step(self, optimizer: Any) -> Callable[..., Any]:
         """Return ``step(closure=None)`` for ``optimizer``."""
+        self.precision.convert_optimizer(optimizer)
         scaler = self.scaler
         if scaler is None:
             return verbs.make_step(optimizer)

@@ -15,8 +15,8 @@ from hasten import arguments as checks
 from hasten import trainer_copies as copies
 from hasten import trainer_parts as parts
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten.arguments_speed import SPEED_NAMES, check_speed
 from hasten.callback import Callback
-from hasten.checkpoint import contents
 from hasten.checkpoint.io import CheckpointIO
 from hasten.checkpoint.migrate import from_lightning
 from hasten.datamodule import LightningDataModule
@@ -25,6 +25,7 @@ from hasten.loggers.base import Logger
 from hasten.loops.checks import ValidationChecks
 from hasten.loops.evaluate import evaluate_and_print
 from hasten.loops.fit import fit
+from hasten.loops.numbers import collect
 from hasten.loops.predict import predict
 from hasten.loops.prepare import prepare
 from hasten.loops.profiling import LOOP, profiled
@@ -34,7 +35,8 @@ from hasten.loops.run import Run, Stopped
 from hasten.loops.signatures import check_signatures
 from hasten.loops.snapshot import Snapshot
 from hasten.loops.sources import Source
-from hasten.loops.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from hasten.loops.speedups import remake_loader
+from hasten.loops.states import FIRST_STAGE, TrainerFn, TrainerState, TrainerStatus
 from hasten.loops.verify import check_call
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.determinism import set_deterministic
@@ -42,10 +44,13 @@ from hasten.machine.devices import Accelerator
 from hasten.machine.signals import StopRequests
 from hasten.meters import Meters
 from hasten.module import LightningModule
+from hasten.optim.backward import to_clip
 from hasten.precision.base import Precision
 from hasten.profilers.base import Profiler
 from hasten.profilers.base import resolve as resolve_profiler
 from hasten.resolve import runtime as resolve_runtime
+from hasten.speed import live
+from hasten.speed.auto import choose_speed
 from hasten.strategies.base import Strategy
 from hasten.trainer_view import TrainerView
 
@@ -103,6 +108,19 @@ class Trainer(TrainerView):
         enable_autolog_hparams: hand hyper-parameters to the loggers.
         profiler: "simple", "advanced", "pytorch" or a Profiler: say where the time goes; None for none.
         model_registry: only served a hosted product: None.
+        speed: "auto" to measure the safe levers below on this model and keep those that win; see docs/speed.md.
+        compile: True, "regional" or a dict of ``torch.compile`` options.
+        batching: "length" to put samples of like length in one batch, or an object of ``hasten.data``.
+        packed: compute the blocks of a transformer on real tokens only, not on padding.
+        num_workers: worker processes of the loaders; "auto" measures how many pay.
+        resident: True to hold the data in memory and index whole batches; "auto" where it fits.
+        matmul_precision: "highest", "high" or "medium", for ``torch.set_float32_matmul_precision``.
+        fused_optimizer: True to update all parameters in one kernel.
+        batch_size: samples of a batch on each process, whatever the loader's batches are.
+        micro_batch: samples of a batch computed at once; "auto" shrinks when memory runs out.
+        memory: "auto" to recompute activations once memory runs out; "selective" or "full" from the start.
+        dropout: "fast" for masks from random bytes.
+        allocator: "keep" not to return memory to the system between steps, "tcmalloc" or "jemalloc".
 
     Raises:
         TypeError: an argument does not exist or has a wrong type.
@@ -161,6 +179,19 @@ class Trainer(TrainerView):
         default_root_dir: str | os.PathLike[str] | None = None,
         enable_autolog_hparams: bool = True,
         model_registry: Any = None,
+        speed: str | None = None,
+        compile: bool | str | dict[str, Any] | None = None,
+        batching: Any = None,
+        packed: bool = False,
+        num_workers: int | str | None = None,
+        resident: bool | str = False,
+        matmul_precision: str | None = None,
+        fused_optimizer: bool | None = None,
+        batch_size: int | None = None,
+        micro_batch: int | str | None = None,
+        memory: str | None = None,
+        dropout: str | None = None,
+        allocator: str | None = None,
         **unknown: Any,
     ) -> None:
         given = locals()
@@ -175,7 +206,11 @@ class Trainer(TrainerView):
         if model_registry is not None:
             raise ValueError("Trainer(model_registry=...): not in this version of hasten. Leave it out.")
         # One row an argument in the signature and one in the checks; no third list of them here.
-        self._arguments = checks.check(**{name: given[name] for name in checks.NAMES})
+        self._arguments = checks.check(
+            **{name: given[name] for name in checks.NAMES if name != "speed_arguments"},
+            speed_arguments=check_speed(**{name: given[name] for name in SPEED_NAMES}),
+        )
+        self._given = {name: value for name, value in given.items() if name not in ("self", "unknown")}
         self._runtime: Runtime = resolve_runtime(
             accelerator=accelerator,
             strategy=strategy,
@@ -201,6 +236,8 @@ class Trainer(TrainerView):
         self._ckpt_path: str | None = None
         self._received_sigterm = False
         self._between_batches = True
+
+    advise = live.advise
 
     # -- the four calls
 
@@ -230,9 +267,11 @@ class Trainer(TrainerView):
         """
         if isinstance(train_dataloaders, LightningDataModule):
             datamodule, train_dataloaders = train_dataloaders, None
+        model = parts.inner_model(model)
         check_call(self._arguments, "fit", model, datamodule, train_dataloaders, val_dataloaders)
         given = {"train": train_dataloaders, "validate": val_dataloaders}
-        self._call(TrainerFn.FITTING, model, datamodule, given, ckpt_path, weights_only, _fit)
+        with choose_speed(self, model, train_dataloaders, datamodule):
+            self._call(TrainerFn.FITTING, model, datamodule, given, ckpt_path, weights_only, _fit)
 
     def validate(
         self,
@@ -343,7 +382,7 @@ class Trainer(TrainerView):
     ) -> Any:
         """Start the other processes if there are any, and run ``body`` with everything in place."""
         check_signatures(module, datamodule, self._callbacks)
-        self.state = TrainerState(TrainerStatus.RUNNING, fn, _FIRST_STAGE[fn])
+        self.state = TrainerState(TrainerStatus.RUNNING, fn, FIRST_STAGE[fn])
         self._should_stop = False
         # One given earlier stays: its hooks for preparing and moving data belong to this Trainer's runs.
         self._reads_datamodule = datamodule is not None
@@ -398,6 +437,7 @@ class Trainer(TrainerView):
                 sampler_kwargs=sampler,
                 overfit=bool(arguments.overfit_batches),
                 reload_every_n_epochs=arguments.reload_dataloaders_every_n_epochs,
+                remake=functools.partial(remake_loader, arguments.speed, device=runtime.device),
             )
 
         self._meters.loggers = self._loggers if runtime.is_global_zero else ()
@@ -423,7 +463,7 @@ class Trainer(TrainerView):
         if before is not None and fn != TrainerFn.FITTING and before.module is module:
             # After an evaluation a checkpoint still holds all that the fit before it left.
             run.optimizers, run.wrapped_optimizers = before.optimizers, before.wrapped_optimizers
-            run.schedulers, run.train = before.schedulers, before.train
+            run.schedulers, run.train, run.averages = before.schedulers, before.train, before.averages
             if fn != TrainerFn.VALIDATING:
                 run.validation = before.validation
         return run
@@ -488,6 +528,7 @@ class Trainer(TrainerView):
             if self.is_global_zero:
                 for logger in self._loggers:
                     logger.finalize(status)
+            run.undo.close()
             self._runtime.teardown()
             parts.let_log(self._callbacks, None)
 
@@ -512,7 +553,7 @@ class Trainer(TrainerView):
 
     def _checkpoint(self, run: Run, *, weights_only: bool) -> dict[str, Any]:
         snapshot = Snapshot(run, self._callbacks, self._datamodule)
-        checkpoint = contents.collect(snapshot, weights_only=weights_only or not run.optimizers)
+        checkpoint = collect(run, snapshot, weights_only=weights_only or not run.optimizers)
         assert self._hooks is not None
         self._hooks.on_save_checkpoint(checkpoint)
         return checkpoint
@@ -554,7 +595,7 @@ class Trainer(TrainerView):
         algorithm = str(algorithm or self._arguments.gradient_clip_algorithm or "norm")
         if not clip_val:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = to_clip(optimizer, "clip_gradients()")
         if algorithm == "value":
             self._runtime.clip_value(parameters, float(clip_val))
         elif algorithm == "norm":
@@ -570,11 +611,8 @@ class Trainer(TrainerView):
         """Print on the first process, beside the progress bar."""
         if not self.is_global_zero:
             return
-        bar = self.progress_bar_callback
-        if bar is not None and hasattr(bar, "print"):
-            bar.print(*args, **kwargs)
-        else:
-            print(*args, **kwargs)
+        write = getattr(self.progress_bar_callback, "print", print)
+        write(*args, **kwargs)
 
     def init_module(self, empty_init: bool | None = None) -> Any:
         """Return a context in which modules are made on the device and in the precision of the run."""
@@ -582,7 +620,7 @@ class Trainer(TrainerView):
 
     def _module_for(self, call: str, model: LightningModule | None) -> LightningModule:
         if model is not None:
-            return model
+            return parts.inner_model(model)
         if self._module is None:
             raise TypeError(f"`Trainer.{call}()` requires a `LightningModule`: pass one, or call fit first.")
         return self._module
@@ -609,11 +647,3 @@ class Trainer(TrainerView):
 def _fit(run: Run) -> None:
     with torch.autograd.set_detect_anomaly(run.arguments.detect_anomaly):
         fit(run)
-
-
-_FIRST_STAGE = {
-    TrainerFn.FITTING: RunningStage.TRAINING,
-    TrainerFn.VALIDATING: RunningStage.VALIDATING,
-    TrainerFn.TESTING: RunningStage.TESTING,
-    TrainerFn.PREDICTING: RunningStage.PREDICTING,
-}

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten.callback import Callback
+from hasten.compile.given import inner_model as inner_model
 from hasten.loops.signatures import check_signatures
 from hasten.module import LightningModule
 

@@ -18,6 +18,7 @@ from hasten.trainer_settings import TrainerSettings
 if TYPE_CHECKING:
     import torch
 
+    from hasten.compile.report import CompileReport
     from hasten.datamodule import LightningDataModule
     from hasten.loops.progress import Progress
     from hasten.loops.sources import Source
@@ -297,6 +298,12 @@ class TrainerView(TrainerSettings):
     def num_test_batches(self) -> list[float]:
         """Batches of each test loader."""
         return self._limits("test")
+
+    @property
+    def compile_report(self) -> CompileReport | None:
+        """What ``compile`` did in the last run: graphs, seconds, breaks and recompiles; None where it is off."""
+        run = self._run
+        return None if run is None or run.compiled is None else run.compiled.report()
 
     @property
     def num_predict_batches(self) -> list[float]:

@@ -48,6 +48,7 @@ def test_optimizer_and_scheduler_from_the_command_line() -> None:
     assert {id(p) for p in made.model.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
     assert type(made.trainer.lr_scheduler_configs[0].scheduler) is StepLR
     assert made.config["fit"]["optimizer"]["init_args"]["lr"] == 0.25
+    assert optimizer.param_groups[0]["fused"], "hasten made it, so one kernel updates all parameters"
 
 
 @pytest.mark.filterwarnings("ignore:.*will be overridden")

@@ -27,13 +27,13 @@ def stopped(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["dmeo"], "unknown command 'dmeo'. Did you mean 'demo'? Choose one of: demo, migrate, plot, run."),
+        (["dmeo"], "unknown command 'dmeo'. Did you mean 'demo'? Choose one of: advise, demo, migrate, plot, run."),
         (["--verson"], "unknown option --verson. Did you mean '--version'?"),
         (["demo", "--tsak", "imdb"], "unknown option --tsak. Did you mean '--task'?"),
         (["demo", "--row-second=3"], "unknown option --row-second. Did you mean '--row-seconds'?"),
         (
             ["demo", "--task", "imbd"],
-            "argument --task: 'imbd' is not one of digits, imdb. Did you mean 'imdb'?",
+            "argument --task: 'imbd' is not one of digits, imdb, vit. Did you mean 'imdb'?",
         ),
         (["demo", "--model", "distilbrt"], "Did you mean 'distilbert'?"),
         (["demo", "imdb"], "unexpected argument 'imdb'"),
@@ -86,10 +86,24 @@ def test_help_comes_without_loading_torch(arguments: list[str], shown: str) -> N
     assert max(len(line) for line in done.stdout.splitlines()) <= 100
 
 
-@pytest.mark.parametrize("option", ["--data=x", "--limit=100", "--model=minilm", "--random-weights"])
-def test_options_of_the_other_task_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", option]) == 1
-    assert f"{option.partition('=')[0]} is for the imdb task" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "tasks"),
+    [
+        ("--data=x", "the imdb task and the vit task"),
+        ("--limit=100", "the imdb task and the vit task"),
+        ("--model=minilm", "the imdb task"),
+        ("--random-weights", "the imdb task"),
+        ("--pretrained", "the vit task"),
+        ("--task=vit --max-length=64", "the imdb task"),
+        ("--task=imdb --side=64", "the vit task"),
+    ],
+)
+def test_options_of_another_task_are_refused(
+    option: str, tasks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *option.split()]) == 1
+    name = option.split()[-1].partition("=")[0]
+    assert f"{name} is for {tasks}. Add" in capsys.readouterr().err
 
 
 def test_a_missing_archive_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

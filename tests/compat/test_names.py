@@ -246,7 +246,7 @@ def test_install_after_lightning_was_imported_is_refused(monkeypatch: pytest.Mon
         ("strategies", "DeepSpeedStrategy", "ParallelStrategy", "Use strategy='ddp'"),
         ("strategies", "ModelParallelStrategy", "Strategy", "Use strategy='ddp'"),
         ("strategies", "XLAStrategy", "Strategy", "There is no TPU"),
-        ("plugins", "BitsandbytesPrecision", "Precision", "Use precision='bf16-mixed'"),
+        ("plugins", "FSDPPrecision", "Precision", "Use precision='bf16-mixed'"),
         ("plugins", "KubeflowEnvironment", "ClusterEnvironment", "Start the program with torchrun"),
         ("plugins", "XLACheckpointIO", "TorchCheckpointIO", "Use TorchCheckpointIO"),
         ("plugins", "TorchSyncBatchNorm", "LayerSync", r"Use Trainer\(sync_batchnorm=True\)"),

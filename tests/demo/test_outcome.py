@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.demo import outcome
+from hasten.demo import arithmetic, outcome
+from hasten.demo.arithmetic import Arithmetic
 from hasten.demo.digits import Digits
 from hasten.demo.ladder import Result
-from hasten.demo.task import Ladder
+from hasten.demo.task import Ladder, Switches
 
 FACTS = {
     "device": "A processor with a rather long name @ 2.00GHz",
@@ -42,18 +43,21 @@ def results() -> list[Result]:
     )
     rows.add("a switch that loses", "L.Trainer(precision='bf16-mixed')", precision="bf16-mixed")
     plain, same, faster, slower = rows.rows
+    on = [Switches(), Switches(hasten=True)]
+    on += [faster.on(on[1]), slower.on(faster.on(on[1]))]
     return [
-        Result(plain, 117, step_seconds=[11.0, 12.0, 13.0]),
-        Result(same, 117, step_seconds=[12.0, 12.0, 12.0]),
+        Result(plain, on[0], 117, pad_share=0.59, start_seconds=[1.0, 3.0], step_seconds=[11.0, 12.0, 13.0]),
+        Result(same, on[1], 117, step_seconds=[12.0, 12.0, 12.0]),
         Result(
             faster,
+            on[2],
             117,
             step_seconds=[3.0, 3.0, 3.0],
             afterwards_seconds=362.0,
-            accuracy=0.852,
+            accuracies=[0.852],
             validation_accuracy=0.84,
         ),
-        Result(slower, 117, step_seconds=[60.0], part_of_batch=2),
+        Result(slower, on[3], 117, kept=False, step_seconds=[60.0], part_of_batch=2),
     ]
 
 
@@ -71,11 +75,36 @@ def test_table_fits_and_says_all(task: Digits, results: list[Result], width: int
     assert "Row 3 was then trained in full, for its accuracy: in 362 s." in flat
     assert "row 4: one step of 2 samples, scaled to all 117 steps" in flat
     assert "* changes the maths" in flat
-    assert "Slower here than the row above: row 4." in flat
+    assert "loses here, so the rows below do without it: row 4." in flat
+    assert "59%" in flat
+
+
+def test_what_starting_costs_is_in_the_second_speed(task: Digits, results: list[Result]) -> None:
+    results[2].start_seconds = [351.0]
+    # 1,404 s and 3 s of starting, against 351 s and as much again.
+    assert "4.00x 2.00x" in " ".join(outcome.table(task, results, FACTS).split())
+
+
+def test_the_compiled_row_says_how_long_that_took(task: Digits, results: list[Result]) -> None:
+    rows = Ladder("loss.backward()")
+    rows.add("compiled", "L.Trainer(compile=True)", compiled=True)
+    compiled = Result(
+        rows.rows[1], Switches(compiled=True), 117, step_seconds=[1.0], start_seconds=[23.0, 2.0]
+    )
+    said = " ".join(outcome.table(task, [results[0], compiled], FACTS).split())
+    assert "Row 2: 23.0 s went by before its first step, compiling." in said
+
+
+def test_several_seeds_are_told_with_their_error(task: Digits, results: list[Result]) -> None:
+    results[2].accuracies = [0.85, 0.86, 0.87]
+    said = " ".join(outcome.table(task, results, FACTS).split())
+    assert "Row 3: accuracy over 3 seeds 86.0% +- 0.6% (85.0%, 86.0%, 87.0%)." in said
 
 
 def test_a_row_trained_in_full_carries_no_mark(task: Digits, results: list[Result]) -> None:
-    whole = Result(results[2].row, 117, full_seconds=[350.0, 351.0, 360.0], accuracy=0.852)
+    whole = Result(
+        results[2].row, results[2].switches, 117, full_seconds=[350.0, 351.0, 360.0], accuracies=[0.852]
+    )
     text = outcome.table(task, [whole], FACTS)
     assert "351" in text
     assert "~" not in text
@@ -106,6 +135,9 @@ def test_files_hold_every_row_and_the_command(task: Digits, results: list[Result
     assert whole["rows"][0]["step_seconds"] == [11.0, 12.0, 13.0]
     assert whole["rows"][2]["afterwards_seconds"] == 362.0
     assert whole["rows"][2]["same_maths"] is False
+    assert [row["kept"] for row in whole["rows"]] == [True, True, True, False]
+    assert whole["rows"][0]["all_in_seconds"] == pytest.approx(1404 + 3)
+    assert whole["rows"][0]["pad_share"] == 0.59
 
 
 def test_chart_shows_a_bar_for_each_row(task: Digits, results: list[Result], tmp_path: Path) -> None:
@@ -126,3 +158,36 @@ def test_hardware_is_that_of_this_process() -> None:
     assert facts["cores"] >= 1
     assert facts["device"]
     assert facts["torch"] in outcome.describe(facts)
+
+
+def test_the_share_of_the_peak_counts_useful_work_alone(
+    task: Digits, results: list[Result], tmp_path: Path
+) -> None:
+    # 1,404 s for the plain row and 351 s for the fastest, at 10 GFLOP/s.
+    work = Arithmetic(useful_flops=1.404e12, peaks={"float32": 1e10})
+    said = " ".join(outcome.table(task, results, FACTS, arithmetic=work).split())
+    assert "share of this device's peak: row 1 10%, row 3 40%." in said
+    assert "10 in float32 GFLOP/s" in said
+    files = outcome.write(tmp_path, task, results, FACTS, "hasten demo", arithmetic=work)
+    rows = json.loads(files[1].read_text())["rows"]
+    assert rows[0]["mfu"] == pytest.approx(0.1)
+    # Its numbers are bfloat16, whose peak was not measured.
+    assert rows[3]["mfu"] is None
+
+
+def test_operations_are_those_of_real_tokens(archive: Path, tmp_path: Path) -> None:
+    from hasten.demo.imdb import Imdb
+    from hasten.demo.models import find
+
+    options = {"limit": 40, "cache": tmp_path / "cache", "say": lambda line: None}
+    narrow, wide = (
+        Imdb(archive, find("minilm", random_weights=True), max_length=length, **options)
+        for length in (64, 512)
+    )
+    # No review has 64 tokens: how wide they would be padded is no work.
+    assert max(narrow.train_data.lengths) <= 64
+    one, other = (arithmetic._useful_flops(task) for task in (narrow, wide))
+    assert one == other
+    # Six blocks of four projections and two layers four times as wide, twice each for a product, thrice with backward.
+    products = 6 * 12 * 384**2 * 2 * 3 * sum(wide.train_data.lengths)
+    assert products < one < 1.25 * products

@@ -89,3 +89,27 @@ def test_resuming_with_another_kind_of_optimizer(tmp_path: Any) -> None:
     trainer.save_checkpoint(tmp_path / "sgd.ckpt")
     with pytest.raises(ValueError, match=r"not that of Adam: it has no"):
         quiet(max_epochs=2).fit(WithAdam(), loader(), ckpt_path=tmp_path / "sgd.ckpt")
+
+
+def test_parts_of_a_batch_that_are_no_tensors() -> None:
+    class Breaks(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("on purpose")
+
+    batch = (torch.zeros(2, 8), 3, [{"deep": torch.zeros(1)}, "text"])
+    with pytest.raises(RuntimeError) as caught:
+        quiet().fit(Breaks(), [batch])
+    assert "tuple of 3 (Tensor (2, 8) float32, int, list of 2 (dict, str))" in notes(caught.value)
+
+
+@pytest.mark.parametrize("skipped", [{1}, {1, 3}])
+def test_skipped_batches_are_told_once(skipped: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten._lib.rank_zero._said", set())
+
+    class Skips(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in skipped else self.loss(batch)
+
+    with pytest.warns(UserWarning, match="returned None: the batch is skipped") as caught:
+        quiet().fit(Skips(), loader())
+    assert len(caught) == 1

@@ -13,12 +13,12 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_lib",),
     ("machine", "checkpoint", "data", "loggers", "profilers", "seed"),
-    ("strategies", "precision", "verbs"),
-    ("runtime", "resolve", "compile", "optim", "hparams"),
+    ("strategies", "precision", "verbs", "dropout", "packed"),
+    ("runtime", "resolve", "compile", "optim", "hparams", "arguments_speed", "memory"),
     ("callback", "module", "module_hooks", "module_export", "datamodule", "hooks", "meter", "meters"),
-    ("loops", "callbacks", "tuner", "report", "arguments"),
+    ("loops", "callbacks", "tuner", "report", "arguments", "speed"),
     ("trainer", "trainer_view", "trainer_loops", "trainer_settings", "trainer_parts", "trainer_copies", "fabric"),
-    ("cli", "speed"),
+    ("cli",),
     ("commands", "compat", "demo", "demos", "__main__", "__init__"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -80,7 +81,10 @@ class Outcome:
         self.weights = [p.detach().clone() for p in network.parameters()]
         states = optimizer.state_dict()["state"]
         self.optimizer_state = [
-            v.clone() for s in states.values() for v in s.values() if isinstance(v, Tensor)
+            v.clone()
+            for s in states.values()
+            for k, v in s.items()
+            if isinstance(v, Tensor) and k != "low_bits"
         ]
 
 
@@ -93,7 +97,10 @@ def train_by_hand(recipe: Recipe, part: tuple[int, int] | None = None) -> Outcom
     dtype = TRUE_DTYPES.get(recipe.precision)
     network = make_network().to(dtype)
     model = network if part is None else DistributedDataParallel(network)
-    optimizer = recipe.optimizer(network)
+    # 16-bit weights are the rounded ones of a copy in 32 bits, which the optimizer steps.
+    is_short = dtype in (torch.bfloat16, torch.float16)
+    full = copy.deepcopy(network).to(torch.float32) if is_short else network
+    optimizer = recipe.optimizer(full)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5) if recipe.scheduler else None
     loader = make_loader(part)
     model.train()
@@ -119,8 +126,14 @@ def train_by_hand(recipe: Recipe, part: tuple[int, int] | None = None) -> Outcom
                     nn.utils.clip_grad_norm_(network.parameters(), recipe.max_norm)
                 if recipe.max_value is not None:
                     nn.utils.clip_grad_value_(network.parameters(), recipe.max_value)
+                if is_short:
+                    for p, q in zip(network.parameters(), full.parameters(), strict=True):
+                        q.grad = None if p.grad is None else p.grad.float()
                 optimizer.step()
                 optimizer.zero_grad()
+                if is_short:
+                    network.load_state_dict(full.state_dict())
+                    network.zero_grad()
                 if scheduler is not None and recipe.scheduler == "step":
                     scheduler.step()
         if scheduler is not None and recipe.scheduler == "epoch":
@@ -260,6 +273,7 @@ DISTRIBUTED = {
     "sgd": Recipe(),
     "adam, clipping by norm": Recipe(adam, max_norm=0.1),
     "bf16-mixed": Recipe(precision="bf16-mixed"),
+    "bf16-true": Recipe(adam, precision="bf16-true"),
     "scheduler by step": Recipe(scheduler="step"),
 }
 

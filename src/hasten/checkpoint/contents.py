@@ -176,6 +176,8 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
         ValueError: the parameter groups do not fit.
 
     """
+    # Beforehand: loading adds to them.
+    defaults = list(getattr(optimizer, "defaults", {}))
     try:
         optimizer.load_state_dict(state)
     except ValueError as error:
@@ -185,7 +187,6 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
         ) from error
     except KeyError as error:  # an optimizer of torch that looks for its own values in the state of another kind
         raise _other_kind(optimizer, error.args[0]) from error
-    defaults = getattr(optimizer, "defaults", {})
     missing = [key for group in optimizer.param_groups for key in defaults if key not in group]
     if missing:
         raise _other_kind(optimizer, missing[0])

@@ -31,6 +31,7 @@ from hasten.cli.save_config import SaveConfigCallback
 from hasten.datamodule import LightningDataModule
 from hasten.hooks import overrides
 from hasten.module import LightningModule
+from hasten.optim.fused import fused_where_possible
 from hasten.seed import seed_everything
 from hasten.trainer import Trainer
 
@@ -406,7 +407,8 @@ class LightningCLI:
 
 
 def _configured(module: LightningModule, configure: Any, optimizer: Any, scheduler: Any) -> Any:
-    made = instantiate_class((module.parameters(),), optimizer)
+    # Made here, so in one kernel where the device has one; fused=False among its options leaves it.
+    made = fused_where_possible(instantiate_class((module.parameters(),), optimizer))
     lr_scheduler = instantiate_class(made, scheduler) if scheduler else None
     return configure(module, made, lr_scheduler)
 

@@ -9,6 +9,7 @@ from hasten.commands.parser import Parser
 
 # Command, the module that has it, one line for --help.
 COMMANDS = {
+    "advise": ("hasten.commands.advise", "measure which one-line switches make a program faster"),
     "demo": ("hasten.commands.demo", "train a model on real data and time each one-line switch"),
     "migrate": ("hasten.commands.migrate", "rewrite the imports of Lightning in a folder of programs"),
     "plot": ("hasten.commands.plot", "draw loss and accuracy by epoch from a folder of logs"),

@@ -37,7 +37,6 @@ _ROOMS = frozenset(
 # There to be imported, not to be made.
 NOT_YET = frozenset(
     {
-        "BitsandbytesPrecision",
         "DataParallelStrategy",
         "DeepSpeedPrecision",
         "DeepSpeedStrategy",
@@ -52,7 +51,6 @@ NOT_YET = frozenset(
         "NeptuneLogger",
         "SingleDeviceXLAStrategy",
         "TorchSyncBatchNorm",
-        "TransformerEnginePrecision",
         "XLAAccelerator",
         "XLACheckpointIO",
         "XLAEnvironment",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from hasten._lib.optional import need
 from hasten.demo.plain import Batch
-from hasten.demo.task import Ladder, ShuffledBatches, Switches, Task
+from hasten.demo.task import Ladder, Switches, Task
 
 CLASSES = 10
 SIDE = 8
@@ -23,12 +22,14 @@ class VisionTransformer(nn.Module):
     """Patches of an image, a learned position for each, transformer blocks, and the mean of them classified.
 
     Args:
-        side: pixels on each side of the grey image.
+        side: pixels on each side of the image.
         patch: pixels on each side of a patch.
         classes: how many.
+        channels: of the image: 1 for grey, 3 for colour.
         width: features of a token.
         depth: transformer blocks.
         heads: attention heads of each block.
+        hidden: features between the two layers of a block; default: twice ``width``.
         dropout: share of features dropped in training.
 
     Example::
@@ -46,20 +47,22 @@ class VisionTransformer(nn.Module):
         *,
         patch: int,
         classes: int,
+        channels: int = 1,
         width: int = 64,
         depth: int = 2,
         heads: int = 4,
+        hidden: int | None = None,
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(1, width, kernel_size=patch, stride=patch)
+        self.patches = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
         # As large as the patches' own features: the mean over tokens forgets the order, so where a patch was has
         # to count from the start. With the usual 0.02 these few images teach 5 points less.
         self.positions = nn.Parameter(torch.randn(1, (side // patch) ** 2, width) * 0.3)
         block = nn.TransformerEncoderLayer(
             width,
             heads,
-            dim_feedforward=2 * width,
+            dim_feedforward=hidden or 2 * width,
             dropout=dropout,
             activation="gelu",
             batch_first=True,
@@ -71,7 +74,7 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images ``(batch, 1, side, side)`` to logits ``(batch, classes)``."""
+        """Images ``(batch, channels, side, side)`` to logits ``(batch, classes)``."""
         tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions
         logits: Tensor = self.head(self.blocks(tokens).mean(dim=1))
         return logits
@@ -137,17 +140,39 @@ class Digits(Task):
             f"a small Vision Transformer from scratch on scikit-learn's digits: {len(train):,} images, "
             f"{epochs} epochs of batches of {batch_size}"
         )
+        self.rows = self._ladder().rows
+
+    def _ladder(self) -> Ladder:
         ladder = Ladder("loss.backward(); optimizer.step()")
-        ladder.add("the same in hasten", f"L.Trainer(max_epochs={epochs}).fit(module, loader)", hasten=True)
-        ladder.add("whole batches", "DataLoader(..., sampler=batches, batch_size=None)", whole_batches=True)
-        ladder.add("fused AdamW", "torch.optim.AdamW(..., fused=True)", fused=True)
+        ladder.add(
+            "the same in hasten", f"L.Trainer(max_epochs={self.epochs}).fit(module, loader)", hasten=True
+        )
+        ladder.add("data in memory", "L.Trainer(resident=True)", resident=True)
+        ladder.add("fused AdamW", "L.Trainer(fused_optimizer=True)", fused=True)
+        if self.device.type == "cpu":
+            ladder.add("pages kept", 'L.Trainer(allocator="keep")', keep=True)
+        ladder.add("packed attention", "L.Trainer(packed=True)", packed=True)
+        if self.device.type == "cpu":
+            ladder.add("cheap dropout masks", 'L.Trainer(dropout="fast")', fast_dropout=True)
         ladder.add("bf16", 'L.Trainer(precision="bf16-mixed")', precision="bf16-mixed")
-        self.rows = ladder.rows
+        ladder.add("compiled", "L.Trainer(compile=True)", compiled=True)
+        ladder.add(
+            "no attention dropout",
+            "nn.MultiheadAttention(dropout=0.0)",
+            same_maths=False,
+            attention_dropout=False,
+        )
+        return ladder
 
     def model(self, switches: Switches) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return VisionTransformer(SIDE, patch=2, classes=CLASSES)
+            model = VisionTransformer(SIDE, patch=2, classes=CLASSES)
+        if not switches.attention_dropout:
+            for layer in model.modules():
+                if isinstance(layer, nn.MultiheadAttention):
+                    layer.dropout = 0.0
+        return model
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch["images"]), batch["labels"])
@@ -156,19 +181,15 @@ class Digits(Task):
         logits: Tensor = model(batch["images"])
         return logits
 
-    def optimizer(self, model: nn.Module, switches: Switches) -> Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, fused=switches.fused or None)
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate)
 
-    def batches(self, switches: Switches) -> Sampler[list[int]]:
-        return ShuffledBatches(len(self.train_data), self.batch_size, seed=self.seed)
+    def users_loader(self, switches: Switches) -> DataLoader[Any]:
+        order = torch.Generator().manual_seed(self.seed)
+        return DataLoader(self.train_data, batch_size=self.batch_size, shuffle=True, generator=order)
 
-    def width(self, switches: Switches, batch: Sequence[int]) -> int:
+    def length(self, switches: Switches, sample: int) -> int:
         return SIDE * SIDE
-
-    def train_loader(self, switches: Switches, batches: Iterable[list[int]]) -> DataLoader[Any]:
-        if switches.whole_batches:
-            return DataLoader(self.train_data, sampler=batches, batch_size=None)
-        return DataLoader(self.train_data, batch_sampler=batches)
 
     def validation_loader(self) -> DataLoader[Any]:
         return DataLoader(self.validation_data, batch_size=128)

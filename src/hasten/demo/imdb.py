@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from hasten.demo import models, reviews
 from hasten.demo.download import IMDB_ARCHIVE, cache_folder, download
 from hasten.demo.plain import Batch
-from hasten.demo.task import Ladder, ShuffledBatches, Switches, Task
+from hasten.demo.task import Ladder, Switches, Task
 
 PAD_ID = 0
 EVALUATION_BATCH = 32
@@ -87,33 +87,48 @@ class Imdb(Task):
             f"{useful:.0%} of them are text"
         )
         self.rows = self._ladder().rows
-        # As they begin, with and without attention dropout: rows train copies.
-        self._models: dict[bool, nn.Module] = {}
+        # As they begin, for each seed with and without attention dropout: rows train copies.
+        self._models: dict[tuple[int, bool], nn.Module] = {}
 
     def _ladder(self) -> Ladder:
         ladder = Ladder("loss.backward(); optimizer.step()")
         ladder.add(
             "the same in hasten", f"L.Trainer(max_epochs={self.epochs}).fit(module, loader)", hasten=True
         )
-        ladder.add("fused AdamW", "torch.optim.AdamW(..., fused=True)", fused=True)
-        ladder.add("pad each batch", "DataLoader(..., collate_fn=Pad(None, pad_id=0))", pad_each_batch=True)
-        ladder.add("batches by length", "ShuffledBatches(..., lengths=lengths)", by_length=True)
+        ladder.add("fused AdamW", "L.Trainer(fused_optimizer=True)", fused=True)
+        if self.device.type == "cpu":
+            ladder.add("pages kept", 'L.Trainer(allocator="keep")', keep=True)
+        else:
+            ladder.add("TF32", 'L.Trainer(matmul_precision="high")', tf32=True)
+        ladder.add("batches by length", 'L.Trainer(batching="length")', by_length=True)
+        ladder.add("packed", "L.Trainer(packed=True)", packed=True)
+        if self.device.type == "cpu":
+            ladder.add("cheap dropout masks", 'L.Trainer(dropout="fast")', fast_dropout=True)
+        ladder.add("bf16", 'L.Trainer(precision="bf16-mixed")', precision="bf16-mixed")
+        ladder.add("compiled", "L.Trainer(compile=True)", compiled=True)
         ladder.add(
             "no attention dropout",
             f"from_pretrained(..., {self.source.attention_dropout_field}=0.0)",
             same_maths=False,
             attention_dropout=False,
         )
-        ladder.add("bf16", 'L.Trainer(precision="bf16-mixed")', precision="bf16-mixed")
+        shorter = self.max_length // 2
+        ladder.add(
+            f"{shorter} tokens at most",
+            f"tokenizer(..., max_length={shorter})",
+            same_maths=False,
+            max_length=shorter,
+        )
         return ladder
 
     def model(self, switches: Switches) -> nn.Module:
-        kept = self._models.get(switches.attention_dropout)
+        variant = self.seed, switches.attention_dropout
+        kept = self._models.get(variant)
         if kept is None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
                 kept = self.source.build(attention_dropout=switches.attention_dropout)
-            self._models[switches.attention_dropout] = kept
+            self._models[variant] = kept
         return copy.deepcopy(kept)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -125,25 +140,26 @@ class Imdb(Task):
         logits: Tensor = model(**inputs).logits
         return logits
 
-    def optimizer(self, model: nn.Module, switches: Switches) -> Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, fused=switches.fused or None)
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate)
 
-    def batches(self, switches: Switches) -> Sampler[list[int]]:
-        return ShuffledBatches(
-            len(self.train_data),
-            self.batch_size,
-            seed=self.seed,
-            lengths=self.train_data.lengths if switches.by_length else None,
-        )
+    def users_loader(self, switches: Switches) -> DataLoader[Any]:
+        longest = switches.max_length or self.max_length
+        data = self.train_data if longest == self.max_length else self.train_data.cut(longest)
+        order = torch.Generator().manual_seed(self.seed)
+        pad = reviews.Pad(longest, pad_id=PAD_ID)
+        return DataLoader(data, batch_size=self.batch_size, shuffle=True, generator=order, collate_fn=pad)
+
+    def length(self, switches: Switches, sample: int) -> int:
+        return min(self.train_data.lengths[sample], switches.max_length or self.max_length)
 
     def width(self, switches: Switches, batch: Sequence[int]) -> int:
-        if not switches.pad_each_batch:
-            return self.max_length
-        return max(self.train_data.lengths[sample] for sample in batch)
+        if switches.by_length or switches.packed:
+            return super().width(switches, batch)
+        return switches.max_length or self.max_length
 
-    def train_loader(self, switches: Switches, batches: Iterable[list[int]]) -> DataLoader[Any]:
-        pad = reviews.Pad(None if switches.pad_each_batch else self.max_length, pad_id=PAD_ID)
-        return DataLoader(self.train_data, batch_sampler=batches, collate_fn=pad)
+    def alone(self, sample: int) -> Batch:
+        return reviews.Pad(None, pad_id=PAD_ID)([self.train_data[sample]])
 
     def validation_loader(self) -> DataLoader[Any]:
         return _evaluation_loader(self.validation_data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import mean, median
@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten.demo import plain
+from hasten.demo.task import Row, Switches, Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from hasten.demo.task import Row, Switches, Task
 
 # A sample has at least so many steps: the median batch and as many shorter as longer ones.
 SMALLEST_SAMPLE = 3
 # Batches whose widths differ by less (but for the narrowest tenth) cost the same.
 ALIKE = 1.25
+# A switch that wins or loses more than this does so on any measurement; below it, turns decide.
+CLEAR = 1.5
+TURNS = 2
+# A switch is kept unless it makes a step this much longer.
+LOSS = 1.02
 # A probe shorter than this says more about starting than about steps.
 PROBE_SECONDS = 0.5
 PROBE_STEPS = 20
@@ -38,27 +42,46 @@ class Result:
 
     Args:
         row: which.
+        switches: everything that is on in it.
         steps: optimizer steps of the whole training.
+        kept: whether the rows below have its switch, too: not where it lost time.
         step_seconds: of each timed step, when the row was timed over a sample of its steps.
         full_seconds: of each whole training.
+        start_seconds: from the call to the first step, compilation included, of each run.
         alike: whether all steps cost the same.
         afterwards_seconds: of the whole training of a row that was sampled, for its accuracy. Not what it is
             compared by: it ran when the others did not.
         part_of_batch: the samples of a batch that were timed, when a whole one would have taken too long.
-        accuracy: on the test samples, 0 to 1; None when the row was not trained in full.
-        validation_accuracy: likewise, on the validation samples.
+        pad_share: of what the model computes, 0 to 1.
+        accuracies: on the test samples, 0 to 1, one for each seed it was trained in full with.
+        validation_accuracy: on the validation samples.
 
     """
 
     row: Row
+    switches: Switches
     steps: int
+    kept: bool = True
     step_seconds: list[float] = field(default_factory=list)
     full_seconds: list[float] = field(default_factory=list)
+    start_seconds: list[float] = field(default_factory=list)
     afterwards_seconds: float | None = None
     part_of_batch: int | None = None
     alike: bool = True
-    accuracy: float | None = None
+    pad_share: float = 0.0
+    accuracies: list[float] = field(default_factory=list)
     validation_accuracy: float | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the test samples, 0 to 1, the mean over the seeds; None when the row was not trained in full."""
+        return mean(self.accuracies) if self.accuracies else None
+
+    @property
+    def all_in(self) -> float:
+        """Seconds from the call to the end of the training: starting and compiling are in the clock."""
+        # The longest start: the first run of a row compiles, those after it find the result.
+        return self.seconds + max(self.start_seconds, default=0.0)
 
     @property
     def sampled(self) -> bool:
@@ -94,13 +117,20 @@ class Result:
 
 
 def climb(
-    task: Task, *, row_seconds: float, rounds: int = 3, full: bool = False, say: Say = print
+    task: Task,
+    *,
+    row_seconds: float,
+    rounds: int = 3,
+    full: bool = False,
+    seeds: int = 1,
+    say: Say = print,
 ) -> list[Result]:
     """Measure all rows of a task.
 
-    A row whose whole training takes at most ``row_seconds`` is trained in full, up to ``rounds`` times. Any
-    other is timed over a sample of its steps: batches evenly spaced from the narrowest to the widest, so that
-    the sample stands for all of them. Rows take turns in each round, so that a machine that slows down or
+    Each row has the switches of those above that paid, and its own: one that loses time is shown, and left out of
+    the rows below. A row whose whole training takes at most ``row_seconds`` is trained in full, up to ``rounds``
+    times. Any other is timed over a sample of its steps: batches evenly spaced from the narrowest to the widest,
+    so that the sample stands for all of them. Rows take turns in each round, so that a machine that slows down or
     speeds up on the way does so for all. The fastest row is trained in full in any case.
 
     Args:
@@ -109,29 +139,30 @@ def climb(
         rounds: how often a row is trained in full if ``row_seconds`` allow it; sampled steps are spread over as
             many turns.
         full: train every row in full, once, however long it takes.
+        seeds: with how many seeds the first row and the fastest that keeps the maths are trained in full, for
+            their accuracy; with 1, the first row is not, where it takes too long.
         say: told in a line what is going on.
 
     Returns:
         A result for each row, in the order of the ladder.
 
     Raises:
-        ValueError: when ``row_seconds`` or ``rounds`` is not positive.
+        ValueError: when ``row_seconds``, ``rounds`` or ``seeds`` is not positive.
 
     """
     if row_seconds <= 0:
         raise ValueError(f"row_seconds={row_seconds}: must be above 0.")
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds}: must be 1 or more.")
+    for name, value in (("rounds", rounds), ("seeds", seeds)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be 1 or more.")
     results: list[Result] = []
     samples: list[list[list[int]]] = []
     for row in task.rows:
-        by_width = _by_width(task, row.switches)
-        widths = [task.width(row.switches, batch) for batch in by_width]
-        result = Result(row, len(by_width), alike=widths[-1] <= ALIKE * widths[len(widths) // 10])
-        samples.append([] if full else _probe(task, result, by_width, row_seconds))
+        result, sample = _begin(task, row, results, row_seconds)
         results.append(result)
-        if not full:
-            say(f"{row.name}: about {result.estimate:,.0f} s for {result.steps:,} steps")
+        samples.append([] if full else sample)
+        aside = "" if result.kept else "; it loses: left out of the rows below"
+        say(f"{row.name}: about {result.estimate:,.0f} s for {result.steps:,} steps{aside}")
     in_full = [full or _short_enough(result, row_seconds) for result in results]
     # As often for all of them, so that a slow minute of the machine weighs on none more than on another.
     times = 1
@@ -147,18 +178,88 @@ def climb(
             elif not short and sample[turn::rounds]:
                 _time_steps(task, result, sample[turn::rounds])
                 say(f"{result.row.name}: {len(result.step_seconds)} of {result.steps:,} steps timed")
-    fastest = min(results, key=lambda result: result.seconds)
-    if fastest.sampled:
-        say(f"{fastest.row.name}: the fastest; now in full, {fastest.seconds:,.0f} s by its sample")
-        fastest.afterwards_seconds = _train_in_full(task, fastest, evaluate=True, bar=True)
+    _accuracies(task, results, seeds, say)
     return results
+
+
+def _accuracies(task: Task, results: Sequence[Result], seeds: int, say: Say) -> None:
+    """Train the fastest row in full, if none did; with several seeds, the first row as well."""
+    fastest = min(results, key=lambda result: result.seconds)
+    chosen = {id(fastest): fastest}
+    if seeds > 1:
+        exact = [result for result in results if _same_maths(result, results)]
+        for result in (results[0], min(exact, key=lambda result: result.seconds)):
+            chosen[id(result)] = result
+    for result in chosen.values():
+        for number in range(len(result.accuracies), seeds if seeds > 1 else 1):
+            say(
+                f"{result.row.name}: in full for its accuracy, seed {number + 1} of {seeds}, "
+                f"about {result.seconds:,.0f} s"
+            )
+            other = task if number == 0 else task.with_seed(task.seed + number)
+            seconds = _train_in_full(other, result, evaluate=True, bar=True)
+            if number == 0:
+                result.afterwards_seconds = seconds
+
+
+def _same_maths(result: Result, results: Sequence[Result]) -> bool:
+    """Say whether a row, with all it has from those above, computes the same up to rounding."""
+    return result.row.same_maths and all(
+        above.row.same_maths or not above.kept for above in results[: results.index(result)]
+    )
+
+
+def _begin(
+    task: Task, row: Row, above: Sequence[Result], row_seconds: float
+) -> tuple[Result, list[list[int]]]:
+    """Probe a row on top of those above that paid; return it and the batches left to time."""
+    base = next((result for result in reversed(above) if result.kept), None)
+    switches = row.on(base.switches if base is not None else Switches())
+    by_width = _by_width(task, switches)
+    widths = [task.width(switches, batch) for batch in by_width]
+    result = Result(
+        row,
+        switches,
+        len(by_width),
+        alike=widths[-1] <= ALIKE * widths[len(widths) // 10],
+        pad_share=task.pad_share(switches),
+    )
+    sample = _probe(task, result, by_width, row_seconds)
+    if base is not None and base.switches.hasten and row.same_maths:
+        result.kept = _pays(task, base, result, by_width)
+    return result, sample
+
+
+def _pays(task: Task, base: Result, result: Result, by_width: Sequence[list[int]]) -> bool:
+    """Time the median batch with and without a row's switch, taking turns where it is not clear at once."""
+    ratio = result.estimate / base.estimate
+    if ratio > CLEAR:
+        return False
+    if ratio < 1 / CLEAR:
+        return True
+    # Both on the same samples: batches made another way would differ in more than the switch.
+    batch = by_width[len(by_width) // 2]
+    with_it: list[float] = []
+    without: list[float] = []
+    for _ in range(TURNS):
+        for switches, seconds in ((base.switches, without), (result.switches, with_it)):
+            seconds.append(_steady(task, switches, batch, result.step_seconds[0]))
+    return min(with_it) <= LOSS * min(without)
+
+
+def _steady(task: Task, switches: Switches, batch: list[int], about: float) -> float:
+    count = PROBE_STEPS if about < PROBE_SECONDS else 1
+    return _run(task, switches, [batch] * count).step_seconds / count
 
 
 def _by_width(task: Task, switches: Switches) -> list[list[int]]:
     """The batches of all epochs, the narrowest first."""
-    sampler = task.batches(switches)
-    batches = [batch for _ in range(task.epochs) for batch in sampler]
-    return sorted(batches, key=lambda batch: task.width(switches, batch))
+    # Packed batches are as long as their samples together, whatever they were padded to.
+    if switches.packed:
+        return sorted(
+            task.batches(switches), key=lambda batch: sum(task.length(switches, one) for one in batch)
+        )
+    return sorted(task.batches(switches), key=lambda batch: task.width(switches, batch))
 
 
 def _short_enough(result: Result, row_seconds: float) -> bool:
@@ -169,10 +270,12 @@ def _probe(task: Task, result: Result, by_width: Sequence[list[int]], row_second
     """Warm up, time the median batch, and return the batches that are left to time if the row is sampled."""
     middle = by_width[len(by_width) // 2]
     # Its longest samples: they are padded as widely as the whole batch.
-    part = sorted(middle, key=lambda sample: task.width(result.row.switches, [sample]))[-WARM_UP_SAMPLES:]
+    part = sorted(middle, key=lambda sample: task.length(result.switches, sample))[-WARM_UP_SAMPLES:]
 
     def step_seconds(batch: list[int], count: int = 1) -> float:
-        return _run(task, result.row.switches, [batch] * count, epochs=1).step_seconds / count
+        run = _run(task, result.switches, [batch] * count)
+        result.start_seconds.append(run.start_seconds)
+        return run.step_seconds / count
 
     # The first run of anything pays for loading its code: the second says what it costs.
     of_part = min(step_seconds(part) for _ in range(2)) * len(middle) / len(part)
@@ -197,18 +300,19 @@ def _probe(task: Task, result: Result, by_width: Sequence[list[int]], row_second
 
 
 def _time_steps(task: Task, result: Result, batches: list[list[int]]) -> None:
-    seconds = _run(task, result.row.switches, batches, epochs=1).step_seconds
-    result.step_seconds += [seconds / len(batches)] * len(batches)
+    run = _run(task, result.switches, batches)
+    result.start_seconds.append(run.start_seconds)
+    result.step_seconds += [run.step_seconds / len(batches)] * len(batches)
 
 
 def _train_in_full(task: Task, result: Result, *, evaluate: bool, bar: bool) -> float:
     """Train all steps, measure the accuracy, and return the seconds of the training."""
-    switches = result.row.switches
-    run = _run(task, switches, task.batches(switches), epochs=task.epochs, bar=bar)
+    run = _run(task, result.switches, bar=bar)
+    result.start_seconds.append(run.start_seconds)
     if evaluate:
         result.validation_accuracy = run.accuracy(task.validation_loader())
-        result.accuracy = run.accuracy(task.test_loader())
-    return run.seconds
+        result.accuracies.append(run.accuracy(task.test_loader()))
+    return run.step_seconds
 
 
 @dataclass(frozen=True)
@@ -218,78 +322,86 @@ class Run:
     Args:
         model: with its trained weights.
         accuracy: of the model on the samples of a loader, 0 to 1.
-        seconds: of the training from the call to its return.
-        step_seconds: of it, from the first step to the return: what a sample of steps is scaled by.
+        start_seconds: from the call to the first step, and spent compiling.
+        step_seconds: all others, to the return.
 
     """
 
     model: nn.Module
     accuracy: Callable[[Any], float]
-    seconds: float
+    start_seconds: float
     step_seconds: float
 
 
-class _Clock:
-    """Seconds from its making, and from the first loss computed through it."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.begin = self.first_step = _now(task.device)
-        self.stepping = False
-
-    def loss(self, model: nn.Module, batch: plain.Batch) -> Tensor:
-        if not self.stepping:
-            self.stepping, self.first_step = True, _now(self.task.device)
-        return self.task.loss(model, batch)
-
-    def stop(self, model: nn.Module, accuracy: Callable[[Any], float]) -> Run:
-        now = _now(self.task.device)
-        return Run(model, accuracy, now - self.begin, now - self.first_step)
-
-
 def _run(
-    task: Task, switches: Switches, batches: Iterable[list[int]], *, epochs: int, bar: bool = False
+    task: Task, switches: Switches, batches: Sequence[list[int]] | None = None, *, bar: bool = False
 ) -> Run:
-    """Train a fresh model on these batches."""
-    loader = task.train_loader(switches, batches)
-    return (_in_hasten if switches.hasten else _by_hand)(task, switches, loader, epochs, bar)
+    """Train a fresh model on these batches, or in full where there are none."""
+    return (_in_hasten if switches.hasten else _by_hand)(task, switches, batches, bar)
 
 
-def _by_hand(task: Task, switches: Switches, loader: Any, epochs: int, bar: bool) -> Run:
+def _by_hand(task: Task, switches: Switches, batches: Sequence[list[int]] | None, bar: bool) -> Run:
+    begin = _now(task.device)
+    loader = task.users_loader(switches) if batches is None else task.loader(switches, batches)
     model = task.model(switches).to(task.device)
-    optimizer = task.optimizer(model, switches)
+    optimizer = task.optimizer(model)
     torch.manual_seed(task.seed)
-    clock = _Clock(task)
-    plain.train(model, loader, optimizer, clock.loss, epochs=epochs, device=task.device)
-    return clock.stop(model, lambda data: plain.accuracy(model, data, task.logits, device=task.device))
+    first: list[float] = []
+
+    def loss(model: nn.Module, batch: plain.Batch) -> Tensor:
+        if not first:
+            first.append(_now(task.device))
+        return task.loss(model, batch)
+
+    epochs = task.epochs if batches is None else 1
+    plain.train(model, loader, optimizer, loss, epochs=epochs, device=task.device)
+    end = _now(task.device)
+    return Run(
+        model,
+        lambda data: plain.accuracy(model, data, task.logits, device=task.device),
+        first[0] - begin,
+        end - first[0],
+    )
 
 
-def _in_hasten(task: Task, switches: Switches, loader: Any, epochs: int, bar: bool) -> Run:
+def _in_hasten(task: Task, switches: Switches, batches: Sequence[list[int]] | None, bar: bool) -> Run:
     import hasten as L
-    from hasten.demo.module import Classifier
+    from hasten.demo.module import Classifier, FirstStep
 
+    begin = _now(task.device)
+    chosen = switches.arguments()
+    if batches is None:
+        loader = task.users_loader(switches)
+    else:
+        # They are what batching="length" makes already. Where something is compiled, that is in the first step.
+        chosen.pop("batching", None)
+        loader = task.loader(switches, [batches[0]] * switches.compiled + [*batches])
+    first = FirstStep(lambda: _now(task.device), skip=int(switches.compiled and batches is not None))
     trainer = L.Trainer(
-        max_epochs=epochs,
+        max_epochs=task.epochs if batches is None else 1,
         accelerator="cpu" if task.device.type == "cpu" else "gpu",
         devices=1,
-        precision=switches.precision,
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=bar,
+        callbacks=[first],
+        **chosen,
     )
     module = Classifier(task, switches)
     torch.manual_seed(task.seed)
-    clock = _Clock(task)
-    module.loss = clock.loss
     with _no_news():
         trainer.fit(module, loader)
+    end = _now(task.device)
+    compiling = 0.0
+    if switches.compiled and batches is None and trainer.compile_report is not None:
+        compiling = trainer.compile_report.seconds
 
     def accuracy(data: Any) -> float:
         with _no_news():
             return float(trainer.test(module, data, verbose=False)[0]["test_acc"])
 
-    return clock.stop(module.model, accuracy)
+    return Run(module.model, accuracy, first.seconds - begin + compiling, end - first.seconds - compiling)
 
 
 @contextmanager

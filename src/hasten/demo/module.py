@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -45,4 +46,25 @@ class Classifier(L.LightningModule):
         self.log(name, right.float().mean(), batch_size=len(labels), prog_bar=True)
 
     def configure_optimizers(self) -> Optimizer:
-        return self.task.optimizer(self.model, self.switches)
+        return self.task.optimizer(self.model)
+
+
+class FirstStep(L.Callback):
+    """Takes the time at which the first step begins.
+
+    Args:
+        clock: gives the time in seconds.
+        skip: so many steps before it do not count.
+
+    """
+
+    def __init__(self, clock: Callable[[], float], *, skip: int = 0) -> None:
+        self.clock = clock
+        self.skip = skip
+        self.seconds = 0.0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self.skip and not self.seconds:
+            self.seconds = self.clock()

@@ -9,8 +9,9 @@ import platform
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from pathlib import Path
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,20 +20,33 @@ from hasten._lib.optional import need
 from hasten._lib.version import VERSION
 
 if TYPE_CHECKING:
+    from hasten.demo.arithmetic import Arithmetic
     from hasten.demo.ladder import Result
     from hasten.demo.task import Task
 
-# Rows that differ by less are not called slower: no machine with anything else to do repeats itself better.
-NOISE = 0.1
 # The same work took so many times as long at another moment: then the figures are not worth quoting.
 UNSTEADY = 1.5
 WIDEST = 100
 NARROWEST = 72
-# Columns of fixed width: number, name, seconds, speed, accuracy; the changed line gets the rest.
-NAME, SECONDS, SPEED, ACCURACY = 22, 8, 8, 11
+# Columns of fixed width: number, name, seconds, speed, speed all in, padding, accuracy; the changed line gets the rest.
+NAME, SECONDS, SPEED, ALL_IN, PAD, ACCURACY = 22, 8, 8, 8, 6, 7
+FIGURES = SECONDS + SPEED + ALL_IN + PAD + ACCURACY
 # A narrower column would break code in the middle of words: then it gets lines of its own.
-NARROWEST_CODE = 40
-COLUMNS = ("row", "line", "seconds", "speed", "test_accuracy", "validation_accuracy", "basis", "same_maths")
+NARROWEST_CODE = 33
+COLUMNS = (
+    "row",
+    "line",
+    "seconds",
+    "speed",
+    "all_in_seconds",
+    "all_in_speed",
+    "pad_share",
+    "test_accuracy",
+    "validation_accuracy",
+    "basis",
+    "same_maths",
+    "kept",
+)
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
@@ -66,14 +80,21 @@ def describe(facts: dict[str, Any]) -> str:
     )
 
 
-def table(task: Task, results: Sequence[Result], facts: dict[str, Any], *, width: int = WIDEST) -> str:
+def table(
+    task: Task,
+    results: Sequence[Result],
+    facts: dict[str, Any],
+    *,
+    arithmetic: Arithmetic | None = None,
+    width: int = WIDEST,
+) -> str:
     """The ladder as text, at most ``width`` (72 to 100) columns wide, plain ASCII."""
     width = max(NARROWEST, min(WIDEST, width))
-    changed = width - (3 + NAME + 2 + 2 + SECONDS + SPEED + ACCURACY)
+    changed = width - (3 + NAME + 2 + 2 + FIGURES)
     beside = changed >= NARROWEST_CODE
     name_width = NAME if beside else NAME + 2 + changed
     rule = "-" * width
-    heads = f"{'seconds':>{SECONDS}}{'speed':>{SPEED}}{'test acc.':>{ACCURACY}}"
+    heads = f"{'seconds':>{SECONDS}}{'speed':>{SPEED}}{'all in':>{ALL_IN}}{'pad':>{PAD}}{'acc.':>{ACCURACY}}"
     code_head = f"{'changed line':<{changed}}  " if beside else ""
     lines = [
         *textwrap.wrap(f"{task.name}: {task.title}", width),
@@ -82,11 +103,9 @@ def table(task: Task, results: Sequence[Result], facts: dict[str, Any], *, width
         f"{'':3}{'row':<{name_width}}  {code_head}{heads}",
         rule,
     ]
-    for number, (result, speed) in enumerate(zip(results, speeds(results), strict=True), start=1):
-        names = textwrap.wrap(result.row.name + ("" if result.row.same_maths else " *"), name_width)
-        seconds = ("~" if result.sampled else "") + _seconds(result.seconds)
-        accuracy = "" if result.accuracy is None else f"{result.accuracy:.1%}"
-        figures = f"{seconds:>{SECONDS}}{_speed(speed):>{SPEED}}{accuracy:>{ACCURACY}}"
+    for number, result in enumerate(results, start=1):
+        names = textwrap.wrap(result.row.name + _mark(result), name_width)
+        figures = _figures(result, results[0])
         code = textwrap.wrap(result.row.line, changed if beside else width - 5)
         if not beside:
             lines.append(f"{number!s:<3}{names[0]:<{name_width}}  {figures}".rstrip())
@@ -97,12 +116,36 @@ def table(task: Task, results: Sequence[Result], facts: dict[str, Any], *, width
             lines.append(
                 f"{number if first else '':<3}{name:<{NAME}}  {line:<{changed}}  {figures if first else ''}".rstrip()
             )
-    lines += [rule, *_legend(results, width)]
+    notes = [*_legend(results), *_utilisation(results, arithmetic)]
+    lines += [rule, *(line for note in notes for line in textwrap.wrap(note, width, subsequent_indent="  "))]
     return "\n".join(lines)
 
 
-def _legend(results: Sequence[Result], width: int) -> list[str]:
-    notes = ["seconds: training only, without evaluation; speed: how many times as fast as row 1."]
+def _mark(result: Result) -> str:
+    return ("" if result.row.same_maths else " *") + ("" if result.kept else " -")
+
+
+def _figures(result: Result, first: Result) -> str:
+    seconds = ("~" if result.sampled else "") + _seconds(result.seconds)
+    speed, all_in = _speed(first.seconds / result.seconds), _speed(first.all_in / result.all_in)
+    accuracy = "" if result.accuracy is None else f"{result.accuracy:.1%}"
+    pad = f"{result.pad_share:.0%}"
+    return f"{seconds:>{SECONDS}}{speed:>{SPEED}}{all_in:>{ALL_IN}}{pad:>{PAD}}{accuracy:>{ACCURACY}}"
+
+
+def _legend(results: Sequence[Result]) -> list[str]:
+    notes = [
+        "seconds: training only, without evaluation; speed: how many times as fast as row 1; all in: the same with "
+        "starting and compiling in the clock; pad: share of the computed tokens that is padding."
+    ]
+    compiled = [
+        (number, result) for number, result in enumerate(results, start=1) if result.switches.compiled
+    ]
+    notes += [
+        f"Row {number}: {_seconds(max(result.start_seconds))} s went by before its first step, compiling."
+        for number, result in compiled
+        if result.start_seconds and result.row.changes.get("compiled")
+    ]
     if any(result.sampled for result in results):
         by_basis: dict[str, list[str]] = {}
         for number, result in enumerate(results, start=1):
@@ -125,6 +168,12 @@ def _legend(results: Sequence[Result], width: int) -> list[str]:
             "* changes the maths: not the same training, check the accuracy. The rows below it keep the "
             "change."
         )
+    left_out = [str(number) for number, result in enumerate(results, start=1) if not result.kept]
+    if left_out:
+        notes.append(
+            f"- loses here, so the rows below do without it: row{'s' * (len(left_out) > 1)} {', '.join(left_out)}."
+        )
+    notes += _spread(results)
     unsteady = [
         (max(result.repeats) / min(result.repeats), number)
         for number, result in enumerate(results, start=1)
@@ -136,14 +185,42 @@ def _legend(results: Sequence[Result], width: int) -> list[str]:
             f"This machine was busy: the same work in row {number} took up to {worst:.1f} times as long. "
             "Run again when it is idle."
         )
-    slower = [
-        str(number)
-        for number, (above, below) in enumerate(pairwise(results), start=2)
-        if below.seconds > (1 + NOISE) * above.seconds
+    return notes
+
+
+def _utilisation(results: Sequence[Result], arithmetic: Arithmetic | None) -> list[str]:
+    """What share of the machine's peak the first row and the fastest reach with useful work."""
+    if arithmetic is None:
+        return []
+    fastest = min(range(len(results)), key=lambda place: results[place].seconds)
+    parts = []
+    for place in sorted({0, fastest}):
+        result = results[place]
+        share = arithmetic.mfu(result.switches, result.seconds)
+        # Fewer tokens are another amount of work.
+        if share is not None and result.switches.max_length is None:
+            parts.append(f"row {place + 1} {share:.0%}")
+    peaks = " and ".join(f"{peak / 1e9:,.0f} in {name}" for name, peak in arithmetic.peaks.items())
+    if not parts:
+        return []
+    return [
+        f"Useful arithmetic (padding does not count) as a share of this device's peak: {', '.join(parts)}. The peak "
+        f"is that of a large matrix product: {peaks} GFLOP/s."
     ]
-    if slower:
-        notes.append(f"Slower here than the row above: row{'s' * (len(slower) > 1)} {', '.join(slower)}.")
-    return [line for note in notes for line in textwrap.wrap(note, width, subsequent_indent="  ")]
+
+
+def _spread(results: Sequence[Result]) -> list[str]:
+    """Accuracies of several seeds: their mean and its standard error."""
+    notes = []
+    for number, result in enumerate(results, start=1):
+        if len(result.accuracies) > 1:
+            error = stdev(result.accuracies) / len(result.accuracies) ** 0.5
+            each = ", ".join(f"{accuracy:.1%}" for accuracy in result.accuracies)
+            notes.append(
+                f"Row {number}: accuracy over {len(result.accuracies)} seeds {mean(result.accuracies):.1%} "
+                f"+- {error:.1%} ({each})."
+            )
+    return notes
 
 
 def speeds(results: Sequence[Result]) -> list[float]:
@@ -160,7 +237,13 @@ def _speed(speed: float) -> str:
 
 
 def write(
-    folder: Path, task: Task, results: Sequence[Result], facts: dict[str, Any], command: str
+    folder: Path,
+    task: Task,
+    results: Sequence[Result],
+    facts: dict[str, Any],
+    command: str,
+    *,
+    arithmetic: Arithmetic | None = None,
 ) -> list[Path]:
     """Write ``<task>.csv``, ``.json`` and ``.png``; the folder is created.
 
@@ -170,40 +253,61 @@ def write(
         results: of each row.
         facts: from :func:`hardware`.
         command: the command that made these numbers; kept in the JSON.
+        arithmetic: of the task, for the share of the peak.
 
     Returns:
         The three files.
 
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [_as_row(result, speed) for result, speed in zip(results, speeds(results), strict=True)]
+    rows = [
+        _as_row(result, speed, results[0].all_in / result.all_in)
+        for result, speed in zip(results, speeds(results), strict=True)
+    ]
     table_file, data_file, chart = (folder / f"{task.name}.{ending}" for ending in ("csv", "json", "png"))
     with table_file.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows({name: row[name] for name in COLUMNS} for row in rows)
-    whole = {"task": task.name, "title": task.title, "command": command, "hardware": facts, "rows": rows}
+    whole: dict[str, Any] = {
+        "task": task.name,
+        "title": task.title,
+        "command": command,
+        "hardware": facts,
+        "rows": rows,
+    }
+    if arithmetic is not None:
+        whole |= {"useful_flops": arithmetic.useful_flops, "peak_flops": arithmetic.peaks}
+        for row, result in zip(rows, results, strict=True):
+            shorter = result.switches.max_length is not None
+            row["mfu"] = None if shorter else arithmetic.mfu(result.switches, result.seconds)
     data_file.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     draw(chart, task, results, facts)
     return [table_file, data_file, chart]
 
 
-def _as_row(result: Result, speed: float) -> dict[str, Any]:
+def _as_row(result: Result, speed: float, all_in: float) -> dict[str, Any]:
     return {
         "row": result.row.name,
         "line": result.row.line,
         "seconds": round(result.seconds, 3),
         "speed": round(speed, 4),
+        "all_in_seconds": round(result.all_in, 3),
+        "all_in_speed": round(all_in, 4),
+        "pad_share": round(result.pad_share, 4),
         "test_accuracy": result.accuracy,
+        "test_accuracies": result.accuracies,
         "validation_accuracy": result.validation_accuracy,
         "basis": result.basis,
         "sampled": result.sampled,
         "same_maths": result.row.same_maths,
+        "kept": result.kept,
         "steps": result.steps,
         "step_seconds": [round(seconds, 4) for seconds in result.step_seconds],
         "full_seconds": [round(seconds, 4) for seconds in result.full_seconds],
         "afterwards_seconds": result.afterwards_seconds,
-        "switches": asdict(result.row.switches),
+        "start_seconds": [round(seconds, 4) for seconds in result.start_seconds],
+        "switches": asdict(result.switches),
     }
 
 
@@ -218,13 +322,13 @@ def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any
     axes = figure.add_subplot()
     ratios = speeds(results)
     places = list(range(len(results)))
-    colours = ["#8a8f98" if not result.row.switches.hasten else "#2f6fb5" for result in results]
+    colours = ["#8a8f98" if not result.switches.hasten else "#2f6fb5" for result in results]
     bars = axes.barh(places, ratios, color=colours, height=0.68)
     for bar, result in zip(bars, results, strict=True):
         if result.sampled:
             bar.set_hatch("///")
             bar.set_edgecolor("white")
-    axes.set_yticks(places, [result.row.name + ("" if result.row.same_maths else " *") for result in results])
+    axes.set_yticks(places, [result.row.name + _mark(result) for result in results])
     axes.invert_yaxis()
     axes.axvline(1.0, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
     axes.set_xlim(0, max(ratios) * 1.5)
@@ -251,6 +355,8 @@ def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any
         notes.append("hatched, ~: timed over a sample of steps")
     if not all(result.row.same_maths for result in results):
         notes.append("*: changes the maths")
+    if not all(result.kept for result in results):
+        notes.append("-: loses, left out of the rows below")
     figure.supxlabel(
         "\n".join(textwrap.wrap(";  ".join(notes), 120)), fontsize=7.5, color="#555555", x=0.01, ha="left"
     )

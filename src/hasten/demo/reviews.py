@@ -227,17 +227,26 @@ class ReviewDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     """
 
-    def __init__(self, tokens: Tokens, chosen: Sequence[int]) -> None:
+    def __init__(self, tokens: Tokens, chosen: Sequence[int], *, max_length: int | None = None) -> None:
         self.tokens = tokens
         self.chosen = list(chosen)
-        self.lengths: list[int] = tokens.lengths[torch.tensor(self.chosen, dtype=torch.int64)].tolist()
+        lengths = tokens.lengths[torch.tensor(self.chosen, dtype=torch.int64)]
+        self.lengths: list[int] = (lengths if max_length is None else lengths.clamp(max=max_length)).tolist()
+
+    def cut(self, max_length: int) -> ReviewDataset:
+        """Return the same reviews, of at most so many tokens."""
+        return ReviewDataset(self.tokens, self.chosen, max_length=max_length)
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        review = self.chosen[index]
-        return {"input_ids": self.tokens[review], "label": int(self.tokens.labels[review])}
+        review, length = self.chosen[index], self.lengths[index]
+        ids = self.tokens[review]
+        if len(ids) > length:
+            # As a tokenizer cuts: the token that ends a review stays.
+            ids = torch.cat([ids[: length - 1], ids[-1:]])
+        return {"input_ids": ids, "label": int(self.tokens.labels[review])}
 
 
 class Pad:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
+
+from hasten.data import LengthBatching, rebatch
+from hasten.data.widths import rounded_up
 
 if TYPE_CHECKING:
     from hasten.demo.plain import Batch
@@ -22,22 +26,54 @@ class Switches:
 
     Args:
         hasten: train with ``hasten.Trainer``, not by the hand-written loop.
+        fused: ``Trainer(fused_optimizer=True)``.
+        keep: ``Trainer(allocator="keep")``.
+        by_length: ``Trainer(batching="length")``.
+        resident: ``Trainer(resident=True)``.
+        tf32: ``Trainer(matmul_precision="high")``.
+        packed: ``Trainer(packed=True)``.
+        fast_dropout: ``Trainer(dropout="fast")``.
+        compiled: ``Trainer(compile=True)``.
         precision: as in ``Trainer(precision=...)``.
-        fused: the optimizer that updates all parameters in one kernel.
-        whole_batches: index a whole batch at once, not sample by sample.
-        pad_each_batch: pad to the longest sample of the batch, not of the data.
-        by_length: put samples of like length in one batch.
-        attention_dropout: keep the dropout inside attention.
+        attention_dropout: keep the dropout inside attention; without it the maths is another.
+        max_length: tokens of a sample at most; None for what the task says.
 
     """
 
     hasten: bool = False
-    precision: str = "32-true"
     fused: bool = False
-    whole_batches: bool = False
-    pad_each_batch: bool = False
+    keep: bool = False
     by_length: bool = False
+    resident: bool = False
+    tf32: bool = False
+    packed: bool = False
+    fast_dropout: bool = False
+    compiled: bool = False
+    precision: str = "32-true"
     attention_dropout: bool = True
+    max_length: int | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the Trainer's arguments for these switches.
+
+        Example::
+
+            >>> Switches(hasten=True, packed=True).arguments()
+            {'packed': True}
+
+        """
+        chosen = {
+            "fused_optimizer": True if self.fused else None,
+            "allocator": "keep" if self.keep else None,
+            "batching": "length" if self.by_length else None,
+            "resident": True if self.resident else None,
+            "matmul_precision": "high" if self.tf32 else None,
+            "packed": True if self.packed else None,
+            "dropout": "fast" if self.fast_dropout else None,
+            "compile": True if self.compiled else None,
+            "precision": self.precision if self.precision != "32-true" else None,
+        }
+        return {name: value for name, value in chosen.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -46,16 +82,20 @@ class Row:
 
     Args:
         name: for the table.
-        line: the line that makes the difference to the row above.
-        switches: everything that is on in this row.
+        line: the line that makes the difference.
+        changes: the switches it turns, on top of those of the rows above that paid.
         same_maths: False when the switch changes what is computed, not only how (up to rounding).
 
     """
 
     name: str
     line: str
-    switches: Switches
+    changes: Mapping[str, Any] = field(default_factory=dict)
     same_maths: bool = True
+
+    def on(self, switches: Switches) -> Switches:
+        """Return ``switches`` with those of this row turned as well."""
+        return replace(switches, **self.changes)
 
 
 @dataclass
@@ -66,9 +106,9 @@ class Ladder:
 
         >>> ladder = Ladder("loss.backward(); optimizer.step()")
         >>> ladder.add("the same in hasten", "L.Trainer().fit(module, loader)", hasten=True)
-        >>> ladder.add("fused Adam", "torch.optim.AdamW(..., fused=True)", fused=True)
-        >>> [(row.switches.hasten, row.switches.fused) for row in ladder.rows]
-        [(False, False), (True, False), (True, True)]
+        >>> ladder.add("fused Adam", "L.Trainer(fused_optimizer=True)", fused=True)
+        >>> [dict(row.changes) for row in ladder.rows]
+        [{}, {'hasten': True}, {'fused': True}]
 
     """
 
@@ -76,11 +116,11 @@ class Ladder:
     rows: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rows.append(Row("plain PyTorch loop", self.first_line, Switches()))
+        self.rows.append(Row("plain PyTorch loop", self.first_line))
 
-    def add(self, name: str, line: str, *, same_maths: bool = True, **switches: Any) -> None:
-        """Append a row: what the last one has, and ``switches``."""
-        self.rows.append(Row(name, line, replace(self.rows[-1].switches, **switches), same_maths))
+    def add(self, name: str, line: str, *, same_maths: bool = True, **changes: Any) -> None:
+        """Append a row that turns these switches."""
+        self.rows.append(Row(name, line, changes, same_maths))
 
 
 class Task(ABC):
@@ -112,20 +152,15 @@ class Task(ABC):
         """Scores, shape ``(batch, classes)``."""
 
     @abstractmethod
-    def optimizer(self, model: nn.Module, switches: Switches) -> Optimizer:
-        """The optimizer of the model's parameters."""
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """The optimizer of the model's parameters, as a user writes it."""
 
     @abstractmethod
-    def batches(self, switches: Switches) -> Sampler[list[int]]:
-        """Sample numbers of each training batch, drawn anew for each epoch, the same in each call."""
+    def users_loader(self, switches: Switches) -> DataLoader[Any]:
+        """The training loader as a user writes it; it gives mappings of tensors with the key ``"labels"``.
 
-    @abstractmethod
-    def width(self, switches: Switches, batch: Sequence[int]) -> int:
-        """What the cost of a batch grows with: the length that its samples are padded to."""
-
-    @abstractmethod
-    def train_loader(self, switches: Switches, batches: Iterable[list[int]]) -> DataLoader[Any]:
-        """A loader of these training batches; it gives mappings of tensors with the key ``"labels"``."""
+        Each call draws the same order.
+        """
 
     @abstractmethod
     def validation_loader(self) -> DataLoader[Any]:
@@ -135,60 +170,61 @@ class Task(ABC):
     def test_loader(self) -> DataLoader[Any]:
         """A loader of the samples held out to the end."""
 
+    def with_seed(self, seed: int) -> Task:
+        """Return the same task with other new weights and another order; the split of the data stays."""
+        other = copy.copy(self)
+        other.seed = seed
+        return other
 
-class ShuffledBatches(Sampler[list[int]]):
-    """Every sample once an epoch, in random batches; with lengths, samples of like length share a batch.
+    @abstractmethod
+    def length(self, switches: Switches, sample: int) -> int:
+        """What the work of a training sample grows with: its tokens, without padding."""
 
-    With lengths the shuffled samples are cut into windows, sorted by length within each window, cut into
-    batches, and the batches are shuffled: batches stay random, and little of them is padding.
+    def width(self, switches: Switches, batch: Sequence[int]) -> int:
+        """The length that the samples of a batch are padded to."""
+        return max(self.length(switches, sample) for sample in batch)
 
-    Args:
-        count: number of samples.
-        batch_size: samples in a batch; the last of an epoch (of a window) may have fewer.
-        seed: of the shuffles; each epoch draws anew.
-        lengths: of each sample; None leaves the order random.
-        window: batches in a window.
+    def alone(self, sample: int) -> Batch:
+        """A batch of one training sample, without padding."""
+        batch: Batch = next(iter(self.loader(Switches(), [[sample]])))
+        return batch
 
-    Example::
+    def loader(self, switches: Switches, batches: Sequence[list[int]]) -> DataLoader[Any]:
+        """A loader of these training batches alone, made as the switches would make them."""
+        like = self._changed(switches)
+        # Workers stay: how samples are read is part of what a row is.
+        return DataLoader(
+            like.dataset,
+            batch_sampler=batches,
+            collate_fn=like.collate_fn,
+            num_workers=like.num_workers,
+        )
 
-        >>> lengths = [5, 90, 7, 80]
-        >>> sorted(sorted(batch) for batch in ShuffledBatches(4, 2, seed=0, lengths=lengths))
-        [[0, 2], [1, 3]]
+    def batches(self, switches: Switches) -> list[list[int]]:
+        """Sample numbers of the training batches of all epochs; the same in each call."""
+        sampler = self._changed(switches).batch_sampler
+        assert sampler is not None
+        found: list[list[int]] = []
+        for epoch in range(self.epochs):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            found += sampler
+        return found
 
-    """
+    def pad_share(self, switches: Switches) -> float:
+        """Share of what the model computes that is padding, 0 to 1."""
+        if switches.packed:
+            return 0.0
+        batches = self.batches(switches)
+        # Batches made by length are rounded up to a few widths.
+        widths = getattr(self._changed(switches).collate_fn, "multiple_of", None)
+        computed = sum(len(batch) * rounded_up(self.width(switches, batch), widths) for batch in batches)
+        return 1 - sum(self.length(switches, sample) for batch in batches for sample in batch) / computed
 
-    def __init__(
-        self,
-        count: int,
-        batch_size: int,
-        *,
-        seed: int,
-        lengths: Sequence[int] | None = None,
-        window: int = 50,
-    ) -> None:
-        self.count = count
-        self.batch_size = batch_size
-        self.lengths = lengths
-        self.window = window
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __len__(self) -> int:
-        size, window = self.batch_size, self.batch_size * self.window
-        if self.lengths is None:
-            return -(-self.count // size)
-        whole, rest = divmod(self.count, window)
-        return whole * self.window + -(-rest // size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        size = self.batch_size
-        order: list[int] = torch.randperm(self.count, generator=self.generator).tolist()
-        if self.lengths is None:
-            yield from (order[start : start + size] for start in range(0, self.count, size))
-            return
-        lengths, step = self.lengths, size * self.window
-        batches = []
-        for first in range(0, self.count, step):
-            window = sorted(order[first : first + step], key=lengths.__getitem__)
-            batches += [window[start : start + size] for start in range(0, len(window), size)]
-        for position in torch.randperm(len(batches), generator=self.generator).tolist():
-            yield batches[position]
+    def _changed(self, switches: Switches) -> DataLoader[Any]:
+        """What ``Trainer(batching="length")`` makes of the user's loader, if that is on."""
+        loader = self.users_loader(switches)
+        if not switches.by_length:
+            return loader
+        changed: DataLoader[Any] = rebatch(loader, LengthBatching(), few_shapes=switches.compiled)
+        return changed

@@ -9,6 +9,8 @@ from torch import nn
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.fabric.wrappers import FabricOptimizer
+from hasten.optim.backward import InBackward
+from hasten.runtime import Runtime
 
 
 def check_optimizer(optimizer: Any, method: str) -> None:
@@ -35,4 +37,18 @@ def check_devices(module: nn.Module, method: str, move_to_device: bool) -> None:
         rank_zero_warn(
             f"Fabric.{method}(): the module has parameters on {', '.join(map(str, placed))}, and all are moved to one "
             "device. Pass move_to_device=False to leave them where they are."
+        )
+
+
+def check_in_backward(optimizer: InBackward, runtime: Runtime) -> None:
+    name = optimizer.of.__name__
+    if runtime.scaler is not None:
+        raise ValueError(
+            f"in_backward({name}) and Fabric(precision={runtime.precision.precision!r}): whether a scaled gradient is "
+            "finite is known when backward is over. Use precision='bf16-mixed', which scales nothing."
+        )
+    if runtime.syncs_gradients:
+        raise ValueError(
+            f"in_backward({name}) and {runtime.world_size} processes: each parameter would step before its gradients "
+            f"are averaged over them. Use torch.optim.{name} as it is."
         )

@@ -7,22 +7,31 @@ import inspect
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hasten._lib.names import did_you_mean
+from hasten.arguments_speed import check_speed
 from hasten.data.loaders import prepare
 from hasten.fabric import state as states
-from hasten.fabric.checks import check_devices, check_optimizer
+from hasten.fabric.checks import check_devices, check_in_backward, check_optimizer
+from hasten.fabric.compiled import compile_for_good
 from hasten.fabric.view import FabricView
 from hasten.fabric.wrappers import FabricDataLoader, FabricModule, FabricOptimizer, compiled_of, unwrapped
 from hasten.machine.spawn import StartCopies
+from hasten.optim.backward import InBackward, to_clip
+from hasten.optim.fused import use_fused
+from hasten.precision.matmul import matmul_precision as within_matmul_precision
+from hasten.precision.matmul import set_matmul_precision
 from hasten.resolve import runtime as resolve_runtime
 from hasten.runtime import Runtime
 from hasten.seed import seed_everything
+
+if TYPE_CHECKING:
+    from hasten.compile.model import CompiledModel
 
 Path = str | os.PathLike[str]
 
@@ -40,6 +49,13 @@ class Fabric(FabricView):
         plugins: a Precision, CheckpointIO or ClusterEnvironment, or a list of them.
         callbacks: objects whose methods ``call`` calls: one or a list.
         loggers: where ``log`` writes: one or a list.
+        matmul_precision: "highest", "high" (TF32 on GPUs) or "medium", for ``torch.set_float32_matmul_precision``:
+            while the function given to ``launch`` runs, else from ``launch`` or the first ``setup`` on.
+        fused_optimizer: True has the optimizers given to ``setup`` update all parameters in one kernel, False has
+            them not; None leaves them as they are.
+        compile: True, "regional" (repeated blocks, once) or a dict of ``torch.compile`` options: ``setup`` compiles
+            the module in place, inside of what the strategy wraps around it. ``fabric.compile_report`` says what
+            came of it.
 
     Raises:
         TypeError: an argument does not exist or has a type it cannot have.
@@ -68,6 +84,9 @@ class Fabric(FabricView):
         plugins: Any = None,
         callbacks: Any = None,
         loggers: Any = None,
+        matmul_precision: str | None = None,
+        fused_optimizer: bool | None = None,
+        compile: bool | str | dict[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
         for name in unknown:
@@ -85,6 +104,15 @@ class Fabric(FabricView):
             plugins=plugins,
             owner="Fabric",
         )
+        speed = check_speed(
+            matmul_precision=matmul_precision,
+            fused_optimizer=fused_optimizer,
+            compile=compile,
+            owner="Fabric",
+        )
+        self._matmul_precision, self._compile = speed.matmul_precision, speed.compile
+        self._fused = speed.fused_optimizer
+        self._compiled: list[CompiledModel] = []
         self._callbacks: list[Any] = _listed(callbacks)
         self._loggers: list[Any] = _listed(loggers)
         for logger in self._loggers:
@@ -128,7 +156,7 @@ class Fabric(FabricView):
                     f"Fabric.launch() with strategy={self.strategy.name!r} starts copies of this process, which "
                     "need a function to run: fabric.launch(train), with def train(fabric): ...."
                 )
-            function = _do_nothing
+            function = _set_matmul_precision
         elif not callable(function):
             raise TypeError(
                 f"Fabric.launch({function!r}): that is no function. Write launch(train), not launch(train())."
@@ -138,6 +166,8 @@ class Fabric(FabricView):
                 f"Fabric.launch({getattr(function, '__name__', function)}): the function must take an argument: it "
                 "gets the Fabric."
             )
+        elif self._matmul_precision is not None:
+            function = functools.partial(_with_matmul_precision, function)
         self._launched = True
         return self._runtime.launch(functools.partial(function, self, *args, **kwargs))
 
@@ -266,8 +296,11 @@ class Fabric(FabricView):
         original, compiled = compiled_of(module)
         if isinstance(original, FabricModule):
             raise ValueError(f"Fabric.{method}(): this module was set up already. Pass the original, once.")
+        _set_matmul_precision(self)
         check_devices(original, method, move_to_device)
         self._runtime.place(original, move=move_to_device)
+        if self._compile is not None and compiled is None:
+            self._compiled.append(compile_for_good(original, self._compile, self._runtime))
         wrapped = FabricModule(original, self._runtime, self._runtime.wrap(original), call=compiled)
         if hasattr(original, "_fabric"):
             # A LightningModule logs and steps through this Fabric, and its hooks are called like a callback's.
@@ -277,6 +310,10 @@ class Fabric(FabricView):
         return wrapped
 
     def _wrapped_optimizer(self, optimizer: Optimizer) -> FabricOptimizer:
+        if isinstance(optimizer, InBackward):
+            check_in_backward(optimizer, self._runtime)
+        if self._fused is not None:
+            use_fused(optimizer, self._fused, owner=f"Fabric(fused_optimizer={self._fused})")
         return FabricOptimizer(optimizer, self._runtime, self._callbacks)
 
     # -- a step
@@ -325,9 +362,9 @@ class Fabric(FabricView):
                 "limits each element, max_norm the norm of all."
             )
         optimizer = unwrapped(optimizer)
+        parameters = to_clip(optimizer, "Fabric.clip_gradients()")
         if self._runtime.unscale is not None:
             self._runtime.unscale(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if clip_val is not None:
             self._runtime.clip_value(parameters, clip_val)
             return None
@@ -454,8 +491,16 @@ class Fabric(FabricView):
         return seed_everything(seed, workers=workers is not False, verbose=verbose)
 
 
-def _do_nothing(fabric: Fabric) -> None:
-    """Stand for the rest of the program."""
+def _set_matmul_precision(fabric: Fabric) -> None:
+    """Multiply matrices as asked for the rest of the program, which this stands for in ``launch``."""
+    if fabric._matmul_precision is not None:
+        set_matmul_precision(fabric._matmul_precision)
+
+
+def _with_matmul_precision(function: Callable[..., Any], fabric: Fabric, *args: Any, **kwargs: Any) -> Any:
+    assert fabric._matmul_precision is not None
+    with within_matmul_precision(fabric._matmul_precision):
+        return function(fabric, *args, **kwargs)
 
 
 def _run_inside(fabric: Fabric, *args: Any, **kwargs: Any) -> Any:

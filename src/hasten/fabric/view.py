@@ -10,9 +10,12 @@ import torch
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.fabric import state as states
+from hasten.fabric.compiled import joint_report
 from hasten.machine import collectives
 
 if TYPE_CHECKING:
+    from hasten.compile.model import CompiledModel
+    from hasten.compile.report import CompileReport
     from hasten.runtime import Runtime
 
 
@@ -20,6 +23,7 @@ class FabricView:
     """The part of Fabric that trains nothing."""
 
     _runtime: Runtime
+    _compiled: list[CompiledModel]
     _callbacks: list[Any]
     _loggers: list[Any]
     _launched: bool
@@ -40,6 +44,11 @@ class FabricView:
     def device(self) -> torch.device:
         """The device of this process."""
         return self._runtime.device
+
+    @property
+    def compile_report(self) -> CompileReport | None:
+        """What ``compile`` has done so far: graphs, seconds, breaks and recompiles; None where it is off."""
+        return joint_report(self._compiled)
 
     @property
     def global_rank(self) -> int:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import map_tensors, move_to
+from hasten.data.prefetch import SideStream
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
@@ -347,9 +348,11 @@ class FabricDataLoader:
     def _moved(self) -> Iterator[Any]:
         device = self._device
         assert device is not None
-        non_blocking = device.type == "cuda"
+        if device.type == "cuda":
+            yield from map(SideStream(device), self._dataloader)
+            return
         for batch in self._dataloader:
-            yield move_to(batch, device, non_blocking=non_blocking)
+            yield move_to(batch, device)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_dataloader":

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hasten.hooks import STEPS, nothing, overrides
+from hasten.loops.compiled import compiled_step
 from hasten.loops.explain import add_place, takes
 from hasten.loops.run import Run, Stopped
 from hasten.loops.signatures import check_takes_loader
@@ -64,7 +65,7 @@ def evaluate(
         meters.loggers = ()
     meters.start_epoch(stage)
     try:
-        with _modes_kept(run.module, stage), without_gradients(run):
+        with run.averages.shown(), _modes_kept(run.module, stage), without_gradients(run):
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
             several = len(source.loaders) > 1
@@ -145,7 +146,7 @@ def _evaluate_loader(run: Run, source: Source, loader_idx: int | None) -> None:
 
 def _step(run: Run, name: str, loader_idx: int | None) -> Callable[..., Any]:
     step = getattr(run.module, name)
-    bound = run.runtime.bind(step, module=run.module)
+    bound = run.runtime.bind(compiled_step(run, name, step), module=run.module)
     if loader_idx is not None:
         return lambda batch, batch_idx: bound(batch, batch_idx, loader_idx)
     return bound if takes(step, "batch_idx", at=2) else lambda batch, batch_idx: bound(batch)
@@ -156,7 +157,9 @@ def without_gradients(run: Run) -> Any:
     # DDP's broadcast of buffers and FSDP's views need tensors that may change outside inference mode.
     # Within fit neither: what validation keeps (a cached mask, a buffer) may be used in training next.
     fitting = run.state.fn == TrainerFn.FITTING
-    inference = run.arguments.inference_mode and run.runtime.world_size == 1 and not fitting
+    # Nor a compiled step: validation within fit and outside of it would each be compiled.
+    plain = fitting or run.compiled is not None
+    inference = run.arguments.inference_mode and run.runtime.world_size == 1 and not plain
     return torch.inference_mode() if inference else torch.no_grad()
 
 

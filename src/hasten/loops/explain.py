@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.memory import is_out_of_memory
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
 
+MEMORY_NOTE = (
+    "Memory ran out. Trainer(micro_batch='auto') computes fewer samples at once and leaves the batch as it is; "
+    "memory='auto' keeps fewer activations."
+)
 _WRONG_KEYWORD = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 
 
@@ -108,6 +113,13 @@ def add_place(error: BaseException, step: str, module: nn.Module, batch: Any, ba
     elif "a second time" in text:
         notes.append(
             "The loss reaches back into an earlier batch. Detach what you carry over: `self.state = state.detach()`."
+        )
+    elif is_out_of_memory(error):
+        notes.append(MEMORY_NOTE)
+    elif "activation checkpoint has been mutated" in text:
+        notes.append(
+            "memory='selective' keeps the results of products and attention, and a block changes one in place. Use "
+            "memory='full', or write x = x + y instead of x += y there."
         )
     elif isinstance(error, (ValueError, TypeError)) and ("unpack" in text):
         notes.append("The step unpacks the batch into another number of parts than the dataset gives.")

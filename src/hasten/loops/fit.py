@@ -14,14 +14,17 @@ from torch import Tensor
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import random_state
 from hasten.hooks import STEPS, nothing, overrides
-from hasten.loops import schedule
+from hasten.loops import micro, schedule
+from hasten.loops.compiled import compiled_step
 from hasten.loops.evaluate import evaluate, sanity_check
 from hasten.loops.explain import add_place, check_some_loss, loss_of, with_batch_idx_if_taken
+from hasten.loops.numbers import check_in_backward
 from hasten.loops.run import Run, Stopped
 from hasten.loops.states import RunningStage
 from hasten.loops.transfer import make_transfer
 from hasten.module import LightningModule
 from hasten.optim import needs_closure
+from hasten.optim.backward import InBackward
 
 # (batch, batch_idx, opens, closes, divisor) -> what training_step gave, for on_train_batch_end
 Step = Callable[[Any, int, bool, bool, int], Any]
@@ -63,6 +66,7 @@ def fit(run: Run) -> None:
         while not run.finished():
             train_epoch(run)
     _say_why_finished(run)
+    run.averages.show_for_good()
     run.hooks.on_train_end()
 
 
@@ -119,7 +123,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     if progress.last_batch or _enough(run):
         return
 
-    for batch, is_last in batches:
+    for batch, is_last in run.waiting.watched(run, batches):
         batch_idx = progress.batch
         run.is_last_batch = is_last
         if transfer is not None:
@@ -152,6 +156,8 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
             meters.publish_step(progress.updates - 1, progress.epoch, to_loggers=True)
         hooks.on_train_batch_end_last(outputs, batch, batch_idx)
 
+        if is_last and run.goes_on():
+            run.train.begin_next(progress.epoch + 1)
         if is_last or progress.total_batches >= next_validation or follows_each or run.should_stop:
             follow_batch(run)
             next_validation = run.checks.next_at(run)
@@ -199,6 +205,8 @@ def make_step(run: Run) -> Step:
     if not run.optimizers:
         return _step_without_optimizer(run)
     optimizer = run.optimizers[0]
+    if isinstance(optimizer, InBackward):
+        check_in_backward(run, optimizer)  # Again: a callback may have asked for accumulation meanwhile.
     if overrides(run.module, LightningModule, "optimizer_step") or needs_closure(optimizer):
         return _closure_step(run)
     return _automatic_step(run)
@@ -287,12 +295,13 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
     """Return forward, zero_grad and backward of one batch, with everything asked beforehand."""
     runtime, module, hooks = run.runtime, run.module, run.hooks
     meters, context = run.meters, run.meters.context_of(STEPS["training_step"])
+    in_parts = micro.asked(run)
     training_step = _training_step(run)
     optimizer = run.optimizers[0] if run.optimizers else None
     zero_grad = _zero_grad(run, optimizer)
     backward = _backward(run)
     wants_outputs = _wants_outputs(run)
-    weighs = run.accumulate_grad_batches > 1 or runtime.world_size > 1
+    weighs = run.accumulate_grad_batches > 1 or runtime.world_size > 1 or in_parts
 
     def forward_backward(
         batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
@@ -313,12 +322,15 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
         except Exception as error:
             add_place(error, "training_step", module, batch, batch_idx)
             raise
-        hooks.on_after_backward()
+        if not in_parts:
+            hooks.on_after_backward()
         if not wants_outputs and not keep_outputs:
             return None
         detached = loss.detach()
         return {**output, "loss": detached} if isinstance(output, dict) else {"loss": detached}
 
+    if in_parts:
+        return micro.in_parts(run, forward_backward)
     if not runtime.syncs_gradients:
         return forward_backward
 
@@ -354,7 +366,7 @@ def _finish_gradients(run: Run) -> Callable[[int], None]:
         overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients")
     )
     by_norm = arguments.gradient_clip_algorithm != "value"
-    clips = max_value > 0 and not custom
+    clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward)
 
     def finish_gradients(divisor: int) -> None:
         if unscale is not None:
@@ -391,8 +403,9 @@ def _scale_gradients(optimizer: Any, factor: Any) -> None:
 
 
 def _training_step(run: Run) -> Callable[..., Any]:
-    step = with_batch_idx_if_taken(run.module.training_step)
-    return run.runtime.bind(step, module=run.module, wrapped=run.wrapped, training=True)
+    step = compiled_step(run, "training_step", with_batch_idx_if_taken(run.module.training_step))
+    wrapped = run.module if micro.computes_alone(run) else run.wrapped
+    return run.runtime.bind(step, module=run.module, wrapped=wrapped, training=True)
 
 
 def _zero_grad(run: Run, optimizer: Any) -> Callable[[], None]:

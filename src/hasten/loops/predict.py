@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hasten.hooks import STEPS, nothing
+from hasten.loops.compiled import compiled_step
 from hasten.loops.evaluate import restore_modes, without_gradients
 from hasten.loops.explain import add_place, takes
 from hasten.loops.run import Run, Stopped
@@ -54,7 +55,8 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
 def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | None) -> None:
     hooks, meters, stop = run.hooks, run.meters, run.stop
     context = meters.context_of(STEPS["predict_step"])
-    bound = run.runtime.bind(run.module.predict_step, module=run.module)
+    predict_step = compiled_step(run, "predict_step", run.module.predict_step)
+    bound = run.runtime.bind(predict_step, module=run.module)
     if several:
         suffix: tuple[int, ...] = (loader_idx,)
         if takes(run.module.predict_step, "dataloader_idx", at=3):

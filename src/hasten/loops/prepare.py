@@ -15,13 +15,17 @@ from hasten.checkpoint import contents
 from hasten.datamodule import LightningDataModule
 from hasten.hooks import overrides
 from hasten.hparams import logged_hparams
+from hasten.loops.compiled import check_compile, compile_module
+from hasten.loops.numbers import go_on_with_training_weights, set_matmul_precision
 from hasten.loops.run import Run
 from hasten.loops.snapshot import Snapshot
 from hasten.loops.sources import warn_about_missing_parts
+from hasten.loops.speedups import change_module, change_optimizers
 from hasten.loops.states import TrainerFn
 from hasten.loops.verify import check_fit
 from hasten.module import LightningModule
 from hasten.optim import HastenOptimizer
+from hasten.optim.averaged import Averages
 
 # () -> (checkpoint, where it came from), or (None, None) to start from the beginning
 Read = Callable[[], tuple[dict[str, Any] | None, str | None]]
@@ -43,6 +47,8 @@ def prepare(
     module, runtime, hooks, fn = run.module, run.runtime, run.hooks, run.state.fn
     assert fn is not None
     fitting = fn == TrainerFn.FITTING
+    set_matmul_precision(run)
+    check_compile(run)
     if fitting:
         warn_about_missing_parts(run.validation, module)
     {"fit": run.train, "validate": run.validation, "test": run.test, "predict": run.predict}[fn].require()
@@ -60,6 +66,8 @@ def prepare(
         if overrides(module, LightningModule, "configure_sharded_model"):
             module.configure_sharded_model()
 
+    if runtime.precision.converts_before_loading:
+        runtime.place(module)
     checkpoint, path = read_checkpoint()
     if checkpoint is not None:
         hooks.on_load_checkpoint(checkpoint)
@@ -77,9 +85,12 @@ def prepare(
             )
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
     runtime.place(module)
+    change_module(run)
     if fitting:
         configure_optimizers(run)
         run.wrapped = runtime.wrap(module)
+    compile_module(run)
+    if fitting:
         hooks.on_fit_start()
     if run.arguments.enable_autolog_hparams and runtime.is_global_zero:
         _log_hyperparams(run, datamodule)
@@ -91,6 +102,7 @@ def prepare(
         run.train.load()
         check_fit(run)
         _restore_training(run, Snapshot(run, callbacks, datamodule), checkpoint, str(path))
+        go_on_with_training_weights(run, checkpoint)
 
 
 def _has_batchnorm(module: torch.nn.Module) -> bool:
@@ -120,12 +132,13 @@ def configure_optimizers(run: Run) -> None:
     module, owner = run.module, type(run.module).__name__
     optimizers, schedulers = optim.parse(module.configure_optimizers(), owner)
     optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
-    take_optimizers(run, optimizers, schedulers)
+    take_optimizers(run, change_optimizers(run, optimizers), schedulers)
 
 
 def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:
     """Have a run train with these optimizers and schedulers."""
-    run.optimizers, run.schedulers = optimizers, schedulers
+    run.optimizers, run.schedulers, run.averages = optimizers, schedulers, Averages(optimizers)
+    run.undo.callback(run.averages.show_for_good)
     run.wrapped_optimizers = [_counted(run, optimizer) for optimizer in optimizers]
 
 

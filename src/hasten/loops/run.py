@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,17 @@ from hasten.loops.checks import ValidationChecks
 from hasten.loops.progress import Progress
 from hasten.loops.sources import Source
 from hasten.loops.states import RunningStage, TrainerState
+from hasten.loops.waiting import Waiting
 from hasten.meters import Meters
 from hasten.module import LightningModule
 from hasten.optim import LRSchedulerConfig
+from hasten.optim.averaged import Averages
 
 if TYPE_CHECKING:
+    from hasten.compile.model import CompiledModel
     from hasten.machine.signals import StopRequests
     from hasten.runtime import Runtime
+    from hasten.speed.microbatch import Fit
 
 
 def unwatched(action: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,6 +68,8 @@ class Run:
     optimizers: list[Any] = field(default_factory=list)
     wrapped_optimizers: list[Any] = field(default_factory=list)
     schedulers: list[LRSchedulerConfig] = field(default_factory=list)
+    # Which weights are in the module where optimizers train with others than they evaluate with.
+    averages: Averages = field(default_factory=lambda: Averages(()))
     accumulate_grad_batches: int = 1
     should_stop: bool = False
     resumed: bool = False
@@ -76,6 +83,14 @@ class Run:
     batch_indices: list[int] = field(default_factory=list)
     epoch_batch_indices: list[list[list[int]]] = field(default_factory=list)
     skipped_batches: int = 0
+    # How long the first batches were waited for.
+    waiting: Waiting = field(default_factory=Waiting)
+    # What micro_batch="auto" and memory="auto" found to fit into memory.
+    fits: Fit | None = None
+    # What the compiler made of the module; None where nothing is compiled.
+    compiled: CompiledModel | None = None
+    # Takes back what was changed about the user's module for this run.
+    undo: ExitStack = field(default_factory=ExitStack)
 
     @property
     def max_epochs(self) -> float:
@@ -92,6 +107,16 @@ class Run:
         progress, arguments = self.progress, self.arguments
         enough_epochs = progress.epochs_done >= (arguments.min_epochs or 0)
         return enough_epochs and progress.global_step >= (arguments.min_steps or 0)
+
+    def goes_on(self) -> bool:
+        """Say whether another epoch follows the one whose batches are done, before its validation has its say."""
+        progress = self.progress
+        return (
+            progress.epochs_done + 1 < self.max_epochs
+            and progress.global_step < self.max_steps
+            and not self.should_stop
+            and self.stop.signal is None
+        )
 
     def finished(self) -> bool:
         """Say whether training is over: a limit is reached, or somebody asked and may."""

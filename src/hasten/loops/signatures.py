@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.callback import Callback
 from hasten.datamodule import DataHooks, LightningDataModule
 from hasten.hooks import overrides
@@ -26,6 +28,10 @@ _MODULE_METHODS = (
 )  # fmt: skip
 
 
+# How alike two names are for one to be a slip of the other: a letter or two of twenty.
+_ALIKE = 0.9
+
+
 def check_signatures(
     module: LightningModule, datamodule: LightningDataModule | None, callbacks: Iterable[Callback]
 ) -> None:
@@ -40,12 +46,32 @@ def check_signatures(
         (datamodule, LightningDataModule, _names(DataHooks)),
         *((callback, Callback, _names(Callback)) for callback in callbacks),
     ):
+        if owner is None:
+            continue
         for name in names:
-            if owner is not None and overrides(owner, base, name):
+            if overrides(owner, base, name):
                 _check(owner, name, _arguments(getattr(base, name)))
+        _warn_of_misspelt(owner, base, [*names, *_STEPS] if base is LightningModule else names)
     for name, arguments in _STEPS.items():
         if overrides(module, LightningModule, name):
             _check_step(module, name, arguments)
+
+
+def _warn_of_misspelt(owner: object, base: type, hooks: list[str]) -> None:
+    """Warn of a method that is named almost like a hook which is not there: nothing would ever call it."""
+    kind = type(owner)
+    for name in dir(kind):
+        if name.startswith("_") or hasattr(base, name):
+            continue
+        if not inspect.isfunction(inspect.getattr_static(kind, name)):
+            continue
+        close = get_close_matches(name, hooks, n=1, cutoff=_ALIKE)
+        # Beside the hook itself it is a helper of its own.
+        if close and not overrides(owner, base, close[0]):
+            rank_zero_warn(
+                f"{kind.__name__}.{name}() is named almost like the hook {close[0]}(), and is none: nothing calls it "
+                f"but your own code. Rename it to {close[0]} if it was meant to be called, or to something less alike."
+            )
 
 
 def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> None:

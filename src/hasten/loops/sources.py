@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -51,6 +51,7 @@ class Source:
         sampler_kwargs: ``num_replicas`` and ``rank`` where each process reads its own part, else None.
         overfit: read the same batches in the same order each epoch.
         reload_every_n_epochs: ask for the loaders again this often; 0 for never.
+        remake: given a loader, the stage and the loader's name, return the one to read instead.
 
     """
 
@@ -66,8 +67,10 @@ class Source:
         sampler_kwargs: dict[str, int] | None = None,
         overfit: bool = False,
         reload_every_n_epochs: int = 0,
+        remake: Callable[[Any, str, str], Any] | None = None,
     ) -> None:
         self.stage = stage
+        self._remake = remake
         self.datamodule = datamodule
         self._given = given
         self._reads_datamodule = reads_datamodule
@@ -185,6 +188,12 @@ class Source:
         """Leave out the first batches of the next epoch, where no exact position is known."""
         self._only().start_at(batch)
 
+    def begin_next(self, epoch: int) -> None:
+        """Have living workers begin the next epoch while this one's validation runs, where nobody can tell."""
+        stream, every = self._only(), self._reload_every_n_epochs
+        if isinstance(stream, Stream) and not (every and epoch - self._loaded_at_epoch >= every):
+            stream.begin_next(epoch)
+
     def set_epoch(self, epoch: int) -> None:
         """Tell samplers the epoch."""
         for stream in self._loaded():
@@ -291,6 +300,8 @@ class Source:
 
     def _stream(self, loader: Any, name: str) -> Stream | CombinedStream:
         if not isinstance(loader, CombinedLoader):
+            if self._remake is not None:
+                loader = self._remake(loader, self.stage, name)
             prepared = prepare(
                 loader,
                 name=name,

@@ -66,3 +66,12 @@ class TrainerState:
     def stopped(self) -> bool:
         """Whether the last call has ended, in whichever way."""
         return self.status.stopped
+
+
+# Where a call begins.
+FIRST_STAGE = {
+    TrainerFn.FITTING: RunningStage.TRAINING,
+    TrainerFn.VALIDATING: RunningStage.VALIDATING,
+    TrainerFn.TESTING: RunningStage.TESTING,
+    TrainerFn.PREDICTING: RunningStage.PREDICTING,
+}

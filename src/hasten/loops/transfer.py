@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hasten.data.prefetch import SideStream
 from hasten.datamodule import DataHooks
 from hasten.hooks import overrides
 from hasten.loops.run import Run
@@ -31,8 +32,9 @@ def _chosen(run: Run, source: Source, loader_idx: int) -> Callable[[Any], Any] |
         owner_of(name)
         for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     )
+    to_device = run.runtime.to_device if device.type != "cuda" else SideStream(device)
     if before is None and move is None and after is None:
-        return None if device.type == "cpu" else run.runtime.to_device
+        return None if device.type == "cpu" else to_device
 
     def transfer(batch: Any) -> Any:
         if before is not None:
@@ -40,7 +42,7 @@ def _chosen(run: Run, source: Source, loader_idx: int) -> Callable[[Any], Any] |
         if move is not None:
             batch = move.transfer_batch_to_device(batch, device, loader_idx)
         else:
-            batch = run.runtime.to_device(batch)
+            batch = to_device(batch)
         if after is not None:
             batch = after.on_after_batch_transfer(batch, loader_idx)
         return batch

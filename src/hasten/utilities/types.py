@@ -94,7 +94,17 @@ _LITERAL_WARN = Literal["warn"]
 _PLUGIN_INPUT = Precision | CheckpointIO | ClusterEnvironment | str
 _PRECISION_INPUT_INT = Literal[64, 32, 16]
 _PRECISION_INPUT_STR_ALIAS = Literal["64", "32", "16", "bf16"]
-_PRECISION_INPUT_STR = Literal["16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true", "64-true"]
+_PRECISION_INPUT_STR = Literal[
+    "transformer-engine",
+    "transformer-engine-float16",
+    "fp8",
+    "16-true",
+    "16-mixed",
+    "bf16-true",
+    "bf16-mixed",
+    "32-true",
+    "64-true",
+]
 _PRECISION_INPUT = _PRECISION_INPUT_INT | _PRECISION_INPUT_STR | _PRECISION_INPUT_STR_ALIAS
 _PRECISION_INPUT_STR_ALIAS_CONVERSION = {
     "64": "64-true",

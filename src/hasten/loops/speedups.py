@@ -1,0 +1,86 @@
+"""What the speed arguments change about a run: its loaders, its module, its optimizers; undone at its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hasten._lib.errors import MisconfigurationException
+from hasten.arguments_speed import SpeedArguments
+from hasten.data.batching import rebatch
+from hasten.data.resident_loader import is_resident, resident
+from hasten.data.worker_count import auto_workers, with_workers
+from hasten.dropout import fast_dropout
+from hasten.loops import numbers
+from hasten.loops.run import Run
+from hasten.machine import allocator
+from hasten.packed.blocks import packed_blocks
+from hasten.speed import microbatch
+
+
+def remake_loader(
+    speed: SpeedArguments, loader: Any, stage: str, name: str, *, device: torch.device | None = None
+) -> Any:
+    """Return the loader that is read instead of the user's; the same object where nothing is asked.
+
+    Args:
+        speed: the arguments.
+        loader: as the user gave it.
+        stage: "train", "validate", "test" or "predict".
+        name: what to call the loader in messages.
+        device: where the run computes.
+
+    """
+    if speed.batch_size is not None and stage == "train":
+        loader = microbatch.rebatched(loader, speed.batch_size, name=name)
+    if isinstance(speed.num_workers, int):
+        loader = with_workers(loader, speed.num_workers)
+    if speed.resident:
+        # Before batching, which then cuts padding off whole batches. With "auto" what cannot be held is read as
+        # before, as it always is where nothing is trained.
+        held_on = device if speed.resident == "device" else None
+        as_stage = "validate" if speed.resident == "auto" else stage
+        loader = resident(loader, device=held_on, stage=as_stage, name=name)
+    if speed.batching is not None:
+        loader = rebatch(loader, speed.batching, stage=stage, name=name, few_shapes=bool(speed.compile))
+    if speed.num_workers == "auto" and not is_resident(loader):
+        loader = auto_workers(loader, stage=stage, name=name)
+    return loader
+
+
+def change_module(run: Run) -> None:
+    """Change how the module computes, before the strategy wraps it; ``run.undo`` takes it back."""
+    speed, module = run.arguments.speed, run.module
+    if speed.allocator is not None:
+        run.undo.enter_context(allocator.kept(speed.allocator))
+    if speed.packed:
+        run.undo.enter_context(packed_blocks(module, asked="Trainer(packed=True)"))
+    if speed.dropout is not None:
+        change_dropout(run)
+    microbatch.change_module(run)
+
+
+def change_dropout(run: Run) -> None:
+    """Have the dropout layers draw their masks from random bytes.
+
+    Raises:
+        MisconfigurationException: this run is not on the CPU, or no layer drops anything.
+
+    """
+    if run.runtime.device.type != "cpu":
+        raise MisconfigurationException(
+            f"Trainer(dropout='fast'): on {run.runtime.device.type} dropout is one kernel already. Leave it out."
+        )
+    if not run.undo.enter_context(fast_dropout(run.module)) and not run.arguments.speed.packed:
+        raise MisconfigurationException(
+            f"Trainer(dropout='fast'): {type(run.module).__name__} has no nn.Dropout layer. Leave it out; dropout "
+            "within attention is made cheap by packed=True."
+        )
+
+
+def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
+    """Return the optimizers such that they compute as asked, before the loop binds their steps."""
+    numbers.fuse(run, optimizers)
+    numbers.step_in_backward(run, optimizers)
+    return optimizers

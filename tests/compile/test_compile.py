@@ -1,0 +1,385 @@
+"""``Trainer(compile=...)``: one graph a phase, the same results, and nothing to see from outside."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import hasten as L
+from tests.models import loader, quiet, same_weights
+
+# Traces as every backend does, and computes with torch's own operations: quick, and equal bit for bit.
+TRACED = {"backend": "eager"}
+
+
+class Net(L.LightningModule):
+    """Five values logged a step; what it computes depends on the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.norm(x))
+
+    def loss(self, batch: Any, stage: str) -> Tensor:
+        x, y = batch
+        out = self(x)
+        loss = nn.functional.cross_entropy(out, y)
+        self.log(f"{stage}_loss", loss, prog_bar=True)
+        for index in range(3):
+            self.log(f"{stage}_{index}", out.mean() * index, on_epoch=True)
+        self.log_dict({f"{stage}_acc": (out.argmax(1) == y).float().mean()})
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch, "train")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch, "test")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Losses(L.Callback):
+    """Keeps every training loss."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.values.append(outputs["loss"].item())
+
+
+def fitted(
+    model: L.LightningModule | Callable[[], L.LightningModule] = Net, **arguments: Any
+) -> tuple[Any, L.Trainer, list[float]]:
+    """Train over two epochs, each with a validation and both with a short last batch."""
+    L.seed_everything(1, verbose=False)
+    module = model if isinstance(model, L.LightningModule) else model()
+    losses = Losses()
+    trainer = quiet(**{"max_epochs": 2, "callbacks": [losses], "log_every_n_steps": 2, **arguments})
+    # Over two processes an even number each: the norm takes no batch of one.
+    samples = 42 if trainer.world_size == 1 else 44
+    trainer.fit(module, loader(samples), loader(18))
+    return module, trainer, losses.values
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    # pytest would write out every record of the compiler's trace.
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    """Return how many graphs were made."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def test_two_phases_are_two_graphs_without_a_break_and_results_are_those_of_the_plain_run() -> None:
+    plain, before, plain_losses = fitted()
+    module, trainer, losses = fitted(compile=TRACED)
+    assert graphs() == 2
+    assert not counters["graph_break"]
+    assert not counters["recompiles"]
+    report = trainer.compile_report
+    assert report is not None
+    assert (report.graphs, report.graph_breaks, report.recompiles, report.left) == (2, {}, (), {})
+    assert sorted(report.compiled) == ["Net.training_step", "Net.validation_step"]
+    assert report.seconds > 0
+    assert losses == plain_losses
+    assert same_weights(module, plain)
+    assert trainer.callback_metrics == before.callback_metrics
+    assert before.compile_report is None
+    # The same model again, in other calls and by another Trainer: nothing is compiled twice.
+    trainer.validate(module, loader(18), verbose=False)
+    fitted(module, compile=TRACED)
+    assert graphs() == 2
+
+
+def test_a_compiled_model_looks_like_itself_during_and_after_the_run() -> None:
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            assert list(module.state_dict()) == keys
+            assert type(module) is Net
+            assert type(module.net) is nn.Sequential
+            clone = copy.deepcopy(module.net)
+            assert clone._compiled_call_impl is None
+
+    keys = list(Net().state_dict())
+    module, _, _ = fitted(compile=TRACED, callbacks=[Losses(), Look()], max_epochs=1)
+    assert all(part._compiled_call_impl is None for part in module.modules())
+    assert "log" not in vars(module)
+    assert "forward" not in vars(module)
+    assert list(module.state_dict()) == keys
+    assert same_weights(pickle.loads(pickle.dumps(module.net)), module.net)
+    copy.deepcopy(module)
+    kept = weakref.ref(module.net)
+    del module
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.parametrize(("first", "second"), [({}, {"compile": TRACED}), ({"compile": TRACED}, {})])
+def test_checkpoints_of_compiled_and_plain_runs_are_interchangeable(
+    first: dict[str, Any], second: dict[str, Any], tmp_path: Any
+) -> None:
+    whole, _, _ = fitted()
+    _, trainer, _ = fitted(max_epochs=1, **first)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    module = Net()
+    quiet(max_epochs=2, **second).fit(module, loader(42), loader(18), ckpt_path=tmp_path / "a.ckpt")
+    assert same_weights(module, whole)
+
+
+def test_a_compiled_run_resumed_in_the_middle_of_an_epoch_is_exact(tmp_path: Any) -> None:
+    whole, _, _ = fitted(compile=TRACED)
+    _, trainer, _ = fitted(compile=TRACED, max_steps=5)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    module = Net()
+    quiet(max_epochs=2, compile=TRACED).fit(module, loader(42), loader(18), ckpt_path=tmp_path / "a.ckpt")
+    assert same_weights(module, whole)
+
+
+def test_all_four_calls_are_compiled() -> None:
+    module, trainer, _ = fitted(compile=TRACED, max_epochs=1)
+    plain, other, _ = fitted(max_epochs=1)
+    assert trainer.test(module, loader(18), verbose=False) == other.test(plain, loader(18), verbose=False)
+    predicted, expected = trainer.predict(module, loader(18)), other.predict(plain, loader(18))
+    assert all(torch.equal(a, b) for a, b in zip(predicted, expected, strict=True))
+    assert graphs() == 4
+    assert trainer.compile_report.compiled[-1] == "Net.predict_step"  # type: ignore[union-attr]
+
+
+def test_accumulation_micro_batches_and_mixed_precision() -> None:
+    options = {"accumulate_grad_batches": 3, "precision": "bf16-mixed", "max_epochs": 1}
+    plain, _, plain_losses = fitted(**options)
+    module, trainer, losses = fitted(compile=TRACED, **options)
+    assert losses == plain_losses
+    assert same_weights(module, plain)
+    assert graphs() == 2
+    assert not trainer.compile_report.recompiles
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch, "train")
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class Indexed(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch, "train")
+        return loss * 2 if batch_idx % 2 else loss
+
+
+class Printing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch, "train")
+        assert loss.item() < 1e9
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Manual, Indexed, Printing])
+def test_a_step_that_cannot_be_one_graph_stays_python_and_its_forward_is_one(kind: type[Net]) -> None:
+    plain, _, plain_losses = fitted(kind)
+    module, trainer, losses = fitted(kind, compile=TRACED)
+    report = trainer.compile_report
+    assert report is not None
+    assert losses == plain_losses
+    assert same_weights(module, plain)
+    assert kind.__name__ in report.compiled
+    assert (report.graphs, report.recompiles) == (2, ())
+    if kind is Printing:
+        assert ".item()" in report.left["Printing.training_step"]
+    if kind is Indexed:
+        assert "batch_idx" in report.left["Indexed.training_step"]
+
+
+def test_a_step_that_changes_each_time_is_left_to_python_and_said() -> None:
+    class Counting(Net):
+        seen = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.outputs = [*getattr(self, "outputs", []), 1]
+            return self.loss(batch, "train") * len(self.outputs)
+
+    plain, _, plain_losses = fitted(Counting, max_epochs=1)
+    with pytest.warns(UserWarning, match="compile: ") as caught:
+        module, trainer, losses = fitted(Counting, compile=TRACED, max_epochs=1)
+    said = [str(warning.message) for warning in caught]
+    assert any("a graph was made again" in text and "outputs" in text for text in said)
+    assert any("Counting.training_step stays Python" in text for text in said)
+    assert losses == plain_losses
+    assert same_weights(module, plain)
+    assert trainer.compile_report.recompiles  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("place", ["step", "forward"])
+def test_an_error_of_the_model_is_shown_as_its_own(place: str) -> None:
+    class Wrong(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if place == "forward":
+                raise LookupError("mine, in forward")
+            return super().forward(x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, _y = batch
+            return self.net(x @ torch.ones(9, 8)).sum() if place == "step" else self.loss(batch, "train")
+
+    module = Wrong()
+    with pytest.raises((LookupError, RuntimeError)) as caught:
+        fitted(module, compile=TRACED, num_sanity_val_steps=0)
+    with pytest.raises((LookupError, RuntimeError)) as plain:
+        fitted(Wrong, num_sanity_val_steps=0)
+    assert type(caught.value) is type(plain.value)
+    assert str(caught.value).split("\n")[0] == str(plain.value).split("\n")[0]
+    assert getattr(caught.value, "__notes__", None) == getattr(plain.value, "__notes__", None)
+    lines = [str(entry.path) for entry in caught.traceback]
+    assert lines[-1].endswith(("test_compile.py", "linear.py")) or any(
+        "test_compile" in line for line in lines[5:]
+    )
+    assert module.net._compiled_call_impl is None
+
+
+def test_a_part_that_the_backend_cannot_compile_stays_python_with_a_warning() -> None:
+    def broken(graph: Any, example_inputs: Any) -> Any:
+        raise ValueError("no such kernel")
+
+    plain, _, plain_losses = fitted(max_epochs=1)
+    with pytest.warns(UserWarning, match="could not be compiled and stays Python.*no such kernel"):
+        module, trainer, losses = fitted(compile={"backend": broken}, max_epochs=1)
+    assert losses == plain_losses
+    assert same_weights(module, plain)
+    assert trainer.compile_report.compiled == ()  # type: ignore[union-attr]
+
+
+def test_a_graph_break_is_told_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    class Breaking(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    with caplog.at_level(logging.INFO, "hasten"):
+        logging.getLogger("hasten").addHandler(caplog.handler)
+        _, trainer, _ = fitted(Breaking, compile=TRACED, max_epochs=1)
+        logging.getLogger("hasten").removeHandler(caplog.handler)
+    report = trainer.compile_report
+    assert report is not None
+    assert report.graph_breaks
+    assert "graph_break" in " ".join(report.graph_breaks)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiled")]
+    assert lines
+    assert "Graph break: " in lines[-1]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.inner(x))
+
+
+class Deep(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.net = nn.Sequential(nn.Linear(8, 16), *self.blocks, nn.Linear(16, 2))
+
+
+def test_regional_compiles_repeated_blocks_once() -> None:
+    plain, _, plain_losses = fitted(Deep, max_epochs=1)
+    module, trainer, losses = fitted(Deep, compile={**TRACED, "regional": True}, max_epochs=1)
+    report = trainer.compile_report
+    assert report is not None
+    assert report.compiled == ("Block",)
+    assert (report.graphs, report.recompiles) == (2, ())
+    assert losses == plain_losses
+    assert same_weights(module, plain)
+
+
+def test_a_module_compiled_by_the_user_is_trained_compiled() -> None:
+    plain, _, _ = fitted(max_epochs=1)
+    L.seed_everything(1, verbose=False)
+    module = Net()
+    quiet().fit(torch.compile(module, backend="eager"), loader(42), loader(18))
+    assert graphs() == 2
+    assert same_weights(module, plain)
+    # Given as it is, it is not.
+    torch._dynamo.reset()
+    quiet().fit(module, loader(42), loader(18))
+    assert graphs() == 2
+
+
+def test_two_dataloaders_and_a_first_batch_of_another_size() -> None:
+    class Two(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.loss(batch, "val")
+
+    loaders = [loader(18), loader(15, batch_size=6)]
+    plain, before, _ = fitted(Two, max_epochs=1)
+    module, trainer, _ = fitted(Two, max_epochs=1, compile=TRACED)
+    expected = before.validate(plain, loaders, verbose=False)
+    assert trainer.validate(module, loaders, verbose=False) == expected
+    # The sizes of a loader's batches are one graph's; the index that comes with two loaders makes another.
+    assert graphs() == 3
+    assert not trainer.compile_report.recompiles  # type: ignore[union-attr]
+
+
+def test_a_last_batch_of_one_sample_needs_no_graph() -> None:
+    class Free(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(8)  # type: ignore[assignment]
+
+    modules = []
+    for compile in (None, TRACED):
+        L.seed_everything(1, verbose=False)
+        modules.append(Free())
+        trainer = quiet(compile=compile)
+        trainer.fit(modules[-1], loader(9), loader(5))
+    assert same_weights(*modules)
+    report = trainer.compile_report
+    assert report is not None
+    assert (graphs(), report.compiled) == (2, ("Free.validation_step", "Free.training_step"))
+
+
+def test_without_compile_nothing_of_the_compiler_is_used() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, trainer, _ = fitted(max_epochs=1, compile=False)
+    assert graphs() == 0
+    assert trainer.compile_report is None

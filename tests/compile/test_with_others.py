@@ -1,0 +1,321 @@
+"""``compile`` where it meets the rest: Fabric, two processes, checkpoints, profilers, other levers, bad machines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader
+
+import hasten as L
+from hasten.callbacks import ThroughputMonitor
+from tests.compile.test_compile import TRACED, Deep, Net, fitted, graphs
+from tests.models import loader, quiet, same_weights
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+# -- Fabric
+
+
+def trained_by_fabric(**arguments: Any) -> tuple[nn.Module, L.Fabric, list[str]]:
+    torch.manual_seed(0)
+    net = Deep()
+    fabric = L.Fabric(**{"accelerator": "cpu", "devices": 1, **arguments})
+    fabric.launch()
+    model, optimizer = fabric.setup(net.net, torch.optim.SGD(net.net.parameters(), lr=0.1))
+    for _ in range(2):
+        for x, y in fabric.setup_dataloaders(loader(18)):
+            optimizer.zero_grad()
+            fabric.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            for x, _ in loader(10):
+                model(x)
+        model.train()
+    return net.net, fabric, list(model.state_dict())
+
+
+@pytest.mark.parametrize("compile", [TRACED, {**TRACED, "regional": True}])
+def test_fabric_compiles_one_graph_a_phase(compile: dict[str, Any]) -> None:
+    plain, before, keys = trained_by_fabric()
+    counters.clear()
+    net, fabric, compiled_keys = trained_by_fabric(compile=compile)
+    report = fabric.compile_report
+    assert report is not None
+    assert before.compile_report is None
+    assert (graphs(), report.graphs, report.graph_breaks, report.recompiles) == (2, 2, {}, ())
+    assert report.compiled == (("Block",) if "regional" in compile else ("Sequential",))
+    assert keys == compiled_keys == list(net.state_dict())
+    assert same_weights(net, plain)
+
+
+@pytest.mark.world_size(2)
+def test_two_processes_of_fabric_train_to_the_weights_of_plain_ones() -> None:
+    plain, _, _ = trained_by_fabric(devices=2, strategy="ddp")
+    net, fabric, keys = trained_by_fabric(devices=2, strategy="ddp", compile=TRACED)
+    assert same_weights(net, plain)
+    assert not any("_orig_mod" in key for key in keys)
+    assert fabric.compile_report.graphs == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("compile", [TRACED, {**TRACED, "regional": True}])
+def test_two_processes_of_trainer_train_to_the_weights_of_plain_ones(compile: dict[str, Any]) -> None:
+    several = {"devices": 2, "strategy": "ddp"}
+    plain, _, plain_losses = fitted(Deep, **several)
+    module, trainer, losses = fitted(Deep, compile=compile, **several)
+    report = trainer.compile_report
+    assert losses == plain_losses
+    assert same_weights(module, plain)
+    assert report is not None
+    assert (report.graphs, report.graph_breaks, report.recompiles) == (2, {}, ())
+    assert list(module.state_dict()) == list(plain.state_dict())
+
+
+# -- checkpoints, profilers, callbacks
+
+
+def test_a_checkpoint_of_a_compiled_run_is_an_ordinary_one(tmp_path: Path) -> None:
+    module, trainer, _ = fitted(compile=TRACED, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = Net.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert same_weights(loaded, module)
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    assert list(saved["state_dict"]) == list(Net().state_dict())
+    assert "compile" not in repr(saved["state_dict"].keys())
+
+
+def test_profilers_and_flop_counts_leave_the_graphs_alone(tmp_path: Path) -> None:
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
+    options = {
+        "max_epochs": 1,
+        "profiler": "simple",
+        "default_root_dir": str(tmp_path),
+        "callbacks": [monitor],
+    }
+    plain, _, _ = fitted(**options)
+    counters.clear()
+    module, trainer, _ = fitted(compile=TRACED, **options)
+    report = trainer.compile_report
+    assert report is not None
+    assert (report.graphs, report.left, report.recompiles) == (2, {}, ())
+    assert same_weights(module, plain)
+
+
+# -- other levers
+
+
+def texts(samples: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for index in range(samples):
+        ids = torch.randint(5, 90, (8 + 5 * (index % 8),), generator=generator)
+        mask = torch.ones_like(ids)
+        ids, mask = (nn.functional.pad(tensor, (0, 48 - len(tensor))) for tensor in (ids, mask))
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": ids[0] % 2})
+    return made
+
+
+class Bert(L.LightningModule):
+    """A classifier of transformers, with two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.BertConfig(
+            vocab_size=100, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            num_labels=2, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        self.model = transformers.BertForSequenceClassification(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fitted_bert(**arguments: Any) -> tuple[Bert, L.Trainer]:
+    L.seed_everything(1, verbose=False)
+    module = Bert()
+    trainer = quiet(**{"max_epochs": 1, **arguments})
+    trainer.fit(module, DataLoader(texts(38), 4, shuffle=True), DataLoader(texts(10), 4))  # type: ignore[arg-type]
+    return module, trainer
+
+
+@pytest.mark.parametrize(
+    "lever", [{"batching": "length"}, {"micro_batch": 2, "precision": "bf16-mixed", "memory": "full"}]
+)
+def test_a_model_of_transformers_is_one_graph_a_phase(lever: dict[str, Any]) -> None:
+    _, trainer = fitted_bert(compile=TRACED, **lever)
+    report = trainer.compile_report
+    assert report is not None
+    assert (report.graphs, report.graph_breaks, report.recompiles, report.left) == (2, {}, (), {})
+
+
+@pytest.mark.parametrize(("packed", "graphs_made"), [(False, 2), (True, 6)])
+def test_blocks_of_transformers_are_compiled_once(packed: bool, graphs_made: int) -> None:
+    lever: dict[str, Any] = {"packed": True} if packed else {}
+    plain, _ = fitted_bert(**lever)
+    module, trainer = fitted_bert(compile={**TRACED, "regional": not packed}, **lever)
+    report = trainer.compile_report
+    assert report is not None
+    inside = {"BertSelfOutput", "BertIntermediate", "BertOutput"}
+    assert set(report.compiled) == (inside if packed else {"BertLayer"})
+    # Attention over packed rows gives a view of another tensor or none, as the lengths come: that is one more.
+    assert report.graphs - len(report.recompiles) == graphs_made
+    assert len(report.recompiles) <= int(packed)
+    assert report.graph_breaks == {}
+    for name, weight in module.state_dict().items():
+        torch.testing.assert_close(weight, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_packed_blocks_without_a_part_to_compile_are_refused() -> None:
+    class Encoder(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    with pytest.raises(
+        ValueError, match=r"no part beside attention.*use batching='length' in place of packed"
+    ):
+        quiet(compile=TRACED, packed=True).fit(Encoder(), loader())
+
+
+def test_fast_dropout_within_a_graph_draws_the_same_masks() -> None:
+    plain, _, plain_losses = fitted(Net, dropout="fast", max_epochs=1)
+    module, trainer, losses = fitted(Net, dropout="fast", compile=TRACED, max_epochs=1)
+    report = trainer.compile_report
+    assert report is not None
+    assert (report.graphs, report.graph_breaks, report.left) == (2, {}, {})
+    assert losses == plain_losses
+    assert same_weights(module, plain)
+
+
+# -- machines and arguments that cannot do it
+
+
+def test_without_a_cpp_compiler_it_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    class Untouched(Net):
+        def setup(self, stage: str) -> None:
+            raise AssertionError("too late")
+
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(ValueError, match=r"no C\+\+ compiler on PATH.*apt install g\+\+.*leave compile out"):
+        quiet(compile=True).fit(Untouched(), loader())
+    with pytest.raises(ValueError, match=r"Fabric\(compile=...\): there is no C\+\+ compiler"):
+        L.Fabric(accelerator="cpu", compile=True).setup(nn.Linear(2, 2))
+
+
+def test_cuda_graphs_are_refused_without_a_gpu() -> None:
+    with pytest.raises(ValueError, match=r"records CUDA graphs, which need a CUDA device.*Use compile=True"):
+        quiet(compile={"mode": "reduce-overhead"}).fit(Net(), loader())
+    with pytest.raises(ValueError, match="max-autotune-no-cudagraphs"):
+        quiet(compile={"mode": "max-autotune"}).fit(Net(), loader())
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        ("region", ValueError, "Did you mean 'regional'"),
+        ("reduce-overhead", ValueError, r"Write compile=\{'mode': 'reduce-overhead'\}"),
+        (3, TypeError, "not int"),
+        ({"mod": "default"}, ValueError, "Did you mean 'mode'"),
+        ({"mode": "fast"}, ValueError, "torch.compile has the modes"),
+        ({"mode": "default", "options": {"max_autotune": True}}, ValueError, "takes one of the two"),
+        ({"options": {"max_autotone": True}}, ValueError, "max_autotune"),
+        ({"backend": "inductr"}, ValueError, "Did you mean 'inductor'"),
+        ({"fullgraph": True}, ValueError, "settled by the run"),
+        ({"regional": "yes"}, TypeError, "use True or False"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_at_once(value: Any, error: type[Exception], text: str) -> None:
+    for make in (lambda: quiet(compile=value), lambda: L.Fabric(accelerator="cpu", compile=value)):
+        with pytest.raises(error, match=text):
+            make()
+
+
+# -- the cache
+
+PROGRAM = """
+import torch, hasten as L
+from tests.models import Classifier, loader, quiet
+L.seed_everything(1, verbose=False)
+module = Classifier()
+trainer = quiet(compile=True, num_sanity_val_steps=0)
+trainer.fit(module, loader(10), loader(6))
+report = trainer.compile_report
+print("RESULT", report.graphs, len(report.recompiles), report.cache_hit, report.seconds_saved,
+      [w.double().sum().item() for w in module.parameters()])
+"""
+
+
+def run_program(cache: Path) -> tuple[list[str], str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "HASTEN_CACHE": str(cache), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
+    return line.split(maxsplit=5)[1:], done.stdout + done.stderr
+
+
+def test_a_second_run_of_the_program_takes_what_the_first_compiled(tmp_path: Path) -> None:
+    first, said = run_program(tmp_path / "c")
+    assert first[:4] == ["2", "0", "False", "None"]
+    assert "Compiled Classifier.training_step, Classifier.validation_step: 2 graphs in" in said
+    (kept,) = (tmp_path / "c" / "compile").glob("*.bin")
+    second, said = run_program(tmp_path / "c")
+    assert second[:3] == ["2", "0", "True"]
+    assert float(second[3]) > 0
+    assert "From the cache of an earlier run:" in said
+    assert "s saved" in said
+    assert second[4] == first[4]
+    content = kept.read_bytes()
+    kept.write_bytes(content[: len(content) // 2])
+    third, said = run_program(tmp_path / "c")
+    assert said.count("is not used: it is damaged. It will be made again.") == 1
+    assert third[4] == first[4]
+    assert kept.read_bytes() != content[: len(content) // 2]
+
+
+# -- CUDA graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_recorded_steps_log_and_train_as_plain_ones_do() -> None:
+    options = {"accelerator": "gpu", "devices": 1, "max_epochs": 2}
+    _, before, plain_losses = fitted(Deep, **options)
+    _, trainer, losses = fitted(Deep, compile={"mode": "reduce-overhead"}, **options)
+    report = trainer.compile_report
+    assert report is not None
+    assert (report.graphs, report.graph_breaks, report.recompiles) == (2, {}, ())
+    assert losses == pytest.approx(plain_losses, rel=1e-3, abs=1e-4)
+    expected = {name: value.item() for name, value in before.callback_metrics.items()}
+    logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert logged == pytest.approx(expected, rel=1e-3, abs=1e-4)

@@ -1,0 +1,357 @@
+"""``Trainer(batching=...)``: the user's loader in batches of like length, with the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import hasten as L
+from hasten.callbacks import ModelCheckpoint
+from hasten.data import LengthBatching, PackCollator, PackedBatchSampler, pad_collate, rebatch
+from hasten.data.sample_lengths import sample_lengths
+from tests.data.sequences import LONGEST, Padded, Reader, Sequences, lengths_of
+from tests.models import quiet, same_weights
+
+
+def loader(data: Any = None, batch_size: int = 4, **options: Any) -> Any:
+    options = {"shuffle": True, "collate_fn": pad_collate, **options}
+    return DataLoader(Sequences() if data is None else data, batch_size, **options)
+
+
+def trained(batching: Any, given: Any = None, **arguments: Any) -> Reader:
+    torch.manual_seed(0)
+    module = Reader()
+    quiet(batching=batching, **{"max_epochs": 2, **arguments}).fit(
+        module, loader() if given is None else given
+    )
+    return module
+
+
+def tokens(module: Reader) -> int:
+    return sum(rows * width for rows, width in module.shapes)
+
+
+@pytest.mark.parametrize("batching", ["length", "tokens:100", LengthBatching(max_tokens=80)])
+def test_every_sample_comes_once_an_epoch_with_the_loss_it_has_in_padded_batches(batching: Any) -> None:
+    plain = trained(None, loader(Padded(), collate_fn=None))
+    mine = trained(batching)
+    assert [sorted(epoch) for epoch in mine.epochs] == [list(range(40))] * 2
+    assert mine.epochs[0] != mine.epochs[1]
+    assert mine.losses == pytest.approx(plain.losses, abs=1e-5)
+    assert tokens(mine) < 0.75 * tokens(plain)
+    assert len(set(mine.shapes)) < 8
+
+
+def test_samples_that_are_padded_already_are_cut_to_what_a_batch_needs() -> None:
+    plain = trained(None, loader(Padded(), collate_fn=None))
+    mine = trained("length", loader(Padded(), collate_fn=None))
+    assert set(plain.shapes) == {(4, LONGEST)}
+    assert {width for _, width in mine.shapes} == {8, 16, 24}
+    assert mine.losses == pytest.approx(plain.losses, abs=1e-5)
+
+
+def test_tensors_with_a_mask_among_them_are_cut_too() -> None:
+    data = Padded()
+    rows = [data[index] for index in range(40)]
+    ids, mask = (torch.stack([row[key] for row in rows]) for key in ("input_ids", "attention_mask"))
+    widths = set()
+
+    class Tuples(Reader):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            ids, mask, index = batch
+            widths.add(ids.shape[1])
+            assert ids.shape == mask.shape
+            assert torch.equal(ids != 0, mask == 1)
+            return super().training_step(
+                {"input_ids": ids, "attention_mask": mask, "label": index % 2, "index": index}, batch_idx
+            )
+
+    module = Tuples()
+    quiet(batching="length").fit(
+        module, DataLoader(TensorDataset(ids, mask, torch.arange(40)), 4, shuffle=True)
+    )
+    assert widths == {8, 16, 24}
+    assert sorted(module.epochs[0]) == list(range(40))
+
+
+def test_samples_of_different_sizes_need_no_collate_function() -> None:
+    module = trained("length", loader(collate_fn=None))
+    assert sorted(module.epochs[0]) == list(range(40))
+
+
+def test_the_loaders_own_sampler_workers_and_tail_stay() -> None:
+    weights = [1.0] * 10 + [0.0] * 30
+    weighted = trained("length", loader(shuffle=False, sampler=WeightedRandomSampler(weights, 24)))
+    assert set(weighted.epochs[0]) <= set(range(10))
+    assert len(weighted.epochs[0]) == 24
+    dropped = trained("length", loader(batch_size=6, drop_last=True))
+    assert len(dropped.epochs[0]) == 36
+    workers = trained("length", loader(num_workers=1), max_epochs=1)
+    assert workers.epochs[0] == trained("length").epochs[0]
+
+
+def test_a_generator_of_ones_own_decides() -> None:
+    orders = [
+        trained("length", loader(generator=torch.Generator().manual_seed(seed))).epochs for seed in (1, 1, 2)
+    ]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_only_training_and_validation_change_their_order() -> None:
+    module = Reader()
+    data = loader(shuffle=False)
+    trainer = quiet(batching="length", num_sanity_val_steps=0)
+    trainer.fit(module, loader(), data)
+    assert sorted(module.validated) == list(range(40))
+    lengths = [lengths_of(40)[index] for index in module.validated]
+    assert lengths == sorted(lengths, reverse=True)
+    plain = quiet(num_sanity_val_steps=0).validate(module, data, verbose=False)
+    assert trainer.callback_metrics["val_loss"] == pytest.approx(plain[0]["val_loss"], abs=1e-6)
+    trainer.test(module, data, verbose=False)
+    assert module.predicted == list(range(40))
+    module.predicted.clear()
+    predictions = trainer.predict(module, loader(Padded(), shuffle=False))
+    assert module.predicted == list(range(40))
+    expected = quiet().predict(module, loader(Padded(), shuffle=False))
+    assert torch.allclose(torch.cat(predictions), torch.cat(expected), atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_loaders_of_evaluation_that_cannot_be_sorted_stay_as_they_are(capsys: Any) -> None:
+    module = Reader()
+    batches = [pad_collate([Sequences()[index]]) for index in range(5)]
+    quiet(batching="length", num_sanity_val_steps=0).fit(module, loader(), batches)
+    assert module.validated == list(range(5))
+
+
+def test_overfitting_reads_the_same_batches_each_epoch() -> None:
+    module = trained("length", overfit_batches=3)
+    assert module.epochs[0] == module.epochs[1]
+    assert len(module.epochs[0]) == 12
+
+
+@pytest.mark.parametrize(("batching", "workers"), [("length", 0), ("length", 2), ("tokens:100", 0)])
+def test_a_run_resumed_in_the_middle_of_an_epoch_is_bit_for_bit_the_same(
+    batching: str, workers: int, tmp_path: Path
+) -> None:
+    def fit(stop_after: int | None, path: str | None = None) -> Reader:
+        torch.manual_seed(3 if path is None else 77)
+        module = Reader(lr=0.1)
+        callbacks = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+        quiet(
+            batching=batching,
+            max_epochs=2,
+            max_steps=stop_after or -1,
+            callbacks=callbacks,
+            enable_checkpointing=True,
+        ).fit(module, loader(num_workers=workers), ckpt_path=path)
+        return module
+
+    whole = fit(None)
+    for path in tmp_path.glob("*.ckpt"):
+        path.unlink()
+    fit(4)
+    resumed = fit(None, str(tmp_path / "epoch=0-step=4.ckpt"))
+    seen = [index for epoch in whole.epochs for index in epoch]
+    again = [index for epoch in resumed.epochs for index in epoch]
+    assert 20 < len(again) < len(seen)
+    assert seen[-len(again) :] == again
+    assert same_weights(whole, resumed)
+
+
+def packed_loader(samples: int) -> Any:
+    return DataLoader(
+        Sequences(samples),
+        batch_sampler=PackedBatchSampler(lengths_of(samples), 32, 2),
+        collate_fn=PackCollator(32, rows=2, next_token=False, mask=None),
+    )
+
+
+@pytest.mark.world_size(2)
+def test_two_processes_share_the_samples_and_step_together() -> None:
+    # 41 samples: one more than fill the batches of both.
+    plain = Reader()
+    alone = {
+        index: plain.model.sample_losses(pad_collate([sample])).item()
+        for index, sample in enumerate(map(Padded(41).__getitem__, range(41)))
+    }
+    for batching in ("length", "tokens:100", None):
+        module = Reader()
+        data = loader(Sequences(41)) if batching else packed_loader(41)
+        evaluated = loader(Sequences(41), shuffle=False)
+        quiet(devices=2, strategy="ddp", batching=batching, max_epochs=2, num_sanity_val_steps=0).fit(
+            module, data, evaluated
+        )
+        rows: list[Any] = [None, None]
+        torch.distributed.all_gather_object(
+            rows, (module.epochs, module.shapes, module.validated, module.losses)
+        )
+        for epoch in (0, 1):
+            assert sorted(rows[0][0][epoch] + rows[1][0][epoch]) == list(range(41))
+        assert module.epochs[0] != module.epochs[1]
+        assert rows[0][3] | rows[1][3] == pytest.approx(alone, abs=1e-5)
+        assert len(rows[0][1]) == len(rows[1][1])
+        apart = [abs(one[1] - other[1]) for one, other in zip(rows[0][1], rows[1][1], strict=True)]
+        assert sum(apart) / len(apart) <= 4
+        assert sorted(rows[0][2] + rows[1][2]) == sorted([*range(41)] * 2)
+
+
+# -- where lengths come from
+
+
+def test_lengths_are_found_where_they_are_cheapest() -> None:
+    data = Sequences()
+    expected = torch.tensor(lengths_of(40))
+    assert torch.equal(sample_lengths(data).lengths, expected)
+    assert data.reads == 40
+    assert torch.equal(sample_lengths(data).lengths, expected)
+    assert data.reads == 40  # known by now
+    assert torch.equal(sample_lengths(Subset(data, [3, 1])).lengths, expected[[3, 1]])
+    both = sample_lengths(ConcatDataset([data, Padded()]))
+    assert torch.equal(both.lengths, torch.cat([expected, expected]))
+
+    told = Sequences()
+    told.lengths = lengths_of(40)  # type: ignore[attr-defined]
+    assert torch.equal(sample_lengths(told).lengths, expected)
+    assert told.reads == 0
+    told.lengths = [10, 30]  # of another thing than the samples
+    assert torch.equal(sample_lengths(told, "input_ids").lengths, expected)
+
+
+def test_reading_lengths_leaves_the_random_state_alone() -> None:
+    class Noisy(Sequences):
+        def __getitem__(self, index: int) -> Any:
+            torch.rand(3)
+            return super().__getitem__(index)
+
+    before = torch.get_rng_state()
+    sample_lengths(Noisy())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_texts_are_sorted_by_their_characters() -> None:
+    texts = [("word " * length, 0) for length in lengths_of(20)]
+    found = sample_lengths(texts)
+    assert found.lengths.tolist() == [5 * length for length in lengths_of(20)]
+    assert not found.in_tokens
+    with pytest.raises(ValueError, match="gives text"):
+        rebatch(DataLoader(texts, 4), LengthBatching(max_tokens=100))  # type: ignore[arg-type]
+
+
+def test_a_field_is_named_where_none_is_found() -> None:
+    data = [{"n": length, "sound": "x"} for length in (3, 9, 5, 7)]
+    with_key = rebatch(DataLoader(data, 2, collate_fn=list), LengthBatching(key="n"))  # type: ignore[arg-type]
+    assert [[sample["n"] for sample in batch] for batch in with_key] == [[9, 7], [5, 3]]
+    with pytest.raises(ValueError, match=r"no 'm'.*LengthBatching\(key=\.\.\.\)"):
+        rebatch(DataLoader(data, 2, collate_fn=list), LengthBatching(key="m"))  # type: ignore[arg-type]
+
+
+def test_columns_of_a_hugging_face_dataset_are_read_at_once() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [[1] * length for length in lengths_of(20)]
+    found = sample_lengths(datasets.Dataset.from_dict({"input_ids": rows}))
+    assert found.lengths.tolist() == lengths_of(20)
+    masks = [[1] * length + [0] * (LONGEST - length) for length in lengths_of(20)]
+    padded = datasets.Dataset.from_dict({"input_ids": masks, "attention_mask": masks})
+    assert sample_lengths(padded).lengths.tolist() == lengths_of(20)
+
+
+# -- what cannot be
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([Sequences()[0]])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        (lambda: [1, 2], TypeError, "is a list"),
+        (lambda: loader(Stream(), shuffle=False), TypeError, "IterableDataset.*__getitem__ and __len__"),
+        (lambda: DataLoader(Sequences(), batch_size=None), TypeError, "batch_size=None"),
+        (
+            lambda: DataLoader(Sequences(), batch_sampler=[[0, 1]]),
+            TypeError,
+            "batch_sampler of its own, list",
+        ),
+        (
+            lambda: DataLoader(
+                Sequences(),
+                batch_sampler=type("Own", (BatchSampler,), {})(SequentialSampler(range(40)), 2, False),
+            ),
+            TypeError,
+            "batch_sampler of its own, Own",
+        ),
+        (
+            lambda: DataLoader(TensorDataset(torch.rand(9, 5)), 2),
+            ValueError,
+            "has the length 5.*nothing to gain",
+        ),
+        (
+            lambda: DataLoader([1.5, 2.5], 2),
+            ValueError,
+            "sample 0 tells no length: it is a single float.*attribute `lengths`",
+        ),
+    ],
+)
+def test_what_cannot_be_batched_by_length_is_refused_before_training(
+    given: Callable[[], Any], error: type[Exception], says: str
+) -> None:
+    module = Reader()
+    with pytest.raises(error, match=f"(?s)the train dataloader.*{says}"):
+        quiet(batching="length").fit(module, given())
+    assert module.epochs == []
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "says"),
+    [
+        ("lenght", ValueError, "Did you mean 'length'"),
+        ("tokens", ValueError, "'tokens:4096'"),
+        ("tokens:0", ValueError, "'tokens:4096'"),
+        ("tokens:many", ValueError, "'tokens:4096'"),
+        (4096, TypeError, "batching=4096"),
+        (True, TypeError, "batching=True"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused_by_the_trainer(
+    value: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        L.Trainer(batching=value)
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="the tokens say how large"):
+        L.Trainer(batching="tokens:90", batch_size=4)
+    with pytest.raises(ValueError, match="predictions keep the order"):
+        LengthBatching(reorder=("train", "predict"))
+    with pytest.raises(TypeError, match=r"reorder=\('train',\)"):
+        LengthBatching(reorder="train")
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        LengthBatching(max_tokens=0)
+    with pytest.raises(ValueError, match=r"sample .* has 24 tokens\. Use 'tokens:24'"):
+        trained("tokens:10")
+    with pytest.raises(ValueError, match="keeps the sampler"):
+        trained("tokens:90", loader(shuffle=False, sampler=WeightedRandomSampler([1.0] * 40, 8)))
+
+
+def test_a_loader_that_batches_by_length_itself_stays() -> None:
+    from hasten.data import LengthBatchSampler
+
+    own = DataLoader(Sequences(), batch_sampler=LengthBatchSampler(lengths_of(40), 5), collate_fn=pad_collate)
+    assert rebatch(own, LengthBatching()) is own

@@ -1,0 +1,272 @@
+"""Trainer(packed=True): the same losses from real tokens alone, for models of several makes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import hasten as L
+from hasten.packed.blocks import packed_blocks
+from tests.models import quiet, same_weights
+
+WORDS, WIDTH = 60, 12
+
+
+def model_of(name: str, *, dropout: float = 0.0) -> Any:
+    """A small model of transformers, in float64; its weights are large, so that each token counts."""
+    transformers = pytest.importorskip("transformers")
+    small: dict[str, Any] = {"vocab_size": WORDS, "initializer_range": 0.5}
+    bert = {
+        **small,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+    }
+    torch.manual_seed(0)
+    if name == "bert":
+        model = transformers.BertForSequenceClassification(transformers.BertConfig(**bert))
+    elif name == "roberta":
+        model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**bert))
+    elif name == "electra":
+        model = transformers.ElectraForSequenceClassification(
+            transformers.ElectraConfig(**bert, embedding_size=16)
+        )
+    elif name == "distilbert":
+        config = transformers.DistilBertConfig(
+            **small,
+            dim=16,
+            n_layers=2,
+            n_heads=2,
+            hidden_dim=32,
+            dropout=dropout,
+            attention_dropout=dropout,
+            seq_classif_dropout=dropout,
+        )
+        model = transformers.DistilBertForSequenceClassification(config)
+    elif name == "gpt2":
+        config = transformers.GPT2Config(
+            **small,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            use_cache=False,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        assert name == "llama"
+        for key in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            bert.pop(key)
+        config = transformers.LlamaConfig(**bert, num_key_value_heads=1, use_cache=False)
+        model = transformers.LlamaForCausalLM(config)
+    return model.double().train()
+
+
+def batch_of(lengths: list[int], *, left: bool = False) -> dict[str, Tensor]:
+    columns = torch.arange(WIDTH)
+    lengths_column = torch.tensor(lengths)[:, None]
+    mask = (columns >= WIDTH - lengths_column) if left else (columns < lengths_column)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, WORDS, (len(lengths), WIDTH), generator=generator)
+    return {"input_ids": ids * mask, "attention_mask": mask.long()}
+
+
+def logits_and_gradients(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    logits = model(**batch).logits
+    if logits.dim() == 3:
+        logits = logits * batch["attention_mask"][..., None]
+    # Of each sample another weight, so that no two could be exchanged.
+    weights = torch.linspace(1, 2, logits.shape[0], dtype=logits.dtype)
+    (logits.flatten(1).square().sum(1) * weights).sum().backward()
+    return logits.detach(), [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "roberta", "electra", "gpt2", "llama"])
+def test_losses_and_gradients_are_those_of_the_padded_batch(name: str) -> None:
+    model = model_of(name)
+    batch = batch_of([7, 3, WIDTH, 1, 3])
+    logits, gradients = logits_and_gradients(model, batch)
+    widths: list[int] = []
+    linear = next(one for one in model.modules() if isinstance(one, nn.ModuleList))[0]
+    handle = linear.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[-2]))
+    with packed_blocks(model) as count:
+        packed_logits, packed_gradients = logits_and_gradients(model, batch)
+    handle.remove()
+    assert count == 2
+    # The block saw the 26 real tokens in one row, not 5 rows of 12.
+    assert widths == [26]
+    torch.testing.assert_close(packed_logits, logits, rtol=1e-9, atol=1e-9)
+    for one, other in zip(packed_gradients, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+def test_padding_on_the_left_is_padding_too() -> None:
+    model, batch = model_of("llama"), batch_of([7, 3, WIDTH, 1], left=True)
+    logits, _ = logits_and_gradients(model, batch)
+    with packed_blocks(model):
+        packed_logits, _ = logits_and_gradients(model, batch)
+    torch.testing.assert_close(packed_logits, logits, rtol=1e-9, atol=1e-9)
+
+
+def test_a_batch_without_a_mask_is_whole() -> None:
+    model, batch = model_of("bert"), batch_of([WIDTH, WIDTH])
+    ids = {"input_ids": batch["input_ids"]}
+    with packed_blocks(model):
+        packed = model(**ids).logits
+    torch.testing.assert_close(packed, model(**ids).logits)
+
+
+def test_evaluation_is_packed_too_and_the_same() -> None:
+    model, batch = model_of("bert", dropout=0.5).eval(), batch_of([7, 3, WIDTH, 1])
+    with torch.inference_mode():
+        exact = model(**batch).logits
+        with packed_blocks(model):
+            torch.testing.assert_close(model(**batch).logits, exact)
+
+
+def test_afterwards_the_model_is_as_before() -> None:
+    model = model_of("bert")
+    before, keys = dict(vars(model)), list(model.state_dict())
+
+    def fail() -> None:
+        assert list(model.state_dict()) == keys
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"), packed_blocks(model):
+        fail()
+    assert vars(model).keys() == before.keys()
+    assert not any(one._forward_pre_hooks or one._forward_hooks for one in model.modules())
+    assert not any("forward" in vars(one) for one in model.modules())
+    copy.deepcopy(model)
+
+
+class Reader(L.LightningModule):
+    """Two blocks of ``nn.TransformerEncoder`` on padded sequences, and their mean classified."""
+
+    def __init__(self, dropout: float = 0.0, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout, **{"batch_first": True, **options})
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 2)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        real = batch["attention_mask"].bool()
+        hidden = self.encoder(self.words(batch["input_ids"]), src_key_padding_mask=~real)
+        mean = (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+        losses = nn.functional.cross_entropy(self.head(mean), batch["labels"], reduction="none")
+        self.losses += losses.tolist()
+        return losses.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader() -> DataLoader[Any]:
+    batch = batch_of([7, 3, WIDTH, 1, 5, 5, 2, 9])
+    labels = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1])
+    samples = [{"labels": labels[i], **{name: each[i] for name, each in batch.items()}} for i in range(8)]
+    return DataLoader(samples, batch_size=3)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_training_gives_the_same_losses_and_weights(norm_first: bool) -> None:
+    padded, packed = Reader(norm_first=norm_first), Reader(norm_first=norm_first)
+    quiet(max_epochs=2).fit(padded, loader())
+    quiet(max_epochs=2, packed=True).fit(packed, loader())
+    assert len(padded.losses) == 16
+    assert packed.losses == pytest.approx(padded.losses, abs=1e-5)
+    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_dropout_of_a_packed_run_repeats_with_the_seed() -> None:
+    def trained(packed: bool) -> Reader:
+        module = Reader(dropout=0.2)
+        L.seed_everything(5)
+        quiet(packed=packed).fit(module, loader())
+        return module
+
+    assert same_weights(trained(True), trained(True))
+    assert not same_weights(trained(True), trained(False))
+
+
+def test_a_padded_checkpoint_goes_on_packed(tmp_path: Any) -> None:
+    padded = quiet(max_epochs=1)
+    padded.fit(Reader(), loader())
+    padded.save_checkpoint(tmp_path / "half.ckpt")
+    whole, rest = Reader(), Reader()
+    quiet(max_epochs=2).fit(whole, loader())
+    quiet(max_epochs=2, packed=True).fit(rest, loader(), ckpt_path=tmp_path / "half.ckpt")
+    for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+class Images(Reader):
+    """No transformer at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Images, "Images holds no transformer"),
+        (lambda: Reader(batch_first=False), "its batches come tokens first"),
+    ],
+)
+def test_a_module_that_cannot_be_packed_is_told_before_training(module: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"Trainer\(packed=True\).*{said}.*batching='length'"):
+        quiet(packed=True).fit(module(), loader())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("T5", {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "T5"),
+        (
+            "Mistral",
+            {
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "intermediate_size": 32,
+                "sliding_window": 4,
+            },
+            "window of others only",
+        ),
+    ],
+)
+def test_attention_of_another_kind_is_refused(kind: str, options: dict[str, Any], said: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(vocab_size=WORDS, **options)
+    model = getattr(transformers, f"{kind}Model")(config)
+    with pytest.raises(ValueError, match=said), packed_blocks(model):
+        pass
+
+
+def test_what_needs_padded_blocks_is_refused_in_the_first_step() -> None:
+    model, batch = model_of("bert"), batch_of([7, 3])
+    with packed_blocks(model), pytest.raises(ValueError, match="output_hidden_states"):
+        model(**batch, output_hidden_states=True)
+    every_pair = batch["attention_mask"][:, None, None].expand(-1, 1, WIDTH, WIDTH)
+    with packed_blocks(model), pytest.raises(ValueError, match=r"attention_mask of shape \(2, 1, 12, 12\)"):
+        model(input_ids=batch["input_ids"], attention_mask=every_pair)

@@ -1,0 +1,267 @@
+"""``hasten advise``: programs in processes of their own, and what is left when it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from hasten.commands import main
+from hasten.speed import levers
+
+PROGRAM = """
+import argparse
+import os
+import time
+
+import lightning as pl
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--nap", type=float)
+options = parser.parse_args()
+with open("started", "a") as file:
+    file.write(f"{os.getpid()}\\n")
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(options.nap)
+        x, y = batch
+        loss = torch.nn.functional.cross_entropy(self.layer(x), y)
+        self.logger.experiment.add_scalar("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch[0]).mean())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedulers = torch.optim.lr_scheduler
+        return [optimizer], [
+            {"scheduler": schedulers.ReduceLROnPlateau(optimizer), "monitor": "val_loss"},
+            {"scheduler": schedulers.OneCycleLR(optimizer, 0.1, total_steps=4), "interval": "step"},
+        ]
+
+
+class Data(pl.LightningDataModule):
+    def setup(self, stage):
+        x = torch.randn(16, 8)
+        self.data = TensorDataset(x, (x.sum(1) > 0).long())
+
+    def train_dataloader(self):
+        return DataLoader(self.data, 4, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.data, 4)
+
+
+callbacks = [ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_loss")]
+trainer = pl.Trainer(max_epochs=1, callbacks=callbacks, logger=pl.pytorch.loggers.CSVLogger("logs"))
+model, data = Model(), Data()
+assert trainer.validate(model, data)[0]["val_loss"] is not None
+trainer.fit(model, datamodule=data)
+trainer.fit(model, datamodule=data)
+with open("trained", "w") as file:
+    file.write("the whole program ran")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    # Where the package is not installed, trials find it where this process did.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return "State:\tZ" in Path(f"/proc/{pid}/status").read_text() if os.path.isdir("/proc") else False
+
+
+@pytest.mark.slow
+def test_a_program_written_for_lightning_is_measured_and_nothing_else_happens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("train.py").write_text(PROGRAM)
+    out = tmp_path / "out"
+    # As if there were no others: a verdict on a part of them is not remembered.
+    monkeypatch.setattr(levers, "LEVERS", tuple(levers.choose(["fused optimizer"])))
+    options = ["--rounds", "1", "--steps", "2", "--warm-up", "1", "--alone"]
+    assert main(["advise", *options, "--out", str(out), "train.py", "--nap", "0.001"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "advise train.py --nap 0.001" in shown
+    assert {path.name for path in out.iterdir()} == {"advice.txt", "advice.json", "advice.png"}
+    found = json.loads((out / "advice.json").read_text())
+    assert found["unchanged"]["samples_per_second"] > 0
+    assert found["rows"][0]["verdict"] in ("wins", "no gain", "slower", "pays back too late")
+    assert found["rows"][0]["loss_deviation"] <= found["rows"][0]["loss_noise"]
+    # Neither checkpoints, logs nor the rest of the program; its own file only.
+    assert {path.name for path in Path().iterdir()} == {"train.py", "started"}
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert all(gone(int(pid)) for pid in Path("started").read_text().split())
+    # Trainer(speed="auto") in the same program starts with this verdict.
+    (kept,) = (tmp_path / "cache" / "advice").iterdir()
+    assert kept.stem == found["facts"]["key"]
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        ("print('done')", "ended without calling Trainer.fit"),
+        ("import sys; print('no data', file=sys.stderr); sys.exit(3)", "the program ended with code 3"),
+        ("import hasten\nhasten.Fabric().backward(None)\n", "it keeps its own loop"),
+    ],
+)
+def test_a_program_that_never_trains_says_so(
+    program: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text(program)
+    assert main(["advise", "train.py"]) == 1
+    shown = capsys.readouterr().err
+    assert text in shown
+    assert ("no data" in shown) == ("no data" in program)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--rounds", "0", "train.py"], "whole number of at least 1"),
+        (["tarin.py"], "Did you mean"),
+        ([], "name a program"),
+        (["--level", "x", "train.py"], "--levers"),
+    ],
+)
+def test_wrong_use_is_told(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text("")
+    with pytest.raises(SystemExit) as error:
+        main(["advise", *arguments])
+    assert error.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_lever_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text("")
+    assert main(["advise", "--levers", "compil", "train.py"]) == 1
+    assert "Did you mean 'compile'" in capsys.readouterr().err
+
+
+def test_levers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(
+        line.startswith("compile ") and line.endswith("L.Trainer(..., compile=True)") for line in lines
+    )
+
+
+READS_WITH_WORKERS = """
+import os
+import time
+
+import torch
+
+import hasten as L
+
+
+def tell(number=None):
+    with open("started", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+
+    def training_step(self, batch, batch_idx):
+        tell()
+        time.sleep(60)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+data = torch.utils.data.DataLoader(torch.randn(64, 8), 4, num_workers=1, worker_init_fn=tell)
+L.Trainer().fit(Model(), data)
+"""
+
+
+def start_advisor(folder: Path, temporary: Path) -> int:
+    """Start ``hasten advise`` in a copy of this process, which has imported all it needs; return its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.chdir(folder)
+        os.environ["TMPDIR"] = str(temporary)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        code = main(["advise", "train.py"])
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.slow
+def test_an_interrupted_advisor_leaves_nothing_behind(tmp_path: Path) -> None:
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
+    runs = {}
+    for number in codes:
+        folder, temporary = tmp_path / number.name, tmp_path / "temporary" / number.name
+        folder.mkdir()
+        temporary.mkdir()
+        (folder / "train.py").write_text(READS_WITH_WORKERS)
+        runs[number] = start_advisor(folder, temporary)
+    try:
+        for number, run in runs.items():
+            started = tmp_path / number.name / "started"
+            until = time.monotonic() + 300
+            # A step has begun, and the worker that reads for it.
+            while not (started.exists() and started.read_text().count("\n") == 2):
+                assert time.monotonic() < until
+                assert os.waitpid(run, os.WNOHANG) == (0, 0)
+                time.sleep(0.05)
+            os.kill(run, number)
+        for number, run in runs.items():
+            assert os.waitstatus_to_exitcode(os.waitpid(run, 0)[1]) == codes[number]
+            pids = [int(pid) for pid in (tmp_path / number.name / "started").read_text().split()]
+            until = time.monotonic() + 300
+            temporary = tmp_path / "temporary" / number.name
+            # After SIGKILL the trial itself notices that it is alone, and removes what the advisor cannot.
+            while not all(map(gone, pids)) or any(temporary.iterdir()):
+                assert time.monotonic() < until, (number, pids, list(temporary.iterdir()))
+                time.sleep(0.05)
+            assert {path.name for path in (tmp_path / number.name).iterdir()} == {"train.py", "started"}
+    finally:
+        for run in runs.values():
+            with suppress(ProcessLookupError):
+                os.kill(run, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(run, 0)

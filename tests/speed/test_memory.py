@@ -1,0 +1,366 @@
+"""Activation checkpointing: less memory, the same numbers, no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import hasten as L
+from hasten.memory import recomputed, repeated_blocks
+from tests.models import loader, quiet, same_weights
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16, dropout: float = 0.2, norm: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width) if norm else nn.LayerNorm(width)
+        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout))
+        self.back = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(self.layers(self.norm(x)))
+
+
+class Deep(L.LightningModule):
+    def __init__(self, block: Callable[[], nn.Module] = Block, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.last = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(block: Callable[[], nn.Module] = Block, kind: type[Deep] = Deep, **arguments: Any) -> Deep:
+    L.seed_everything(0, verbose=False)
+    model = kind(block)
+    keys, classes = list(model.state_dict()), [type(child) for child in model.modules()]
+    quiet(**arguments).fit(model, loader(40, 10))
+    assert list(model.state_dict()) == keys
+    assert [type(child) for child in model.modules()] == classes
+    assert not any("forward" in child.__dict__ for child in model.modules())
+    return model
+
+
+# -- the blocks
+
+
+def test_blocks_are_found_where_they_are_repeated() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
+    assert repeated_blocks(nn.ModuleDict({"body": encoder, "head": nn.Linear(8, 2)})) == list(encoder.layers)
+    # Stages of blocks, as in a residual network; a block within a block belongs to it.
+    stages = nn.Sequential(
+        nn.Sequential(Block(), Block()), nn.Linear(16, 16), nn.ModuleList([Block(), Block()])
+    )
+    assert repeated_blocks(stages) == [*stages[0], *stages[2]]
+    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
+    assert repeated_blocks(nn.ModuleList([Block(), nn.Sequential(nn.Linear(2, 2))])) == []
+
+
+# -- the numbers
+
+
+def normed() -> nn.Module:
+    return Block(norm=True)
+
+
+def spectral() -> nn.Module:
+    block = Block()
+    nn.utils.parametrizations.spectral_norm(block.back)
+    return block
+
+
+class Counts(Block):
+    """Writes to buffers of its own, one of them large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("table", torch.ones(1 << 19))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x - self.mean)
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return out * self.table[0]
+
+
+class Attention(nn.TransformerEncoderLayer):
+    """Attention whose dropout draws numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 2, 32, dropout=0.3)
+
+
+class Twice(Deep):
+    """Each block is called twice before it is computed again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("block", [normed, Counts])
+def test_blocks_called_twice(block: Callable[[], nn.Module]) -> None:
+    assert same_weights(trained(block, Twice), trained(block, Twice, memory="full"))
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("block", [Block, normed, spectral, Counts, Attention])
+def test_weights_and_buffers_are_bit_equal_with_dropout_on(block: Callable[[], nn.Module], how: str) -> None:
+    assert same_weights(trained(block), trained(block, memory=how))
+
+
+def test_bf16_and_accumulation_and_micro_batches() -> None:
+    options: dict[str, Any] = {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "micro_batch": 4}
+    assert same_weights(trained(**options), trained(memory="full", **options))
+
+
+def test_a_decoder_with_a_cache_of_keys_and_values() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    tokens = torch.arange(12).view(2, 6)
+    gradients = []
+    for how in (None, "selective", "full"):
+        L.seed_everything(0, verbose=False)
+        model = transformers.LlamaForCausalLM(config).train()
+        if how is None:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        else:
+            with recomputed(model, how):
+                model(input_ids=tokens, labels=tokens, use_cache=True).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, *others in zip(*gradients, strict=True):
+        assert all(torch.equal(plain, other) for other in others)
+
+
+# -- the cost
+
+
+def measured(how: str | None) -> tuple[int, int]:
+    """Return (peak of the memory of a step in bytes, floating-point operations)."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block(64) for _ in range(6)))
+    x = torch.randn(256, 64)
+
+    def step() -> None:
+        blocks(x).sum().backward()
+        blocks.zero_grad()
+
+    context = recomputed(blocks, how) if how is not None else torch.enable_grad()
+    with context:
+        step()
+        with FlopCounterMode(display=False) as flops:
+            step()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            step()
+    now = peak = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak, flops.get_total_flops()
+
+
+def test_less_memory_for_fewer_or_more_operations() -> None:
+    plain, selective, full = measured(None), measured("selective"), measured("full")
+    assert full[0] < selective[0] < 0.8 * plain[0]
+    assert full[0] < 0.4 * plain[0]
+    assert plain[1] == selective[1] < full[1]
+
+
+# -- no trace
+
+
+def test_a_copy_of_the_module_calls_its_own_blocks() -> None:
+    model = Deep()
+    with recomputed(model, "full"):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert twin(torch.ones(2, 8)).abs().sum() == 0
+        assert twin.blocks[0].forward.block is twin.blocks[0]
+
+
+def test_a_forward_of_the_users_own_is_called_and_comes_back() -> None:
+    model, calls = Deep(), []
+
+    def own(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x * 2
+
+    model.blocks[1].forward = own
+    with recomputed(model, "full"):
+        model(torch.ones(2, 8)).sum().backward()
+    assert calls
+    assert model.blocks[1].forward is own
+
+
+def test_the_module_is_whole_again_after_an_error() -> None:
+    class Fails(Deep):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert "forward" in self.blocks[0].__dict__
+            raise RuntimeError("mine")
+
+    model = Fails()
+    with pytest.raises(RuntimeError, match="mine"):
+        quiet(memory="full").fit(model, loader(8, 4))
+    assert "forward" not in model.blocks[0].__dict__
+
+
+def test_nothing_to_recompute_is_refused_before_training() -> None:
+    from tests.models import Classifier
+
+    with pytest.raises(ValueError, match=r"Classifier repeats no block.*micro_batch='auto'"):
+        quiet(memory="selective").fit(Classifier(), loader(8, 4))
+
+
+def test_where_nothing_runs_out_nothing_happens() -> None:
+    class Watches(Deep):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            assert "forward" not in self.blocks[0].__dict__
+            return super().training_step(batch, batch_idx)
+
+    assert same_weights(trained(kind=Watches), trained(kind=Watches, memory="auto"))
+
+
+# -- once memory runs out
+
+
+class Limited(Deep):
+    """Memory runs out until ``fits(samples, how the blocks are computed)``."""
+
+    fits: Callable[[int, str | None], bool]
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__(block)
+        self.tried: list[tuple[int, str | None]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        patched = self.blocks[0].__dict__.get("forward")
+        how = None if patched is None else "selective" if patched.selective else "full"
+        if (len(x), how) not in self.tried:
+            self.tried.append((len(x), how))
+        if not type(self).fits(len(x), how):
+            super().forward(x)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(x)
+
+
+def limited(rule: Callable[[int, str | None], bool]) -> type[Limited]:
+    return type("Limited", (Limited,), {"fits": staticmethod(rule)})
+
+
+@pytest.mark.parametrize(
+    ("rule", "arguments", "tried"),
+    [
+        (lambda n, how: how is not None, {"memory": "auto"}, [(10, None), (10, "selective")]),
+        (lambda n, how: how == "full", {"memory": "auto"}, [(10, None), (10, "selective"), (10, "full")]),
+        (
+            lambda n, how: n <= 5 and how is not None,
+            {"memory": "auto", "micro_batch": "auto"},
+            [(10, None), (10, "selective"), (5, "selective")],
+        ),
+        (
+            lambda n, how: how == "full",
+            {"memory": "auto", "micro_batch": "auto"},
+            [(10, None), *((n, "selective") for n in (10, 5, 2, 1)), (1, "full")],
+        ),
+        (
+            lambda n, how: n <= 2,
+            {"memory": "full", "micro_batch": "auto"},
+            [(10, "full"), (5, "full"), (2, "full")],
+        ),
+    ],
+    ids=["selective", "full", "then-samples", "last-resort", "asked-for"],
+)
+def test_the_cheapest_way_comes_first(rule: Any, arguments: dict[str, Any], tried: list[Any]) -> None:
+    model = trained(kind=limited(rule), **arguments)
+    assert model.tried == tried
+    if model.tried[-1][0] == 10:
+        assert same_weights(model, trained())
+
+
+def test_it_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        trained(kind=limited(lambda n, how: how == "selective"), memory="auto")
+    (said,) = [record.message for record in caplog.records if "Memory ran out" in record.message]
+    assert said.endswith("3 blocks compute all but products and attention again in backward (memory='auto').")
+
+
+def test_where_nothing_is_left_the_error_names_the_other_lever() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trained(kind=limited(lambda n, how: False), memory="auto")
+    assert "Add micro_batch='auto'" in caught.value.__notes__[-1]
+
+
+def test_a_resumed_run_recomputes_from_its_first_step(tmp_path: Any) -> None:
+    kind = limited(lambda n, how: how == "full")
+    L.seed_everything(0, verbose=False)
+    trainer = quiet(memory="auto", max_steps=2)
+    trainer.fit(kind(), loader(40, 10))
+    trainer.save_checkpoint(tmp_path / "mid.ckpt")
+    resumed = kind()
+    quiet(memory="auto").fit(resumed, loader(40, 10), ckpt_path=tmp_path / "mid.ckpt")
+    assert resumed.tried == [(10, "full")]
+    assert same_weights(resumed, trained())
+
+
+class InPlace(Block):
+    """Adds to the result of a product in place, which cannot be kept then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.back(self.layers(self.norm(x)))
+        out += x
+        return out * out.sigmoid()
+
+
+def test_products_changed_in_place_are_computed_again() -> None:
+    with pytest.raises(RuntimeError, match="has been mutated") as caught:
+        trained(InPlace, memory="selective")
+    assert any("memory='full'" in note for note in caught.value.__notes__)
+    auto = trained(InPlace, kind=limited(lambda n, how: how is not None), memory="auto")
+    assert auto.tried == [(10, None), (10, "selective"), (10, "full")]
+    assert same_weights(auto, trained(InPlace))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_attention_with_dropout_on_a_gpu(how: str) -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.3, batch_first=True)
+    x = torch.randn(4, 128, 64, device="cuda")
+    gradients = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = nn.TransformerEncoder(layer, 3).cuda()
+        context = recomputed(model, how) if recomputes else torch.enable_grad()
+        with context, torch.autocast("cuda", torch.bfloat16):
+            model(x).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)

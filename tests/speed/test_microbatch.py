@@ -1,0 +1,342 @@
+"""Micro-batches: the step is that of the whole batch, and is begun again where memory runs out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+import hasten as L
+from hasten.precision.base import Precision
+from tests.models import Classifier, dataset, loader, quiet
+from tests.rules.test_no_sync import EVERY, HostMethods, HostReads, Logs, between_intervals
+from tests.rules.test_no_sync import data as numbers
+
+
+def trained(model: L.LightningModule, data: Any, **arguments: Any) -> L.Trainer:
+    L.seed_everything(1, verbose=False)
+    trainer = quiet(**arguments)
+    trainer.fit(model, data)
+    return trainer
+
+
+def fresh(kind: type[Classifier] = Classifier, **options: Any) -> Any:
+    L.seed_everything(0, verbose=False)
+    return kind(**options)
+
+
+def assert_same(one: nn.Module, other: nn.Module, atol: float = 1e-6) -> None:
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value, rtol=0, atol=atol)
+
+
+# -- the size of a batch
+
+
+def test_batches_have_the_size_asked_for_and_every_sample_comes_once() -> None:
+    class Seen(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches: list[Tensor] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.batches.append(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    model = Seen()
+    given = loader(40, 4, shuffle=True)
+    trainer = trained(model, given, batch_size=16)
+    assert [len(batch) for batch in model.batches] == [16, 16, 8]
+    assert trainer.global_step == 3
+    seen = sorted(torch.cat(model.batches).tolist())
+    assert seen == sorted(dataset(40).tensors[0].tolist())
+    assert given.batch_size == 4
+    assert given.batch_sampler.batch_size == 4
+
+
+def test_validation_keeps_the_batches_of_its_loader() -> None:
+    sizes = []
+
+    class Seen(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            sizes.append(len(batch[0]))
+
+    quiet(batch_size=20, num_sanity_val_steps=0).fit(Seen(), loader(), loader(8, 4))
+    assert sizes == [4, 4]
+
+
+def test_an_iterable_dataset_is_batched_anew_too() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            data = dataset(10)
+            return (data[index] for index in range(10))
+
+    sizes = []
+
+    class Seen(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            sizes.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    trained(Seen(), DataLoader(Stream(), batch_size=2), batch_size=6)
+    assert sizes == [6, 4]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([dataset(4)[:]], "a list, which makes its batches itself"),
+        (DataLoader(dataset(4), batch_size=None), "batch_size=None"),
+        (
+            DataLoader(dataset(4), batch_sampler=type("Odd", (BatchSampler,), {})(range(4), 2, False)),
+            "the batch sampler Odd",
+        ),
+    ],
+    ids=["list", "unbatched", "batch-sampler"],
+)
+def test_a_loader_whose_batches_are_its_own_is_refused(data: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        trained(Classifier(), data, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"batch_size": 0}, ValueError, r"batch_size=0\): use a number of samples, at least 1"),
+        ({"batch_size": "64"}, TypeError, "not str"),
+        ({"batch_size": True}, TypeError, "not bool"),
+        ({"micro_batch": -1}, ValueError, "or 'auto'"),
+        ({"micro_batch": 2.0}, TypeError, "not float"),
+        ({"micro_batch": "atuo"}, ValueError, "Did you mean 'auto'"),
+        ({"batch_size": 8, "batching": "tokens:64"}, ValueError, "with max_tokens=64 the tokens say"),
+        ({"batch_size": 8, "micro_batch": 16}, ValueError, "micro_batch=8 or less, or batch_size=16"),
+        ({"memory": "selectve"}, ValueError, "Did you mean 'selective'"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        quiet(**arguments)
+
+
+# -- the maths
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 4, 10, 64])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_weights_are_those_of_the_whole_batch(micro_batch: int, accumulate: int) -> None:
+    whole, parts = fresh(), fresh()
+    options = {"accumulate_grad_batches": accumulate, "max_epochs": 2, "gradient_clip_val": 0.5}
+    trained(whole, loader(43, 10), **options)
+    trained(parts, loader(43, 10), micro_batch=micro_batch, **options)
+    assert_same(whole, parts)
+
+
+def test_a_large_batch_of_a_loader_with_small_ones() -> None:
+    whole, parts = fresh(), fresh()
+    trained(whole, loader(40, 20))
+    trained(parts, loader(40, 4), batch_size=20, micro_batch=8)
+    assert_same(whole, parts)
+
+
+class Tokens(Classifier):
+    """The loss is the mean over tokens: some samples have few."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        mask = (x > 0.3).float()
+        loss = (nn.functional.cross_entropy(self(x), y, reduction="none")[:, None] * mask).sum() / mask.sum()
+        return {"loss": loss, "loss_weight": mask.sum().detach()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_means_over_tokens_weigh_as_many_tokens_as_they_have(accumulate: int) -> None:
+    losses: list[list[float]] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            share = float(outputs["loss_weight"]) if accumulate > 1 else 1.0
+            losses[-1].append(float(outputs["loss"]) / share)
+
+    models = []
+    for micro_batch in (None, 3):
+        losses.append([])
+        models.append(fresh(Tokens))
+        trained(
+            models[-1],
+            loader(40, 8),
+            micro_batch=micro_batch,
+            accumulate_grad_batches=accumulate,
+            callbacks=[Watch()],
+        )
+    assert_same(*models)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_optimizers_that_call_the_closure_themselves() -> None:
+    class Quasi(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+    whole, parts = fresh(Quasi), fresh(Quasi)
+    trained(whole, loader(20, 10))
+    trained(parts, loader(20, 10), micro_batch=4)
+    assert_same(whole, parts, atol=1e-4)
+
+
+def test_hooks_see_one_step_and_its_mean_loss() -> None:
+    class Watch(L.Callback):
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(("start", len(batch[0]), batch_idx))
+
+        def on_before_zero_grad(self, *_: Any) -> None:
+            self.seen.append("zero")
+
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            self.seen.append(("backward", round(module.layers[0].weight.grad.abs().sum().item(), 5)))
+
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            self.seen.append(("end", len(batch[0]), batch_idx, round(outputs["loss"].item(), 5)))
+            self.seen.append((outputs["found"].shape, outputs["right"].item()))
+
+    class Outputs(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            found = self(batch[0]).argmax(1)
+            return {"loss": self.loss(batch), "found": found, "right": (found == batch[1]).sum()}
+
+    watches = []
+    for micro_batch in (None, 3):
+        watches.append(Watch())
+        trained(fresh(Outputs), loader(20, 10), micro_batch=micro_batch, callbacks=[watches[-1]])
+    assert watches[0].seen == watches[1].seen
+    assert watches[0].seen[-2][0] == "end"
+
+
+def test_logged_values_are_those_of_the_whole_batch() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Logs(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = torchmetrics.classification.BinaryAccuracy()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            loss = self.loss(batch)
+            self.accuracy(self(x).argmax(1), y)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            self.log("only_step", loss, on_step=True, on_epoch=False)
+            self.log("samples", float(len(x)), reduce_fx="sum", on_step=True, on_epoch=True)
+            self.log("largest", x.max(), reduce_fx="max", on_step=True, on_epoch=True)
+            self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("after", outputs["loss"], on_step=False, on_epoch=True)
+            steps.append({k: v.item() for k, v in self.trainer.callback_metrics.items()})
+
+    found = []
+    for micro_batch in (None, 3):
+        steps: list[dict[str, float]] = []
+        trainer = trained(fresh(Logs), loader(20, 10), micro_batch=micro_batch)
+        found.append([*steps, {k: v.item() for k, v in trainer.callback_metrics.items()}])
+    assert found[0][-1]["samples_epoch"] == 20
+    for whole, parts in zip(*found, strict=True):
+        assert whole == pytest.approx(parts, abs=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch", [2, "auto"])
+def test_nothing_is_read_from_the_device(micro_batch: Any) -> None:
+    class Reads(Logs):
+        def configure_optimizers(self) -> Any:
+            self.buffers_too = nn.BatchNorm1d(2)
+            return super().configure_optimizers()
+
+    reads = HostReads()
+    with reads, HostMethods(reads):
+        quiet(micro_batch=micro_batch, log_every_n_steps=EVERY).fit(Reads(reads), numbers())
+    assert between_intervals(reads) == []
+
+
+def test_fp16_scaling_skips_and_scales_as_for_the_whole_batch() -> None:
+    class Half(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            # One batch overflows: its step is skipped.
+            return self.loss(batch) * (1e38 if batch_idx == 1 else 1.0)
+
+    class Scaled(Precision):
+        def __init__(self) -> None:
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    whole, parts, scales = fresh(Half), fresh(Half), []
+    for model, micro_batch in ((whole, None), (parts, 4)):
+        precision = Scaled()
+        trained(model, loader(30, 10), plugins=[precision], micro_batch=micro_batch, gradient_clip_val=0.5)
+        scales.append(precision.scaler.get_scale())
+    assert scales == [512.0, 512.0]
+    assert_same(whole, parts)
+    assert all(value.isfinite().all() for value in parts.state_dict().values())
+
+
+def test_skipped_parts_and_skipped_batches() -> None:
+    class Skips(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 0 or batch[0][0, 0] > 0 else self.loss(batch)
+
+    model = fresh(Skips)
+    with pytest.warns(UserWarning, match="returned None"):
+        trained(model, loader(40, 8), micro_batch=2)
+
+    class Never(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    with (
+        pytest.warns(UserWarning, match="returned None"),
+        pytest.raises(ValueError, match="each of the 2 batches"),
+    ):
+        trained(Never(), loader(8, 4), micro_batch=2)
+
+
+def test_batch_norm_is_told_once() -> None:
+    class Normed(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers.insert(1, nn.BatchNorm1d(16))
+
+    with pytest.warns(
+        UserWarning, match="layers.1 \\(BatchNorm1d\\) takes mean and variance of each micro-batch"
+    ) as said:
+        trained(Normed(), loader(8, 4), micro_batch=2, max_epochs=2)
+    assert len([one for one in said if "micro_batch" in str(one.message)]) == 1
+
+
+def test_manual_optimisation_is_refused() -> None:
+    class Manual(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(
+        ValueError, match=r"micro_batch=2.*manual optimisation.*Split the batch in training_step"
+    ):
+        trained(Manual(), loader(), micro_batch=2)
+
+
+def test_a_batch_that_cannot_be_split_names_the_element() -> None:
+    class Weights(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss((batch["x"], batch["y"]))
+
+    x, y = dataset(4)[:]
+    with pytest.raises(
+        ValueError, match=r"batch\['weights'\]: its first dimension is 2, and that of batch\['x'\] is 4"
+    ):
+        trained(Weights(), [{"x": x, "y": y, "weights": torch.ones(2)}], micro_batch="auto")

@@ -1,0 +1,104 @@
+"""Trainer(dropout="fast"): torch's dropout, from random bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hasten as L
+from hasten.dropout import dropout, fast_dropout
+from tests.models import Classifier, loader, quiet, same_weights
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9, 0.001])
+def test_each_element_is_dropped_with_its_probability_and_the_others_scaled(p: float) -> None:
+    torch.manual_seed(0)
+    drawn = torch.cat([dropout(torch.ones(20_000), p) for _ in range(50)])
+    # One threshold, a multiple of 1/256, serves a whole call: the shares of calls vary by that, their mean does not.
+    error = (p * (1 - p) / len(drawn)) ** 0.5 + 0.5 / 256 / 50**0.5
+    assert (drawn == 0).double().mean().item() == pytest.approx(p, abs=5 * error)
+    assert drawn[drawn != 0].allclose(torch.tensor(1 / (1 - p)))
+
+
+def test_neighbours_are_dropped_independently() -> None:
+    torch.manual_seed(0)
+    dropped = (dropout(torch.ones(400_000), 0.5) == 0).double()
+    for distance in (1, 2, 4, 7, 8, 16):
+        both = (dropped[:-distance] * dropped[distance:]).mean().item()
+        assert both == pytest.approx(0.25, abs=0.004)
+
+
+def test_the_gradient_goes_where_the_value_went() -> None:
+    x = torch.randn(7, 11, dtype=torch.float64, requires_grad=True)
+
+    def with_one_mask(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return dropout(x, 0.3)
+
+    assert torch.autograd.gradcheck(with_one_mask, (x,))
+    torch.library.opcheck(
+        torch.ops.hasten.dropout, (x.detach(), 0.3), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+@pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False), (1.0, True)])
+def test_the_ends_are_exact(p: float, training: bool) -> None:
+    x = torch.randn(5)
+    assert torch.equal(dropout(x, p, training), torch.nn.functional.dropout(x, p, training))
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5])
+def test_what_is_no_probability_is_refused(p: float) -> None:
+    with pytest.raises(ValueError, match=f"p={p}"):
+        dropout(torch.ones(2), p)
+
+
+def test_evaluation_drops_nothing() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval()
+    x = torch.randn(4, 3)
+    with fast_dropout(model) as count:
+        assert count == 1
+        assert torch.equal(model(x), model[0](x))
+
+
+def trained(**options: object) -> Classifier:
+    L.seed_everything(7)
+    module = Classifier(dropout=0.5)
+    quiet(max_epochs=2, **options).fit(module, loader())
+    return module
+
+
+def test_a_run_repeats_with_the_seed_and_leaves_the_module_as_it_was() -> None:
+    one, other, plain = trained(dropout="fast"), trained(dropout="fast"), trained()
+    assert same_weights(one, other)
+    assert not same_weights(one, plain)
+    assert all("forward" not in vars(layer) for layer in one.modules())
+
+
+def test_a_run_stopped_between_goes_on_with_the_same_masks(tmp_path) -> None:
+    whole = trained(dropout="fast")
+    L.seed_everything(7)
+    half = quiet(max_epochs=2, max_steps=13, dropout="fast")
+    half.fit(Classifier(dropout=0.5), loader())
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    torch.manual_seed(99)
+    rest = Classifier(dropout=0.5)
+    quiet(max_epochs=2, dropout="fast").fit(rest, loader(), ckpt_path=tmp_path / "half.ckpt")
+    assert same_weights(rest, whole)
+
+
+def test_a_module_without_dropout_is_told() -> None:
+    class Plain(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 2))
+
+    with pytest.raises(ValueError, match=r"dropout='fast'.*Plain has no nn.Dropout layer"):
+        quiet(dropout="fast").fit(Plain(), loader())
+
+
+@pytest.mark.parametrize(("value", "kind"), [("quick", ValueError), (0.1, TypeError), (True, TypeError)])
+def test_another_word_is_refused(value: object, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"Trainer\(dropout=.*'fast'"):
+        L.Trainer(dropout=value)
