@@ -189,7 +189,7 @@ def _measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dic
             return {}, f"its sampler cannot be tried out: {error}"
         if not index_batches:
             return {}, "its sampler gives nothing."
-        each = seconds / 5
+        each, enough = seconds / 5, time.perf_counter() + 1.5 * seconds
         best, without_gain = float("inf"), 0
         for number in _candidates(loader):
             try:
@@ -210,6 +210,8 @@ def _measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dic
         ]
         for number in reversed(near if len(near) > 1 else []):
             # Other programs come and go: what is close is looked at again, in turn.
+            if time.perf_counter() > enough:
+                break
             with suppress(Exception):
                 again = _pace_of(loader, index_batches, number, each, batches)
                 paces[number] = paces[number].mean(again)
@@ -332,8 +334,8 @@ def _paced(
         next(batches)
         count += 1
         passed = clock() - begin
-        # A slow dataset gets three times as long, for its figures to mean something.
-        if (passed >= seconds and count >= AT_LEAST * free) or passed >= 3 * seconds or count >= most:
+        # A slow dataset gets twice as long, for its figures to mean something.
+        if (passed >= seconds and count >= AT_LEAST * free) or passed >= 2 * seconds or count >= most:
             return first, passed / count
 
 

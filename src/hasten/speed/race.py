@@ -24,6 +24,8 @@ from hasten.speed.trial import Orders
 
 _KILL_SECONDS = 5.0
 _LINES_OF_A_LOG = 12
+# Loader workers put sockets into it, whose paths may have 107 characters: in a longer one they would hang.
+_LONGEST_FOLDER = 70
 # Times as slow as the first: seen once that is enough, however busy the machine is.
 _HOPELESS = 4.0
 
@@ -470,6 +472,9 @@ def environment(scratch: str, preload: str | None = None) -> dict[str, str]:
 def scratch_folder() -> Iterator[Path]:
     """Give a folder that is removed at the end, also when this process is asked to terminate."""
     folder = Path(tempfile.mkdtemp(prefix="hasten-advise-"))
+    if len(str(folder)) > _LONGEST_FOLDER and os.path.isdir("/tmp"):
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="hasten-advise-", dir="/tmp"))
     try:
         with _terminated_in_order():
             yield folder
