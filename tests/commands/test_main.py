@@ -27,7 +27,10 @@ def stopped(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["dmeo"], "unknown command 'dmeo'. Did you mean 'demo'? Choose one of: advise, demo, migrate, plot, run."),
+        (
+            ["dmeo"],
+            "unknown command 'dmeo'. Did you mean 'demo'? Choose one of: advise, demo, migrate, plot, run.",
+        ),
         (["--verson"], "unknown option --verson. Did you mean '--version'?"),
         (["demo", "--tsak", "imdb"], "unknown option --tsak. Did you mean '--task'?"),
         (["demo", "--row-second=3"], "unknown option --row-second. Did you mean '--row-seconds'?"),

@@ -195,6 +195,43 @@ def test_a_training_gives_the_same_losses_and_weights(norm_first: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("given", ["hint", "mask alone", "numbers"])
+def test_an_encoder_that_looks_back_only_does_so_packed(given: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    real = batch_of([7, 3, WIDTH, 1])["attention_mask"].bool()
+    mask: Tensor = nn.Transformer.generate_square_subsequent_mask(WIDTH)
+    padding: Tensor = ~real
+    if given == "numbers":
+        padding = torch.zeros(padding.shape).masked_fill(padding, -torch.inf)
+    elif given == "mask alone":
+        mask = mask == -torch.inf
+    options: dict[str, Any] = {"mask": mask, "src_key_padding_mask": padding}
+    if given == "hint":
+        options["is_causal"] = True
+    x = torch.randn(4, WIDTH, 16)
+    exact = encoder(x, **options)
+    rows: list[int] = []
+    handle = encoder.layers[1].register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    with packed_blocks(encoder):
+        packed = encoder(x, **options)
+    handle.remove()
+    assert rows == [23]
+    torch.testing.assert_close(packed[real], exact[real], rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_that_cannot_be_packed_is_refused_not_ignored() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    x, window = torch.randn(2, WIDTH, 16), torch.zeros(WIDTH, WIDTH, dtype=torch.bool)
+    window[0, 5] = True
+    with packed_blocks(encoder), pytest.raises(ValueError, match=r"mask of its own, of shape \(12, 12\)"):
+        encoder(x, mask=window)
+    with packed_blocks(encoder), pytest.raises(ValueError, match="other than 0 and -inf"):
+        encoder(x, src_key_padding_mask=torch.full((2, WIDTH), 0.5))
+
+
 def test_the_dropout_of_a_packed_run_repeats_with_the_seed() -> None:
     def trained(packed: bool) -> Reader:
         module = Reader(dropout=0.2)
@@ -265,7 +302,12 @@ def test_attention_of_another_kind_is_refused(kind: str, options: dict[str, Any]
 
 def test_what_needs_padded_blocks_is_refused_in_the_first_step() -> None:
     model, batch = model_of("bert"), batch_of([7, 3])
-    with packed_blocks(model), pytest.raises(ValueError, match="output_hidden_states"):
+    with (
+        packed_blocks(model, asked="Trainer(packed=True)"),
+        pytest.raises(
+            ValueError, match=r"Trainer\(packed=True\): BertModel was asked for output_hidden_states"
+        ),
+    ):
         model(**batch, output_hidden_states=True)
     every_pair = batch["attention_mask"][:, None, None].expand(-1, 1, WIDTH, WIDTH)
     with packed_blocks(model), pytest.raises(ValueError, match=r"attention_mask of shape \(2, 1, 12, 12\)"):

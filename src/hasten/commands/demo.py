@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hasten._lib.names import did_you_mean
 from hasten.commands.parser import Parser, choice, positive, whole
 
 if TYPE_CHECKING:
     import torch
 
-    from hasten.demo.task import Task
+    from hasten.demo.task import Row, Task
 
 # Seconds a row may cost: digits end within two minutes, 2,000 reviews within about twelve, on two cores.
 ROW_SECONDS = {"digits": 20.0, "imdb": 25.0, "vit": 25.0}
@@ -89,6 +90,13 @@ def _parser() -> Parser:
     )
     common.add_argument(
         "--full", action="store_true", help="train every row in full, once, however long it takes"
+    )
+    common.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="ROW",
+        help="leave out the row of this name, such as 'compiled' where compiling would take too long; may be repeated",
     )
     common.add_argument(
         "--seeds",
@@ -189,6 +197,7 @@ def _climb(options: argparse.Namespace, command: str) -> int:
     from hasten.demo import arithmetic, ladder, outcome
 
     task = _task(options, _device(options.accelerator))
+    task.rows = _rows(task.rows, options.skip)
     # Found out before the training, not after it.
     try:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -211,6 +220,14 @@ def _climb(options: argparse.Namespace, command: str) -> int:
     for path in outcome.write(options.output, task, results, facts, command, arithmetic=work):
         print(path)
     return 0
+
+
+def _rows(rows: list[Row], skip: Sequence[str]) -> list[Row]:
+    names = [row.name for row in rows[2:]]
+    for name in skip:
+        if name not in names:
+            raise ValueError(f"--skip {name!r}: use one of {', '.join(names)}.{did_you_mean(name, names)}")
+    return [row for row in rows if row.name not in skip]
 
 
 def _say(line: str) -> None:

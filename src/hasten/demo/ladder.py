@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ SMALLEST_SAMPLE = 3
 ALIKE = 1.25
 # A switch that wins or loses more than this does so on any measurement; below it, turns decide.
 CLEAR = 1.5
-TURNS = 2
+# Turns where steps are long, and where they are not.
+TURNS, SHORT_TURNS = 2, 5
 # A switch is kept unless it makes a step this much longer.
 LOSS = 1.02
 # A probe shorter than this says more about starting than about steps.
@@ -53,6 +55,7 @@ class Result:
             compared by: it ran when the others did not.
         part_of_batch: the samples of a batch that were timed, when a whole one would have taken too long.
         pad_share: of what the model computes, 0 to 1.
+        refused: why hasten would not train so; such a row has no figures.
         accuracies: on the test samples, 0 to 1, one for each seed it was trained in full with.
         validation_accuracy: on the validation samples.
 
@@ -69,6 +72,7 @@ class Result:
     part_of_batch: int | None = None
     alike: bool = True
     pad_share: float = 0.0
+    refused: str | None = None
     accuracies: list[float] = field(default_factory=list)
     validation_accuracy: float | None = None
 
@@ -90,7 +94,9 @@ class Result:
 
     @property
     def estimate(self) -> float:
-        """Seconds of the whole training, from the sampled steps."""
+        """Seconds of the whole training, from the sampled steps; infinite for a row that was refused."""
+        if self.refused is not None:
+            return math.inf
         # The mean, not the median: where steps differ in width only the mean stands for their sum, and what
         # disturbs the machine disturbs all rows alike, as long as all are averaged alike.
         return mean(self.step_seconds) * self.steps
@@ -161,9 +167,12 @@ def climb(
         result, sample = _begin(task, row, results, row_seconds)
         results.append(result)
         samples.append([] if full else sample)
+        if result.refused is not None:
+            say(f"{row.name}: refused, left out of the rows below: {result.refused}")
+            continue
         aside = "" if result.kept else "; it loses: left out of the rows below"
         say(f"{row.name}: about {result.estimate:,.0f} s for {result.steps:,} steps{aside}")
-    in_full = [full or _short_enough(result, row_seconds) for result in results]
+    in_full = [result.refused is None and (full or _short_enough(result, row_seconds)) for result in results]
     # As often for all of them, so that a slow minute of the machine weighs on none more than on another.
     times = 1
     if any(in_full) and not full:
@@ -187,7 +196,7 @@ def _accuracies(task: Task, results: Sequence[Result], seeds: int, say: Say) -> 
     fastest = min(results, key=lambda result: result.seconds)
     chosen = {id(fastest): fastest}
     if seeds > 1:
-        exact = [result for result in results if _same_maths(result, results)]
+        exact = [result for result in results if result.refused is None and _same_maths(result, results)]
         for result in (results[0], min(exact, key=lambda result: result.seconds)):
             chosen[id(result)] = result
     for result in chosen.values():
@@ -215,6 +224,18 @@ def _begin(
     """Probe a row on top of those above that paid; return it and the batches left to time."""
     base = next((result for result in reversed(above) if result.kept), None)
     switches = row.on(base.switches if base is not None else Switches())
+    try:
+        return _probed(task, row, switches, base, row_seconds)
+    except ValueError as error:
+        # The plain loop and the same in hasten refuse nothing; a switch may not apply to this task.
+        if base is None or not base.switches.hasten:
+            raise
+        return Result(row, switches, 0, kept=False, refused=str(error).splitlines()[0]), []
+
+
+def _probed(
+    task: Task, row: Row, switches: Switches, base: Result | None, row_seconds: float
+) -> tuple[Result, list[list[int]]]:
     by_width = _by_width(task, switches)
     widths = [task.width(switches, batch) for batch in by_width]
     result = Result(
@@ -241,7 +262,7 @@ def _pays(task: Task, base: Result, result: Result, by_width: Sequence[list[int]
     batch = by_width[len(by_width) // 2]
     with_it: list[float] = []
     without: list[float] = []
-    for _ in range(TURNS):
+    for _ in range(TURNS if result.step_seconds[0] >= PROBE_SECONDS else SHORT_TURNS):
         for switches, seconds in ((base.switches, without), (result.switches, with_it)):
             seconds.append(_steady(task, switches, batch, result.step_seconds[0]))
     return min(with_it) <= LOSS * min(without)

@@ -126,6 +126,8 @@ def _mark(result: Result) -> str:
 
 
 def _figures(result: Result, first: Result) -> str:
+    if result.refused is not None:
+        return f"{'refused':>{SECONDS}}"
     seconds = ("~" if result.sampled else "") + _seconds(result.seconds)
     speed, all_in = _speed(first.seconds / result.seconds), _speed(first.all_in / result.all_in)
     accuracy = "" if result.accuracy is None else f"{result.accuracy:.1%}"
@@ -149,7 +151,7 @@ def _legend(results: Sequence[Result]) -> list[str]:
     if any(result.sampled for result in results):
         by_basis: dict[str, list[str]] = {}
         for number, result in enumerate(results, start=1):
-            if result.sampled:
+            if result.sampled and result.refused is None:
                 by_basis.setdefault(result.basis, []).append(str(number))
         places = "; ".join(
             f"row{'s' * (len(rows) > 1)} {', '.join(rows)}: {basis}" for basis, rows in by_basis.items()
@@ -168,11 +170,20 @@ def _legend(results: Sequence[Result]) -> list[str]:
             "* changes the maths: not the same training, check the accuracy. The rows below it keep the "
             "change."
         )
-    left_out = [str(number) for number, result in enumerate(results, start=1) if not result.kept]
+    left_out = [
+        str(number)
+        for number, result in enumerate(results, start=1)
+        if not result.kept and result.refused is None
+    ]
     if left_out:
         notes.append(
             f"- loses here, so the rows below do without it: row{'s' * (len(left_out) > 1)} {', '.join(left_out)}."
         )
+    notes += [
+        f"Row {number} was refused: {result.refused}"
+        for number, result in enumerate(results, start=1)
+        if result.refused is not None
+    ]
     notes += _spread(results)
     unsteady = [
         (max(result.repeats) / min(result.repeats), number)
@@ -280,25 +291,29 @@ def write(
         whole |= {"useful_flops": arithmetic.useful_flops, "peak_flops": arithmetic.peaks}
         for row, result in zip(rows, results, strict=True):
             shorter = result.switches.max_length is not None
-            row["mfu"] = None if shorter else arithmetic.mfu(result.switches, result.seconds)
+            row["mfu"] = (
+                None if shorter or result.refused else arithmetic.mfu(result.switches, result.seconds)
+            )
     data_file.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     draw(chart, task, results, facts)
     return [table_file, data_file, chart]
 
 
 def _as_row(result: Result, speed: float, all_in: float) -> dict[str, Any]:
+    measured = result.refused is None
     return {
         "row": result.row.name,
         "line": result.row.line,
-        "seconds": round(result.seconds, 3),
+        "seconds": round(result.seconds, 3) if measured else None,
         "speed": round(speed, 4),
-        "all_in_seconds": round(result.all_in, 3),
+        "all_in_seconds": round(result.all_in, 3) if measured else None,
         "all_in_speed": round(all_in, 4),
         "pad_share": round(result.pad_share, 4),
         "test_accuracy": result.accuracy,
         "test_accuracies": result.accuracies,
         "validation_accuracy": result.validation_accuracy,
-        "basis": result.basis,
+        "basis": result.basis if measured else "refused",
+        "refused": result.refused,
         "sampled": result.sampled,
         "same_maths": result.row.same_maths,
         "kept": result.kept,
@@ -334,7 +349,8 @@ def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any
     axes.set_xlim(0, max(ratios) * 1.5)
     for place, result, ratio in zip(places, results, ratios, strict=True):
         about = "~" if result.sampled else ""
-        text = f"{_speed(ratio)}   {about}{_seconds(result.seconds)} s"
+        measured = result.refused is None
+        text = f"{_speed(ratio)}   {about}{_seconds(result.seconds)} s" if measured else "refused"
         if result.accuracy is not None:
             text += f"   accuracy {result.accuracy:.1%}"
         axes.annotate(

@@ -34,12 +34,14 @@ class Stack:
 
     Args:
         blocks: in their order.
+        asked: how packing was asked for, for the messages.
         causal: whether a token sees only those before it.
 
     """
 
-    def __init__(self, blocks: list[nn.Module], causal: bool = False) -> None:
+    def __init__(self, blocks: list[nn.Module], asked: str, causal: bool = False) -> None:
         self.blocks = blocks
+        self.asked = asked
         self.causal = causal
         # Kept after the forward: activation checkpointing computes the blocks again within the backward.
         self.layout: Layout | None = None
@@ -198,7 +200,7 @@ def _of_transformers(model: Any, asked: str) -> Iterator[int]:
     AttentionInterface.register(ATTENTION, _attention_of_transformers)
     blocks = _blocks_of(model)
     assert blocks is not None
-    stack = Stack(blocks, causal=any(getattr(one, "is_causal", False) for one in blocks[0].modules()))
+    stack = Stack(blocks, asked, causal=any(getattr(one, "is_causal", False) for one in blocks[0].modules()))
     for block in blocks:
         for one in block.modules():
             _STACKS[one] = stack
@@ -207,7 +209,7 @@ def _of_transformers(model: Any, asked: str) -> Iterator[int]:
     def find_padding(_: nn.Module, args: Any, kwargs: Any) -> None:
         given = signature.bind_partial(*args, **kwargs).arguments
         given = {**given, **given.get("kwargs", {})}
-        stack.layout = _layout(name, given)
+        stack.layout = _layout(f"{asked}: {name}", given)
 
     before = config._attn_implementation
     hook = model.register_forward_pre_hook(find_padding, with_kwargs=True)
@@ -220,23 +222,21 @@ def _of_transformers(model: Any, asked: str) -> Iterator[int]:
         config._attn_implementation = before
 
 
-def _layout(name: str, given: dict[str, Any]) -> Layout:
+def _layout(place: str, given: dict[str, Any]) -> Layout:
     if given.get("past_key_values") is not None:
-        raise MisconfigurationException(f"packed=True: {name} was given past_key_values. {_HELP}")
+        raise MisconfigurationException(f"{place} was given past_key_values. {_HELP}")
     if given.get("output_hidden_states") or given.get("output_attentions"):
         raise MisconfigurationException(
-            f"packed=True: {name} was asked for output_hidden_states or output_attentions. {_HELP}"
+            f"{place} was asked for output_hidden_states or output_attentions. {_HELP}"
         )
     found = [given[key] for key in ("input_ids", "inputs_embeds") if given.get(key) is not None]
     mask = given.get("attention_mask")
     if not found:
-        raise MisconfigurationException(
-            f"packed=True: {name} was given neither input_ids nor inputs_embeds. {_HELP}"
-        )
+        raise MisconfigurationException(f"{place} was given neither input_ids nor inputs_embeds. {_HELP}")
     shape = (found[0].shape[0], found[0].shape[1])
     if mask is not None and tuple(mask.shape) != shape:
         raise MisconfigurationException(
-            f"packed=True: {name} was given an attention_mask of shape {tuple(mask.shape)}; only one that says which "
+            f"{place} was given an attention_mask of shape {tuple(mask.shape)}; only one that says which "
             f"tokens are padding, of shape {shape}, can be packed. {_HELP}"
         )
     return Layout(shape, mask, found[0].device)
@@ -257,7 +257,7 @@ def _attention_of_transformers(
     for name in ("position_bias", "softcap", "sliding_window", "s_aux"):
         if others.get(name) is not None:
             raise MisconfigurationException(
-                f"packed=True: {type(module).__name__} computes attention with {name}. {_HELP}"
+                f"{stack.asked}: {type(module).__name__} computes attention with {name}. {_HELP}"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
@@ -281,7 +281,7 @@ def _of_torch(encoder: nn.TransformerEncoder, asked: str) -> Iterator[int]:
             problem = "its attention has keys of its own"
         if problem is not None:
             raise MisconfigurationException(f"{asked}: TransformerEncoder: {problem}. {_HELP}")
-    stack = Stack(blocks)
+    stack = Stack(blocks, asked)
     signature = inspect.signature(type(encoder).forward)
 
     def find_padding(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -289,17 +289,16 @@ def _of_torch(encoder: nn.TransformerEncoder, asked: str) -> Iterator[int]:
         source, padding = given["src"], given.get("src_key_padding_mask")
         stack.layout = None
         # In evaluation torch has a fast path of its own, which never calls the layers' attention.
-        if (
-            not encoder.training
-            or given.get("mask") is not None
-            or source.dim() != 3
-            or given.get("is_causal")
-        ):
+        if not encoder.training or source.dim() != 3:
             return
-        if padding is not None and padding.dtype != torch.bool:
-            return
-        shape = (source.shape[0], source.shape[1])
-        stack.layout = Layout(shape, None if padding is None else ~padding, source.device)
+        mask, width = given.get("mask"), source.shape[1]
+        stack.causal = bool(given.get("is_causal")) or _is_causal(mask, width)
+        if mask is not None and not stack.causal:
+            raise MisconfigurationException(
+                f"{asked}: TransformerEncoder was given a mask of its own, of shape {tuple(mask.shape)}; only a causal "
+                f"one can be packed. {_HELP}"
+            )
+        stack.layout = Layout((source.shape[0], width), _real(padding, asked), source.device)
 
     hook = encoder.register_forward_pre_hook(find_padding, with_kwargs=True)
     try:
@@ -310,6 +309,30 @@ def _of_torch(encoder: nn.TransformerEncoder, asked: str) -> Iterator[int]:
                 yield len(blocks)
     finally:
         hook.remove()
+
+
+def _is_causal(mask: Tensor | None, width: int) -> bool:
+    """Say whether a mask hides those after a token and nothing else."""
+    if mask is None or tuple(mask.shape) != (width, width):
+        return False
+    hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
+    after = torch.ones_like(hidden).triu_(1)
+    return bool((hidden == after).all()) and (mask.dtype == torch.bool or bool((mask[~after] == 0).all()))
+
+
+def _real(padding: Tensor | None, asked: str) -> Tensor | None:
+    """Return 1 where a token is real, from torch's mask of padding: True or minus infinity where it is none."""
+    if padding is None:
+        return None
+    if padding.dtype == torch.bool:
+        return ~padding
+    hidden = padding == -torch.inf
+    if not bool((hidden | (padding == 0)).all()):
+        raise MisconfigurationException(
+            f"{asked}: TransformerEncoder was given a src_key_padding_mask with numbers other than 0 and -inf: it "
+            f"weighs tokens, which cannot be packed. {_HELP}"
+        )
+    return ~hidden
 
 
 @contextmanager

@@ -240,7 +240,8 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         "loader workers",
         'L.Trainer(..., num_workers="auto")',
-        SAME,
+        # Augmentations that workers draw come from other seeds.
+        ROUNDING,
         {"num_workers": "auto"},
         conflicts=("resident data",),
         applies=_reads_a_loader,
