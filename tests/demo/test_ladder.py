@@ -179,7 +179,7 @@ def test_a_row_that_loses_is_shown_and_left_out_below() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_where_it_is_not_clear_at_once_the_switch_and_its_absence_take_turns() -> None:
-    task = Slow(0.004, 0.004, 0.005, 0.0035)
+    task = Slow(0.004, 0.004, 0.005, 0.0042)
     results = ladder.climb(task, row_seconds=1.0, rounds=1, say=lambda line: None)
     assert [result.kept for result in results] == [True, True, False, True]
 

@@ -27,8 +27,8 @@ ALIKE = 1.25
 CLEAR = 1.5
 # Turns where steps are long, and where they are not.
 TURNS, SHORT_TURNS = 2, 5
-# A switch is kept unless it makes a step this much longer.
-LOSS = 1.02
+# A switch is kept unless it makes a step this much longer: less is not to be told from what else a machine does.
+LOSS = 1.1
 # A probe shorter than this says more about starting than about steps.
 PROBE_SECONDS = 0.5
 PROBE_STEPS = 20
