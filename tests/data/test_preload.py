@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import hasten as L
-from hasten.data import ResidentLoader, preload
+from hasten.data import ResidentLoader, preload, shared_memory
 from hasten.data.reading import same
 from hasten.data.shared_memory import _folder
 from tests.models import Classifier, Numbered
@@ -188,6 +188,25 @@ def test_another_process_reads_when_the_first_is_killed_in_the_middle(tmp_path: 
         assert second.does("read", 7) == 7.0
     finally:
         second.kill()
+
+
+def test_what_a_dead_process_left_does_not_part_those_who_come_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one waits for the lock, another removes the file as left behind: both still meet at one file."""
+    path = tmp_path / "left.json"
+    path.write_text("{}")
+    flock, waited = shared_memory.fcntl.flock, []
+
+    def removed_meanwhile(file: Any, operation: int) -> None:
+        flock(file, operation)
+        if not waited:
+            waited.append(path.unlink())
+
+    monkeypatch.setattr(shared_memory.fcntl, "flock", removed_meanwhile)
+    with shared_memory._locked(path) as file:
+        assert os.path.samestat(os.fstat(file.fileno()), path.stat())
+    assert waited
 
 
 def test_a_program_of_its_own_attaches_and_leaves_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -116,9 +116,7 @@ def in_one_process(key: str, make: Callable[[], tuple[Handle, Any]]) -> tuple[Ha
         what another process made; None in the process that made it.
 
     """
-    path = _folder() / f"{_job()}-{key}.json"
-    with open(path, "a+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # Given back by the kernel when the process dies.
+    with _locked(_folder() / f"{_job()}-{key}.json") as file:
         file.seek(0)
         with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
             found = json.load(file)
@@ -130,6 +128,22 @@ def in_one_process(key: str, make: Callable[[], tuple[Handle, Any]]) -> tuple[Ha
         file.truncate()
         json.dump({"handle": vars(handle), "about": about}, file)
     return None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[TextIO]:
+    """Open a file for this process alone; the kernel gives the lock back when the process dies."""
+    while True:
+        with open(path, "a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Somebody may have removed it while this process waited: a lock on that file keeps nobody away.
+            try:
+                here = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            except FileNotFoundError:
+                continue
+            if here:
+                yield file
+                return
 
 
 def forget(key: str, pid: int) -> None:
@@ -161,19 +175,21 @@ def _folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise RuntimeError(f"{folder} belongs to somebody else. Set TMPDIR to a folder of your own.")
-    for left in _left_behind(folder):
-        with contextlib.suppress(OSError):
-            left.unlink()
+    for path in folder.glob("*.json"):
+        _remove_if_left_behind(path)
     return folder
 
 
-def _left_behind(folder: Path) -> Iterator[Path]:
-    for path in folder.glob("*.json"):
+def _remove_if_left_behind(path: Path) -> None:
+    """Remove what a dead process wrote, unless somebody is just using the file."""
+    with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
-            handle = json.loads(path.read_text(encoding="utf-8"))["handle"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # Being written.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if _started(handle["pid"]) == handle["started"]:
-                continue
-        yield path
+            handle = json.load(file)["handle"]
+            pid, started = handle["pid"], handle["started"]
+        except (ValueError, KeyError, TypeError):
+            return  # Being written.
+        with contextlib.suppress(OSError):
+            if _started(pid) == started:
+                return
+        path.unlink()
