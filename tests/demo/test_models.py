@@ -98,3 +98,10 @@ def test_distilbert_without_network_names_what_works_offline(archive: Path, tmp_
     assert "--model minilm" in done.stderr
     assert "--random-weights" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("random_weights", [False, True])
+def test_models_come_ready_to_train(random_weights: bool) -> None:
+    """`from_pretrained` gives them in evaluation: a Trainer would train without dropout, the plain loop with it."""
+    model = models.find("minilm", random_weights=random_weights).build(attention_dropout=True)
+    assert all(module.training for module in model.modules())

@@ -77,7 +77,8 @@ class Source:
             else:
                 with _from_hub(self.weights):
                     model = auto.from_pretrained(self.weights, num_labels=2, **changes)
-        return model
+        # They come in evaluation, and a Trainer leaves that as it is: without this, no row of its drops anything.
+        return model.train()
 
 
 def find(name: str, *, random_weights: bool = False) -> Source:

@@ -185,7 +185,8 @@ class Vit(Task):
                 f"network leave --pretrained out: the model is then trained from scratch. "
                 f"({str(error).splitlines()[0]})"
             ) from error
-        return model
+        # It comes in evaluation, and a Trainer leaves that as it is.
+        return model.train()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch["images"]), batch["labels"])
