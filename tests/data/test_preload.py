@@ -19,6 +19,9 @@ import hasten as L
 from hasten.data import ResidentLoader, preload, shared_memory
 from hasten.data.reading import same
 from hasten.data.shared_memory import _folder
+from hasten.machine.spawn import call_in_file
+from hasten.resolve import runtime
+from hasten.strategies import DDPStrategy
 from tests.models import Classifier, Numbered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +45,7 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def _a_job_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HASTEN_PRELOAD_JOB", tmp_path.name)
+    monkeypatch.setenv("HASTEN_JOB", f"{tmp_path.name}-{os.getpid()}")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
 
 
@@ -105,7 +108,7 @@ class Peer:
 
 
 def own_files() -> list[Path]:
-    return [path for path in _folder().iterdir() if path.name.startswith(os.environ["HASTEN_PRELOAD_JOB"])]
+    return [path for path in _folder().iterdir() if path.name.startswith(os.environ["HASTEN_JOB"])]
 
 
 @pytest.mark.parametrize(
@@ -261,6 +264,39 @@ def test_processes_of_a_run_train_on_one_copy_of_the_data(tmp_path: Path) -> Non
     torch.distributed.barrier()
     assert bool((column == 7.0).all())
     assert held[3][0].tolist() == [7.0] * 8
+
+
+def reads_in_its_own_process(reads: Path) -> None:
+    held = preload(Noted(reads))
+    torch.distributed.barrier()
+    assert held[3][0].tolist() == [3.0] * len(held[3][0])
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+def test_copies_of_a_program_that_held_nothing_meet(
+    start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the fork server was started before this job had a name."""
+    multiprocessing.get_context("forkserver").Process(target=os.getpid).start()
+    monkeypatch.delenv("HASTEN_JOB")
+    reads = tmp_path / "reads"
+    runtime(accelerator="cpu", devices=2, strategy=DDPStrategy(start_method=start_method)).launch(
+        call_in_file, __file__, "reads_in_its_own_process", reads
+    )
+    assert 300 <= len(reads.read_text().split()) < 330
+
+
+def test_a_reading_that_fails_leaves_nothing() -> None:
+    with pytest.raises(ValueError, match="broken sample"):
+        preload(Broken())
+    assert own_files() == []
+
+
+class Broken(Made):
+    def __getitem__(self, index: int) -> Any:
+        if index == 4:
+            raise ValueError("broken sample")
+        return super().__getitem__(index)
 
 
 class Endless(IterableDataset[Any]):

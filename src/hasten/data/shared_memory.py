@@ -9,7 +9,6 @@ import math
 import mmap
 import os
 import tempfile
-import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from hasten.machine.job import name_of_job
+
 _ALIGNED = 64
-_JOB = "HASTEN_PRELOAD_JOB"
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,18 @@ def in_one_process(key: str, make: Callable[[], tuple[Handle, Any]]) -> tuple[Ha
         what another process made; None in the process that made it.
 
     """
-    with _locked(_folder() / f"{_job()}-{key}.json") as file:
+    with _locked(_folder() / f"{name_of_job()}-{key}.json") as file:
         file.seek(0)
         with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
             found = json.load(file)
             handle = Handle(**found["handle"])
             if _started(handle.pid) == handle.started and handle.pid != os.getpid():
                 return handle, found["about"]
-        handle, about = make()
+        try:
+            handle, about = make()
+        except BaseException:
+            os.unlink(file.name)
+            raise
         file.seek(0)
         file.truncate()
         json.dump({"handle": vars(handle), "about": about}, file)
@@ -150,18 +154,7 @@ def forget(key: str, pid: int) -> None:
     """Remove what ``in_one_process`` left for the others, in the process that made it."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
-            (_folder() / f"{_job()}-{key}.json").unlink()
-
-
-def _job() -> str:
-    """Return a name that the processes of one run have in common, and others do not."""
-    if _JOB not in os.environ:
-        launcher = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
-        parts = [os.environ[name] for name in launcher if name in os.environ]
-        several = any(name in os.environ for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
-        # Processes that this one starts inherit it.
-        os.environ[_JOB] = "-".join(parts) if parts and several else uuid.uuid4().hex
-    return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in os.environ[_JOB])
+            (_folder() / f"{name_of_job()}-{key}.json").unlink()
 
 
 def _folder() -> Path:
@@ -184,12 +177,9 @@ def _remove_if_left_behind(path: Path) -> None:
     """Remove what a dead process wrote, unless somebody is just using the file."""
     with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
+        # Without its lock nobody writes: a file that cannot be read is what a killed process left of it.
+        with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
             handle = json.load(file)["handle"]
-            pid, started = handle["pid"], handle["started"]
-        except (ValueError, KeyError, TypeError):
-            return  # Being written.
-        with contextlib.suppress(OSError):
-            if _started(pid) == started:
+            if _started(handle["pid"]) == handle["started"]:
                 return
         path.unlink()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -20,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from hasten.machine import collectives, launch
+from hasten.machine import collectives, job, launch
 from hasten.machine.cluster import ClusterEnvironment
 
 
@@ -89,7 +90,7 @@ class StartCopies(launch.Launcher):
                 mine, theirs = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_child,
-                    args=(local_rank, address, task, theirs, threads),
+                    args=(local_rank, address, task, theirs, threads, job.name_of_job()),
                     name=f"hasten-rank-{first_rank + local_rank}",
                 )
                 process.start()
@@ -112,7 +113,7 @@ def call_in_file(path: str, name: str, *args: Any, **kwargs: Any) -> Any:
 
     For functions of files that are in no package, such as tests: only their place can be sent to a process.
     """
-    spec = importlib.util.spec_from_file_location(f"hasten_file_{abs(hash(path))}", path)
+    spec = importlib.util.spec_from_file_location(f"hasten_file_{zlib.crc32(path.encode())}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file.")
     module = importlib.util.module_from_spec(spec)
@@ -132,11 +133,15 @@ def _pickled(task: Any, start_method: str) -> bytes:
         ) from error
 
 
-def _child(local_rank: int, address: str, task: Any, connection: Connection, threads: int | None) -> None:
+def _child(
+    local_rank: int, address: str, task: Any, connection: Connection, threads: int | None, name_of_job: str
+) -> None:
     """Do the work of one process, and report how it ended."""
     if (parent := multiprocessing.parent_process()) is not None:
         launch.end_when(parent.join)
     os.environ["LOCAL_RANK"] = str(local_rank)
+    # A fork server has the environment of the day it was started.
+    os.environ[job.VARIABLE] = name_of_job
     if threads is not None:
         torch.set_num_threads(threads)
     code = 1
