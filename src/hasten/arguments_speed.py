@@ -19,7 +19,8 @@ class SpeedArguments:
         speed: "auto" to measure the safe levers before training and keep those that win.
         compile: None, or what is compiled and how.
         batching: how batches are made of the user's loader: None or a ``LengthBatching``.
-        packed: compute attention and feed-forward blocks of a transformer on real tokens only.
+        packed: compute attention and feed-forward blocks of a transformer on real tokens only; "first_token" computes
+            the last block for the first token of each sequence only.
         num_workers: None to leave the loaders as they are, "auto" or a number.
         resident: hold the data in memory and index whole batches: True, "device" for the device's memory, "auto" where
             it can be; False leaves the loaders as they are.
@@ -36,7 +37,7 @@ class SpeedArguments:
     speed: str | None = None
     compile: CompileSettings | None = None
     batching: Any = None
-    packed: bool = False
+    packed: bool | str = False
     num_workers: int | str | None = None
     resident: bool | str = False
     matmul_precision: str | None = None
@@ -72,14 +73,13 @@ def check_speed(
         ValueError: an argument is out of range, or two of them contradict each other.
 
     """
-    _boolean(owner, "packed", packed)
     if fused_optimizer is not None:
         _boolean(owner, "fused_optimizer", fused_optimizer)
     return SpeedArguments(
         speed=_word(owner, "speed", speed, ("auto",)),
         compile=as_compile(owner, compile),
         batching=as_batching(owner, batching),
-        packed=packed,
+        packed=_packed(owner, packed, compile),
         num_workers=_num_workers(owner, num_workers),
         resident=_resident(owner, resident, as_batching(owner, batching)),
         matmul_precision=_matmul_precision(owner, matmul_precision),
@@ -98,6 +98,22 @@ SPEED_NAMES = tuple(inspect.signature(check_speed).parameters)[:-1]
 def _boolean(owner: str, name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{owner}({name}={value!r}): use True or False.")
+
+
+def _packed(owner: str, value: Any, compile: Any) -> bool | str:
+    allowed = "True, False or 'first_token' (for classifiers that read nothing else of the last block)"
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{owner}(packed={value!r}): use {allowed}, not {type(value).__name__}.")
+    if value != "first_token":
+        raise ValueError(f"{owner}(packed={value!r}): use {allowed}.{did_you_mean(value, ('first_token',))}")
+    if compile is not None and compile is not False:
+        raise ValueError(
+            f"{owner}(packed='first_token', compile={compile!r}): the last block finds out as it runs what it can "
+            "leave out, which a compiled one cannot. Use packed=True with compile, or leave compile out."
+        )
+    return value
 
 
 def _samples(owner: str, name: str, value: Any, *words: str) -> int | None:

@@ -111,7 +111,8 @@ class Trainer(TrainerView):
         speed: "auto" to measure the safe levers below on this model and keep those that win; see docs/speed.md.
         compile: True, "regional" or a dict of ``torch.compile`` options.
         batching: "length" to put samples of like length in one batch, or an object of ``hasten.data``.
-        packed: compute the blocks of a transformer on real tokens only, not on padding.
+        packed: True to compute the blocks of a transformer on real tokens only, not on padding; "first_token" also
+            to compute the last block for the first token of each sequence only, which is all a classifier reads.
         num_workers: worker processes of the loaders; "auto" measures how many pay.
         resident: True to hold the data in memory and index whole batches; "auto" where it fits.
         matmul_precision: "highest", "high" or "medium", for ``torch.set_float32_matmul_precision``.
@@ -182,7 +183,7 @@ class Trainer(TrainerView):
         speed: str | None = None,
         compile: bool | str | dict[str, Any] | None = None,
         batching: Any = None,
-        packed: bool = False,
+        packed: bool | str = False,
         num_workers: int | str | None = None,
         resident: bool | str = False,
         matmul_precision: str | None = None,

@@ -256,7 +256,7 @@ def test_imdb_rows_do_the_work_their_names_say(archive, tmp_path) -> None:
         assert sorted(samples) == list(range(len(task.train_data)))
         computed = sum(batch["input_ids"].numel() for batch in batches(switches))
         assert task.pad_share(switches) == pytest.approx(1 - tokens(switches) / computed)
-    assert task.pad_share(Switches(packed=True)) == 0.0
+    assert task.pad_share(Switches(packed=True)) == task.pad_share(Switches(first_token=True)) == 0.0
     tested = sum(len(batch["labels"]) for batch in task.test_loader())
     assert tested == len(task.test_data) == 80 - 42 - 6
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hasten as L
+from hasten._lib.errors import MisconfigurationException
 from hasten.packed.blocks import packed_blocks
 from tests.models import quiet, same_weights
 
@@ -151,6 +152,152 @@ def test_afterwards_the_model_is_as_before() -> None:
     assert not any(one._forward_pre_hooks or one._forward_hooks for one in model.modules())
     assert not any("forward" in vars(one) for one in model.modules())
     copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "electra"])
+@pytest.mark.parametrize("left_out", ["some", "none"])
+def test_the_last_block_for_first_tokens_gives_the_same_gradients(name: str, left_out: str) -> None:
+    model = model_of(name)
+    batch = batch_of([7, 3, WIDTH, 1, 3] if left_out == "some" else [WIDTH] * 3)
+    if left_out == "none":
+        del batch["attention_mask"]
+    logits, gradients = logits_and_gradients(model, batch)
+    blocks = next(one for one in model.modules() if isinstance(one, nn.ModuleList))
+    widths: list[list[int]] = [[], []]
+    handles = [
+        blocks[i].register_forward_hook(lambda _, args, __, i=i: widths[i].append(args[0].shape[1]))
+        for i in (0, 1)
+    ]
+    with packed_blocks(model, first_token=True):
+        for _ in range(2):
+            packed_logits, packed_gradients = logits_and_gradients(model, batch)
+            torch.testing.assert_close(packed_logits, logits, rtol=1e-9, atol=1e-9)
+            for one, other in zip(packed_gradients, gradients, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+        # Where no gradients are computed all tokens are there, for whatever is measured of them.
+        with torch.no_grad():
+            assert model(**batch).logits.isfinite().all()
+    for handle in handles:
+        handle.remove()
+    tokens = 26 if left_out == "some" else 3 * WIDTH
+    assert widths == [[tokens] * 3, [5, 5, tokens] if left_out == "some" else [3, 3, tokens]]
+    torch.testing.assert_close(model(**batch).logits.detach(), logits)
+
+
+def test_a_sample_without_tokens_harms_no_other() -> None:
+    model, batch = model_of("bert"), batch_of([7, 0, 3, 0])
+    with packed_blocks(model):
+        logits, gradients = logits_and_gradients(model, batch)
+    with packed_blocks(model, first_token=True):
+        packed_logits, packed_gradients = logits_and_gradients(model, batch)
+    torch.testing.assert_close(packed_logits, logits)
+    for one, other in zip(packed_gradients, gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_first_tokens_with_recomputed_activations() -> None:
+    model, batch = model_of("bert").train(), batch_of([7, 3, WIDTH, 1])
+    logits, gradients = logits_and_gradients(model, batch)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with packed_blocks(model, first_token=True):
+        packed_logits, packed_gradients = logits_and_gradients(model, batch)
+    torch.testing.assert_close(packed_logits, logits)
+    for one, other in zip(packed_gradients, gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with (
+        packed_blocks(model, first_token=True),
+        pytest.raises(MisconfigurationException, match="use_reentrant=False"),
+    ):
+        model(**batch)
+
+
+def test_first_tokens_with_recomputed_activations_of_a_trainer() -> None:
+    padded, packed = FirstReader(), FirstReader()
+    quiet(max_epochs=2).fit(padded, loader())
+    quiet(max_epochs=2, packed="first_token", memory="full").fit(packed, loader())
+    assert packed.losses == pytest.approx(padded.losses, abs=1e-5)
+    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("read", ["mean", "last"])
+def test_a_loss_of_other_tokens_is_refused_before_a_step(read: str) -> None:
+    model, batch = model_of("bert").bert, batch_of([7, 3, WIDTH, 1])
+    with packed_blocks(model, first_token=True):
+        hidden = model(**batch).last_hidden_state
+        assert hidden[:, 0].isfinite().all()
+        assert hidden[:, 1:].isnan().all()
+        loss = hidden.mean() if read == "mean" else hidden[0, 6].sum()
+        with pytest.raises(MisconfigurationException, match=r"more of the last block.*Use packed=True"):
+            loss.backward()
+
+
+def test_padding_on_the_left_leaves_no_first_token_to_read() -> None:
+    model, batch = model_of("bert"), batch_of([7, 3], left=True)
+    with packed_blocks(model, first_token=True), pytest.raises(MisconfigurationException, match="first token"):
+        model(**batch).logits.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_first_tokens_of_a_model_that_looks_back_are_refused(name: str) -> None:
+    with (
+        pytest.raises(MisconfigurationException, match="the first one knows nothing of the rest"),
+        packed_blocks(model_of(name), first_token=True),
+    ):
+        pass
+
+
+class FirstReader(L.LightningModule):
+    """A classifier of ``nn.TransformerEncoder`` that reads the first token."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.reader = Reader(**options)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        real = batch["attention_mask"].bool()
+        words = self.reader.words(batch["input_ids"])
+        hidden = self.reader.encoder(words, src_key_padding_mask=~real)
+        loss = nn.functional.cross_entropy(self.reader.head(hidden[:, 0]), batch["labels"])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_training_on_first_tokens_gives_the_same_weights(norm_first: bool, bias: bool) -> None:
+    padded, packed = (FirstReader(norm_first=norm_first, bias=bias) for _ in range(2))
+    quiet(max_epochs=2).fit(padded, loader())
+    quiet(max_epochs=2, packed="first_token").fit(packed, loader())
+    assert packed.losses == pytest.approx(padded.losses, abs=1e-5)
+    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_training_on_all_tokens_refuses_to_leave_them_out() -> None:
+    module = Reader()
+    before = copy.deepcopy(module)
+    with pytest.raises(MisconfigurationException, match=r"Trainer\(packed='first_token'\): the loss depends"):
+        quiet(max_epochs=1, packed="first_token").fit(module, loader())
+    assert same_weights(module, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"packed": "first_tokens"}, ValueError, "Did you mean 'first_token'"),
+        ({"packed": 1}, TypeError, "True, False or 'first_token'"),
+        ({"packed": "first_token", "compile": True}, ValueError, "Use packed=True with compile"),
+    ],
+)
+def test_first_token_arguments(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        L.Trainer(**arguments)
 
 
 class Reader(L.LightningModule):

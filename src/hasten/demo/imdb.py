@@ -106,6 +106,7 @@ class Imdb(Task):
             ladder.add("cheap dropout masks", 'L.Trainer(dropout="fast")', fast_dropout=True)
         ladder.add("bf16", 'L.Trainer(precision="bf16-mixed")', precision="bf16-mixed")
         ladder.add("compiled", "L.Trainer(compile=True)", compiled=True)
+        ladder.add("last block for one token", 'L.Trainer(packed="first_token")', first_token=True)
         ladder.add(
             "no attention dropout",
             f"from_pretrained(..., {self.source.attention_dropout_field}=0.0)",
@@ -154,7 +155,7 @@ class Imdb(Task):
         return min(self.train_data.lengths[sample], switches.max_length or self.max_length)
 
     def width(self, switches: Switches, batch: Sequence[int]) -> int:
-        if switches.by_length or switches.packed:
+        if switches.by_length or switches.packed or switches.first_token:
             return super().width(switches, batch)
         return switches.max_length or self.max_length
 

@@ -276,7 +276,7 @@ def _steady(task: Task, switches: Switches, batch: list[int], about: float) -> f
 def _by_width(task: Task, switches: Switches) -> list[list[int]]:
     """The batches of all epochs, the narrowest first."""
     # Packed batches are as long as their samples together, whatever they were padded to.
-    if switches.packed:
+    if switches.packed or switches.first_token:
         return sorted(
             task.batches(switches), key=lambda batch: sum(task.length(switches, one) for one in batch)
         )

@@ -32,6 +32,7 @@ class Switches:
         resident: ``Trainer(resident=True)``.
         tf32: ``Trainer(matmul_precision="high")``.
         packed: ``Trainer(packed=True)``.
+        first_token: ``Trainer(packed="first_token")``.
         fast_dropout: ``Trainer(dropout="fast")``.
         compiled: ``Trainer(compile=True)``.
         precision: as in ``Trainer(precision=...)``.
@@ -47,6 +48,7 @@ class Switches:
     resident: bool = False
     tf32: bool = False
     packed: bool = False
+    first_token: bool = False
     fast_dropout: bool = False
     compiled: bool = False
     precision: str = "32-true"
@@ -68,7 +70,7 @@ class Switches:
             "batching": "length" if self.by_length else None,
             "resident": True if self.resident else None,
             "matmul_precision": "high" if self.tf32 else None,
-            "packed": True if self.packed else None,
+            "packed": "first_token" if self.first_token else True if self.packed else None,
             "dropout": "fast" if self.fast_dropout else None,
             "compile": True if self.compiled else None,
             "precision": self.precision if self.precision != "32-true" else None,
@@ -213,7 +215,7 @@ class Task(ABC):
 
     def pad_share(self, switches: Switches) -> float:
         """Share of what the model computes that is padding, 0 to 1."""
-        if switches.packed:
+        if switches.packed or switches.first_token:
             return 0.0
         batches = self.batches(switches)
         # Batches made by length are rounded up to a few widths.

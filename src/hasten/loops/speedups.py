@@ -55,7 +55,9 @@ def change_module(run: Run) -> None:
     if speed.allocator is not None:
         run.undo.enter_context(allocator.kept(speed.allocator))
     if speed.packed:
-        run.undo.enter_context(packed_blocks(module, asked="Trainer(packed=True)"))
+        asked = f"Trainer(packed={speed.packed!r})"
+        first_token = speed.packed == "first_token"
+        run.undo.enter_context(packed_blocks(module, first_token=first_token, asked=asked))
     if speed.dropout is not None:
         change_dropout(run)
     microbatch.change_module(run)

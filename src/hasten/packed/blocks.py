@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from hasten._lib.errors import MisconfigurationException
 from hasten.data.packing import packed_attention
 from hasten.packed.attention import attention
+from hasten.packed.first_token import FirstToken, attend_first
 from hasten.packed.layout import Layout
 
 # Under this name the models of transformers find the attention of this file.
 ATTENTION = "hasten_packed"
+_LOOKS_BACK = "its tokens see those before them only, so the first one knows nothing of the rest. Use packed=True."
 _HELP = (
     "packed=True works with the encoders and decoders of transformers that take an attention_mask, and with "
     "torch.nn.TransformerEncoder(batch_first=True). Use batching='length' instead: it pads less, for any model."
@@ -36,22 +39,33 @@ class Stack:
         blocks: in their order.
         asked: how packing was asked for, for the messages.
         causal: whether a token sees only those before it.
+        first_token: compute the last block for the first token of each sequence only.
 
     """
 
-    def __init__(self, blocks: list[nn.Module], asked: str, causal: bool = False) -> None:
+    def __init__(
+        self, blocks: list[nn.Module], asked: str, causal: bool = False, first_token: bool = False
+    ) -> None:
         self.blocks = blocks
         self.asked = asked
         self.causal = causal
+        self.first = FirstToken(asked) if first_token else None
+        self._of_last_block = set(blocks[-1].modules())
         # Kept after the forward: activation checkpointing computes the blocks again within the backward.
         self.layout: Layout | None = None
+
+    def first_only(self, module: nn.Module) -> FirstToken | None:
+        """Return what knows all tokens, where a module of a block is given the first ones only; else None."""
+        if self.first is None or self.layout is None or not self.layout.first_only:
+            return None
+        return self.first if module in self._of_last_block else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, p: float, scale: float) -> Tensor:
         """Attend within each sequence of the row.
 
         Args:
-            query: shape ``(real tokens, heads, features)``.
-            key: likewise; the heads may be fewer.
+            query: shape ``(real tokens, heads, features)``; in a last block for first tokens, of those.
+            key: shape ``(real tokens, heads, features)``; the heads may be fewer.
             value: likewise.
             p: of the dropout of attention weights.
             scale: of the products.
@@ -59,6 +73,8 @@ class Stack:
         """
         layout = self.layout
         assert layout is not None
+        if self.first is not None and query.shape[0] < key.shape[0]:
+            return attend_first(query, key, value, layout, p=p, scale=scale)
         if p and query.device.type == "cpu":
             groups = query.shape[1] // key.shape[1]
             if groups > 1:
@@ -81,9 +97,11 @@ class Stack:
         """Have the first block pack what it is given, all of them compute on it, and the last one unpack."""
         with ExitStack() as hooks:
             for block in self.blocks:
-                first = block is self.blocks[0]
+                first, last = block is self.blocks[0], block is self.blocks[-1]
 
-                def pack(_: nn.Module, args: Any, kwargs: Any, first: bool = first) -> tuple[Any, Any]:
+                def pack(
+                    _: nn.Module, args: Any, kwargs: Any, first: bool = first, last: bool = last
+                ) -> tuple[Any, Any]:
                     layout = self.layout
                     if layout is None:
                         return args, kwargs
@@ -94,6 +112,11 @@ class Stack:
                         name: each if name == "hidden_states" and not first else layout.alike(each)
                         for name, each in kwargs.items()
                     }
+                    if self.first is not None and last:
+                        if args:
+                            args = (self.first.begin(args[0], layout), *args[1:])
+                        else:
+                            kwargs["hidden_states"] = self.first.begin(kwargs["hidden_states"], layout)
                     return args, kwargs
 
                 hooks.callback(block.register_forward_pre_hook(pack, with_kwargs=True, prepend=True).remove)
@@ -102,11 +125,14 @@ class Stack:
                 layout = self.layout
                 if layout is None:
                     return output
+                padded = layout.unpack if self.first is None else partial(self.first.end, layout=layout)
                 if isinstance(output, tuple):
-                    return (layout.unpack(output[0]), *output[1:])
-                return layout.unpack(output)
+                    return (padded(output[0]), *output[1:])
+                return padded(output)
 
             hooks.callback(self.blocks[-1].register_forward_hook(unpack).remove)
+            if self.first is not None:
+                hooks.enter_context(self.first.noting(self.blocks[-1]))
             try:
                 yield
             finally:
@@ -114,15 +140,20 @@ class Stack:
 
 
 @contextmanager
-def packed_blocks(module: nn.Module, *, asked: str = "packed_blocks(module)") -> Iterator[int]:
+def packed_blocks(
+    module: nn.Module, *, first_token: bool = False, asked: str = "packed_blocks(module)"
+) -> Iterator[int]:
     """Compute the transformer blocks inside a module on real tokens only, for a while; yields how many blocks.
 
     Args:
         module: holds one or several transformers. Its weights, classes and outputs stay as they are.
+        first_token: while gradients are computed, compute the last block for the first token of each sequence only.
+            For classifiers that read nothing else: their losses and gradients are the same. All others hold nan.
         asked: how it was asked for, for the messages.
 
     Raises:
-        MisconfigurationException: there is no transformer in it whose blocks can be packed.
+        MisconfigurationException: there is no transformer in it whose blocks can be packed; with ``first_token``, in
+            the backward: the loss depends on other tokens.
 
     Example::
 
@@ -142,9 +173,9 @@ def packed_blocks(module: nn.Module, *, asked: str = "packed_blocks(module)") ->
         count = 0
         for child in module.modules():
             if isinstance(child, nn.TransformerEncoder):
-                count += stack.enter_context(_of_torch(child, asked))
+                count += stack.enter_context(_of_torch(child, asked, first_token))
             elif _is_of_transformers(child):
-                count += stack.enter_context(_of_transformers(child, asked))
+                count += stack.enter_context(_of_transformers(child, asked, first_token))
         if not count:
             raise MisconfigurationException(
                 f"{asked}: {type(module).__name__} holds no transformer that can compute on real tokens "
@@ -180,7 +211,7 @@ def _blocks_of(model: nn.Module) -> list[nn.Module] | None:
 
 
 @contextmanager
-def _of_transformers(model: Any, asked: str) -> Iterator[int]:
+def _of_transformers(model: Any, asked: str, first_token: bool) -> Iterator[int]:
     config, name = model.config, type(model).__name__
     problem = None
     if not getattr(model, "_supports_attention_backend", False):
@@ -200,7 +231,10 @@ def _of_transformers(model: Any, asked: str) -> Iterator[int]:
     AttentionInterface.register(ATTENTION, _attention_of_transformers)
     blocks = _blocks_of(model)
     assert blocks is not None
-    stack = Stack(blocks, asked, causal=any(getattr(one, "is_causal", False) for one in blocks[0].modules()))
+    causal = any(getattr(one, "is_causal", False) for one in blocks[0].modules())
+    if causal and first_token:
+        raise MisconfigurationException(f"{asked}: {name}: {_LOOKS_BACK}")
+    stack = Stack(blocks, asked, causal, first_token)
     for block in blocks:
         for one in block.modules():
             _STACKS[one] = stack
@@ -261,6 +295,8 @@ def _attention_of_transformers(
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    if (first := stack.first_only(module)) is not None:
+        key, value = first.keys_and_values(key, value)
     return stack.attend(query, key, value, p=dropout, scale=scale).unsqueeze(0), None
 
 
@@ -268,7 +304,7 @@ def _attention_of_transformers(
 
 
 @contextmanager
-def _of_torch(encoder: nn.TransformerEncoder, asked: str) -> Iterator[int]:
+def _of_torch(encoder: nn.TransformerEncoder, asked: str, first_token: bool) -> Iterator[int]:
     blocks: list[Any] = list(encoder.layers)
     for block in blocks:
         inner = getattr(block, "self_attn", None)
@@ -281,7 +317,7 @@ def _of_torch(encoder: nn.TransformerEncoder, asked: str) -> Iterator[int]:
             problem = "its attention has keys of its own"
         if problem is not None:
             raise MisconfigurationException(f"{asked}: TransformerEncoder: {problem}. {_HELP}")
-    stack = Stack(blocks, asked)
+    stack = Stack(blocks, asked, first_token=first_token)
     signature = inspect.signature(type(encoder).forward)
 
     def find_padding(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -293,6 +329,8 @@ def _of_torch(encoder: nn.TransformerEncoder, asked: str) -> Iterator[int]:
             return
         mask, width = given.get("mask"), source.shape[1]
         stack.causal = bool(given.get("is_causal")) or _is_causal(mask, width)
+        if stack.causal and first_token:
+            raise MisconfigurationException(f"{asked}: TransformerEncoder: {_LOOKS_BACK}")
         if mask is not None and not stack.causal:
             raise MisconfigurationException(
                 f"{asked}: TransformerEncoder was given a mask of its own, of shape {tuple(mask.shape)}; only a causal "
@@ -304,7 +342,7 @@ def _of_torch(encoder: nn.TransformerEncoder, asked: str) -> Iterator[int]:
     try:
         with ExitStack() as changed:
             for block in blocks:
-                changed.enter_context(_attending(block.self_attn, stack))
+                changed.enter_context(_attending(block, stack))
             with stack.packing():
                 yield len(blocks)
     finally:
@@ -335,17 +373,33 @@ def _real(padding: Tensor | None, asked: str) -> Tensor | None:
     return ~hidden
 
 
+def _heads_apart(layer: nn.MultiheadAttention, first: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+    """Return the queries of the first tokens, the keys and the values of all, each ``(tokens, heads, features)``."""
+    weights = layer.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
+    return tuple(
+        nn.functional.linear(given, weight, bias).unflatten(-1, (layer.num_heads, layer.head_dim))
+        for given, weight, bias in zip((first, row, row), weights, biases, strict=True)
+    )
+
+
 @contextmanager
-def _attending(layer: nn.MultiheadAttention, stack: Stack) -> Iterator[None]:
-    """Have an attention layer attend within the sequences of a row while its stack has one."""
+def _attending(block: nn.TransformerEncoderLayer, stack: Stack) -> Iterator[None]:
+    """Have the attention of a block attend within the sequences of a row while its stack has one."""
+    layer = block.self_attn
     before: Callable[..., Any] = layer.forward
     own = "forward" in vars(layer)
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if stack.layout is None:
             return before(query, key, value, *args, **kwargs)
-        projected = nn.functional.linear(query[0], layer.in_proj_weight, layer.in_proj_bias)
-        heads = projected.unflatten(-1, (3, layer.num_heads, layer.head_dim)).unbind(1)
+        if (first := stack.first_only(layer)) is not None:
+            row = first.all_tokens()
+            given = block.norm1(row) if block.norm_first else row
+            heads = _heads_apart(layer, query[0], given[0])
+        else:
+            projected = nn.functional.linear(query[0], layer.in_proj_weight, layer.in_proj_bias)
+            heads = projected.unflatten(-1, (3, layer.num_heads, layer.head_dim)).unbind(1)
         p = layer.dropout if layer.training else 0.0
         attended = stack.attend(*heads, p=p, scale=layer.head_dim**-0.5)
         return layer.out_proj(attended.flatten(1)).unsqueeze(0), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ class Layout:
     def __init__(self, shape: tuple[int, int], mask: Tensor | None, device: torch.device) -> None:
         samples, width = shape
         self.shape, self.width = shape, width
+        self._mask = mask
+        # Whether the last block computes first tokens only; None until it is reached.
+        self.first_only: bool | None = None
         # Where the real tokens are among all; None where there is no padding.
         self.places: Tensor | None = None
         if mask is None:
@@ -46,6 +50,31 @@ class Layout:
             flat = flat.new_zeros(samples * width, *flat.shape[1:]).index_copy(0, self.places, flat)
         batch: Tensor = flat.unflatten(0, (samples, width))
         return batch
+
+    @cached_property
+    def empty(self) -> Tensor:
+        """Which samples have no real token; shape ``(samples,)``."""
+        return self.bounds[1:] == self.bounds[:-1]
+
+    @cached_property
+    def firsts(self) -> Tensor:
+        """Where in the row the first token of each sample is; anywhere, for a sample without any."""
+        return self.bounds[:-1].clamp(max=max(int(self.bounds[-1]) - 1, 0)).long()
+
+    @cached_property
+    def first_places(self) -> Tensor:
+        """Where among all places of the batch the first real token of each sample is."""
+        samples, width = self.shape
+        begins = torch.arange(0, samples * width, width, device=self.bounds.device)
+        return begins if self.places is None else torch.where(self.empty, begins, self.places[self.firsts])
+
+    @cached_property
+    def seen(self) -> Tensor | None:
+        """What the first token of each sample attends to, shape ``(samples, 1, 1, tokens)``; None for all."""
+        if self._mask is None:
+            return None
+        # Attending to nothing gives no number: a sample without tokens sees the zeros of its padding.
+        return (self._mask.to(torch.bool) | self.empty[:, None])[:, None, None, :]
 
     def alike(self, value: Any) -> Any:
         """Return ``value`` with every tensor of the batch's shape packed: positions and the like."""

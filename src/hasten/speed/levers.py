@@ -137,6 +137,12 @@ def _can_pack(facts: Mapping[str, Any]) -> str | None:
     return why
 
 
+def _reads_the_first_token(facts: Mapping[str, Any]) -> str | None:
+    if not facts.get("reads_first_token"):
+        return "nothing says that the model reads the first token of each sequence only"
+    return _can_pack(facts)
+
+
 def _computes_bf16(facts: Mapping[str, Any]) -> str | None:
     peaks = facts.get("peak_flops") or {}
     low, full = peaks.get("bfloat16"), peaks.get("float32")
@@ -309,6 +315,14 @@ LEVERS: tuple[Lever, ...] = (
         applies=_computes_bf16,
     ),
     Lever("packed tokens", "L.Trainer(..., packed=True)", ROUNDING, {"packed": True}, applies=_can_pack),
+    Lever(
+        "packed, first token",
+        'L.Trainer(..., packed="first_token")',
+        ROUNDING,
+        {"packed": "first_token"},
+        conflicts=("compile", "compile by blocks", "CUDA graphs"),
+        applies=_reads_the_first_token,
+    ),
     Lever(
         "batches by length",
         'L.Trainer(..., batching="length")',

@@ -115,6 +115,7 @@ def facts(examined: Examined, trainer: Any, module: nn.Module) -> dict[str, Any]
         "useful_tokens": examined.useful_share,
         "shapes_vary": len(examined.shapes) > len(_shapes_of_one_batch(examined)),
         "dropout": any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules()),
+        "reads_first_token": reads_first_token(module),
         "not_packed": None if run.arguments.speed.packed else why_not_packed(module),
         "repeated_blocks": blocks_of(module),
         "attention_dropout": sorted({type(child).__name__ for child, _ in dropped}),
@@ -136,6 +137,11 @@ def why_not_packed(module: nn.Module) -> str | None:
         return str(error).removeprefix(f"{_ASKED}: ").partition(". ")[0]
 
 
+def reads_first_token(module: nn.Module) -> bool:
+    """Say whether it is known of a model that its head reads the first token of each sequence and no other."""
+    return any(type(child).__name__ in _READ_THE_FIRST_TOKEN for child in module.modules())
+
+
 def blocks_of(module: nn.Module) -> int:
     """Return how many alike blocks a model repeats; 0 where it has none."""
     # Imports the compiler.
@@ -153,6 +159,11 @@ def capability(device: torch.device) -> float | None:
 
 
 _ASKED = "Trainer(packed=True)"
+# Classifiers of transformers; whether it is so is checked in each backward.
+_READ_THE_FIRST_TOKEN = tuple(
+    f"{name}ForSequenceClassification"
+    for name in ("Albert", "Bert", "Camembert", "DistilBert", "Electra", "Ernie", "Roberta", "XLMRoberta")
+)
 _PEAKS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

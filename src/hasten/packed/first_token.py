@@ -1,0 +1,158 @@
+"""The last block of a transformer for the first token of each sequence alone: what a classifier reads of it.
+
+Keys and values are computed of all tokens; queries, the output of attention and the feed-forward layers of the first
+ones only, which leaves a third of the block's products, or less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten._lib.errors import MisconfigurationException
+from hasten.packed.layout import Layout
+
+_HELP = "Use packed=True, which computes the last block for all tokens."
+
+
+class FirstToken:
+    """The last block of a stack, computed for first tokens.
+
+    Args:
+        asked: how it was asked for, for the messages.
+
+    """
+
+    def __init__(self, asked: str) -> None:
+        self._asked = asked
+        # All tokens and the first ones, of this forward and until its backward: blocks may be computed again there.
+        self._row: Tensor | None = None
+        self._firsts: Tensor | None = None
+        # What the layers of the last block were given and made of it.
+        self._products: list[tuple[nn.Module, Tensor, Tensor]] = []
+        self._layers: tuple[nn.Module, nn.Module] | None = None
+
+    def begin(self, hidden: Tensor, layout: Layout) -> Tensor:
+        """Return what the last block is given instead of all tokens; the same where all are wanted."""
+        if layout.first_only is None:
+            # Decided once a forward: activation checkpointing comes here again, in another mode of autograd.
+            layout.first_only = torch.is_grad_enabled() and hidden.requires_grad
+        if not layout.first_only:
+            return hidden
+        self._row, self._firsts = hidden, hidden.index_select(1, layout.firsts)
+        return self._firsts
+
+    def end(self, output: Tensor, layout: Layout) -> Tensor:
+        """Return the padded batch: not a number but for the first tokens, so that nothing reads others unnoticed."""
+        if not layout.first_only:
+            return layout.unpack(output)
+        self._products.clear()
+        samples, width = layout.shape
+        first = output[0].masked_fill(layout.empty[:, None], 0.0)
+        flat = first.new_full((samples * width, first.shape[1]), torch.nan)
+        batch: Tensor = flat.index_copy(0, layout.first_places, first).unflatten(0, (samples, width))
+        if batch.requires_grad:
+
+            def check(gradient: Tensor) -> None:
+                others = gradient.flatten(0, 1).index_fill(0, layout.first_places, 0.0)
+                if not bool((others == 0).all()):
+                    raise MisconfigurationException(
+                        f"{self._asked}: the loss depends on more of the last block than the first token of each "
+                        f"sequence. {_HELP}"
+                    )
+
+            batch.register_hook(check)
+        return batch
+
+    def all_tokens(self) -> Tensor:
+        """Return what the last block would be given, shape ``(1, real tokens, features)``.
+
+        Raises:
+            MisconfigurationException: this is the first pass of a checkpoint of the reentrant kind, which gives no
+                gradients to anything but what the block is given.
+
+        """
+        if not torch.is_grad_enabled():
+            raise MisconfigurationException(
+                f"{self._asked}: its blocks are checkpointed in the reentrant way, which gives the tokens left out no "
+                "gradients. Checkpoint with use_reentrant=False, or use packed=True."
+            )
+        assert self._row is not None
+        return self._row
+
+    @contextmanager
+    def noting(self, block: nn.Module) -> Iterator[None]:
+        """Note what the linear layers of the last block make of the first tokens."""
+
+        def note(layer: nn.Module, args: Any, output: Any) -> None:
+            if self._layers is None and args and isinstance(output, Tensor):
+                self._products.append((layer, args[0], output))
+
+        with ExitStack() as hooks:
+            for layer in block.modules():
+                if not any(layer.children()):
+                    hooks.callback(layer.register_forward_hook(note).remove)
+            yield
+
+    def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all tokens by those of the first ones.
+
+        Args:
+            key: of the first tokens, shape ``(samples, heads, features)``; as a view of what a layer made.
+            value: likewise.
+
+        Raises:
+            MisconfigurationException: they are not what one layer makes of the block's input.
+
+        """
+        row = self.all_tokens()
+        if self._layers is None:
+            self._layers = self._maker(key), self._maker(value)
+        of_key, of_value = self._layers
+        return (
+            of_key(row)[0].unflatten(-1, (-1, key.shape[-1])),
+            of_value(row)[0].unflatten(-1, (-1, value.shape[-1])),
+        )
+
+    def _maker(self, product: Tensor) -> nn.Module:
+        for layer, given, made in self._products:
+            if given is self._firsts and made.data_ptr() == product.data_ptr():
+                return layer
+        raise MisconfigurationException(
+            f"{self._asked}: the keys and values of its last block are more than one product of what the block is "
+            f"given, so they cannot be computed apart from the rest. {_HELP}"
+        )
+
+
+def attend_first(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, p: float, scale: float
+) -> Tensor:
+    """Attend with the first token of each sequence to all tokens of that sequence.
+
+    Args:
+        query: of the first tokens, shape ``(samples, heads, features)``.
+        key: of all real tokens, shape ``(real tokens, heads, features)``; the heads may be fewer.
+        value: likewise.
+        layout: which token belongs to which sample.
+        p: of the dropout of attention weights, 0 to 1.
+        scale: of the products.
+
+    Returns:
+        shape ``(samples, heads, features)``.
+
+    """
+    keys, values = (layout.unpack(each.unsqueeze(0)).transpose(1, 2) for each in (key, value))
+    attended: Tensor = nn.functional.scaled_dot_product_attention(
+        query.unsqueeze(2),
+        keys,
+        values,
+        attn_mask=layout.seen,
+        dropout_p=p,
+        scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return attended.squeeze(2)
