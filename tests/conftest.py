@@ -16,6 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("WANDB_SILENT", "true")
 
+# The fork server imports these once; each process is then a copy of it, made in milliseconds. The first optimizer of a
+# process imports torch._dynamo, which takes longer than torch itself.
+multiprocessing.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torchmetrics", "hasten.fabric", "hasten.trainer", "hasten.callbacks"]
+)
+
 _OF_A_RUN = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
@@ -39,8 +45,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     from hasten.resolve import runtime
     from hasten.strategies import DDPStrategy
 
-    # The server imports torch once; each process is then a copy of it, made in milliseconds.
-    multiprocessing.set_forkserver_preload(["torch", "hasten.fabric", "hasten.trainer"])
     names = pyfuncitem._fixtureinfo.argnames
     runtime(
         accelerator="cpu", devices=marker.args[0], strategy=DDPStrategy(start_method="forkserver")

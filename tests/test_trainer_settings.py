@@ -107,6 +107,23 @@ def test_unknown_argument_through_a_subclass() -> None:
         Mine(3, max_epoch=1)
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "said"),
+    [
+        (L.Trainer, "gpus", "Use accelerator='gpu', devices="),
+        (L.Trainer, "fused", "Use fused_optimizer=True"),
+        (L.Trainer, "gradient_checkpointing", "Use memory='full'"),
+        (L.Fabric, "packed", "packed_blocks"),
+        (L.Fabric, "batching", "hasten.data.rebatch"),
+        (L.Fabric, "max_epochs", "a loop of your own"),
+        (L.Fabric, "acelerator", "Did you mean 'accelerator'"),
+    ],
+)
+def test_arguments_of_others_are_told_what_they_are_called_here(owner: Any, name: str, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        owner(**{name: True})
+
+
 def test_trainer_can_be_copied_and_pickled_before_and_after_a_run() -> None:
     trainer = quiet()
     pickle.loads(pickle.dumps(trainer)).fit(Classifier(), loader(8))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -304,42 +303,7 @@ def changed(arguments: Arguments, name: str, value: Any) -> Arguments:
     return replace(arguments, **new)
 
 
-# Arguments of older versions of the field, and what took their place.
-_REMOVED = {
-    "gpus": "accelerator='gpu', devices=...",
-    "num_processes": "accelerator='cpu', devices=...",
-    "tpu_cores": "accelerator='tpu', devices=...",
-    "checkpoint_callback": "enable_checkpointing=...",
-    "progress_bar_refresh_rate": "callbacks=[TQDMProgressBar(refresh_rate=...)], or enable_progress_bar=False",
-    "weights_summary": "enable_model_summary=..., or callbacks=[ModelSummary(max_depth=...)]",
-    "resume_from_checkpoint": "Trainer.fit(ckpt_path=...)",
-    "auto_lr_find": "hasten.tuner.Tuner(trainer).lr_find(model)",
-    "auto_scale_batch_size": "hasten.tuner.Tuner(trainer).scale_batch_size(model)",
-    "terminate_on_nan": "detect_anomaly=True",
-    "track_grad_norm": "self.log in on_before_optimizer_step",
-}
-
 NAMES = tuple(inspect.signature(check).parameters)
-
-
-def refuse_unknown(unknown: Iterable[str], function: Callable[..., Any], owner: str) -> None:
-    """Raise for arguments that do not exist, with the nearest that does.
-
-    Raises:
-        TypeError: there is at least one.
-
-    """
-    known = [name for name in inspect.signature(function).parameters if name not in ("self", "unknown")]
-    for name in unknown:
-        if name in _REMOVED:
-            raise TypeError(
-                f"{owner}.__init__() got an unexpected keyword argument {name!r}: there is no such argument any "
-                f"more. Use {_REMOVED[name]}."
-            )
-        raise TypeError(
-            f"{owner}.__init__() got an unexpected keyword argument {name!r}.{did_you_mean(name, known)} "
-            f"The arguments are: {', '.join(known)}."
-        )
 
 
 def _boolean(name: str, value: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 from hasten import arguments as checks
 from hasten import trainer_copies as copies
 from hasten import trainer_parts as parts
+from hasten._lib.argument_names import refuse_unknown
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.arguments_speed import SPEED_NAMES, check_speed
 from hasten.callback import Callback
@@ -111,8 +112,7 @@ class Trainer(TrainerView):
         speed: "auto" to measure the safe levers below on this model and keep those that win; see docs/speed.md.
         compile: True, "regional" or a dict of ``torch.compile`` options.
         batching: "length" to put samples of like length in one batch, or an object of ``hasten.data``.
-        packed: True to compute the blocks of a transformer on real tokens only, not on padding; "first_token" also
-            to compute the last block for the first token of each sequence only, which is all a classifier reads.
+        packed: True to compute transformer blocks on real tokens only, not on padding; or "first_token".
         num_workers: worker processes of the loaders; "auto" measures how many pay.
         resident: True to hold the data in memory and index whole batches; "auto" where it fits.
         matmul_precision: "highest", "high" or "medium", for ``torch.set_float32_matmul_precision``.
@@ -197,7 +197,7 @@ class Trainer(TrainerView):
     ) -> None:
         given = locals()
         if unknown:
-            checks.refuse_unknown(unknown, Trainer.__init__, "Trainer")
+            refuse_unknown(unknown, Trainer.__init__, "Trainer")
         self.profiler = resolve_profiler(profiler)
         if barebones and profiler is not None:
             raise ValueError(

@@ -267,7 +267,7 @@ from tests.models import Classifier, loader, quiet
 L.seed_everything(1, verbose=False)
 module = Classifier()
 trainer = quiet(compile=True, num_sanity_val_steps=0)
-trainer.fit(module, loader(10), loader(6))
+trainer.fit(module, loader(10))
 report = trainer.compile_report
 print("RESULT", report.graphs, len(report.recompiles), report.cache_hit, report.seconds_saved,
       [w.double().sum().item() for w in module.parameters()])
@@ -286,11 +286,11 @@ def run_program(cache: Path) -> tuple[list[str], str]:
 
 def test_a_second_run_of_the_program_takes_what_the_first_compiled(tmp_path: Path) -> None:
     first, said = run_program(tmp_path / "c")
-    assert first[:4] == ["2", "0", "False", "None"]
-    assert "Compiled Classifier.training_step, Classifier.validation_step: 2 graphs in" in said
+    assert first[:4] == ["1", "0", "False", "None"]
+    assert "Compiled Classifier.training_step: 1 graph" in said
     (kept,) = (tmp_path / "c" / "compile").glob("*.bin")
     second, said = run_program(tmp_path / "c")
-    assert second[:3] == ["2", "0", "True"]
+    assert second[:3] == ["1", "0", "True"]
     assert float(second[3]) > 0
     assert "From the cache of an earlier run:" in said
     assert "s saved" in said

@@ -194,3 +194,9 @@ def test_fabric_takes_it() -> None:
     fabric = L.Fabric(accelerator="cpu", devices=1)
     ready = fabric.setup_dataloaders(auto_workers(loader()))
     assert len(list(ready)) == 10
+
+
+def test_workers_for_what_cannot_have_them_are_refused_to_train() -> None:
+    with pytest.raises(TypeError, match=r"num_workers=2: the train dataloader is a list.*Give a DataLoader"):
+        quiet(num_workers=2).fit(Classifier(), list(loader(8)))
+    quiet(num_workers=0).fit(Classifier(), list(loader(8)))

@@ -272,6 +272,12 @@ def test_attention_dropout_is_found_and_taken_off_alone() -> None:
     assert layer.dropout.p == 0.1
 
 
+def test_the_name_of_an_argument_stands_for_its_levers() -> None:
+    assert [lever.name for lever in choose(["fused_optimizer"])] == ["fused optimizer"]
+    assert [lever.name for lever in choose(["packed", "allocator"])][:2] == ["packed tokens", "packed, first token"]
+    assert {"kept memory"} <= {lever.name for lever in choose(["allocator"])}
+
+
 def test_every_lever_has_a_line_a_class_and_known_arguments() -> None:
     from hasten.arguments_speed import SPEED_NAMES
 
@@ -348,6 +354,16 @@ def test_auto_trains_unchanged_where_it_cannot_measure(monkeypatch: pytest.Monke
     assert model.layer.weight.grad is not None
 
 
+def test_auto_does_not_measure_longer_than_it_pays(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    trainer = quiet(speed="auto", max_epochs=10)
+    trainer.fit(planted.Sleeper(0.0), loader())
+    assert trainer.global_step >= 20
+    assert "measuring for at most 20% of the time it takes" in caplog.text
+    assert "this training goes on unchanged: it takes about" in caplog.text
+    assert not list(remembered.folder().glob("*"))
+
+
 def test_auto_gives_the_same_weights_as_without(caplog: pytest.LogCaptureFixture) -> None:
     L.seed_everything(1, verbose=False)
     caplog.set_level("INFO")
@@ -358,6 +374,7 @@ def test_auto_gives_the_same_weights_as_without(caplog: pytest.LogCaptureFixture
     # nothing, changes nothing.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hasten.speed.auto.known_levers", list)
+        patch.setattr("hasten.speed.auto.PLAN", Plan(rounds=2, steps=3, warm_up=1, consent=False))
         quiet(speed="auto").fit(other, loader())
     assert "nothing pays here" in caplog.text
     assert same_weights(plain, other)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import hasten as L
 from hasten.speed import look, remembered
 from hasten.speed.advice import Advice, Line, Row
 from hasten.speed.levers import ROUNDING
@@ -80,3 +81,35 @@ def test_what_needs_consent_or_another_process_is_left_out(caplog: pytest.LogCap
     assert model.arguments.allocator is None
     # The speed was measured with all of them: it is not claimed.
     assert "speed='auto': L.Trainer(..., fused_optimizer=True) (remembered)" in caplog.text
+
+
+# -- trainings that are too short to measure
+
+
+class Small(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("arguments", [{"max_steps": 3}, {"fast_dev_run": True}])
+def test_a_training_of_few_steps_starts_at_once(
+    arguments: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hasten.speed import auto
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("measured")
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(auto, "measure", never)
+    trainer = quiet(**{"max_epochs": None, "speed": "auto", **arguments})
+    trainer.fit(Small(), loader())
+    assert trainer.global_step == (1 if "fast_dev_run" in arguments else 3)
+    assert "ends before anything could be measured: it goes on unchanged" in caplog.text

@@ -1,14 +1,14 @@
-"""A training program that tests kill and resume: python resumable_program.py OPTIONS-AS-JSON."""
+"""A training program that tests kill and resume."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import signal
-import sys
-import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -155,28 +155,22 @@ def run_each(runs: list[dict[str, Any]]) -> list[int]:
     The processes are forks of this one, which has imported everything and done nothing: imports are most of
     the time of a short run.
     """
-    codes = []
+    codes: list[Any] = []
     for options in runs:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                main(options)
-                code = 0
-            except SystemExit as stop:
-                code = int(stop.code or 0)
-            except BaseException:
-                traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(code)
-        _, status = os.waitpid(child, 0)
-        codes.append(os.waitstatus_to_exitcode(status))
+        child = multiprocessing.get_context("fork").Process(target=main, args=(options,))
+        child.start()
+        child.join()
+        codes.append(child.exitcode)
         if codes[-1] not in options.get("may_end_with", [0]):
             break
     return codes
 
 
-if __name__ == "__main__":
-    import torchmetrics  # noqa: F401 - imported before the forks
-
-    print(json.dumps(run_each(json.loads(sys.argv[1]))))
+def run_into(runs: list[dict[str, Any]], codes: Path, errors: Path) -> None:
+    """Run the program once for each of ``runs``; write the exit codes, and what is said, to files."""
+    warnings.simplefilter("ignore")
+    # Not to pipes: the workers of a killed process may hold them open for a few seconds.
+    with open(errors, "a", encoding="utf-8") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    codes.write_text(json.dumps(run_each(runs)))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from hasten.machine.spawn import call_in_file
 
 PROGRAM = Path(__file__).with_name("resumable_program.py")
 
@@ -33,18 +34,14 @@ def one(home: Path, name: str, /, **options: Any) -> dict[str, Any]:
 
 def run(home: Path, *runs: dict[str, Any]) -> None:
     """Run the program once for each of ``runs``, and check how each ended."""
-    errors = home / "errors.txt"
-    with errors.open("w") as stderr:
-        # To files: the workers of a killed process may hold a pipe open for a few seconds.
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", str(PROGRAM), json.dumps(runs)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            timeout=200,
-        )
-    codes = json.loads(done.stdout.splitlines()[-1])
+    errors, codes_file = home / "errors.txt", home / "codes.json"
+    program = multiprocessing.get_context("forkserver").Process(
+        target=call_in_file, args=(str(PROGRAM), "run_into", runs, codes_file, errors)
+    )
+    program.start()
+    program.join(200)
+    assert program.exitcode == 0, errors.read_text()[-3000:]
+    codes = json.loads(codes_file.read_text())
     assert codes == [options["may_end_with"][0] for options in runs], errors.read_text()[-3000:]
     assert "Traceback" not in errors.read_text()
 

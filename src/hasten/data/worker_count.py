@@ -104,12 +104,19 @@ def auto_workers(loader: Any, *, seconds: float = 4.0, stage: str = "train", nam
         return loader
 
 
-def with_workers(loader: Any, num_workers: int) -> Any:
+def with_workers(
+    loader: Any, num_workers: int, *, stage: str = "validate", name: str = "the dataloader"
+) -> Any:
     """Return a ``DataLoader`` with another number of worker processes; all else stays.
 
     Args:
-        loader: anything; what is no ``DataLoader`` is returned as it is.
+        loader: anything; what is no ``DataLoader`` is returned as it is, but for ``"train"``.
         num_workers: 0 for none.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        name: what to call the loader in messages.
+
+    Raises:
+        TypeError: workers were asked for to train, and the loader is none that could have them.
 
     Example::
 
@@ -117,6 +124,11 @@ def with_workers(loader: Any, num_workers: int) -> Any:
         2
 
     """
+    if num_workers and stage == "train" and not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"num_workers={num_workers}: {name} is a {type(loader).__name__}, and only a DataLoader has workers. "
+            "Give a DataLoader, or leave num_workers out."
+        )
     if not isinstance(loader, DataLoader) or loader.num_workers == num_workers:
         return loader
     changed: dict[str, Any] = {"num_workers": num_workers, "_iterator": None}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from hasten._lib.names import did_you_mean
+from hasten._lib.argument_names import refuse_unknown
 from hasten.arguments_speed import check_speed
 from hasten.data.loaders import prepare
 from hasten.fabric import state as states
@@ -89,12 +89,7 @@ class Fabric(FabricView):
         compile: bool | str | dict[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
-        for name in unknown:
-            known = list(inspect.signature(Fabric.__init__).parameters)[1:-1]
-            raise TypeError(
-                f"Fabric({name}=...): there is no such argument.{did_you_mean(name, known)} "
-                f"The arguments are: {', '.join(known)}."
-            )
+        refuse_unknown(unknown, Fabric.__init__, "Fabric")
         self._runtime: Runtime = resolve_runtime(
             accelerator=accelerator,
             strategy=strategy,

@@ -35,7 +35,7 @@ def remake_loader(
     if speed.batch_size is not None and stage == "train":
         loader = microbatch.rebatched(loader, speed.batch_size, name=name)
     if isinstance(speed.num_workers, int):
-        loader = with_workers(loader, speed.num_workers)
+        loader = with_workers(loader, speed.num_workers, stage=stage, name=name)
     if speed.resident:
         # Before batching, which then cuts padding off whole batches. With "auto" what cannot be held is read as
         # before, as it always is where nothing is trained.

@@ -215,6 +215,9 @@ def join(
     if device.type == "cuda" and "nccl" in backend:
         options["device_id"] = device
     dist.init_process_group(backend, **options)
+    if device.type == "cpu":
+        # gloo connects every pair of processes: one that had nothing to say and left would break the others' joining.
+        dist.barrier()
     _leave_at_exit()
 
 

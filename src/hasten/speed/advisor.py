@@ -190,6 +190,14 @@ class _Advisor:
     def _keep_to_the_budget(self, levers: int) -> None:
         # Processes start beside one another.
         start = self._start_seconds / (os.cpu_count() or 1)
+        planned = self._steps_planned
+        self._plan = self._plan.within_share(
+            None if planned is None else planned * self._step_seconds,
+            variants=2 + levers,
+            step_seconds=self._step_seconds,
+            start_seconds=start,
+        )
+        self._until = min(self._until, time.monotonic() + (self._plan.budget_seconds or math.inf))
         self._races.rounds, self._steps, self._races.warm_up = self._plan.shortened(
             self._steps,
             variants=2 + self._plan.seeds + levers if levers else 1,

@@ -17,9 +17,12 @@ from hasten.speed import live, look, remembered
 from hasten.speed.advice import Advice, composed
 from hasten.speed.advisor import AdviceError, Plan, measure
 from hasten.speed.levers import CONSENT, Lever, change_at, known_levers
+from hasten.speed.plan import TooShortError
 
 # What training before training may cost: fewer turns than the advisor takes when it is asked.
-PLAN = Plan(rounds=3, warm_up=2, consent=False)
+PLAN = Plan(rounds=3, warm_up=2, consent=False, share_of_training=0.2)
+# Trainings of fewer steps are over before a process to measure in has started.
+_FEW_STEPS = 20
 # Where a Trainer keeps the places of what is changed for each of its trainings.
 _CHANGES = "_speed_changes"
 
@@ -65,10 +68,19 @@ def _choose(trainer: Any, model: Any, train_dataloaders: Any, datamodule: Any) -
             "program.py. Training goes on unchanged."
         )
         return []
+    if trainer.fast_dev_run or 0 <= trainer.max_steps < _FEW_STEPS:
+        what = "fast_dev_run" if trainer.fast_dev_run else f"max_steps={trainer.max_steps}"
+        rank_zero_info(f"speed='auto': {what} ends before anything could be measured: it goes on unchanged.")
+        return []
     levers = [lever for lever in known_levers() if _can_be_switched_on(lever)]
+    share = f" for at most {PLAN.share_of_training:.0%} of the time it takes" if PLAN.share_of_training else ""
+    rank_zero_info(f"speed='auto': measuring{share} which of {len(levers)} levers pay; training begins after that.")
     try:
         start = live.make_start(trainer, model, train_dataloaders, datamodule)
         advice = measure(start, type(model).__name__, levers=levers, plan=PLAN)
+    except TooShortError as error:
+        rank_zero_info(f"speed='auto': this training goes on unchanged: {error}.")
+        return []
     except (TypeError, AdviceError) as error:
         text = str(error).removeprefix("Trainer.advise: ").splitlines()[0]
         rank_zero_warn(f"speed='auto': nothing was measured, training goes on unchanged: {text}")

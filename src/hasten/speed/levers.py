@@ -407,6 +407,8 @@ def known_levers() -> list[Lever]:
 def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
     """Return the levers meant: objects as they are, names looked up, all where None is given.
 
+    The name of a Trainer's argument stands for all levers that set it.
+
     Raises:
         TypeError: something is neither a Lever nor a name.
         ValueError: there is no lever of a name, or there are two of one name.
@@ -423,6 +425,10 @@ def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
     chosen: list[Lever] = []
     for given in [levers] if isinstance(levers, (str, Lever)) else levers:
         if isinstance(given, str):
+            by_argument = [lever for lever in known_levers() if given in lever.arguments]
+            if given not in by_name and by_argument:
+                chosen += [lever for lever in by_argument if lever not in chosen]
+                continue
             if given not in by_name:
                 hint = did_you_mean(given, list(by_name))
                 raise ValueError(

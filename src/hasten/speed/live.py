@@ -58,7 +58,7 @@ def advise(
         model: what to train.
         train_dataloaders: the training data, or a datamodule.
         datamodule: gives the data instead.
-        levers: which switches, by name or as ``hasten.speed.levers.Lever``; all by default.
+        levers: which switches, by name, by the Trainer's argument or as ``hasten.speed.levers.Lever``; all by default.
         rounds: turns of each switch.
         steps: of each turn; about a second's worth by default, 3 to 50.
         warm_up: steps of each before the clock.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 from hasten.speed.levers import LEVERS, Lever
@@ -32,6 +33,10 @@ class AdviceError(RuntimeError):
     """The unchanged program cannot be measured."""
 
 
+class TooShortError(AdviceError):
+    """Measuring would take too large a part of the training."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How much is measured.
@@ -45,6 +50,8 @@ class Plan:
         consent: also combine levers that change the maths.
         budget_seconds: about how long all of it may take: turns become shorter and fewer, and what then does not fit
             is left out, the least safe first; None for as long as it takes.
+        share_of_training: what measuring may take at most, as a share of the time that the training is planned to take;
+            where not even the fewest turns fit, nothing is measured. None for as long as it takes.
         timeout_seconds: how long the program may take to start training, a lever to prepare, or a turn to last.
 
     Raises:
@@ -59,6 +66,7 @@ class Plan:
     combine: bool = True
     consent: bool = True
     budget_seconds: float | None = None
+    share_of_training: float | None = None
     timeout_seconds: float = 900.0
 
     def __post_init__(self) -> None:
@@ -68,9 +76,9 @@ class Plan:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"advise({name}={value!r}): use a whole number of at least {least}.")
-        for name in ("timeout_seconds", "budget_seconds"):
+        for name in ("timeout_seconds", "budget_seconds", "share_of_training"):
             value = getattr(self, name)
-            if value is None and name == "budget_seconds":
+            if value is None and name != "timeout_seconds":
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"advise({name}={value!r}): use a number of seconds above 0.")
@@ -102,6 +110,38 @@ class Plan:
             if variants * each <= _FOR_THE_FIRST_RACE * self.budget_seconds:
                 return rounds, fewer, warm_up
         return tries[-1]
+
+    def within_share(
+        self, planned_seconds: float | None, *, variants: int, step_seconds: float, start_seconds: float
+    ) -> Plan:
+        """Return the plan with the budget that a training of this length allows.
+
+        Args:
+            planned_seconds: of the whole training; None where it has no end.
+            variants: how many are measured one by one.
+            step_seconds: of the unchanged program.
+            start_seconds: of a process, up to its first step.
+
+        Raises:
+            TooShortError: the fewest turns take longer than ``share_of_training`` of it.
+
+        Example::
+
+            >>> plan = Plan(share_of_training=0.1)
+            >>> plan.within_share(3600.0, variants=10, step_seconds=0.5, start_seconds=3.0).budget_seconds
+            360.0
+
+        """
+        if self.share_of_training is None or planned_seconds is None or not math.isfinite(planned_seconds):
+            return self
+        budget = self.share_of_training * planned_seconds
+        fewest = variants * (start_seconds + 3 * step_seconds) / _FOR_THE_FIRST_RACE
+        if fewest > budget:
+            raise TooShortError(
+                f"it takes about {planned_seconds:,.0f} s, and measuring at least {fewest:,.0f} s. `hasten advise` "
+                "measures it all the same, and its verdict is used here"
+            )
+        return dataclasses.replace(self, budget_seconds=min(budget, self.budget_seconds or budget))
 
 
 def by_promise(levers: Iterable[Lever]) -> list[Lever]:
