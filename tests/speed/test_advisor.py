@@ -20,6 +20,7 @@ from hasten.speed import changes, levers, live, race, remembered
 from hasten.speed.advice import Advice
 from hasten.speed.figures import figures
 from hasten.speed.levers import ROUNDING, Lever, choose
+from hasten.speed.plan import Plan
 from tests.models import Classifier, loader, quiet, same_weights
 from tests.speed import planted
 
