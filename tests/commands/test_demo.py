@@ -83,6 +83,7 @@ def test_imdb_ladder_reads_trains_and_tests_reviews(
         "bf16",
         "compiled",
         "no attention dropout",
+        "lower half frozen",
     ):
         options += ["--skip", row]
     places = ["--output", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")]

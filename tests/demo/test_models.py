@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,18 @@ def test_attention_dropout_can_be_left_out_of_each_model(name: str) -> None:
 
     assert configured(True) == 0.1
     assert configured(False) == 0.0
+
+
+@pytest.mark.parametrize("name", ["minilm", "distilbert"])
+def test_the_upper_half_is_left_to_train(name: str) -> None:
+    source = models.find(name, random_weights=True)
+    model: Any = source.build(attention_dropout=True)
+    source.freeze_lower_half(model)
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained
+    assert not any("embeddings" in name or f"layer.{number}." in name for name in trained for number in range(3))
+    assert all(any(f"layer.{number}." in name for name in trained) for number in range(3, 6))
+    assert any("classifier" in name for name in trained)
 
 
 def test_tokens_are_cut_and_framed() -> None:

@@ -113,6 +113,7 @@ class Imdb(Task):
             same_maths=False,
             attention_dropout=False,
         )
+        ladder.add("lower half frozen", self.source.freezing, same_maths=False, frozen=True)
         shorter = self.max_length // 2
         ladder.add(
             f"{shorter} tokens at most",
@@ -130,7 +131,10 @@ class Imdb(Task):
                 torch.manual_seed(self.seed)
                 kept = self.source.build(attention_dropout=switches.attention_dropout)
             self._models[variant] = kept
-        return copy.deepcopy(kept)
+        model = copy.deepcopy(kept)
+        if switches.frozen:
+            self.source.freeze_lower_half(model)
+        return model
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         loss: Tensor = model(**batch).loss

@@ -43,6 +43,19 @@ class Source:
         """What the model's configuration calls the dropout inside attention."""
         return "attention_dropout" if self.name == "distilbert" else "attention_probs_dropout_prob"
 
+    @property
+    def freezing(self) -> str:
+        """What freezes the lower half of the blocks, and the embeddings before them."""
+        blocks = "transformer.layer" if self.name == "distilbert" else "encoder.layer"
+        return f"model.base_model.embeddings, .{blocks}[:3]: requires_grad_(False)"
+
+    def freeze_lower_half(self, model: Any) -> None:
+        """Train only the head and the upper half of the blocks."""
+        base = model.base_model
+        blocks = (base.transformer if self.name == "distilbert" else base.encoder).layer
+        base.embeddings.requires_grad_(False)
+        blocks[: len(blocks) // 2].requires_grad_(False)
+
     def tokenize(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
         """Token numbers of each text, with the special tokens, at most ``max_length`` each."""
         encoded = self._load_tokenizer()(list(texts), truncation=True, max_length=max_length)

@@ -37,6 +37,7 @@ class Switches:
         compiled: ``Trainer(compile=True)``.
         precision: as in ``Trainer(precision=...)``.
         attention_dropout: keep the dropout inside attention; without it the maths is another.
+        frozen: train the upper half of the blocks and the head only.
         max_length: tokens of a sample at most; None for what the task says.
 
     """
@@ -53,6 +54,7 @@ class Switches:
     compiled: bool = False
     precision: str = "32-true"
     attention_dropout: bool = True
+    frozen: bool = False
     max_length: int | None = None
 
     def arguments(self) -> dict[str, Any]:
