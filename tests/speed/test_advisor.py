@@ -15,6 +15,7 @@ import torch
 import torch.utils.flop_counter
 
 import hasten as L
+from hasten._lib.errors import MisconfigurationException
 from hasten.seed import collect_rng_state
 from hasten.speed import changes, levers, live, race, remembered
 from hasten.speed.advice import Advice
@@ -288,6 +289,13 @@ def test_every_lever_has_a_line_a_class_and_known_arguments() -> None:
         for name, value in lever.arguments.items():
             assert f"{name}={json.dumps(value) if isinstance(value, str) else value}" in lever.line
         assert all(other in {each.name for each in choose(None)} for other in lever.conflicts)
+
+
+def test_what_a_training_lacks_is_said_before_a_process_starts() -> None:
+    with pytest.raises(MisconfigurationException, match=r"advise\(\): there is no data. Pass train_dataloaders"):
+        quiet().advise(planted.Sleeper())
+    with pytest.raises(TypeError, match="must be a `LightningModule`"):
+        quiet().advise(torch.nn.Linear(2, 2), loader())  # type: ignore[arg-type]
 
 
 # -- Trainer(speed="auto")

@@ -95,7 +95,7 @@ class Line:
     speed: float
 
 
-@dataclass
+@dataclass(repr=False)
 class Advice:
     """The outcome of ``hasten advise`` and ``Trainer.advise``.
 
@@ -122,6 +122,8 @@ class Advice:
         >>> advice = Advice("train.py", unchanged, [row])
         >>> advice.line
         ''
+        >>> advice
+        <Advice on train.py: nothing pays>
         >>> print(advice.table().splitlines()[-1])
         Nothing pays here: leave the program as it is.
 
@@ -141,6 +143,16 @@ class Advice:
     rounds: int = 0
     steps: int = 0
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        """Return one line; ``print(advice)`` shows the whole table."""
+        safe = [found for found in self.lines if found.safety != CONSENT]
+        found = f"{safe[-1].speed:.2f}x with {safe[-1].line}" if safe else "nothing pays"
+        return f"<Advice on {self.program}: {found}>"
+
+    def __str__(self) -> str:
+        """Return the table."""
+        return self.table()
 
     @property
     def line(self) -> str:

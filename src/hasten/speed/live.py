@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hasten._lib.errors import MisconfigurationException
+from hasten.hooks import overrides
+from hasten.loops.verify import check_call
 from hasten.speed import look, remembered
 from hasten.speed.advice import Advice
 from hasten.speed.advisor import MakeStart, Plan, measure
@@ -73,15 +76,23 @@ def advise(
         What was found: rows, winners, the line to write.
 
     Raises:
-        TypeError: model or data cannot be sent to other processes.
+        TypeError: model or data cannot be sent to other processes, or are none.
+        MisconfigurationException: a step, configure_optimizers or data is missing.
         ValueError: a switch does not exist, or a number is out of range.
         RuntimeError: the unchanged program cannot be measured.
 
     """
     from hasten.datamodule import LightningDataModule
+    from hasten.module import LightningModule
 
     if isinstance(train_dataloaders, LightningDataModule):
         train_dataloaders, datamodule = None, train_dataloaders
+    check_call(trainer._arguments, "fit", model, datamodule, train_dataloaders)
+    if train_dataloaders is None and datamodule is None and not overrides(model, LightningModule, "train_dataloader"):
+        raise MisconfigurationException(
+            f"Trainer.advise(): there is no data. Pass train_dataloaders=..., a datamodule, or define "
+            f"{type(model).__name__}.train_dataloader()."
+        )
     plan = Plan(
         rounds=rounds,
         steps=steps,

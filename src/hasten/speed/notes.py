@@ -28,7 +28,7 @@ def notes(
         has_losses: whether its losses could be compared.
 
     """
-    found = [*_on_operations(facts, unchanged), *_on_padding(facts, rows), *_on_memory(facts, unchanged)]
+    found = [*_on_operations(facts, unchanged), *_on_padding(facts, unchanged, rows), *_on_memory(facts, unchanged)]
     dropped, priced = facts.get("attention_dropout"), rows.get("no attention dropout")
     if dropped and priced is not None and priced.speed is not None:
         found.append(
@@ -56,8 +56,9 @@ def _on_operations(facts: Mapping[str, Any], unchanged: Row) -> list[str]:
     ]
 
 
-def _on_padding(facts: Mapping[str, Any], rows: Mapping[str, Row]) -> list[str]:
-    share = facts.get("useful_tokens")
+def _on_padding(facts: Mapping[str, Any], unchanged: Row, rows: Mapping[str, Row]) -> list[str]:
+    # Of all that was measured, as for the levers; the first look saw a few batches only.
+    share = facts.get("useful_tokens") if unchanged.useful_tokens is None else unchanged.useful_tokens
     if share is None:
         return []
     text = f"Useful tokens: {share:.0%}; the rest is padding."
