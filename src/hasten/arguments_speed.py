@@ -79,7 +79,7 @@ def check_speed(
         speed=_word(owner, "speed", speed, ("auto",)),
         compile=as_compile(owner, compile),
         batching=as_batching(owner, batching),
-        packed=_packed(owner, packed, compile),
+        packed=_packed(owner, packed),
         num_workers=_num_workers(owner, num_workers),
         resident=_resident(owner, resident, as_batching(owner, batching)),
         matmul_precision=_matmul_precision(owner, matmul_precision),
@@ -100,7 +100,7 @@ def _boolean(owner: str, name: str, value: Any) -> None:
         raise TypeError(f"{owner}({name}={value!r}): use True or False.")
 
 
-def _packed(owner: str, value: Any, compile: Any) -> bool | str:
+def _packed(owner: str, value: Any) -> bool | str:
     allowed = "True, False or 'first_token' (for classifiers that read nothing else of the last block)"
     if isinstance(value, bool):
         return value
@@ -108,11 +108,6 @@ def _packed(owner: str, value: Any, compile: Any) -> bool | str:
         raise TypeError(f"{owner}(packed={value!r}): use {allowed}, not {type(value).__name__}.")
     if value != "first_token":
         raise ValueError(f"{owner}(packed={value!r}): use {allowed}.{did_you_mean(value, ('first_token',))}")
-    if compile is not None and compile is not False:
-        raise ValueError(
-            f"{owner}(packed='first_token', compile={compile!r}): the last block finds out as it runs what it can "
-            "leave out, which a compiled one cannot. Use packed=True with compile, or leave compile out."
-        )
     return value
 
 

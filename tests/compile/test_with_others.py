@@ -174,9 +174,9 @@ def test_a_model_of_transformers_is_one_graph_a_phase(lever: dict[str, Any]) -> 
     assert (report.graphs, report.graph_breaks, report.recompiles, report.left) == (2, {}, (), {})
 
 
-@pytest.mark.parametrize(("packed", "graphs_made"), [(False, 2), (True, 6)])
-def test_blocks_of_transformers_are_compiled_once(packed: bool, graphs_made: int) -> None:
-    lever: dict[str, Any] = {"packed": True} if packed else {}
+@pytest.mark.parametrize(("packed", "graphs_made"), [(False, 2), (True, 6), ("first_token", 6)])
+def test_blocks_of_transformers_are_compiled_once(packed: bool | str, graphs_made: int) -> None:
+    lever: dict[str, Any] = {"packed": packed} if packed else {}
     plain, _ = fitted_bert(**lever)
     module, trainer = fitted_bert(compile={**TRACED, "regional": not packed}, **lever)
     report = trainer.compile_report
@@ -185,7 +185,7 @@ def test_blocks_of_transformers_are_compiled_once(packed: bool, graphs_made: int
     assert set(report.compiled) == (inside if packed else {"BertLayer"})
     # Attention over packed rows gives a view of another tensor or none, as the lengths come: that is one more.
     assert report.graphs - len(report.recompiles) == graphs_made
-    assert len(report.recompiles) <= int(packed)
+    assert len(report.recompiles) <= bool(packed)
     assert report.graph_breaks == {}
     for name, weight in module.state_dict().items():
         torch.testing.assert_close(weight, plain.state_dict()[name], rtol=1e-4, atol=1e-5)

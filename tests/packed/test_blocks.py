@@ -292,7 +292,6 @@ def test_a_training_on_all_tokens_refuses_to_leave_them_out() -> None:
     [
         ({"packed": "first_tokens"}, ValueError, "Did you mean 'first_token'"),
         ({"packed": 1}, TypeError, "True, False or 'first_token'"),
-        ({"packed": "first_token", "compile": True}, ValueError, "Use packed=True with compile"),
     ],
 )
 def test_first_token_arguments(arguments: dict[str, Any], error: type[Exception], said: str) -> None:

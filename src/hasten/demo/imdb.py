@@ -102,11 +102,11 @@ class Imdb(Task):
             ladder.add("TF32", 'L.Trainer(matmul_precision="high")', tf32=True)
         ladder.add("batches by length", 'L.Trainer(batching="length")', by_length=True)
         ladder.add("packed", "L.Trainer(packed=True)", packed=True)
+        ladder.add("last block for one token", 'L.Trainer(packed="first_token")', first_token=True)
         if self.device.type == "cpu":
             ladder.add("cheap dropout masks", 'L.Trainer(dropout="fast")', fast_dropout=True)
         ladder.add("bf16", 'L.Trainer(precision="bf16-mixed")', precision="bf16-mixed")
         ladder.add("compiled", "L.Trainer(compile=True)", compiled=True)
-        ladder.add("last block for one token", 'L.Trainer(packed="first_token")', first_token=True)
         ladder.add(
             "no attention dropout",
             f"from_pretrained(..., {self.source.attention_dropout_field}=0.0)",

@@ -131,8 +131,6 @@ class Stack:
                 return padded(output)
 
             hooks.callback(self.blocks[-1].register_forward_hook(unpack).remove)
-            if self.first is not None:
-                hooks.enter_context(self.first.noting(self.blocks[-1]))
             try:
                 yield
             finally:
@@ -296,7 +294,7 @@ def _attention_of_transformers(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     if (first := stack.first_only(module)) is not None:
-        key, value = first.keys_and_values(key, value)
+        key, value = first.keys_and_values(module, key, value)
     return stack.attend(query, key, value, p=dropout, scale=scale).unsqueeze(0), None
 
 

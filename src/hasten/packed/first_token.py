@@ -6,10 +6,6 @@ ones only, which leaves a third of the block's products, or less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -32,8 +28,6 @@ class FirstToken:
         # All tokens and the first ones, of this forward and until its backward: blocks may be computed again there.
         self._row: Tensor | None = None
         self._firsts: Tensor | None = None
-        # What the layers of the last block were given and made of it.
-        self._products: list[tuple[nn.Module, Tensor, Tensor]] = []
         self._layers: tuple[nn.Module, nn.Module] | None = None
 
     def begin(self, hidden: Tensor, layout: Layout) -> Tensor:
@@ -50,7 +44,6 @@ class FirstToken:
         """Return the padded batch: not a number but for the first tokens, so that nothing reads others unnoticed."""
         if not layout.first_only:
             return layout.unpack(output)
-        self._products.clear()
         samples, width = layout.shape
         first = output[0].masked_fill(layout.empty[:, None], 0.0)
         flat = first.new_full((samples * width, first.shape[1]), torch.nan)
@@ -84,25 +77,12 @@ class FirstToken:
         assert self._row is not None
         return self._row
 
-    @contextmanager
-    def noting(self, block: nn.Module) -> Iterator[None]:
-        """Note what the linear layers of the last block make of the first tokens."""
-
-        def note(layer: nn.Module, args: Any, output: Any) -> None:
-            if self._layers is None and args and isinstance(output, Tensor):
-                self._products.append((layer, args[0], output))
-
-        with ExitStack() as hooks:
-            for layer in block.modules():
-                if not any(layer.children()):
-                    hooks.callback(layer.register_forward_hook(note).remove)
-            yield
-
-    def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all tokens by those of the first ones.
 
         Args:
-            key: of the first tokens, shape ``(samples, heads, features)``; as a view of what a layer made.
+            module: whose layers make them.
+            key: of the first tokens, shape ``(samples, heads, features)``.
             value: likewise.
 
         Raises:
@@ -111,17 +91,27 @@ class FirstToken:
         """
         row = self.all_tokens()
         if self._layers is None:
-            self._layers = self._maker(key), self._maker(value)
+            self._layers = self._maker(module, key), self._maker(module, value)
         of_key, of_value = self._layers
         return (
             of_key(row)[0].unflatten(-1, (-1, key.shape[-1])),
             of_value(row)[0].unflatten(-1, (-1, value.shape[-1])),
         )
 
-    def _maker(self, product: Tensor) -> nn.Module:
-        for layer, given, made in self._products:
-            if given is self._firsts and made.data_ptr() == product.data_ptr():
-                return layer
+    def _maker(self, module: nn.Module, product: Tensor) -> nn.Module:
+        """Return the layer that made the keys or values: of the same input it makes the same again."""
+        assert self._firsts is not None
+        found = []
+        with torch.no_grad():
+            for layer in module.children():
+                weight = getattr(layer, "weight", None)
+                # A matrix between features of the block and of all heads, whichever way round.
+                if isinstance(weight, Tensor) and weight.dim() == 2 and self._firsts.shape[-1] in weight.shape:
+                    made = layer(self._firsts)[0]
+                    if made.numel() == product.numel() and torch.equal(made, product.flatten(1)):
+                        found.append(layer)
+        if len(found) == 1:
+            return found[0]
         raise MisconfigurationException(
             f"{self._asked}: the keys and values of its last block are more than one product of what the block is "
             f"given, so they cannot be computed apart from the rest. {_HELP}"

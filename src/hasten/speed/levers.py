@@ -320,7 +320,6 @@ LEVERS: tuple[Lever, ...] = (
         'L.Trainer(..., packed="first_token")',
         ROUNDING,
         {"packed": "first_token"},
-        conflicts=("compile", "compile by blocks", "CUDA graphs"),
         applies=_reads_the_first_token,
     ),
     Lever(
