@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -297,6 +299,17 @@ def test_a_training_on_all_tokens_refuses_to_leave_them_out() -> None:
 def test_first_token_arguments(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         L.Trainer(**arguments)
+
+
+@pytest.mark.parametrize("first_token", [False, True])
+def test_nothing_holds_the_blocks_afterwards(first_token: bool) -> None:
+    model = model_of("bert")
+    with packed_blocks(model, first_token=first_token):
+        logits_and_gradients(model, batch_of([7, 3]))
+    seen = weakref.ref(model.bert.encoder.layer[0])
+    del model
+    gc.collect()
+    assert seen() is None
 
 
 class Reader(L.LightningModule):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -185,7 +184,8 @@ def packed_blocks(
 # -- transformers
 
 
-_STACKS: WeakKeyDictionary[nn.Module, Stack] = WeakKeyDictionary()
+# Of the modules that are packed at this moment.
+_STACKS: dict[nn.Module, Stack] = {}
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
@@ -233,9 +233,8 @@ def _of_transformers(model: Any, asked: str, first_token: bool) -> Iterator[int]
     if causal and first_token:
         raise MisconfigurationException(f"{asked}: {name}: {_LOOKS_BACK}")
     stack = Stack(blocks, asked, causal, first_token)
-    for block in blocks:
-        for one in block.modules():
-            _STACKS[one] = stack
+    inside = [one for block in blocks for one in block.modules()]
+    _STACKS.update(dict.fromkeys(inside, stack))
     signature = inspect.signature(model.forward)
 
     def find_padding(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -252,6 +251,8 @@ def _of_transformers(model: Any, asked: str, first_token: bool) -> Iterator[int]
     finally:
         hook.remove()
         config._attn_implementation = before
+        for one in inside:
+            _STACKS.pop(one, None)
 
 
 def _layout(place: str, given: dict[str, Any]) -> Layout:
