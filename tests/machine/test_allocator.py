@@ -41,8 +41,9 @@ def test_kept_pages_are_used_again_and_given_back_afterwards() -> None:
     before, during, after = map(int, done.stdout.split())
     # 20 blocks of 10,240 pages (fewer where the system gives huge ones), or hardly any.
     assert before > 100
-    assert during < before / 4
-    assert after > before / 2
+    assert during < before / 40
+    # Given back, a block's pages are fresh ones again: of all twenty, or of the first, where its place in the heap is free.
+    assert after > before / 40
 
 
 @needs_glibc
