@@ -42,7 +42,7 @@ def test_kept_pages_are_used_again_and_given_back_afterwards() -> None:
     # 20 blocks of 10,240 pages (fewer where the system gives huge ones), or hardly any.
     assert before > 100
     assert during < before / 40
-    # Given back, a block's pages are fresh ones again: of all twenty, or of the first, where its place in the heap is free.
+    # Given back, the pages are fresh ones again: of all twenty blocks, or of the first, whose place the others take.
     assert after > before / 40
 
 
