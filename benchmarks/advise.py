@@ -34,7 +34,9 @@ def task_of(options: argparse.Namespace) -> Task:
     if options.task == "digits":
         return Digits(device=device)
     source = models.find(options.model, random_weights=options.random_weights)
-    return Imdb(options.data, source, limit=options.limit, device=device)
+    return Imdb(
+        options.data, source, limit=options.limit, max_length=options.max_length, device=device
+    )
 
 
 def main() -> None:
@@ -49,6 +51,7 @@ def main() -> None:
         "--random-weights", action="store_true", help="imdb: same work, no pretrained weights"
     )
     parser.add_argument("--limit", type=int, default=4000, help="imdb: reviews; default: 4000")
+    parser.add_argument("--max-length", type=int, default=512, help="imdb: tokens of a review; default: 512")
     parser.add_argument("--levers", help="names, with commas between; default: all")
     parser.add_argument("--budget", type=float, help="seconds that all of it may take, about")
     parser.add_argument("--rounds", type=int, default=3)

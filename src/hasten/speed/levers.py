@@ -316,7 +316,7 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever("packed tokens", "L.Trainer(..., packed=True)", ROUNDING, {"packed": True}, applies=_can_pack),
     Lever(
-        "packed, first token",
+        "packed first token",
         'L.Trainer(..., packed="first_token")',
         ROUNDING,
         {"packed": "first_token"},

@@ -10,7 +10,7 @@ from hasten.speed.levers import LEVERS, Lever
 
 # Levers that gain much where they gain at all; when time is short they go first.
 _PROMISING = (
-    "packed, first token",
+    "packed first token",
     "packed tokens",
     "batches by length",
     "kept memory",
