@@ -37,10 +37,7 @@ _OTHERWISE = {
     ("Fabric", "packed"): "`with hasten.packed_blocks(model):` around the loop",
     ("Fabric", "dropout"): "`with hasten.dropout.fast_dropout(model):` around the loop",
     ("Fabric", "memory"): "`with hasten.memory.recomputed(model):` around the loop",
-    (
-        "Fabric",
-        "batching",
-    ): "hasten.data.rebatch(loader, hasten.data.LengthBatching()) before setup_dataloaders",
+    ("Fabric", "batching"): "hasten.data.rebatch(loader, LengthBatching()) before setup_dataloaders",
     ("Fabric", "resident"): "hasten.data.resident(loader) before setup_dataloaders",
     ("Fabric", "num_workers"): "hasten.data.auto_workers(loader) before setup_dataloaders",
     ("Fabric", "fused"): "fused_optimizer=True",
