@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import hasten as L
 from hasten.callbacks import ThroughputMonitor
+from hasten.compile.report import FROZEN
 from tests.compile.test_compile import TRACED, Deep, Net, fitted, graphs
 from tests.models import loader, quiet, same_weights
 
@@ -175,7 +176,7 @@ def test_a_model_of_transformers_is_one_graph_a_phase(lever: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(("packed", "graphs_made"), [(False, 2), (True, 6), ("first_token", 6)])
-def test_blocks_of_transformers_are_compiled_once(packed: bool | str, graphs_made: int) -> None:
+def test_blocks_of_transformers_are_compiled_once_and_never_again(packed: bool | str, graphs_made: int) -> None:
     lever: dict[str, Any] = {"packed": packed} if packed else {}
     plain, _ = fitted_bert(**lever)
     module, trainer = fitted_bert(compile={**TRACED, "regional": not packed}, **lever)
@@ -183,12 +184,24 @@ def test_blocks_of_transformers_are_compiled_once(packed: bool | str, graphs_mad
     assert report is not None
     inside = {"BertSelfOutput", "BertIntermediate", "BertOutput"}
     assert set(report.compiled) == (inside if packed else {"BertLayer"})
-    # Attention over packed rows gives a view of another tensor or none, as the lengths come: that is one more.
-    assert report.graphs - len(report.recompiles) == graphs_made
-    assert len(report.recompiles) <= bool(packed)
-    assert report.graph_breaks == {}
+    assert (report.graphs, report.graph_breaks, report.recompiles) == (graphs_made, {}, ())
     for name, weight in module.state_dict().items():
         torch.testing.assert_close(weight, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("error:compile")
+def test_blocks_of_which_some_are_frozen_have_a_graph_for_each_kind_and_nobody_is_warned() -> None:
+    L.seed_everything(1, verbose=False)
+    module = Bert()
+    module.model.bert.embeddings.requires_grad_(False)
+    module.model.bert.encoder.layer[0].requires_grad_(False)
+    trainer = quiet(max_epochs=2, compile={**TRACED, "regional": True})
+    trainer.fit(module, DataLoader(texts(38), 4, shuffle=True), DataLoader(texts(10), 4))  # type: ignore[arg-type]
+    report = trainer.compile_report
+    assert report is not None
+    assert report.graphs == 2 + len(report.recompiles)
+    assert report.recompiles
+    assert {text.partition(": ")[2] for text in report.recompiles} == {FROZEN}
 
 
 def test_packed_blocks_without_a_part_to_compile_are_refused() -> None:

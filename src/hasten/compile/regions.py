@@ -12,7 +12,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from hasten._lib.rank_zero import warn_once
 from hasten.compile.graphs import begin_graphs, kept_outputs
-from hasten.compile.report import Watch, brief
+from hasten.compile.report import FROZEN, Watch, brief
 from hasten.compile.settings import CompileSettings
 
 
@@ -133,8 +133,10 @@ _TOLD = 3
 
 
 def tell_recompiles(watch: Watch) -> None:
-    """Warn of graphs made again: of the first few causes."""
+    """Warn of graphs made again that could be avoided: of the first few causes."""
     for reason in watch.new_recompiles():
+        if reason.endswith(FROZEN):
+            continue
         watch.told += 1
         if watch.told <= _TOLD:
             warn_once(f"recompile {reason}", f"compile: a graph was made again. {reason} {_advice(reason)}")
@@ -146,8 +148,6 @@ def _advice(reason: str) -> str:
             "Inputs of a new shape came: pad to few widths (batching='length', or a collate function that pads to "
             "multiples), or pass compile={'dynamic': True}."
         )
-    if "requires_grad" in reason:
-        return "Parts of the model were frozen or freed: that is one graph for each such phase."
     if "==" in reason or "dict" in reason or "len(" in reason:
         return (
             "A Python value that the graph was made for has changed: keep counters and settings that change out of "

@@ -233,11 +233,15 @@ _ENDS = (
     "The branch condition involves",
 )
 _PLACE = re.compile(r'File "(.+?)", line (\d+), in \S+\n\s*(.+)')
+# A graph each is what there has to be, so nobody is warned of it.
+FROZEN = "what is trained and what is frozen has a graph each"
 _KNOWN = {
     "Could not guard on data-dependent expression": (
         "A number taken from a tensor (.item(), float(), bool()) decides what comes next, which a graph cannot "
         "wait for."
-    )
+    ),
+    # The rest of that message is advice on a setting of the compiler that has nothing to do with it.
+    "requires_grad mismatch": FROZEN,
 }
 
 

@@ -59,20 +59,23 @@ class Stack:
             return None
         return self.first if module in self._of_last_block else None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, p: float, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, p: float, scale: float, first_only: bool
+    ) -> Tensor:
         """Attend within each sequence of the row.
 
         Args:
-            query: shape ``(real tokens, heads, features)``; in a last block for first tokens, of those.
+            query: shape ``(real tokens, heads, features)``, or of first tokens ``(sequences, heads, features)``.
             key: shape ``(real tokens, heads, features)``; the heads may be fewer.
             value: likewise.
             p: of the dropout of attention weights.
             scale: of the products.
+            first_only: ``query`` is that of the first token of each sequence.
 
         """
         layout = self.layout
         assert layout is not None
-        if self.first is not None and query.shape[0] < key.shape[0]:
+        if first_only:
             return attend_first(query, key, value, layout, p=p, scale=scale)
         if p and query.device.type == "cpu":
             groups = query.shape[1] // key.shape[1]
@@ -294,9 +297,12 @@ def _attention_of_transformers(
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    if (first := stack.first_only(module)) is not None:
+    first = stack.first_only(module)
+    if first is not None:
         key, value = first.keys_and_values(module, key, value)
-    return stack.attend(query, key, value, p=dropout, scale=scale).unsqueeze(0), None
+    # In one piece, however long the sequences are: a compiled block has a graph for views and one for copies.
+    attended = stack.attend(query, key, value, p=dropout, scale=scale, first_only=first is not None)
+    return attended.contiguous().unsqueeze(0), None
 
 
 # -- torch.nn.TransformerEncoder
@@ -392,7 +398,8 @@ def _attending(block: nn.TransformerEncoderLayer, stack: Stack) -> Iterator[None
     def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if stack.layout is None:
             return before(query, key, value, *args, **kwargs)
-        if (first := stack.first_only(layer)) is not None:
+        first = stack.first_only(layer)
+        if first is not None:
             row = first.all_tokens()
             given = block.norm1(row) if block.norm_first else row
             heads = _heads_apart(layer, query[0], given[0])
@@ -400,7 +407,7 @@ def _attending(block: nn.TransformerEncoderLayer, stack: Stack) -> Iterator[None
             projected = nn.functional.linear(query[0], layer.in_proj_weight, layer.in_proj_bias)
             heads = projected.unflatten(-1, (3, layer.num_heads, layer.head_dim)).unbind(1)
         p = layer.dropout if layer.training else 0.0
-        attended = stack.attend(*heads, p=p, scale=layer.head_dim**-0.5)
+        attended = stack.attend(*heads, p=p, scale=layer.head_dim**-0.5, first_only=first is not None)
         return layer.out_proj(attended.flatten(1)).unsqueeze(0), None
 
     layer.forward = forward  # type: ignore[method-assign]

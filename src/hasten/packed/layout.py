@@ -39,8 +39,9 @@ class Layout:
 
     def pack(self, batch: Tensor) -> Tensor:
         """Return the real tokens of ``(samples, tokens, ...)`` as ``(1, real tokens, ...)``."""
-        flat = batch.flatten(0, 1)
-        return (flat if self.places is None else flat.index_select(0, self.places)).unsqueeze(0)
+        # Never a view, as what one block gives to the next is none: a compiled block would be compiled again.
+        row = batch.flatten(0, 1).unsqueeze(0)
+        return row.clone() if self.places is None else row.index_select(1, self.places)
 
     def unpack(self, row: Tensor) -> Tensor:
         """Return ``(1, real tokens, ...)`` as ``(samples, tokens, ...)``, zero where there is padding."""
