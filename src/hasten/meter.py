@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 Options = tuple[Any, ...]
 
+# Of a call of ``self.log``, for the values that follow a resume.
+_KEPT = ("on_step", "on_epoch", "prog_bar", "logger", "reduce", "sync")
+
 
 class Owner(Protocol):
     """What a meter needs of the meters it belongs to."""
@@ -161,6 +164,32 @@ class Meter:
             return (value.reshape(()) if isinstance(value, Tensor) else value), None, "metric"
         return self.total, self.weight, self.reduce
 
+    @property
+    def has_epoch_value(self) -> bool:
+        return self.value is not None if self.metric is not None else self.total is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what an interrupted epoch has gathered, as plain data and tensors on the CPU; no metric."""
+        kept = {name: getattr(self, name) for name in ("name", *_KEPT)}
+        value = None if self.metric is not None else _plain(self.value)
+        return {**kept, "value": value, "total": _plain(self.total), "weight": _plain(self.weight)}
+
+    def load_state_dict(self, state: Mapping[str, Any], metric: Any, device: torch.device) -> None:
+        """Take back what ``state_dict`` returned.
+
+        Args:
+            state: that.
+            metric: the metric that was logged, which has its own state; None where a value was.
+            device: where values are from now on.
+
+        """
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        self.enable_graph = self.zero_only = False
+        self.metric = metric
+        self.value = _on(device, state["value"]) if metric is None else metric
+        self.total, self.weight = _on(device, state["total"]), _on(device, state["weight"])
+
 
 class Context:
     """One hook in which values are logged."""
@@ -211,3 +240,47 @@ def describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return "a dict with " + ", ".join(map(repr, list(value)[:8]))
     return f"a {type(value).__name__}"
+
+
+def reduction(reduce_fx: Any, where: str) -> str:
+    """Return the name of a reduction, however it was given."""
+    named = {"mean": "mean", "avg": "mean", "average": "mean", "sum": "sum", "min": "min", "max": "max"}
+    functions = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
+    functions |= {max: "max", min: "min", sum: "sum"}
+    found = named.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else functions.get(reduce_fx)
+    if found is None:
+        raise MisconfigurationException(
+            f"{where}: reduce_fx={reduce_fx!r} is not known. Use 'mean', 'sum', 'min' or 'max'; for anything "
+            "else log a torchmetrics.Metric."
+        )
+    return found
+
+
+def differences(old: Options, new: Options) -> str:
+    """Return in which arguments of ``self.log`` two calls differ."""
+    names = (
+        "prog_bar",
+        "logger",
+        "on_step",
+        "on_epoch",
+        "reduce_fx",
+        "enable_graph",
+        "sync_dist",
+        "sync_dist_group",
+        "add_dataloader_idx",
+        "metric_attribute",
+        "rank_zero_only",
+    )
+    return ", ".join(
+        f"{name}={before!r} then {after!r}"
+        for name, before, after in zip(names, old, new, strict=True)
+        if before != after
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value

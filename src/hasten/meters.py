@@ -18,7 +18,7 @@ from torch import Tensor
 from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.host import Arrival, send_to_host
-from hasten.meter import Context, Meter, Options, describe, is_metric
+from hasten.meter import Context, Meter, Options, describe, differences, is_metric, reduction
 
 if TYPE_CHECKING:
     from hasten.hooks import Hook
@@ -155,7 +155,7 @@ class Meters:
         elif meter.options is not None:
             raise MisconfigurationException(
                 f"{where}: this name was logged here before with other arguments "
-                f"({_differences(meter.options, options)}). Use the same arguments each time, or another name."
+                f"({differences(meter.options, options)}). Use the same arguments each time, or another name."
             )
         on_step = row.log.on_step if options[ON_STEP] is None else options[ON_STEP]
         on_epoch = row.log.on_epoch if options[ON_EPOCH] is None else options[ON_EPOCH]
@@ -171,7 +171,7 @@ class Meters:
         meter.on_step, meter.on_epoch = bool(on_step), bool(on_epoch)
         meter.prog_bar = bool(options[PROG_BAR])
         meter.logger = options[LOGGER] is None or bool(options[LOGGER])
-        meter.reduce = _reduction(options[REDUCE], where)
+        meter.reduce = reduction(options[REDUCE], where)
         meter.enable_graph = bool(options[GRAPH])
         meter.sync = bool(options[SYNC]) and self.collectives.world_size > 1
         meter.zero_only = bool(options[ZERO_ONLY])
@@ -297,7 +297,7 @@ class Meters:
                     found = (
                         meter for meter in by_name.values() if meter.on_epoch and meter.weight is not None
                     )
-                    meters += [(loader_idx or 0, meter) for meter in found if _has_epoch_value(meter)]
+                    meters += [(loader_idx or 0, meter) for meter in found if meter.has_epoch_value]
         latest = self._latest_step_values(stage)
         values = self._epoch_values([meter for _, meter in meters])
         log: dict[str, float] = {}
@@ -456,24 +456,8 @@ class Meters:
                 continue
             for meter in context.meters.values():
                 attribute = None if meter.metric is None else attribute_of(meter.metric)
-                if meter.value is None or (meter.metric is not None and attribute is None):
-                    continue
-                kept.append(
-                    {
-                        "hook": context.row.name,
-                        "name": meter.name,
-                        "on_step": meter.on_step,
-                        "on_epoch": meter.on_epoch,
-                        "prog_bar": meter.prog_bar,
-                        "logger": meter.logger,
-                        "reduce": meter.reduce,
-                        "sync": meter.sync,
-                        "metric": attribute,
-                        "value": None if meter.metric is not None else _plain(meter.value),
-                        "total": _plain(meter.total),
-                        "weight": _plain(meter.weight),
-                    }
-                )
+                if meter.value is not None and (meter.metric is None or attribute is not None):
+                    kept.append({"hook": context.row.name, "metric": attribute, **meter.state_dict()})
         return {
             "train": kept,
             "callback": dict(self.callback_values),
@@ -492,61 +476,8 @@ class Meters:
         for kept in state["train"]:
             context = self.context_of(rows[kept["hook"]])
             meter = context.meters[kept["name"]] = Meter(kept["name"], self)
-            for field in ("on_step", "on_epoch", "prog_bar", "logger", "reduce", "sync"):
-                setattr(meter, field, kept[field])
-            meter.enable_graph = meter.zero_only = False
-            if kept["metric"] is not None:
-                meter.metric = meter.value = metric_at(kept["metric"])
-            else:
-                meter.value = _on(device, kept["value"])
-            meter.total = _on(device, kept["total"])
-            meter.weight = _on(device, kept["weight"])
-
-
-def _has_epoch_value(meter: Meter) -> bool:
-    return meter.value is not None if meter.metric is not None else meter.total is not None
-
-
-def _plain(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _reduction(reduce_fx: Any, where: str) -> str:
-    named = {"mean": "mean", "avg": "mean", "average": "mean", "sum": "sum", "min": "min", "max": "max"}
-    functions = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
-    functions |= {max: "max", min: "min", sum: "sum"}
-    found = named.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else functions.get(reduce_fx)
-    if found is None:
-        raise MisconfigurationException(
-            f"{where}: reduce_fx={reduce_fx!r} is not known. Use 'mean', 'sum', 'min' or 'max'; for anything "
-            "else log a torchmetrics.Metric."
-        )
-    return found
-
-
-def _differences(old: Options, new: Options) -> str:
-    names = (
-        "prog_bar",
-        "logger",
-        "on_step",
-        "on_epoch",
-        "reduce_fx",
-        "enable_graph",
-        "sync_dist",
-        "sync_dist_group",
-        "add_dataloader_idx",
-        "metric_attribute",
-        "rank_zero_only",
-    )
-    return ", ".join(
-        f"{name}={before!r} then {after!r}"
-        for name, before, after in zip(names, old, new, strict=True)
-        if before != after
-    )
+            metric = None if kept["metric"] is None else metric_at(kept["metric"])
+            meter.load_state_dict(kept, metric, device)
 
 
 class _Nowhere:
