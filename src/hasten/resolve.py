@@ -35,6 +35,15 @@ PRECISIONS = {
     "transformer-engine-float16": ("transformer-engine-float16",),
 }
 
+# What other libraries call them.
+_MEANT = {
+    **dict.fromkeys(("float64", "fp64"), "64-true"),
+    **dict.fromkeys(("float32", "fp32", "float", "no", "none"), "32-true"),
+    **dict.fromkeys(("float16", "f16", "fp16-mixed", "amp"), "16-mixed"),
+    **dict.fromkeys(("bfloat16", "bfloat16-mixed", "mixed"), "bf16-mixed"),
+    **dict.fromkeys(("8", "float8", "fp8-mixed", "fp8-true"), "fp8"),
+}
+
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 # What each name of a strategy means: the start method and DDP's arguments.
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -103,8 +112,16 @@ def runtime(
     )
 
 
-def _say_whose(owner: str, function: Any, *args: Any) -> Any:
-    """Call ``function`` and put ``owner`` in front of the message of what it raises."""
+def _say_whose(owner: str, function: Any, *args: Any, instead: tuple[str, str] = ("", "")) -> Any:
+    """Call ``function`` and put ``owner`` in front of the message of what it raises.
+
+    Args:
+        owner: "Trainer" or "Fabric".
+        function: what to call.
+        args: with what.
+        instead: what the message calls something, and what the user wrote for it.
+
+    """
     try:
         return function(*args)
     except (ValueError, TypeError) as error:
@@ -112,6 +129,7 @@ def _say_whose(owner: str, function: Any, *args: Any) -> Any:
             raise
         text = str(error)
         first, _, rest = text.partition(": ")
+        first = first.replace(*instead) if instead[0] else first
         raise type(error)(f"{owner}({first}): {rest}" if rest else f"{owner}: {text}") from None
 
 
@@ -275,6 +293,7 @@ def _precision(precision: Any, plugin: Precision | None, device: torch.device, o
             )
         return DoublePrecision()
     made: Precision
+    written = f"precision={name!r}", f"precision={precision!r}"
     if name in ("16-true", "bf16-true"):
         made = HalfPrecision(name)  # type: ignore[arg-type]
     elif name in ("fp8", "transformer-engine", "transformer-engine-float16"):
@@ -283,8 +302,8 @@ def _precision(precision: Any, plugin: Precision | None, device: torch.device, o
         dtype = torch.float16 if name.endswith("float16") else torch.bfloat16
         made = Float8Precision() if name == "fp8" else TransformerEnginePrecision(weights_dtype=dtype)
     else:
-        made = _say_whose(owner, MixedPrecision, name, device.type)
-    _say_whose(owner, made.check_device, device)
+        made = _say_whose(owner, MixedPrecision, name, device.type, instead=written)
+    _say_whose(owner, made.check_device, device, instead=written)
     return made
 
 
@@ -304,8 +323,9 @@ def _precision_name(precision: Any, owner: str) -> str:
             f"{owner}(precision={precision!r}): quantized weights have options of their own. Use "
             f"plugins=BitsandbytesPrecision({text!r}) of hasten.plugins."
         )
+    hint = f" Did you mean {_MEANT[text]!r}?" if text in _MEANT else did_you_mean(text, allowed)
     raise ValueError(
-        f"{owner}(precision={precision!r}): there is no such precision.{did_you_mean(text, allowed)} "
+        f"{owner}(precision={precision!r}): there is no such precision.{hint} "
         f"Use one of {_listed(allowed)}."
     )
 
