@@ -6,9 +6,14 @@ The public names are loaded when they are first used, so that ``import hasten`` 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.version import VERSION as __version__  # noqa: N811 - the name Python looks for
+
+# ``torch.cuda.is_available()`` then asks the driver's library, and does not begin to use CUDA: a process that has can
+# not be copied any more, as notebooks do to train on several GPUs.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 if TYPE_CHECKING:
     from hasten.callback import Callback as Callback

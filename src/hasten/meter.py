@@ -120,7 +120,13 @@ class Meter:
             self.total = _first(value, batch_size, reduce)
         elif reduce == "max" or reduce == "min":
             self.total = _extreme(total, value, reduce)
-        elif type(batch_size) is int and isinstance(total, Tensor) and isinstance(value, Tensor):
+        elif (
+            type(batch_size) is int
+            and isinstance(total, Tensor)
+            and isinstance(value, Tensor)
+            # A sum on the CPU takes nothing from a device in place; their sum is a new one, on the device.
+            and (value.is_cpu or not total.is_cpu)
+        ):
             total.add_(value, alpha=batch_size)
         else:
             self.total = total + value * batch_size

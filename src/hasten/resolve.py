@@ -98,7 +98,10 @@ def runtime(
     cluster = cluster if cluster is not None else find_cluster()
     wanted, num_nodes = _devices(devices, num_nodes, chosen, cluster, owner)
     placed = _strategy(strategy, chosen, wanted, num_nodes, owner)
-    numbers = _precision(precision, precision_plugin, wanted[0], owner)
+    checks_later = (
+        wanted[0].type == "cuda" and placed.copies_this_process and not torch.cuda.is_initialized()
+    )
+    numbers = _precision(precision, precision_plugin, wanted[0], owner, check=not checks_later)
     if isinstance(placed, ParallelStrategy):
         _say_whose(owner, cluster.validate_settings, len(wanted), num_nodes)
     placed.attach(accelerator=chosen, devices=wanted, cluster=cluster, num_nodes=num_nodes)
@@ -108,6 +111,7 @@ def runtime(
         precision=numbers,
         cluster=cluster,
         checkpoint_io=checkpoint_io,
+        checks_later=checks_later,
         device_ids=[device.index if device.index is not None else i for i, device in enumerate(wanted)],
     )
 
@@ -274,14 +278,17 @@ def _named_strategy(strategy: str, owner: str) -> Strategy:
     )
 
 
-def _precision(precision: Any, plugin: Precision | None, device: torch.device, owner: str) -> Precision:
+def _precision(
+    precision: Any, plugin: Precision | None, device: torch.device, owner: str, *, check: bool
+) -> Precision:
     if plugin is not None:
         if precision is not None and _precision_name(precision, owner) != plugin.precision:
             raise MisconfigurationException(
                 f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both say in which numbers to "
                 "compute. Leave one out."
             )
-        _say_whose(owner, plugin.check_device, device)
+        if check:
+            _say_whose(owner, plugin.check_device, device)
         return plugin
     name = "32-true" if precision is None else _precision_name(precision, owner)
     if name == "32-true":
@@ -298,12 +305,14 @@ def _precision(precision: Any, plugin: Precision | None, device: torch.device, o
         made = HalfPrecision(name)  # type: ignore[arg-type]
     elif name in ("fp8", "transformer-engine", "transformer-engine-float16"):
         # Before the package is asked for: it is no use where the device cannot.
-        _say_whose(owner, check_float8, device, name)
+        if check:
+            _say_whose(owner, check_float8, device, name)
         dtype = torch.float16 if name.endswith("float16") else torch.bfloat16
         made = Float8Precision() if name == "fp8" else TransformerEnginePrecision(weights_dtype=dtype)
     else:
         made = _say_whose(owner, MixedPrecision, name, device.type, instead=written)
-    _say_whose(owner, made.check_device, device, instead=written)
+    if check:
+        _say_whose(owner, made.check_device, device, instead=written)
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -36,6 +37,8 @@ class Runtime:
         cluster: who started the processes.
         checkpoint_io: writes and reads checkpoints.
         device_ids: the indices of the devices of this machine.
+        checks_later: whether the device can compute in the precision is found out in the processes of the run: asking
+            here would begin to use CUDA, and this process could not be copied any more.
 
     """
 
@@ -48,6 +51,7 @@ class Runtime:
         cluster: ClusterEnvironment,
         checkpoint_io: CheckpointIO | None = None,
         device_ids: list[int] | None = None,
+        checks_later: bool = False,
     ) -> None:
         self.accelerator = accelerator
         self.strategy = strategy
@@ -55,6 +59,7 @@ class Runtime:
         self.cluster = cluster
         self.checkpoint_io: CheckpointIO = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
         self.device_ids = device_ids if device_ids is not None else list(range(strategy.num_processes))
+        self._checks_later = checks_later
         self._choose_verbs()
 
     def _choose_verbs(self) -> None:
@@ -144,7 +149,13 @@ class Runtime:
             what the function returns in this process; of the first one, if all of them are copies.
 
         """
+        if self._checks_later:
+            function = functools.partial(self._check_and_call, function)
         return self.strategy.launch(function, *args, owner=trainer, **kwargs)
+
+    def _check_and_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.precision.check_device(self.device)
+        return function(*args, **kwargs)
 
     def place(self, module: nn.Module, *, move: bool = True) -> nn.Module:
         """Bring ``module`` to the precision and, with ``move``, to the device of this process, in place."""
@@ -185,12 +196,13 @@ class Runtime:
         if not (converts_input or converts_output or has_context):
             return function
         precision, inner = self.precision, function
+        context = _Reused(precision.forward_context)
 
         def bound(*args: Any, **kwargs: Any) -> Any:
             if converts_input:
                 args, kwargs = precision.convert_input(args), precision.convert_input(kwargs)
             if has_context:
-                with precision.forward_context():
+                with context:
                     output = inner(*args, **kwargs)
             else:
                 output = inner(*args, **kwargs)
@@ -239,8 +251,10 @@ class Runtime:
 
         def scaled_step(closure: Callable[[], Any] | None = None) -> Any:
             result = closure() if closure is not None else None
-            scaler.step(optimizer)
-            scaler.update()
+            # A step whose batches were all skipped has scaled nothing.
+            if _has_gradients(optimizer):
+                scaler.step(optimizer)
+                scaler.update()
             unscaled.clear()
             return result
 
@@ -261,7 +275,7 @@ class Runtime:
     def _unscale(self, optimizer: Any) -> None:
         # Once before each step: to clip, a user may unscale before the loop does.
         assert self.scaler is not None
-        if id(optimizer) not in self._unscaled:
+        if id(optimizer) not in self._unscaled and _has_gradients(optimizer):
             self._unscaled.add(id(optimizer))
             self.scaler.unscale_(optimizer)
 
@@ -352,6 +366,36 @@ class Runtime:
         self.strategy.teardown()
         self.precision.teardown()
         self.accelerator.teardown()
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+class _Reused:
+    """A context that may be entered over and over, also within itself; making an autocast takes longer than using it.
+
+    Args:
+        make: returns a context to enter once; an autocast is entered again when it was left.
+
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._free: list[torch.autocast] = []
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        context = self._free.pop() if self._free else self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        context = self._entered.pop()
+        swallowed = context.__exit__(*error)
+        if type(context) is torch.autocast:
+            self._free.append(context)
+        return swallowed
 
 
 @contextmanager

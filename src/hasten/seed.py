@@ -118,8 +118,9 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
         state["numpy"] = numpy_state()
     if cuda:
         # Asking is not using: a process that never touched its GPU must not start to because of a checkpoint.
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             state["cuda"] = [_bytes(device) for device in torch.cuda.get_rng_state_all()]
+            state["cuda_in_use"] = torch.cuda.current_device()
         if torch.backends.mps.is_available():
             state["mps"] = _bytes(torch.mps.get_rng_state())
     return state
@@ -151,6 +152,10 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         for index, device in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(_tensor(device), index)
+        # The GPU that was used may have been another one: what it would have drawn next, this one draws.
+        used = state.get("cuda_in_use")
+        if used is not None:
+            torch.cuda.set_rng_state(_tensor(state["cuda"][used]), torch.cuda.current_device())
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(_tensor(state["mps"]))
 

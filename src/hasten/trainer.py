@@ -6,6 +6,7 @@ import functools
 import os
 import signal as signals
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -530,6 +531,10 @@ class Trainer(TrainerView):
                 for logger in self._loggers:
                     logger.finalize(status)
             run.undo.close()
+            if self._runtime.device.type != "cpu":
+                # Where training failed, the device may not answer any more: the failure is what matters.
+                with nullcontext() if status == "success" else suppress(RuntimeError):
+                    parts.to_host(run)
             self._runtime.teardown()
             parts.let_log(self._callbacks, None)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hasten._lib.tree import move_to
+
 if TYPE_CHECKING:
     from hasten.callback import Callback
     from hasten.trainer_view import TrainerView
@@ -16,7 +18,9 @@ def export_results(trainer: TrainerView) -> dict[str, Any]:
     return {
         "weights": {key: value.cpu() for key, value in trainer._module.state_dict().items()},
         "progress": trainer._progress.state_dict(),
-        "callbacks": [(callback.state_dict(), _paths_of(callback)) for callback in trainer._callbacks],
+        "callbacks": [
+            (move_to(callback.state_dict(), "cpu"), _paths_of(callback)) for callback in trainer._callbacks
+        ],
         "values": (meters.callback_values, meters.logged_values, meters.bar_values),
         "state": trainer.state,
         "should_stop": trainer._should_stop,

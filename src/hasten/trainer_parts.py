@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hasten._lib.tree import move_to
 from hasten.callback import Callback
 from hasten.compile.given import inner_model as inner_model
 from hasten.loops.signatures import check_signatures
@@ -14,6 +15,7 @@ from hasten.module import LightningModule
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
     from hasten.datamodule import LightningDataModule
+    from hasten.loops.run import Run
     from hasten.trainer import Trainer
 
 
@@ -60,6 +62,15 @@ def let_log(callbacks: Iterable[Callback], module: LightningModule | None) -> No
             callback.__dict__.pop("_module", None)
         else:
             callback.__dict__["_module"] = module
+
+
+def to_host(run: Run) -> None:
+    """Bring the module and the states of its optimizers back to the CPU, where the user had it and expects it."""
+    run.module.cpu()
+    run.wrapped = run.module
+    for optimizer in run.optimizers:
+        for parameter, state in list(optimizer.state.items()):
+            optimizer.state[parameter] = move_to(state, "cpu")
 
 
 def last_ones_last(callbacks: list[Callback]) -> list[Callback]:

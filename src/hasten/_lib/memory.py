@@ -20,6 +20,9 @@ def is_out_of_device_memory(error: BaseException) -> bool:
     # Libraries report it in words of their own.
     known = (
         "CUDA out of memory",
+        "CUDA error: out of memory",
+        "CUDA driver error: out of memory",
+        "Triton Error [CUDA]: out of memory",
         "CUBLAS_STATUS_ALLOC_FAILED",
         "CUDNN_STATUS_NOT_SUPPORTED",
         "MPS backend out of memory",
@@ -37,5 +40,5 @@ def is_out_of_host_memory(error: BaseException) -> bool:
 def give_back_memory() -> None:
     """Collect garbage, and give cached memory of the device back."""
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -271,7 +271,7 @@ class WeightAveraging(Callback):
                         self._slots.append((mine, its, name))  # type: ignore[arg-type]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor, bool]]:
-        """Return (tensor of the module, its average, whether it is averaged and not copied)."""
+        """Return (tensor of the module, its average, whether it is averaged and not copied), to use without grad."""
         pairs = []
         for mine, its, name in self._slots:
             current, averaged = mine.get(name), its.get(name)
@@ -282,9 +282,9 @@ class WeightAveraging(Callback):
                 averaged = its[name] = current.detach().clone()
             averages = current.is_floating_point() or current.is_complex()
             if isinstance(current, nn.Parameter) or self._use_buffers:
-                pairs.append((current.detach(), averaged.detach(), averages))
+                pairs.append((current, averaged, averages))
             else:
-                pairs.append((current.detach(), averaged.detach(), False))
+                pairs.append((current, averaged, False))
         return pairs
 
     @torch.no_grad()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hasten._lib import tree
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for the process: memory that was freed on a stream is used again on that stream only."""
+    return torch.cuda.Stream(device)
 
 
 class SideStream:
@@ -35,7 +42,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _stream_of(device)
 
     def __call__(self, batch: Any) -> Any:
         """Return ``batch`` on the device, ready for whatever the current stream is given next."""

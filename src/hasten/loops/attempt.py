@@ -121,7 +121,7 @@ def _generator_states() -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         states["mps"] = torch.mps.get_rng_state()

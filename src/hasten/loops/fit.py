@@ -372,9 +372,10 @@ def _finish_gradients(run: Run) -> Callable[[int], None]:
         if unscale is not None:
             unscale(optimizer)
         if run.window_weight is not None:
-            _scale_gradients(
-                optimizer, 1.0 / runtime.all_reduce(torch.as_tensor(run.window_weight), op="mean")
-            )
+            weight = run.window_weight
+            if runtime.world_size > 1:
+                weight = runtime.all_reduce(torch.as_tensor(weight, device=runtime.device), op="mean")
+            _scale_gradients(optimizer, 1.0 / weight)
             run.window_weight = None
         elif progress.window + 1 < divisor:
             # The end of the data came unforeseen: each batch was divided by more than there are.
@@ -397,9 +398,14 @@ def _finish_gradients(run: Run) -> Callable[[int], None]:
 
 
 def _scale_gradients(optimizer: Any, factor: Any) -> None:
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient) if isinstance(factor, Tensor) else factor)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None:
+                alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), gradients in alike.items():
+        torch._foreach_mul_(gradients, factor.to(device, dtype) if isinstance(factor, Tensor) else factor)
 
 
 def _training_step(run: Run) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hasten._lib.tree import move_to
 from hasten.hooks import STEPS, nothing
 from hasten.loops.compiled import compiled_step
 from hasten.loops.evaluate import restore_modes, without_gradients
@@ -67,6 +68,8 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
         suffix = ()
         step = bound if takes(run.module.predict_step, "batch_idx", at=2) else lambda batch, _: bound(batch)
     transfer = make_transfer(run, run.predict, loader_idx)
+    # Those of a whole data set rarely fit on a device.
+    on_host = run.runtime.device.type == "cpu"
     # Which samples a batch is made of is asked by those who write predictions, in these two hooks.
     keeps_indices = hooks.on_predict_batch_end is not nothing or hooks.on_predict_epoch_end is not nothing
     if keeps_indices:
@@ -94,6 +97,6 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
             )
         hooks.on_predict_batch_end(output, batch, batch_idx, *suffix)
         if kept is not None:
-            kept.append(output)
+            kept.append(output if on_host else move_to(output, "cpu"))
         if stop.signal is not None and run.runtime.world_size == 1:
             raise Stopped(stop.signal)

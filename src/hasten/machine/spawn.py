@@ -56,7 +56,7 @@ class StartCopies(launch.Launcher):
     """
 
     def __init__(self, start_method: str) -> None:
-        self._start_method = start_method
+        self.start_method = start_method
 
     def launch(
         self,
@@ -71,17 +71,17 @@ class StartCopies(launch.Launcher):
         """See ``Launcher``."""
         if cluster.creates_processes_externally:
             return launch.join_external(run, function, *args, cluster=cluster, kwargs=kwargs)
-        if self._start_method == "fork" and torch.cuda.is_initialized():
+        if self.start_method == "fork" and torch.cuda.is_initialized():
             raise RuntimeError(
                 "start_method='fork': this process has used CUDA already, and a CUDA context does not survive a "
                 "fork. Move nothing to the GPU before the launch, or restart the notebook."
             )
         store, address = launch.host_store()
         task: Any = (run, function, args, kwargs, owner)
-        if self._start_method != "fork":
+        if self.start_method != "fork":
             # Pickled here and not by multiprocessing, which would share the memory of the weights.
-            task = _pickled(task, self._start_method)
-        context: Any = multiprocessing.get_context(self._start_method)
+            task = _pickled(task, self.start_method)
+        context: Any = multiprocessing.get_context(self.start_method)
         first_rank = cluster.node_rank() * num_processes
         processes, connections = [], []
         threads = None if "OMP_NUM_THREADS" in os.environ else launch.share_cores(num_processes)

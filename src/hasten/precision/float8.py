@@ -58,7 +58,7 @@ class Float8Precision(MixedPrecision):
                 f"Float8Precision(ignore_modules={ignore_modules!r}): use a set of names, {{{ignore_modules!r}}}."
             )
         need("torchao", purpose="precision='fp8'")
-        super().__init__("bf16-mixed")
+        super().__init__("bf16-mixed", "cuda")
         self.precision = "fp8"
         self.recipe = recipe
         self.ignore_modules = tuple(ignore_modules)
@@ -69,7 +69,6 @@ class Float8Precision(MixedPrecision):
         """Check that the device multiplies 8-bit floats."""
         if not self.emulate:
             check_float8(device)
-        self.device = device.type
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Return ``module`` with linear layers that multiply in 8-bit floats, on the same parameters."""

@@ -114,8 +114,22 @@ class _FullSteps:
 
     @torch.no_grad()
     def _swap(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        kinds: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         for parameter, full in pairs:
-            full.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
+            full.grad, gradient = None, parameter.grad
+            if gradient is not None and gradient.layout is torch.strided:
+                kinds.setdefault((gradient.device, gradient.dtype), []).append((gradient, full))
+            elif gradient is not None:
+                full.grad = gradient.to(torch.float32)
+        # One copy for all of a kind: each by itself would be a small operation, with memory of its own.
+        for alike in kinds.values():
+            gradients = [gradient for gradient, _ in alike]
+            sizes = [gradient.numel() for gradient in gradients]
+            room = torch.empty(sum(sizes), dtype=torch.float32, device=gradients[0].device)
+            parts = [part.view(one.shape) for one, part in zip(gradients, room.split(sizes), strict=True)]
+            torch._foreach_copy_(parts, gradients)
+            for (_, full), part in zip(alike, parts, strict=True):
+                full.grad = part
         instead = dict(pairs)
         before = [(group["params"], list(group["params"])) for group in self._groups]
         for listed, own in before:
@@ -148,9 +162,11 @@ class _FullSteps:
 
     def _low_of(self, parameter: Tensor) -> Tensor:
         low = self._low.get(parameter)
-        if low is None or low.device != parameter.device:
+        if low is None:
             low = torch.zeros(parameter.shape, dtype=_LOW[parameter.dtype], device=parameter.device)
             self._low[parameter] = low
+        elif low.device != parameter.device:
+            low = self._low[parameter] = low.to(parameter.device)
         return low
 
     # -- around state_dict and load_state_dict

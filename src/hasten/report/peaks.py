@@ -124,7 +124,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
             "Pass Throughput(available_flops=...) to give it."
         )
         return None
-    if dtype is torch.float32 and TF32 in peaks and torch.get_float32_matmul_precision() != "highest":
+    if dtype is torch.float32 and TF32 in peaks and torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtype = TF32
     if dtype not in peaks:
         rank_zero_warn(f"{name!r} does not support {dtype} in hardware: MFU is not logged.")

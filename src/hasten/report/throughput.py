@@ -214,9 +214,13 @@ def compute_dtype(precision: Any) -> torch.dtype:
     name = str(getattr(precision, "precision", ""))
     if name.startswith("64"):
         return torch.float64
-    if name.startswith("bf16"):
+    if name == "bitsandbytes":
+        dtype: torch.dtype = precision.dtype
+        return dtype
+    # Products of 8-bit floats are compared with the peak of bfloat16: only some of the layers compute them.
+    if name.startswith("bf16") or name in ("fp8", "transformer-engine"):
         return torch.bfloat16
-    return torch.float16 if name.startswith("16") else torch.float32
+    return torch.float16 if name.startswith("16") or name.endswith("float16") else torch.float32
 
 
 def measure_flops(

@@ -53,6 +53,11 @@ class Strategy(ABC):
     # -- facts
 
     @property
+    def copies_this_process(self) -> bool:
+        """Whether other processes are copies of this one as it is, which must not have used CUDA."""
+        return False
+
+    @property
     def root_device(self) -> torch.device:
         """The device of this process."""
         return self.parallel_devices[self.local_rank]

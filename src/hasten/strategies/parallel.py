@@ -84,6 +84,11 @@ class ParallelStrategy(Strategy):
     # -- facts
 
     @property
+    def copies_this_process(self) -> bool:
+        """Whether other processes are copies of this one as it is, which must not have used CUDA."""
+        return isinstance(self._launcher, StartCopies) and self._launcher.start_method == "fork"
+
+    @property
     def global_rank(self) -> int:
         """Which process of the run this is, from 0."""
         return self._global_rank
