@@ -70,7 +70,7 @@ def test_strategies_by_name(name: str, start_method: str, options: dict[str, Any
     strategy = runtime(accelerator="cpu", devices=2, strategy=name).strategy
     assert type(strategy) is DDPStrategy
     assert strategy._ddp_kwargs == options
-    assert getattr(strategy._launcher, "_start_method", "popen") == start_method
+    assert getattr(strategy._launcher, "start_method", "popen") == start_method
 
 
 def test_several_machines() -> None:

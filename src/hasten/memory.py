@@ -261,7 +261,7 @@ def _dear() -> frozenset[Any]:
         "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm",
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
+        "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward",
     )  # fmt: skip
     found = [getattr(aten, name).default for name in packets if hasattr(aten, name)]
     flex = getattr(torch.ops.higher_order, "flex_attention", None)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
-from collections.abc import Callable
 from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-# (query, key, value, cu_seqlens, max_seqlen, causal, scale, grouped) -> output
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool, "float | None", bool], Tensor]
 
 
 def packed_attention(
@@ -31,9 +25,9 @@ def packed_attention(
     """Attend within each of several sequences that are packed into one row of tokens.
 
     The result is that of padded attention with a mask, up to rounding, and so are the gradients. On CUDA, flash
-    attention for sequences of any length computes it (bf16 and fp16, from the Ampere generation on), else torch's
-    attention over jagged tensors; nothing is read back to the host. Elsewhere each run of equal lengths is one
-    call of torch's attention, and no masked score is computed.
+    attention for sequences of any length computes it (bf16 and fp16, from the Ampere generation on), else
+    memory-efficient attention; nothing is read back to the host. Elsewhere, and for 64-bit numbers, each run of equal
+    lengths is one call of torch's attention, and no masked score is computed.
 
     Args:
         query: ``(tokens, heads, head_dim)``, floating point.
@@ -195,20 +189,85 @@ def _on_cuda(
         # Torch's own attention does so, too; the kernel below is not on its list.
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    cu_seqlens = cu_seqlens.to(torch.int32)
-    kernel = _varlen_kernel()
-    grouped = query.size(1) != key.size(1)
-    if (
-        kernel is not None
-        and dropout_p == 0.0
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.size(2) % 8 == 0
-        and query.size(2) <= 256
-        and query.size(2) == value.size(2)
+    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return _by_length(query, key, value, cu_seqlens, causal, dropout_p, scale)
+    times = query.size(1) // key.size(1)
+    if times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    cu_seqlens, longest = cu_seqlens.to(torch.int32), int(max_seqlen)
+    if not _kernels_are_known():
+        return _jagged(query, key, value, cu_seqlens, longest, causal, dropout_p, scale)
+    flash = (
+        query.dtype != torch.float32
+        and query.size(2) == value.size(2) <= _LARGEST_HEAD
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    ):
-        return kernel(query, key, value, cu_seqlens, int(max_seqlen), causal, scale, grouped)
-    return _jagged(query, key, value, cu_seqlens, int(max_seqlen), causal, dropout_p, scale)
+    )
+    return _by_kernel(query, key, value, cu_seqlens, longest, causal, dropout_p, scale, flash=flash)
+
+
+# Of flash attention.
+_LARGEST_HEAD = 256
+# What both kernels take without padding.
+_MULTIPLE = 8
+
+
+def _by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    causal: bool,
+    dropout_p: float,
+    scale: float | None,
+    *,
+    flash: bool,
+) -> Tensor:
+    """Attend by the kernel that torch's own attention ends in, which knows where sequences begin.
+
+    Jagged tensors lead to the same kernels, after thousands of calls in Python; torch.nn.attention.varlen leads to one
+    of them, and has no dropout.
+    """
+    wide = value.size(2)
+    if scale is None:
+        scale = query.size(2) ** -0.5
+    if query.size(2) % _MULTIPLE or wide % _MULTIPLE:
+        query, key, value = (
+            functional.pad(each, (0, -each.size(2) % _MULTIPLE)) for each in (query, key, value)
+        )
+    places = cu_seqlens, cu_seqlens, longest, longest
+    if flash:
+        found = torch.ops.aten._flash_attention_forward(
+            query, key, value, *places, dropout_p, causal, False, scale=scale
+        )
+        attended: Tensor = found[0]
+    else:
+        found = torch.ops.aten._efficient_attention_forward(
+            query[None], key[None], value[None], None, *places, dropout_p, int(causal), True, scale=scale
+        )
+        attended = found[0][0]
+    return attended[..., :wide]
+
+
+@functools.cache
+def _kernels_are_known() -> bool:
+    """Say whether this torch has both kernels with the arguments they had when this was written."""
+    if torch.version.hip is not None:
+        return False
+    return all(
+        [argument.name for argument in operation.default._schema.arguments][: len(names)] == names
+        for operation, names in (
+            (torch.ops.aten._flash_attention_forward, _OF_FLASH),
+            (torch.ops.aten._efficient_attention_forward, _OF_EFFICIENT),
+        )
+    )
+
+
+_OF_FLASH = ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+_OF_EFFICIENT = [
+    "query", "key", "value", "bias", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p",
+    "custom_mask_type", "compute_log_sumexp",
+]  # fmt: skip
 
 
 def _jagged(
@@ -221,9 +280,6 @@ def _jagged(
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
-    times = query.size(1) // key.size(1)
-    if times > 1:
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     # With both bounds given, torch need not look for them on the device, which would make the host wait.
     q, k, v = (
         torch.nested.nested_tensor_from_jagged(
@@ -236,42 +292,3 @@ def _jagged(
     )
     values: Tensor = attended.transpose(1, 2).values()
     return values
-
-
-@functools.cache
-def _varlen_kernel() -> Kernel | None:
-    """Return torch's variable-length flash attention (torch 2.10 and newer), or None."""
-    try:
-        attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except (ImportError, AttributeError):
-        return None
-    options = inspect.signature(attend).parameters
-
-    def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        causal: bool,
-        scale: float | None,
-        grouped: bool,
-    ) -> Tensor:
-        chosen: dict[str, Any] = {}
-        if causal:
-            chosen |= {"window_size": (-1, 0)} if "window_size" in options else {"is_causal": True}
-        if grouped:
-            if "enable_gqa" in options:
-                chosen["enable_gqa"] = True
-            else:
-                times = query.size(1) // key.size(1)
-                key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-        if scale is not None:
-            if "scale" in options:
-                chosen["scale"] = scale
-            else:
-                query = query * (scale * query.size(2) ** 0.5)
-        attended: Tensor = attend(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **chosen)
-        return attended
-
-    return kernel
