@@ -103,6 +103,26 @@ def test_sixteen_bits_bring_a_scaler(written: Any) -> None:
     assert run.unscale is not None
 
 
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_before_a_fork_nothing_is_asked_of_a_gpu(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def capability(*_: Any) -> tuple[int, int]:
+        asked.append(1)
+        return (7, 0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Old")
+    run = runtime(accelerator="gpu", devices=2, strategy="ddp_notebook", precision=precision)
+    assert not asked
+    # It is in the processes of the run.
+    with pytest.raises(ValueError, match="bfloat16"):
+        run._check_and_call(lambda: None)
+    with pytest.raises(ValueError, match="bfloat16"):
+        runtime(accelerator="gpu", devices=2, strategy="ddp", precision=precision)
+
+
 def test_plugins_take_their_places() -> None:
     io, cluster, precision = TorchCheckpointIO(), LightningEnvironment(), HalfPrecision("bf16-true")
     run = runtime(accelerator="cpu", plugins=[io, cluster, precision])

@@ -135,6 +135,25 @@ def test_nothing_touches_the_gpu_before_it_is_used() -> None:
     assert result.stdout.split() == ["False", "False"]
 
 
+def test_the_state_of_the_gpu_that_was_used_goes_to_the_one_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = [torch.full((4,), index, dtype=torch.uint8) for index in range(3)]
+    restored: dict[int, int] = {}
+
+    def restore(state: torch.Tensor, device: int) -> None:
+        restored[device] = int(state[0])
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: drawn)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    state = collect_rng_state()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restore)
+    restore_rng_state(state)
+    assert restored == {0: 2, 1: 1}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_state_has_the_gpu() -> None:

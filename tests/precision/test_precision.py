@@ -165,6 +165,20 @@ def test_the_scaler_scales_unscales_and_steps_as_in_a_plain_loop() -> None:
     assert torch.equal(plain.weight, scaled.module.weight)
 
 
+def test_a_scaled_step_without_gradients_is_none() -> None:
+    scaled = Scaled()
+    assert scaled.run.unscale is not None
+    before = scaled.module.weight.clone()
+    for batch in (None, torch.ones(2, 4), None):
+        scaled.run.make_zero_grad(scaled.optimizer)()
+        if batch is not None:
+            scaled.run.backward(scaled.module(batch).sum())
+        scaled.run.unscale(scaled.optimizer)
+        scaled.step()
+        assert torch.equal(before, scaled.module.weight) == (batch is None)
+        before = scaled.module.weight.clone()
+
+
 def test_a_step_with_infinite_gradients_is_left_out_and_the_scale_halved() -> None:
     scaled = Scaled()
     before = scaled.module.weight.clone()

@@ -210,6 +210,16 @@ def test_peaks_by_type(device_name: Any) -> None:
         torch.set_float32_matmul_precision(before)  # type: ignore[arg-type]
 
 
+def test_peaks_where_only_the_newer_setting_of_torch_was_used(device_name: Any) -> None:
+    device = device_name("NVIDIA A100-SXM4-80GB")
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert get_available_flops(device, torch.float32) == 156_000_000_000_000
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 def test_what_is_not_known_is_said(device_name: Any) -> None:
     with pytest.warns(UserWarning, match="'Quantum 1' is not known.*available_flops"):
         assert get_available_flops(device_name("Quantum 1"), torch.float32) is None
@@ -241,6 +251,21 @@ def test_the_type_of_a_precision(precision: str, dtype: torch.dtype) -> None:
         owner="Trainer",
     )
     assert compute_dtype(made.precision) is dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("fp8", torch.bfloat16),
+        ("transformer-engine", torch.bfloat16),
+        ("transformer-engine-float16", torch.float16),
+    ],
+)
+def test_products_of_8_bit_floats_are_compared_with_those_of_16(name: str, dtype: torch.dtype) -> None:
+    class Named:
+        precision = name
+
+    assert compute_dtype(Named()) is dtype
 
 
 def test_the_monitor_of_fabric_logs() -> None:

@@ -1,0 +1,103 @@
+"""What only a CUDA device can show of a whole run: exact resume, NCCL, memory that runs out, where things end up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hasten as L
+from tests.models import Classifier, loader, quiet, same_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def on_gpu(**arguments: Any) -> L.Trainer:
+    return quiet(**{"accelerator": "gpu", **arguments})
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, precision: Any) -> None:
+    path = str(tmp_path / "a.ckpt")
+
+    def trained(seed: int = 0, ckpt: str | None = None, save: bool = False, **more: Any) -> nn.Module:
+        torch.manual_seed(seed)
+        module = Classifier(dropout=0.5)
+        torch.manual_seed(seed)
+        trainer = on_gpu(max_epochs=2, precision=precision, **more)
+        trainer.fit(module, loader(shuffle=True), ckpt_path=ckpt)
+        if save:
+            trainer.save_checkpoint(path)
+        return module
+
+    whole = trained()
+    trained(save=True, max_steps=13)
+    assert same_weights(whole, trained(seed=1, ckpt=path))
+
+
+def test_module_optimizer_and_predictions_end_up_on_the_cpu() -> None:
+    trainer, module = on_gpu(), Classifier()
+    trainer.fit(module, loader(), loader())
+    assert {tensor.device.type for tensor in module.state_dict().values()} == {"cpu"}
+    state = trainer.optimizers[0].state
+    assert {value.device.type for kept in state.values() for value in kept.values()} == {"cpu"}
+    module(torch.ones(1, 8))
+    predicted = trainer.predict(module, loader())
+    assert predicted is not None
+    assert {one.device.type for one in predicted} == {"cpu"}
+    # And where they were left, the next run goes on.
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader())
+
+
+def test_one_process_speaks_nccl() -> None:
+    seen = []
+
+    class Asks(Classifier):
+        def on_train_start(self) -> None:
+            seen.append(torch.distributed.get_backend())
+
+    on_gpu(devices=1, strategy="ddp").fit(Asks(), loader())
+    assert seen == ["nccl"]
+
+
+def test_where_memory_really_runs_out_batches_are_split() -> None:
+    class Wide(Classifier):
+        def loss(self, batch: Any) -> Tensor:
+            wide = self.layers(batch[0])[:, :1] * torch.ones(2**24, device=batch[0].device)
+            return super().loss(batch) + 0 * wide.square().mean()
+
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(3e9 / torch.cuda.mem_get_info()[1])
+    try:
+        trainer = on_gpu(micro_batch="auto")
+        trainer.fit(Wide(), loader(samples=64, batch_size=64))
+        assert trainer.global_step == 1
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("skipped", [[0], [0, 1], [3], list(range(10))])
+def test_batches_without_a_loss_are_left_out_under_a_scaler(skipped: list[int]) -> None:
+    class Skips(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in skipped else self.loss(batch)
+
+    on_gpu(precision="16-mixed", gradient_clip_val=1.0).fit(Skips(), loader())
+
+
+def test_a_value_logged_from_the_cpu_first_and_from_the_device_then() -> None:
+    class Logs(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("mixed", torch.tensor(1.0, device="cpu" if batch_idx < 2 else self.device), on_epoch=True)
+            return self.loss(batch)
+
+    trainer = on_gpu()
+    trainer.fit(Logs(), loader())
+    assert trainer.callback_metrics["mixed"] == 1.0
