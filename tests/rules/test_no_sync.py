@@ -198,7 +198,17 @@ def test_the_counters_see_a_read(tmp_path: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_never_synchronises_between_two_logging_intervals(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
+        {"precision": "16-mixed", "fused_optimizer": True},
+        {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2},
+    ],
+)
+def test_cuda_never_synchronises_between_two_logging_intervals(tmp_path: Any, arguments: dict[str, Any]) -> None:
     class Watched(Logs):
         watched = 0
 
@@ -221,6 +231,7 @@ def test_cuda_never_synchronises_between_two_logging_intervals(tmp_path: Any) ->
         limit_train_batches=STEPS - 1,  # Ends on a watched step; the epoch's values are read in its end hook.
         enable_checkpointing=False,
         enable_model_summary=False,
+        **arguments,
     )
     module = Watched(seconds=0.02)
     try:
