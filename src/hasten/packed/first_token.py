@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hasten._lib.errors import MisconfigurationException
 from hasten.packed.layout import Layout
@@ -25,20 +26,16 @@ class FirstToken:
 
     def __init__(self, asked: str) -> None:
         self._asked = asked
-        # All tokens and the first ones, of this forward and until its backward: blocks may be computed again there.
-        self._row: Tensor | None = None
-        self._firsts: Tensor | None = None
         self._layers: tuple[nn.Module, nn.Module] | None = None
+        # Whether a gradient came for other tokens, on a device that is not asked before it has to wait anyway.
+        self._wrong: Tensor | None = None
 
-    def begin(self, hidden: Tensor, layout: Layout) -> Tensor:
-        """Return what the last block is given instead of all tokens; the same where all are wanted."""
+    def begin(self, row: Tensor, layout: Layout) -> Tensor | None:
+        """Return what the last block is given instead of all tokens; None where all are wanted."""
         if layout.first_only is None:
-            # Decided once a forward: activation checkpointing comes here again, in another mode of autograd.
-            layout.first_only = torch.is_grad_enabled() and hidden.requires_grad
-        if not layout.first_only:
-            return hidden
-        self._row, self._firsts = hidden, hidden.index_select(1, layout.firsts)
-        return self._firsts
+            # Decided once a forward: activation checkpointing may come here again, in another mode of autograd.
+            layout.first_only = torch.is_grad_enabled() and row.requires_grad
+        return row.index_select(1, layout.firsts) if layout.first_only else None
 
     def end(self, output: Tensor, layout: Layout) -> Tensor:
         """Return the padded batch: not a number but for the first tokens, so that nothing reads others unnoticed."""
@@ -52,17 +49,30 @@ class FirstToken:
 
             def check(gradient: Tensor) -> None:
                 others = gradient.flatten(0, 1).index_fill(0, layout.first_places, 0.0)
-                if not bool((others == 0).all()):
-                    raise MisconfigurationException(
-                        f"{self._asked}: the loss depends on more of the last block than the first token of each "
-                        f"sequence. {_HELP}"
-                    )
+                wrong = (others != 0).any()
+                self._wrong = wrong if self._wrong is None else self._wrong | wrong
+                if not gradient.is_cuda:
+                    self.confirm()
 
             batch.register_hook(check)
         return batch
 
-    def all_tokens(self) -> Tensor:
-        """Return what the last block would be given, shape ``(1, real tokens, features)``.
+    def confirm(self) -> None:
+        """Look whether gradients came for first tokens alone. On CUDA the host waits for the answer.
+
+        Raises:
+            MisconfigurationException: the loss of a backward since the last look depends on other tokens.
+
+        """
+        wrong, self._wrong = self._wrong, None
+        if wrong is not None and bool(wrong):
+            raise MisconfigurationException(
+                f"{self._asked}: the loss depends on more of the last block than the first token of each sequence, or "
+                f"a layer after it computes with all of them. {_HELP}"
+            )
+
+    def checked(self, row: Tensor) -> Tensor:
+        """Return all tokens, ``(1, real tokens, features)``, where a block may compute with them.
 
         Raises:
             MisconfigurationException: this is the first pass of a checkpoint of the reentrant kind, which gives no
@@ -74,14 +84,17 @@ class FirstToken:
                 f"{self._asked}: its blocks are checkpointed in the reentrant way, which gives the tokens left out no "
                 "gradients. Checkpoint with use_reentrant=False, or use packed=True."
             )
-        assert self._row is not None
-        return self._row
+        return row
 
-    def keys_and_values(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(
+        self, module: nn.Module, row: Tensor, layout: Layout, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return keys and values of all tokens by those of the first ones.
 
         Args:
             module: whose layers make them.
+            row: all tokens, shape ``(1, real tokens, features)``.
+            layout: which of them are the first ones.
             key: of the first tokens, shape ``(samples, heads, features)``.
             value: likewise.
 
@@ -89,27 +102,28 @@ class FirstToken:
             MisconfigurationException: they are not what one layer makes of the block's input.
 
         """
-        row = self.all_tokens()
         if self._layers is None:
-            self._layers = self._maker(module, key), self._maker(module, value)
+            # Apart from what is recorded: selective checkpointing counts the products of a forward, and the second
+            # one has no need to look again.
+            with torch.no_grad(), _disable_current_modes():
+                firsts = row.index_select(1, layout.firsts)
+                self._layers = self._maker(module, firsts, key), self._maker(module, firsts, value)
         of_key, of_value = self._layers
         return (
             of_key(row)[0].unflatten(-1, (-1, key.shape[-1])),
             of_value(row)[0].unflatten(-1, (-1, value.shape[-1])),
         )
 
-    def _maker(self, module: nn.Module, product: Tensor) -> nn.Module:
+    def _maker(self, module: nn.Module, firsts: Tensor, product: Tensor) -> nn.Module:
         """Return the layer that made the keys or values: of the same input it makes the same again."""
-        assert self._firsts is not None
         found = []
-        with torch.no_grad():
-            for layer in module.children():
-                weight = getattr(layer, "weight", None)
-                # A matrix between features of the block and of all heads, whichever way round.
-                if isinstance(weight, Tensor) and weight.dim() == 2 and self._firsts.shape[-1] in weight.shape:
-                    made = layer(self._firsts)[0]
-                    if made.numel() == product.numel() and torch.equal(made, product.flatten(1)):
-                        found.append(layer)
+        for layer in module.children():
+            weight = getattr(layer, "weight", None)
+            # A matrix between features of the block and of all heads, whichever way round.
+            if isinstance(weight, Tensor) and weight.dim() == 2 and firsts.shape[-1] in weight.shape:
+                made = layer(firsts)[0]
+                if made.numel() == product.numel() and torch.equal(made, product.flatten(1)):
+                    found.append(layer)
         if len(found) == 1:
             return found[0]
         raise MisconfigurationException(

@@ -60,7 +60,10 @@ class Layout:
     @cached_property
     def firsts(self) -> Tensor:
         """Where in the row the first token of each sample is; anywhere, for a sample without any."""
-        return self.bounds[:-1].clamp(max=max(int(self.bounds[-1]) - 1, 0)).long()
+        # How many there are the host knows: it has waited for their places already.
+        samples, width = self.shape
+        tokens = samples * width if self.places is None else self.places.numel()
+        return self.bounds[:-1].clamp(max=max(tokens - 1, 0)).long()
 
     @cached_property
     def first_places(self) -> Tensor:
