@@ -51,7 +51,7 @@ class FirstToken:
                 others = gradient.flatten(0, 1).index_fill(0, layout.first_places, 0.0)
                 wrong = (others != 0).any()
                 self._wrong = wrong if self._wrong is None else self._wrong | wrong
-                if not gradient.is_cuda:
+                if not _asking_waits(gradient):
                     self.confirm()
 
             batch.register_hook(check)
@@ -130,6 +130,11 @@ class FirstToken:
             f"{self._asked}: the keys and values of its last block are more than one product of what the block is "
             f"given, so they cannot be computed apart from the rest. {_HELP}"
         )
+
+
+def _asking_waits(tensor: Tensor) -> bool:
+    """Say whether the host waits for all that is queued when it reads a number of this tensor."""
+    return tensor.device.type != "cpu"
 
 
 def attend_first(

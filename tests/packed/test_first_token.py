@@ -1,0 +1,139 @@
+"""Trainer(packed="first_token"): norms after the last block, selective checkpointing, devices that are not asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hasten._lib.errors import MisconfigurationException
+from hasten.memory import recomputed
+from hasten.packed import first_token
+from hasten.packed.blocks import packed_blocks
+from hasten.packed.layout import Layout
+from hasten.packed.of_torch import _Begin
+from hasten.packed.stack import Stack
+from tests.models import quiet
+from tests.packed.test_blocks import WIDTH, FirstReader, batch_of, loader, logits_and_gradients, model_of
+
+
+class Normed(FirstReader):
+    """Reads the first token behind a norm of the encoder's own."""
+
+    def __init__(self, norm: nn.Module, **options: Any) -> None:
+        super().__init__(**options)
+        self.reader.encoder.norm = norm
+
+
+@pytest.mark.parametrize("packed", [True, "first_token"])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, lambda width: nn.Sequential(nn.LayerNorm(width))])
+def test_a_norm_of_the_encoder_is_trained_as_if_padded(norm: Any, norm_first: bool, packed: Any) -> None:
+    if packed == "first_token" and isinstance(norm(16), nn.Sequential):
+        return  # See below.
+    trained = []
+    for each in (False, packed):
+        module = Normed(norm(16), norm_first=norm_first)
+        quiet(max_epochs=2, packed=each).fit(module, loader())
+        trained.append(module)
+    assert trained[1].losses == pytest.approx(trained[0].losses, abs=1e-5)
+    for one, other in zip(trained[1].parameters(), trained[0].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_after_the_encoder_that_computes_with_all_tokens_is_named_in_the_refusal() -> None:
+    module = Normed(nn.Sequential(nn.LayerNorm(16)))
+    with pytest.raises(MisconfigurationException, match="or a layer after it computes with all of them"):
+        quiet(packed="first_token").fit(module, loader())
+
+
+def test_padded_places_are_zero_behind_the_norm_too() -> None:
+    encoder = FirstReader().reader.encoder.train()
+    encoder.norm = nn.LayerNorm(16)
+    nn.init.ones_(encoder.norm.bias)
+    real = batch_of([7, 3])["attention_mask"].bool()
+    words = torch.randn(2, WIDTH, 16)
+    exact = encoder(words, src_key_padding_mask=~real)
+    with packed_blocks(encoder):
+        packed = encoder(words, src_key_padding_mask=~real)
+    torch.testing.assert_close(packed, exact * real[..., None], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "electra"])
+def test_selective_checkpointing_of_first_tokens_gives_the_same_gradients(name: str) -> None:
+    model, batch = model_of(name), batch_of([7, 3, WIDTH, 1])
+    exact, gradients = logits_and_gradients(model, batch)
+    with packed_blocks(model, first_token=True), recomputed(model, "selective"):
+        for _ in range(2):
+            logits, again = logits_and_gradients(model, batch)
+            torch.testing.assert_close(logits, exact)
+            for one, other in zip(again, gradients, strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_where_asking_waits_a_wrong_loss_is_told_at_the_next_forward_or_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(first_token, "_asking_waits", lambda _: True)
+    model, batch = model_of("bert").bert, batch_of([7, 3, WIDTH, 1])
+
+    def backward(place: int) -> None:
+        model(**batch).last_hidden_state[:, place].sum().backward()
+
+    with packed_blocks(model, first_token=True):
+        backward(0)
+        backward(1)
+        with pytest.raises(MisconfigurationException, match="more of the last block than the first token"):
+            backward(0)
+        backward(0)
+
+    def run() -> None:
+        with packed_blocks(model, first_token=True):
+            backward(0)
+            backward(1)
+
+    with pytest.raises(MisconfigurationException, match="more of the last block than the first token"):
+        run()
+
+
+def test_where_first_tokens_are_is_not_read_from_the_device() -> None:
+    class Unread(Tensor):
+        """As on a GPU, where each of these waits."""
+
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert function not in (Tensor.item, Tensor.__int__, Tensor.__bool__, Tensor.tolist)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    mask = batch_of([7, 0, 3, 0])["attention_mask"]
+    for given in (mask, None):
+        layout = Layout((4, WIDTH), given, mask.device)
+        layout.bounds = layout.bounds.as_subclass(Unread)
+        assert layout.firsts.as_subclass(Tensor).tolist() == (
+            [0, 7, 7, 9] if given is not None else [0, 12, 24, 36]
+        )
+
+
+def test_a_mask_is_looked_at_once_as_long_as_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Tensor] = []
+    monkeypatch.setattr(
+        "hasten.packed.of_torch._is_causal",
+        lambda mask: bool(looked.append(mask) or mask[0, 1] == -torch.inf),
+    )
+    encoder = FirstReader().reader.encoder.train()
+    begin = _Begin(encoder, Stack(list(encoder.layers), "packed=True"))
+    mask = nn.Transformer.generate_square_subsequent_mask(WIDTH)
+    words = torch.randn(2, WIDTH, 16)
+    for _ in range(3):
+        begin(encoder, (words, mask), {})
+    assert len(looked) == 1
+    begin(encoder, (words, mask.clone()), {})
+    begin(encoder, (words, mask), {})
+    assert len(looked) == 3
+    mask.zero_()
+    with pytest.raises(MisconfigurationException, match="a mask of its own"):
+        begin(encoder, (words, mask), {})
+    with pytest.raises(MisconfigurationException, match="a mask of its own"):
+        begin(encoder, (words[:, :5], nn.Transformer.generate_square_subsequent_mask(WIDTH)), {})
