@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from hasten._lib.rank_zero import warn_once
-from hasten.compile.graphs import begin_graphs, kept_outputs
+from hasten.compile.graphs import kept_outputs
 from hasten.compile.report import FROZEN, Watch, brief
 from hasten.compile.settings import CompileSettings
 
@@ -40,12 +40,12 @@ def batch_size(data: Any) -> int | None:
     return None
 
 
-def mark_dynamic(data: Any, dims: int) -> None:
-    """Tell the compiler that the first ``dims`` dimensions of each tensor may change from batch to batch."""
+def mark_dynamic(data: Any, dims: range) -> None:
+    """Tell the compiler that these dimensions of each tensor may change from batch to batch."""
     # Softly: where a model fixes a size, the compiler does too, without complaint.
     if isinstance(data, Tensor):
-        for dim in range(min(dims, data.dim())):
-            if data.shape[dim] > 1:
+        for dim in dims:
+            if dim < data.dim() and data.shape[dim] > 1:
                 torch._dynamo.maybe_mark_dynamic(data, dim)
     elif isinstance(data, dict) or hasattr(data, "values"):
         for item in data.values():
@@ -75,7 +75,7 @@ class Region:
         self.name = name
         self._settings = settings
         self._watch = watch
-        self._dims = dims
+        self._dims = settings.dynamic_dims(dims)
         self._phases: dict[tuple[bool, bool], tuple[Callable[..., Any], int | None]] = {}
         self.failed = False
 
@@ -90,16 +90,14 @@ class Region:
         if made is None:
             made = self._phases[phase] = (self._settings.compile(own_code(_call, self.name)), size)
         compiled, first_size = made
-        if size != first_size and (size == 1 or self._settings.one_shape):
-            # The compiler treats 1 unlike all other sizes, and a recorded graph has one size only: the odd batch
+        if size != first_size and (size == 1 or self._settings.one_size):
+            # The compiler treats 1 unlike all other sizes, and a recorded graph has one batch size only: the odd batch
             # at the end is not worth another graph, nor are its parts.
             with self._watch.pause():
                 return module._call_impl(*args, **kwargs)
-        if not self._settings.one_shape:
+        if self._dims:
             mark_dynamic((args, kwargs), self._dims)
         before = self._watch.graphs()
-        if self._settings.cuda_graphs:
-            begin_graphs()
         try:
             output = compiled(module, *args, **kwargs)
         except TorchDynamoException as error:

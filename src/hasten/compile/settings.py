@@ -53,9 +53,28 @@ class CompileSettings:
         return bool(inner.get("triton.cudagraphs", by_mode))
 
     @property
-    def one_shape(self) -> bool:
-        """Whether a graph is for one shape of its inputs only: recorded, or told so."""
+    def one_size(self) -> bool:
+        """Whether a graph is for one batch size only: recorded, or told so."""
         return self.cuda_graphs or self.options.get("dynamic") is False
+
+    def dynamic_dims(self, dims: int) -> range:
+        """Return the dimensions of a batch that the compiler is told may change from batch to batch.
+
+        Args:
+            dims: how many leading ones do in this run.
+
+        Example::
+
+            >>> CompileSettings().dynamic_dims(2)
+            range(0, 2)
+            >>> CompileSettings(options={"mode": "reduce-overhead"}).dynamic_dims(2)
+            range(1, 2)
+
+        """
+        if self.options.get("dynamic") is False:
+            return range(0)
+        # Few widths are compiled once and recorded once each; an odd batch at the end is not worth a recording.
+        return range(1 if self.cuda_graphs else 0, dims)
 
     @property
     def recipe(self) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from hasten._lib.rank_zero import warn_once
-from hasten.compile.graphs import begin_graphs, kept_outputs
+from hasten.compile.graphs import kept_outputs
 from hasten.compile.regions import batch_size, mark_dynamic, must_stay_python, own_code, tell_recompiles
 from hasten.compile.report import Watch, brief
 from hasten.compile.settings import CompileSettings
@@ -62,7 +62,7 @@ class Step:
         self._function = function
         self._settings = settings
         self._watch = watch
-        self._dims = dims
+        self._dims = settings.dynamic_dims(dims)
         self._loggers = _loggers_of(module)
         self._parts = [part for part in module.modules() if hasattr(part, "config")]
         # One for each number of arguments: the loader's index comes where there are several loaders.
@@ -87,15 +87,13 @@ class Step:
             settle_lazily(self._parts, args[0])
             code = own_code(_calling(self._function), self.name)
             traced = self._traced[len(args)] = _Traced(settings.compile(code, whole=True), size)
-        elif size != traced.size and (size == 1 or settings.one_shape):
+        elif size != traced.size and (size == 1 or settings.one_size):
             # See Region: the odd batch at the end is not worth another graph.
             with watch.pause():
                 return self._function(*args)
-        if not settings.one_shape:
+        if self._dims:
             mark_dynamic(args[0], self._dims)
         before = watch.graphs()
-        if settings.cuda_graphs:
-            begin_graphs()
         failure: Exception | None = None
         _logged.clear()
         with _collecting(self._loggers):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hasten.compile.given import users_settings
+from hasten.compile.graphs import RecordedSteps, marked_by_us
 from hasten.compile.settings import CompileSettings, check_possible
 from hasten.loops.run import Run
 
@@ -18,8 +19,15 @@ def check_compile(run: Run) -> None:
 
     """
     settings = _settings(run)
-    if settings is not None:
-        check_possible("Trainer", settings, run.runtime.device)
+    if settings is None:
+        return
+    if settings.cuda_graphs and run.arguments.speed.packed:
+        raise ValueError(
+            f"Trainer(compile={dict(settings.options)}, packed={run.arguments.speed.packed!r}): a CUDA graph is "
+            "recorded for one number of tokens, and packed batches have another each time. Use compile=True with "
+            "packed, or batching='length' in place of packed: its few widths are recorded once each."
+        )
+    check_possible("Trainer", settings, run.runtime.device)
 
 
 def compile_module(run: Run) -> None:
@@ -37,12 +45,21 @@ def compile_module(run: Run) -> None:
     model = compiled_model(
         run.module, settings, runtime.device, dims=dims, variant=str(changes), packed=bool(speed.packed)
     )
+    if settings.cuda_graphs:
+        run.undo.enter_context(marked_by_us())
     run.compiled = run.undo.enter_context(model.on(writes=runtime.is_global_zero))
 
 
 def compiled_step(run: Run, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``step`` compiled where the run compiles steps; else ``step`` itself, which costs nothing."""
     return step if run.compiled is None else run.compiled.step(name, step, run.module)
+
+
+def recorded_steps(run: Run) -> RecordedSteps | None:
+    """Return what marks where a step begins; None in a run without CUDA graphs."""
+    if run.compiled is None or not run.compiled.settings.cuda_graphs:
+        return None
+    return RecordedSteps(run.module.parameters())
 
 
 def _settings(run: Run) -> CompileSettings | None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hasten.hooks import STEPS, nothing, overrides
-from hasten.loops.compiled import compiled_step
+from hasten.loops.compiled import compiled_step, recorded_steps
 from hasten.loops.explain import add_place, takes
 from hasten.loops.run import Run, Stopped
 from hasten.loops.signatures import check_takes_loader
@@ -122,6 +122,7 @@ def _evaluate_loader(run: Run, source: Source, loader_idx: int | None) -> None:
     if loader_idx is not None:
         context.enter_loader(loader_idx)
     several_processes = run.runtime.world_size > 1
+    graphs = recorded_steps(run)
     for batch_idx, (batch, _) in enumerate(source.batches(loader_idx or 0)):
         if transfer is not None:
             batch = transfer(batch)
@@ -131,6 +132,8 @@ def _evaluate_loader(run: Run, source: Source, loader_idx: int | None) -> None:
             start(batch, batch_idx, *suffix)
         meters.context = context
         try:
+            if graphs is not None:
+                graphs.begin()
             output = step(batch, batch_idx)
         except Exception as error:
             add_place(error, step_name, run.module, batch, batch_idx)

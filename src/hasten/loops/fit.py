@@ -15,7 +15,7 @@ from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import random_state
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import micro, schedule
-from hasten.loops.compiled import compiled_step
+from hasten.loops.compiled import compiled_step, recorded_steps
 from hasten.loops.evaluate import evaluate, sanity_check
 from hasten.loops.explain import add_place, check_some_loss, loss_of, with_batch_idx_if_taken
 from hasten.loops.numbers import check_in_backward
@@ -262,10 +262,13 @@ def _manual_step(run: Run) -> Step:
     meters, context = run.meters, run.meters.context_of(STEPS["training_step"])
     training_step = _training_step(run)
     wants_outputs = _wants_outputs(run)
+    graphs = recorded_steps(run)
 
     def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
         meters.context = context
         try:
+            if graphs is not None:
+                graphs.begin()
             output = training_step(batch, batch_idx)
         except Exception as error:
             add_place(error, "training_step", run.module, batch, batch_idx)
@@ -302,15 +305,21 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
     backward = _backward(run)
     wants_outputs = _wants_outputs(run)
     weighs = run.accumulate_grad_batches > 1 or runtime.world_size > 1 or in_parts
+    graphs = recorded_steps(run)
 
     def forward_backward(
         batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
     ) -> Any:
         meters.context = context
         try:
+            if opens and graphs is not None:
+                # Before forward: a replay overwrites the last gradients.
+                hooks.on_before_zero_grad(optimizer)
+                zero_grad()
+                graphs.begin()
             output = training_step(batch, batch_idx)
             loss = output if type(output) is Tensor else loss_of(output, run)
-            if opens:
+            if opens and graphs is None:
                 hooks.on_before_zero_grad(optimizer)
                 zero_grad()
             if loss is None:
@@ -319,6 +328,9 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
                 loss = _weighed(run, output, loss, divisor, opens)
             hooks.on_before_backward(loss)
             backward(loss)
+            if graphs is not None and (in_parts or not (opens and closes)):
+                # More is added to them, in replays of the same graphs.
+                graphs.keep_gradients()
         except Exception as error:
             add_place(error, "training_step", module, batch, batch_idx)
             raise

@@ -6,7 +6,7 @@ from typing import Any
 
 from hasten._lib.tree import move_to
 from hasten.hooks import STEPS, nothing
-from hasten.loops.compiled import compiled_step
+from hasten.loops.compiled import compiled_step, recorded_steps
 from hasten.loops.evaluate import restore_modes, without_gradients
 from hasten.loops.explain import add_place, takes
 from hasten.loops.run import Run, Stopped
@@ -74,6 +74,7 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
     keeps_indices = hooks.on_predict_batch_end is not nothing or hooks.on_predict_epoch_end is not nothing
     if keeps_indices:
         run.predict.keep_indices(loader_idx)
+    graphs = recorded_steps(run)
     for batch_idx, (batch, _) in enumerate(run.predict.batches(loader_idx)):
         if keeps_indices:
             run.batch_indices = run.predict.batch_indices(loader_idx, batch_idx)
@@ -84,6 +85,8 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
         hooks.on_predict_batch_start(batch, batch_idx, *suffix)
         meters.context = context
         try:
+            if graphs is not None:
+                graphs.begin()
             output = step(batch, batch_idx)
         except Exception as error:
             add_place(error, "predict_step", run.module, batch, batch_idx)

@@ -1,0 +1,299 @@
+"""CUDA graphs: where a step begins, and gradients that outlive one. What needs no GPU is counted on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader
+
+import hasten as L
+from hasten.compile import graphs
+from hasten.compile.settings import CompileSettings
+from hasten.loops import compiled as loops_compiled
+from tests.compile.test_compile import TRACED, Deep, Net
+from tests.compile.test_with_others import fitted_bert
+from tests.models import loader, quiet, same_weights
+
+RECORDED = {"mode": "reduce-overhead"}
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have compiled runs taken for recorded ones; return what happened, in order."""
+    seen: list[str] = []
+    monkeypatch.setattr(CompileSettings, "cuda_graphs", property(lambda self: True))
+    monkeypatch.setattr(loops_compiled, "check_possible", lambda *_: None)
+    monkeypatch.setattr(graphs, "begin_graphs", lambda: seen.append("begin"))
+    return seen
+
+
+class Told(L.Callback):
+    """Says what happens, and which gradients there are when."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.copied: list[bool] = []
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.events.append("zero_grad")
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self.events.append("backward")
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.events.append("step")
+        gradients = [weight.grad for weight in module.parameters()]
+        self.copied.append(all(hasattr(gradient, "_hasten_copied") for gradient in gradients))
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.events.append("evaluated")
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        self.events.append("predicted")
+
+
+def trained(events: list[str], model: type[L.LightningModule] = Deep, **arguments: Any) -> tuple[Any, Told]:
+    L.seed_everything(1, verbose=False)
+    module = model()
+    told = Told(events)
+    trainer = quiet(**{"limit_train_batches": 6, "callbacks": [told], **arguments})
+    trainer.fit(module, loader(24))
+    return module, told
+
+
+@pytest.mark.parametrize("compile", [TRACED, {**TRACED, "regional": True}])
+@pytest.mark.parametrize(
+    ("lever", "step"),
+    [
+        ({}, ["zero_grad", "begin", "backward", "step"]),
+        (
+            {"accumulate_grad_batches": 3},
+            ["zero_grad", "begin", "backward", "backward", "backward", "step"],
+        ),
+        ({"micro_batch": 2}, ["zero_grad", "begin", "backward", "backward", "step"]),
+    ],
+)
+def test_a_step_begins_once_where_its_gradients_are_cleared(
+    events: list[str], compile: dict[str, Any], lever: dict[str, Any], step: list[str]
+) -> None:
+    plain, _ = trained([], **lever)
+    module, told = trained(events, compile=compile, **lever)
+    assert events == step * (6 // lever.get("accumulate_grad_batches", 1))
+    # What more is added to is a copy; what is used up before the next step need not be one.
+    assert set(told.copied) == {bool(lever)}
+    assert same_weights(module, plain)
+
+
+def test_gradients_that_are_never_cleared_are_copied_once(events: list[str]) -> None:
+    class Kept(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pointers: set[int] = set()
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            optimizer.zero_grad(set_to_none=False)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            gradient = next(self.parameters()).grad
+            assert gradient is not None
+            self.pointers.add(gradient.data_ptr())
+
+    plain, _ = trained([])
+    module, told = trained(events, Kept, compile=TRACED)
+    assert told.copied == [False] + [True] * 5
+    assert len(module.pointers) == 2
+    assert same_weights(module, plain)
+
+
+class Gan(L.LightningModule):
+    """Two optimizers, one of whose networks is called twice in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real = batch[0]
+        for_generator, for_critic = self.optimizers()
+        made = self.generator(real.flip(0))
+        loss = nn.functional.softplus(-self.critic(made)).mean()
+        for_generator.zero_grad()
+        self.manual_backward(loss)
+        for_generator.step()
+        loss = nn.functional.softplus(self.critic(made.detach())) + nn.functional.softplus(-self.critic(real))
+        for_critic.zero_grad()
+        self.manual_backward(loss.mean())
+        for_critic.step()
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.generator, self.critic)
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in parts]
+
+
+def test_a_manual_step_begins_once_whatever_it_calls(events: list[str]) -> None:
+    plain, _ = trained([], Gan)
+    module, _ = trained(events, Gan, compile=TRACED)
+    assert [event for event in events if event != "backward"] == ["begin", "step", "step"] * 6
+    assert events[0] == "begin"
+    assert same_weights(module, plain)
+
+
+def test_each_batch_of_an_evaluation_and_of_a_prediction_is_a_step(events: list[str]) -> None:
+    trainer = quiet(compile=TRACED, callbacks=[Told(events)])
+    trainer.validate(Net(), loader(12), verbose=False)
+    assert events == ["begin", "evaluated"] * 3
+    events.clear()
+    trainer.predict(Net(), loader(12))
+    assert events == ["begin", "predicted"] * 3
+
+
+def test_fabric_and_plain_runs_leave_it_to_torch(events: list[str]) -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    net = Deep().net
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for x, _ in loader(12):
+        optimizer.zero_grad()
+        fabric.backward((model(x) + model(x)).sum())
+        optimizer.step()
+    trained([])
+    assert events == []
+
+
+def test_compiled_fabric_leaves_it_to_torch(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from hasten.fabric import compiled
+
+    monkeypatch.setattr(compiled, "check_possible", lambda *_: None)
+    fabric = L.Fabric(accelerator="cpu", devices=1, compile=TRACED)
+    model = fabric.setup(Deep().net)
+    for x, _ in loader(12):
+        fabric.backward((model(x) + model(x)).sum())
+    assert events == []
+
+
+def test_after_the_run_torch_finds_steps_by_itself_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.cudagraph_trees import MarkStepBox
+
+    monkeypatch.setattr(CompileSettings, "cuda_graphs", property(lambda self: True))
+    monkeypatch.setattr(loops_compiled, "check_possible", lambda *_: None)
+    assert MarkStepBox.mark_step_counter == 0
+    within: list[int] = []
+
+    class Counted(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            within.append(MarkStepBox.mark_step_counter)
+
+    trained([], compile=TRACED, callbacks=[Counted()])
+    assert within == [-1, -2, -3, -4, -5, -6]
+    assert MarkStepBox.mark_step_counter == 0
+
+
+def test_packed_batches_are_not_recorded() -> None:
+    class Untouched(Net):
+        def setup(self, stage: str) -> None:
+            raise AssertionError("too late")
+
+    with pytest.raises(ValueError, match=r"packed=True.*Use compile=True with packed, or batching='length'"):
+        quiet(compile=RECORDED, packed=True).fit(Untouched(), loader())
+
+
+@pytest.mark.parametrize(
+    ("options", "dims"), [({}, [0, 1]), (RECORDED, [1]), ({**RECORDED, "dynamic": False}, [])]
+)
+def test_what_may_change_from_batch_to_batch(options: dict[str, Any], dims: list[int]) -> None:
+    assert list(CompileSettings(options=options).dynamic_dims(2)) == dims
+
+
+def test_only_the_batch_size_of_a_recorded_graph_is_fixed(events: list[str]) -> None:
+    _, trainer = fitted_bert(compile=TRACED, batching="length")
+    report = trainer.compile_report
+    assert report is not None
+    # One graph a phase, though widths are several.
+    assert (report.graphs, report.recompiles) == (2, ())
+
+
+# -- on a GPU
+
+
+def on_gpu(model: type[L.LightningModule], **arguments: Any) -> Any:
+    L.seed_everything(1, verbose=False)
+    module = model()
+    trainer = quiet(**{"accelerator": "gpu", "max_epochs": 3, **arguments})
+    trainer.fit(module, DataLoader(loader(50).dataset, 4), loader(18))
+    return module.cpu()
+
+
+def assert_alike(one: nn.Module, other: nn.Module) -> None:
+    for name, value in one.state_dict().items():
+        assert torch.isfinite(value).all(), name
+        torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-2, atol=1e-3, msg=name)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "lever",
+    [
+        {"accumulate_grad_batches": 3},
+        {"micro_batch": 2},
+        {"micro_batch": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
+        {"val_check_interval": 2, "accumulate_grad_batches": 3},
+        {},
+    ],
+)
+@pytest.mark.parametrize("regional", [False, True])
+def test_recorded_steps_train_to_the_weights_of_plain_ones(lever: dict[str, Any], regional: bool) -> None:
+    plain = on_gpu(Deep, **lever)
+    recorded = on_gpu(Deep, compile={**RECORDED, "regional": regional}, **lever)
+    assert_alike(recorded, plain)
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_recorded_gan_trains_to_the_weights_of_a_plain_one() -> None:
+    plain = on_gpu(Gan)
+    assert_alike(on_gpu(Gan, compile=RECORDED), plain)
+
+
+@gpu
+@pytest.mark.gpu
+def test_few_widths_are_recorded_once_each_and_nobody_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    arguments = {"accelerator": "gpu", "batching": "length", "max_epochs": 4}
+    module, trainer = fitted_bert(compile=RECORDED, **arguments)
+    report = trainer.compile_report
+    assert report is not None
+    assert (report.graphs, report.recompiles) == (2, ())
+    assert "distinct sizes" not in caplog.text
+    for weight in module.state_dict().values():
+        assert torch.isfinite(weight).all()
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_loop_of_the_users_after_a_recorded_run_is_recorded_once() -> None:
+    on_gpu(Deep, compile=RECORDED)
+    network = Deep().net.cuda()
+    call = torch.compile(network, mode="reduce-overhead")
+    batch: Tensor = torch.randn(4, 8, device="cuda")
+    for _ in range(6):
+        loss = call(batch).square().mean()
+        network.zero_grad()
+        loss.backward()
+    assert all(weight.grad is not None for weight in network.parameters())
