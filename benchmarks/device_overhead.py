@@ -85,8 +85,12 @@ def by_hand(compiled: str | None = None) -> Callable[[Stamped], None]:
         if compiled is not None:
             network = torch.compile(network, mode=compiled)
         for x, y in batches:
-            loss = F.cross_entropy(network(x), y)
             optimizer.zero_grad()
+            if compiled is not None:
+                # Once anything in a process has marked a step, torch waits for marks; gradients are cleared before,
+                # as they lie in the memory of the graphs.
+                torch.compiler.cudagraph_mark_step_begin()
+            loss = F.cross_entropy(network(x), y)
             loss.backward()
             optimizer.step()
 
