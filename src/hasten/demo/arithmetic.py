@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from hasten.demo.task import Switches, Task
-from hasten.speed.look import peak_flops
+from hasten.speed.look import flop_counter, peaks_of
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,8 @@ class Arithmetic:
 
     Args:
         useful_flops: floating point operations of the whole training, forward and backward, of real tokens only.
-        peaks: operations a second that a large matrix product reaches on this device, by the type of its numbers.
+        peaks: operations a second that a large matrix product reaches on this device, by the type of its numbers:
+            float32, bfloat16 and, on a GPU, tf32.
 
     Source: Chowdhery et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311
 
@@ -39,7 +39,12 @@ class Arithmetic:
             0.5
 
         """
-        peak = self.peaks.get("bfloat16" if switches.precision.startswith("bf16") else "float32")
+        if switches.precision.startswith("bf16"):
+            peak = self.peaks.get("bfloat16")
+        elif switches.tf32:
+            peak = self.peaks.get("tf32")
+        else:
+            peak = self.peaks.get("float32")
         return None if peak is None else self.useful_flops / seconds / peak
 
 
@@ -50,11 +55,8 @@ def measure(task: Task) -> Arithmetic:
         task: which.
 
     """
-    peaks = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    found = {name: peak_flops(task.device, dtype) for name, dtype in peaks.items()}
-    return Arithmetic(
-        task.epochs * _useful_flops(task), {name: peak for name, peak in found.items() if peak is not None}
-    )
+    peaks = {name: peak for name, peak in peaks_of(task.device).items() if peak is not None}
+    return Arithmetic(task.epochs * _useful_flops(task), peaks)
 
 
 def _useful_flops(task: Task) -> float:
@@ -74,7 +76,7 @@ def _useful_flops(task: Task) -> float:
 
 def _counted(task: Task, sample: int) -> int:
     model = task.model(Switches()).train()
-    counter = FlopCounterMode(display=False)
+    counter = flop_counter()
     with torch.random.fork_rng(devices=[]), counter:
         task.loss(model, task.alone(sample)).backward()
     return int(counter.get_total_flops())

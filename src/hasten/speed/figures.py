@@ -48,9 +48,22 @@ def _mfu(
         (lever.arguments["precision"] for lever in variant.levers if "precision" in lever.arguments),
         given.get("precision", ""),
     )
-    products = [lever.arguments.get("matmul_precision") for lever in variant.levers]
-    low = "bf16" in precision or "medium" in products
-    peak = (facts.get("peak_flops") or {}).get("bfloat16" if low else "float32")
+    products = next(
+        (
+            lever.arguments["matmul_precision"]
+            for lever in variant.levers
+            if "matmul_precision" in lever.arguments
+        ),
+        given.get("matmul_precision", ""),
+    )
+    peaks = facts.get("peak_flops") or {}
+    if "bf16" in precision or "medium" in products:
+        peak = peaks.get("bfloat16")
+    elif "highest" not in products and "high" in products:
+        # On a GPU; elsewhere there is no such type.
+        peak = peaks.get("tf32", peaks.get("float32"))
+    else:
+        peak = peaks.get("float32")
     if not peak:
         return None
     share = flops / batch * (facts.get("useful_tokens") or 1.0) * samples_per_second / peak

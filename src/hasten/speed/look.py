@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
@@ -30,6 +31,8 @@ _SMALLEST_MATRIX = 128
 _LARGE_ENOUGH_MATRIX = 512
 _LARGEST_MATRIX = {"cpu": 2048, "cuda": 8192, "mps": 4096}
 _LONG_ENOUGH_SECONDS = 0.02
+# What the driver takes on a GPU beside torch's memory.
+_CONTEXT_BYTES = 600 * 2**20
 
 
 class Examined:
@@ -46,9 +49,7 @@ class Examined:
     def before(self, batch: Any) -> None:
         """A step begins."""
         if self.count_next:
-            from torch.utils.flop_counter import FlopCounterMode
-
-            self._counter = FlopCounterMode(display=False)
+            self._counter = flop_counter()
             self._counter.__enter__()
 
     def after(self, batch: Any) -> None:
@@ -122,7 +123,7 @@ def facts(examined: Examined, trainer: Any, module: nn.Module) -> dict[str, Any]
         "flops_per_step": examined.flops,
         "samples_counted": examined.samples_counted,
         "free_bytes": free_memory_bytes(device),
-        "peak_flops": {name: peak_flops(device, dtype) for name, dtype in _PEAKS.items()},
+        "peak_flops": peaks_of(device),
         "page_bytes": resource.getpagesize(),
         "key": key_of(trainer.__dict__.get("_given", {}), module, device),
     }
@@ -182,15 +183,60 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+def flop_counter() -> FlopCounterMode:
+    """Return what counts operations, those of attention on the CPU as well, which torch's own leaves out.
+
+    Example::
+
+        >>> q = torch.ones(1, 1, 4, 8, requires_grad=True)
+        >>> with flop_counter() as counter:
+        ...     torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+        >>> counter.get_total_flops() == 3 * 2 * (2 * 4 * 4 * 8)
+        True
+
+    """
+    formulas: dict[Any, Any] = {}
+    for name, formula in (("", _attention_flops), ("_backward", _attention_backward_flops)):
+        packet = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
+        if packet is not None:
+            formulas[packet] = formula
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+def _attention_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(q, k, v))
+
+
+def _attention_backward_flops(gradient: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    # Two products for each of forward's; that scores are computed again is no use of the device.
+    return 2 * int(sdpa_flop_count(q, k, v))
+
+
+def peaks_of(device: torch.device) -> dict[str, float | None]:
+    """Return the operations a second of a large matrix product, by the type of its numbers.
+
+    On a GPU also in ``"tf32"``: float32 under ``matmul_precision="high"``.
+    """
+    peaks = {name: peak_flops(device, dtype) for name, dtype in _PEAKS.items()}
+    if device.type == "cuda":
+        peaks["tf32"] = peak_flops(device, torch.float32, matmul_precision="high")
+    return peaks
+
+
+def peak_flops(
+    device: torch.device, dtype: torch.dtype, *, matmul_precision: str = "highest"
+) -> float | None:
     """Return the operations a second that a large matrix product reaches here; None where it cannot be done.
 
     Args:
         device: the device.
         dtype: type of the numbers.
+        matmul_precision: for float32, as in ``torch.set_float32_matmul_precision``.
 
     """
     size, best = _SMALLEST_MATRIX, 0.0
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(matmul_precision)
     try:
         with torch.no_grad():
             while True:
@@ -205,6 +251,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
                 size *= 2
     except (RuntimeError, NotImplementedError):
         return None
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _seconds_of_product(a: Tensor) -> float:
@@ -218,10 +266,11 @@ def _seconds_of_product(a: Tensor) -> float:
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory this process held: of the device, or of the host where that computes.
 
-    Not ``ru_maxrss``: on Linux a new process begins with that of the one that started it.
+    On a GPU all that torch has reserved, graphs and what lies in pieces among it, and about what the driver takes.
+    On the host not ``ru_maxrss``: on Linux a new process begins with that of the one that started it.
     """
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+        return int(torch.cuda.max_memory_reserved(device)) + _CONTEXT_BYTES
     try:
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
