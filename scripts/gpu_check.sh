@@ -36,20 +36,27 @@ PYTHON
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
 
 # 1, 2: precision, graphs, prefetch, pinned memory, exact resume, NCCL, running out of memory, no synchronisation.
-check tests 540 "$python" -m pytest -q -m gpu -p no:cacheprovider tests
+# Only their files: others import what a machine for this need not have.
+mapfile -t marked < <(grep -rlE 'mark\.gpu' tests --include='*.py')
+check tests 540 "$python" -m pytest -q -m gpu -p no:cacheprovider --continue-on-collection-errors "${marked[@]}"
 # 3: what the loop costs a step that is bound by the host.
 check overhead 240 "$python" benchmarks/device_overhead.py --json "$out/$stamp-overhead.json"
 # 4, 5: the ladders at full size, with the share of the card's peak.
 ladder() { # name, arguments...
     local name=$1
     shift
-    check "ladder $name" 540 "$python" -m hasten demo --accelerator gpu --output "$work/$name" "$@" &&
-        cp "$work/$name"/*.json "$out/$stamp-$name.json" && cp "$work/$name"/*.png "$out/$stamp-$name.png"
+    check "ladder $name" 540 "$python" -m hasten demo --accelerator gpu --output "$work/$name" "$@"
+    # Written after each round: one that was cut short has left what it had.
+    for ending in json csv png; do
+        for file in "$work/$name"/*."$ending"; do
+            [ -e "$file" ] && cp "$file" "$out/$stamp-$name.$ending"
+        done
+    done
 }
 ladder vit --task vit --random-images --limit 12000 --epochs 1 --row-seconds 25 --rounds 2
 if [ -n "$reviews" ]; then
     ladder distilbert --task imdb --model distilbert --random-weights --data "$reviews" --cache-dir "$work/cache" \
-        --epochs 3 --row-seconds 25 --rounds 2
+        --epochs 1 --row-seconds 8 --rounds 2
 fi
 
 printf '\n%s\n' "--------------------------------------------"

@@ -110,6 +110,16 @@ def test_a_row_to_skip_must_be_one(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--skip 'compile': use one of data in memory" in capsys.readouterr().err
 
 
+def test_a_missing_package_is_said_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hasten.demo import models
+
+    monkeypatch.setattr(models, "MINILM_PACKAGE", "gt_no_such_package")
+    assert main(["demo", "--task", "imdb", "--output", str(tmp_path)]) == 1
+    assert "pip install gt_no_such_package" in capsys.readouterr().err
+
+
 def test_threads_are_as_before_afterwards(tmp_path: Path) -> None:
     import torch
 

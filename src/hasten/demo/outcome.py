@@ -140,14 +140,16 @@ def _legend(results: Sequence[Result]) -> list[str]:
         "seconds: training only, without evaluation; speed: how many times as fast as row 1; all in: the same with "
         "starting and compiling in the clock; pad: share of the computed tokens that is padding."
     ]
-    compiled = [
-        (number, result) for number, result in enumerate(results, start=1) if result.switches.compiled
-    ]
-    notes += [
-        f"Row {number}: {_seconds(max(result.start_seconds))} s went by before its first step, compiling."
-        for number, result in compiled
-        if result.start_seconds and result.row.changes.get("compiled")
-    ]
+    for number, result in enumerate(results, start=1):
+        what = {name for name in ("compiled", "graphs") if result.row.changes.get(name)}
+        if what and result.start_seconds:
+            doing = "compiling" if "compiled" in what else "compiling and recording"
+            notes.append(
+                f"Row {number}: {_seconds(max(result.start_seconds))} s went by before its first step, {doing}."
+            )
+        packs = "packed" in result.row.changes or "first_token" in result.row.changes
+        if packs and any(above.kept and above.switches.graphs for above in results[: number - 1]):
+            notes.append(f"Row {number} is without CUDA graphs: packed batches are not recorded.")
     if any(result.sampled for result in results):
         by_basis: dict[str, list[str]] = {}
         for number, result in enumerate(results, start=1):

@@ -35,6 +35,7 @@ class Switches:
         first_token: ``Trainer(packed="first_token")``.
         fast_dropout: ``Trainer(dropout="fast")``.
         compiled: ``Trainer(compile=True)``.
+        graphs: ``Trainer(compile={"mode": "reduce-overhead"})``: compiled, and recorded as CUDA graphs.
         precision: as in ``Trainer(precision=...)``.
         attention_dropout: keep the dropout inside attention; without it the maths is another.
         frozen: train the upper half of the blocks and the head only.
@@ -52,6 +53,7 @@ class Switches:
     first_token: bool = False
     fast_dropout: bool = False
     compiled: bool = False
+    graphs: bool = False
     precision: str = "32-true"
     attention_dropout: bool = True
     frozen: bool = False
@@ -74,7 +76,7 @@ class Switches:
             "matmul_precision": "high" if self.tf32 else None,
             "packed": "first_token" if self.first_token else True if self.packed else None,
             "dropout": "fast" if self.fast_dropout else None,
-            "compile": True if self.compiled else None,
+            "compile": {"mode": "reduce-overhead"} if self.graphs else True if self.compiled else None,
             "precision": self.precision if self.precision != "32-true" else None,
         }
         return {name: value for name, value in chosen.items() if value is not None}
@@ -98,8 +100,13 @@ class Row:
     same_maths: bool = True
 
     def on(self, switches: Switches) -> Switches:
-        """Return ``switches`` with those of this row turned as well."""
-        return replace(switches, **self.changes)
+        """Return ``switches`` with those of this row turned as well.
+
+        Packed rows put CUDA graphs off: each batch has another number of tokens, and would be recorded anew.
+        """
+        turned = replace(switches, **self.changes)
+        packs = "packed" in self.changes or "first_token" in self.changes
+        return replace(turned, graphs=False) if packs else turned
 
 
 @dataclass
@@ -125,6 +132,15 @@ class Ladder:
     def add(self, name: str, line: str, *, same_maths: bool = True, **changes: Any) -> None:
         """Append a row that turns these switches."""
         self.rows.append(Row(name, line, changes, same_maths))
+
+    def add_smaller_and_compiled(self) -> None:
+        """Append the rows of bf16 and of the compiler."""
+        self.add("bf16", 'L.Trainer(precision="bf16-mixed")', precision="bf16-mixed")
+        self.add("compiled", "L.Trainer(compile=True)", compiled=True)
+
+    def add_graphs(self) -> None:
+        """Append the row of CUDA graphs, for a GPU."""
+        self.add("CUDA graphs", "L.Trainer(compile={'mode': 'reduce-overhead'})", graphs=True)
 
 
 class Task(ABC):
@@ -220,15 +236,21 @@ class Task(ABC):
         if switches.packed or switches.first_token:
             return 0.0
         batches = self.batches(switches)
-        # Batches made by length are rounded up to a few widths.
-        widths = getattr(self._changed(switches).collate_fn, "multiple_of", None)
-        computed = sum(len(batch) * rounded_up(self.width(switches, batch), widths) for batch in batches)
+        widths = self.padded_widths(switches, batches)
+        computed = sum(len(batch) * width for batch, width in zip(batches, widths, strict=True))
         return 1 - sum(self.length(switches, sample) for batch in batches for sample in batch) / computed
+
+    def padded_widths(self, switches: Switches, batches: Sequence[Sequence[int]]) -> list[int]:
+        """The widths that batches are computed in: those made by length are rounded up to a few."""
+        multiple = getattr(self._changed(switches).collate_fn, "multiple_of", None)
+        return [rounded_up(self.width(switches, batch), multiple) for batch in batches]
 
     def _changed(self, switches: Switches) -> DataLoader[Any]:
         """What ``Trainer(batching="length")`` makes of the user's loader, if that is on."""
         loader = self.users_loader(switches)
         if not switches.by_length:
             return loader
-        changed: DataLoader[Any] = rebatch(loader, LengthBatching(), few_shapes=switches.compiled)
+        changed: DataLoader[Any] = rebatch(
+            loader, LengthBatching(), few_shapes=switches.compiled or switches.graphs
+        )
         return changed

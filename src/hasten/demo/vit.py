@@ -149,8 +149,9 @@ class Vit(Task):
             ladder.add("pages kept", 'L.Trainer(allocator="keep")', keep=True)
         else:
             ladder.add("TF32", 'L.Trainer(matmul_precision="high")', tf32=True)
-        ladder.add("bf16", 'L.Trainer(precision="bf16-mixed")', precision="bf16-mixed")
-        ladder.add("compiled", "L.Trainer(compile=True)", compiled=True)
+        ladder.add_smaller_and_compiled()
+        if self.device.type != "cpu":
+            ladder.add_graphs()
         return ladder
 
     def model(self, switches: Switches) -> nn.Module:
