@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import hasten as L
 from hasten.compile import graphs
+from hasten.compile.given import inner_model, users_settings
 from hasten.compile.settings import CompileSettings
 from hasten.loops import compiled as loops_compiled
 from tests.compile.test_compile import TRACED, Deep, Net
@@ -205,6 +206,21 @@ def test_after_the_run_torch_finds_steps_by_itself_again(monkeypatch: pytest.Mon
     assert MarkStepBox.mark_step_counter == 0
 
 
+def test_a_model_that_the_user_had_recorded_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(**options: Any) -> bool:
+        found = users_settings(inner_model(torch.compile(Deep(), **options)))
+        assert found is not None
+        return found.cuda_graphs
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # Without a GPU torch records nothing.
+    assert not recorded(**RECORDED)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert recorded(**RECORDED)
+    assert not recorded()
+    assert not recorded(**TRACED)
+
+
 def test_packed_batches_are_not_recorded() -> None:
     class Untouched(Net):
         def setup(self, stage: str) -> None:
@@ -270,6 +286,17 @@ def test_recorded_steps_train_to_the_weights_of_plain_ones(lever: dict[str, Any]
 def test_a_recorded_gan_trains_to_the_weights_of_a_plain_one() -> None:
     plain = on_gpu(Gan)
     assert_alike(on_gpu(Gan, compile=RECORDED), plain)
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_model_that_the_user_had_recorded_accumulates_too() -> None:
+    plain = on_gpu(Deep, accumulate_grad_batches=3)
+    L.seed_everything(1, verbose=False)
+    module = Deep()
+    trainer = quiet(accelerator="gpu", max_epochs=3, accumulate_grad_batches=3)
+    trainer.fit(torch.compile(module, mode="reduce-overhead"), DataLoader(loader(50).dataset, 4), loader(18))
+    assert_alike(module.cpu(), plain)
 
 
 @gpu

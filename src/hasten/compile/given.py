@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from hasten.compile.settings import CompileSettings
@@ -32,7 +33,15 @@ def inner_model(model: _Model) -> _Model:
 def users_settings(model: nn.Module) -> CompileSettings | None:
     """Return how the user compiled ``model`` before it was given; None if it came as it is."""
     way = model.__dict__.get(_PLACE)
-    return None if way is None or way.context is None else CompileSettings(context=way.context, cache=False)
+    if way is None or way.context is None:
+        return None
+    return CompileSettings(context=way.context, context_records=_records(way.context), cache=False)
+
+
+def _records(context: Any) -> bool:
+    # Of inductor alone; other backends have no such options.
+    options = getattr(context, "compiler_config", None)
+    return isinstance(options, dict) and bool(options.get("triton.cudagraphs")) and torch.cuda.is_available()
 
 
 class _Way:

@@ -28,6 +28,7 @@ class CompileSettings:
         cache: keep what was compiled for the next run of the program.
         options: for ``torch.compile``.
         context: what an earlier ``torch.compile(model)`` of the user's stands for; used instead of ``options``.
+        context_records: whether that one records CUDA graphs.
 
     """
 
@@ -35,6 +36,7 @@ class CompileSettings:
     cache: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     context: Any = None
+    context_records: bool = False
 
     @property
     def backend(self) -> Any:
@@ -44,9 +46,11 @@ class CompileSettings:
     @property
     def cuda_graphs(self) -> bool:
         """Whether steps are recorded and replayed as CUDA graphs."""
+        if self.context is not None:
+            return self.context_records
         if self.backend == "cudagraphs":
             return True
-        if self.backend != "inductor" or self.context is not None:
+        if self.backend != "inductor":
             return False
         inner = self.options.get("options") or {}
         by_mode = self.options.get("mode") in ("reduce-overhead", "max-autotune")
@@ -246,7 +250,8 @@ def check_possible(owner: str, settings: CompileSettings, device: torch.device) 
             f"{owner}(compile=...): torch {torch.__version__} cannot compile under Python "
             f"{sys.version.split()[0]}: {error} Leave compile out."
         ) from None
-    if settings.cuda_graphs and device.type != "cuda":
+    # The user's own torch.compile is left to torch, which records nothing here.
+    if settings.cuda_graphs and device.type != "cuda" and settings.context is None:
         asked = {
             name: settings.options[name]
             for name in ("mode", "options", "backend")

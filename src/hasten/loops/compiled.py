@@ -22,8 +22,9 @@ def check_compile(run: Run) -> None:
     if settings is None:
         return
     if settings.cuda_graphs and run.arguments.speed.packed:
+        asked = f"compile={dict(settings.options)}, " if settings.context is None else ""
         raise ValueError(
-            f"Trainer(compile={dict(settings.options)}, packed={run.arguments.speed.packed!r}): a CUDA graph is "
+            f"Trainer({asked}packed={run.arguments.speed.packed!r}): a CUDA graph is "
             "recorded for one number of tokens, and packed batches have another each time. Use compile=True with "
             "packed, or batching='length' in place of packed: its few widths are recorded once each."
         )
