@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
-from hasten.data import LengthBatching, PackCollator, PackedBatchSampler, pad_collate, rebatch
+from hasten.data import LengthBatching, PackCollator, PackedBatchSampler, PadCollator, pad_collate, rebatch
 from hasten.data.sample_lengths import sample_lengths
 from tests.data.sequences import LONGEST, Padded, Reader, Sequences, lengths_of
 from tests.models import quiet, same_weights
@@ -91,6 +91,115 @@ def test_tensors_with_a_mask_among_them_are_cut_too() -> None:
 def test_samples_of_different_sizes_need_no_collate_function() -> None:
     module = trained("length", loader(collate_fn=None))
     assert sorted(module.epochs[0]) == list(range(40))
+
+
+def of_lengths(*lengths: int, **fields: Callable[[int], Any]) -> list[dict[str, Any]]:
+    """Samples of so many tokens, with further fields made of their number."""
+    return [
+        {"input_ids": torch.arange(1, length + 1), **{name: make(length) for name, make in fields.items()}}
+        for length in lengths
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("collate_fn", [None, pad_collate, PadCollator()])
+def test_a_field_of_a_fixed_size_is_never_padded_though_texts_may_be_as_long(
+    collate_fn: Any, workers: int
+) -> None:
+    data: Any = of_lengths(
+        6, 6, 6, 6, 20, 21, 12, 13, features=lambda n: torch.ones(6), labels=lambda n: torch.eye(6)[n % 6]
+    )
+    given = DataLoader(data, 4, collate_fn=collate_fn, num_workers=workers)
+    batches = list(rebatch(given, LengthBatching()))
+    assert sorted(batch["input_ids"].shape[1] for batch in batches)[-1] >= 21
+    for batch in batches:
+        assert batch["features"].tolist() == [[1.0] * 6] * 4
+        assert batch["labels"].shape == (4, 6)
+
+
+def masks_of(*lengths: int, width: int = 16) -> torch.Tensor:
+    return (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+
+
+def test_no_field_is_cut_that_may_be_no_sequence() -> None:
+    mask = masks_of(3, 4, 5, 6, 12, 16, 9, 10)
+    ids = torch.randint(1, 9, (8, 16)) * mask
+    counts = torch.zeros(8, 16)
+    counts[:, :3] = 1
+    for field in (counts, torch.rand(8, 16).round()):
+        batches = list(rebatch(DataLoader(TensorDataset(ids, mask, field), 2), LengthBatching()))
+        assert [batch[2].shape for batch in batches] == [(2, 16)] * 4
+        assert torch.cat([batch[2] for batch in batches]).sum() == field.sum()
+        assert all(batch[0].shape == batch[1].shape for batch in batches)
+    named = LengthBatching(over_tokens=(0,))
+    batches = list(rebatch(DataLoader(TensorDataset(ids, mask, counts), 2), named))
+    assert {batch[0].shape[1] for batch in batches} == {8, 16}
+    assert {batch[2].shape[1] for batch in batches} == {16}
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, lambda *fields: list(zip(*fields, strict=True))])
+def test_fields_that_end_where_the_mask_ends_are_cut_by_position(kind: Any) -> None:
+    mask = masks_of(3, 4, 5, 6, 12, 16, 9, 10)
+    ids = torch.randint(1, 9, (8, 16)) * mask
+    no_class = torch.where(masks_of(2, 3, 1, 5, 7, 12, 8, 9) != 0, 0, -100)  # Special tokens have no label.
+    vectors = torch.rand(8, 16, 16) * mask[..., None] + mask[..., None]
+    fields = (ids, mask, torch.zeros_like(ids), no_class, vectors, torch.arange(8))
+    shapes = [
+        [tuple(field.shape[1:]) for field in batch]
+        for batch in rebatch(DataLoader(kind(*fields), 2), LengthBatching())
+    ]
+    assert [(8,), (8,), (8,), (8,), (8, 16), ()] in shapes
+
+
+def test_what_a_collate_function_puts_where_the_mask_was_is_no_mask() -> None:
+    mask = masks_of(3, 4, 5, 6)
+    counts = torch.zeros(4, 16, dtype=torch.long)
+    counts[:, 1] = 1
+
+    def reordered(samples: list[Any]) -> Any:
+        ids, mask, counts = (torch.stack(field) for field in zip(*samples, strict=True))
+        return ids, counts, mask
+
+    given = DataLoader(TensorDataset(mask * 7, mask, counts), 2, collate_fn=reordered)
+    for batch in rebatch(given, LengthBatching()):
+        assert [field.shape for field in batch] == [(2, 16)] * 3
+
+
+def test_a_collate_function_that_takes_no_other_batches_is_left_alone() -> None:
+    def pairs(samples: list[Any]) -> Any:
+        if samples[0]["index"] != 0:
+            raise RuntimeError("begins with the first sample")
+        return {key: torch.stack([each[key] for each in samples]) for key in ("input_ids", "attention_mask")}
+
+    given = rebatch(DataLoader(Padded(4), 4, collate_fn=pairs), LengthBatching(reorder=()), stage="validate")
+    assert [batch["input_ids"].shape for batch in given] == [(4, LONGEST)]
+
+
+def test_which_fields_are_cut_or_padded_is_said(monkeypatch: Any) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("hasten.data.batching.rank_zero_info", said.append)
+    rebatch(DataLoader(Padded(), 4), LengthBatching())
+    assert said.pop().endswith("of the train dataloader are cut off 'input_ids', 'attention_mask'.")
+    mask = masks_of(3, 9)
+    rebatch(DataLoader(TensorDataset(7 * mask, mask, torch.rand(2, 16)), 2), LengthBatching())
+    assert "field 2 is as wide as the mask" in said[0]
+    assert said.pop().endswith("LengthBatching(over_tokens=(0,)).")
+    rebatch(DataLoader(of_lengths(3, 4, labels=torch.arange), 2), LengthBatching())  # type: ignore[arg-type]
+    assert "padded: 'input_ids' with 0, 'labels' with -100." in said.pop()
+    assert not said
+
+
+@pytest.mark.parametrize("stage", ["train", "validate"])
+def test_labels_of_tokens_are_not_padded_with_a_class(stage: str) -> None:
+    data: Any = of_lengths(3, 5, 2, 9, tags=torch.arange)
+    with pytest.raises(ValueError, match=r"'tags' \(torch.int64\).*PadCollator\(padding=\{'tags': -100\}\)"):
+        rebatch(DataLoader(data, 2), LengthBatching(), stage=stage)
+    given = DataLoader(data, 2, collate_fn=PadCollator(padding={"tags": -100}))
+    for batch in rebatch(given, LengthBatching()):
+        assert torch.equal(batch["tags"] == -100, batch["attention_mask"] == 0)
+    pairs: Any = [(sample["input_ids"], sample["tags"]) for sample in data]
+    with pytest.raises(ValueError, match=r"PadCollator\(padding=\{1: -100\}\)"):
+        rebatch(DataLoader(pairs, 2), LengthBatching())
 
 
 def test_the_loaders_own_sampler_workers_and_tail_stay() -> None:
@@ -342,6 +451,8 @@ def test_options_are_checked() -> None:
         LengthBatching(reorder=("train", "predict"))
     with pytest.raises(TypeError, match=r"reorder=\('train',\)"):
         LengthBatching(reorder="train")
+    with pytest.raises(TypeError, match=r"over_tokens=\('tags',\)"):
+        LengthBatching(over_tokens="tags")
     with pytest.raises(ValueError, match="max_tokens=0"):
         LengthBatching(max_tokens=0)
     with pytest.raises(ValueError, match=r"sample .* has 24 tokens\. Use 'tokens:24'"):

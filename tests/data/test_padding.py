@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from hasten.data import PadCollator, pad_collate
-from hasten.data.padding import FitWidth
+from hasten.data.fitting import FitWidth
 
 IDS = [torch.tensor([5, 6, 7]), torch.tensor([8]), torch.tensor([9, 9])]
 
@@ -28,6 +29,33 @@ def test_batches_whose_samples_happen_to_be_equally_long_are_no_exception() -> N
     assert batch["input_ids"].tolist() == [[1, 2, 0, 0], [3, 4, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 0, 0]]
     assert batch["label"].tolist() == [1, 0]
+
+
+def test_a_batch_that_does_not_tell_what_a_field_is_is_not_widened() -> None:
+    six = [{"input_ids": torch.arange(6), "features": torch.ones(6)}] * 2
+    apart = [*six, {"input_ids": torch.arange(9), "features": torch.ones(6)}]
+    collate = PadCollator(multiple_of=8)
+    for samples, width in ((six, 6), (apart, 16), (six, 6)):  # A batch is joined alike whatever came before.
+        batch = collate(samples)
+        assert batch["features"].shape == (len(samples), 6)
+        assert batch["input_ids"].shape == batch["attention_mask"].shape == (len(samples), width)
+    assert PadCollator(multiple_of=8, keys=["input_ids"])(six)["input_ids"].shape == (2, 8)
+    assert PadCollator(multiple_of=8, keys=["input_ids", "features"])(six)["features"].shape == (2, 8)
+    labels = PadCollator(multiple_of=8)([{"input_ids": [1, 2], "labels": torch.eye(2)[1]}])["labels"]
+    assert labels.tolist() == [[0.0, 1.0]]
+    tags = PadCollator(multiple_of=8)([{"input_ids": [1, 2], "labels": [3, 4]}])["labels"]
+    assert tags.tolist() == [[3, 4] + [-100] * 6]
+
+
+def test_whole_numbers_that_may_be_classes_are_not_padded_in_silence(monkeypatch: Any) -> None:
+    monkeypatch.setattr("hasten._lib.rank_zero._said", set())
+    samples = [{"input_ids": ids, "tags": ids} for ids in IDS]
+    with pytest.warns(UserWarning, match=r"'tags', torch.int64, is padded with 0.*padding=\{'tags': -100\}"):
+        pad_collate(samples)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert PadCollator(padding={"tags": -100})(samples)["tags"][1].tolist() == [8, -100, -100]
+        pad_collate([{"input_ids": ids, "special_tokens_mask": ids, "speed": ids.float()} for ids in IDS])
 
 
 def test_tuples_and_bare_sequences_keep_their_kind() -> None:
@@ -119,9 +147,10 @@ def padded(width: int = 8) -> dict[str, torch.Tensor]:
     }
 
 
-def test_padding_that_no_sample_needs_is_cut_from_every_field() -> None:
+def test_padding_that_no_sample_needs_is_cut_from_every_field_over_tokens() -> None:
     given = padded()
-    batch = FitWidth(lambda samples: given)([])
+    names = ("input_ids", "labels", "square", "vectors")
+    batch = FitWidth(lambda samples: given, over_tokens=names)([])
     shapes = {key: tuple(value.shape) for key, value in batch.items()}
     assert shapes == {
         "input_ids": (2, 3),
@@ -133,6 +162,12 @@ def test_padding_that_no_sample_needs_is_cut_from_every_field() -> None:
     }
     assert given["input_ids"].shape == (2, 8)
     assert torch.equal(batch["input_ids"], given["input_ids"][:, :3])
+    # Names tell of labels and ids; what else is as wide as the mask may be anything.
+    by_name = FitWidth(lambda samples: given)([])
+    assert by_name["labels"].shape == (2, 3)
+    assert by_name["vectors"] is given["vectors"]
+    assert by_name["square"] is given["square"]
+    assert FitWidth(lambda samples: given, over_tokens=())([]) is given
 
 
 def test_batches_are_filled_up_to_one_of_few_widths_and_never_beyond_the_limit() -> None:
@@ -151,7 +186,9 @@ def test_fields_are_filled_up_with_what_pads_them_or_not_at_all() -> None:
     tags = torch.tensor([[4, 5, 6], [7, -1, -1]])
 
     def fitted(**fields: Any) -> Any:
-        return FitWidth(lambda samples: {"attention_mask": mask, **fields}, multiple_of=4)([])
+        return FitWidth(
+            lambda samples: {"attention_mask": mask, **fields}, multiple_of=4, over_tokens=tuple(fields)
+        )([])
 
     assert fitted(tags=tags)["tags"].tolist() == [[4, 5, 6, -1], [7, -1, -1, -1]]
     assert fitted(position_ids=torch.arange(3).expand(2, 3))["position_ids"].tolist() == [[0, 1, 2, 0]] * 2
@@ -172,7 +209,8 @@ def test_what_the_loss_counts_is_not_cut() -> None:
     given["labels"][1, 5] = -1  # no class either
     assert FitWidth(lambda samples: given)([])["labels"].shape == (2, 3)
     given["targets"] = torch.arange(16).view(2, 8)  # as wide as the mask, and no padding in it
-    assert FitWidth(lambda samples: given)([])["labels"].shape == (2, 8)
+    named = FitWidth(lambda samples: given, over_tokens=("input_ids", "labels", "targets"))
+    assert named([])["labels"].shape == (2, 8)
     left = {key: value.flip(1) if value.dim() == 2 else value for key, value in padded().items()}
     assert FitWidth(lambda samples: left)([])["input_ids"].shape == (2, 8)  # cutting would move its positions
     assert FitWidth(lambda samples: "no batch")([]) == "no batch"
@@ -185,7 +223,9 @@ def test_batches_keep_their_type() -> None:
     assert encoding["input_ids"].shape == (2, 3)
     given = padded()
     listed = FitWidth(
-        lambda samples: [given["input_ids"], given["attention_mask"], torch.ones(2)], mask_key=1
+        lambda samples: [given["input_ids"], given["attention_mask"], torch.ones(2)],
+        mask_key=1,
+        over_tokens=(0, 1),
     )([])
     assert isinstance(listed, list)
     assert [tuple(each.shape) for each in listed] == [(2, 3), (2, 3), (2,)]
@@ -203,6 +243,11 @@ def test_batches_keep_their_type() -> None:
         (lambda: pad_collate([{"input_ids": [1]}, {"input_ids": [1], "y": 2}]), ValueError, "sample 1"),
         (lambda: pad_collate([{"input_ids": ["a", "b"]}]), TypeError, "no sequence"),
         (lambda: pad_collate([{"label": 3}]), TypeError, "no sequence"),
+        (
+            lambda: pad_collate([{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1], "labels": 3}]),
+            ValueError,
+            r"'labels' is a sequence \(a list\) in sample 0 of the batch and a single int in sample 1",
+        ),
     ],
 )
 def test_what_cannot_be_padded_is_refused_by_name(

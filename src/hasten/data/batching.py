@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -18,10 +19,21 @@ from torch.utils.data import (
 
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
+from hasten.data.fitting import FitWidth
 from hasten.data.lengths import LengthBatchSampler, PlannedBatches, TokenBatchSampler, positive
-from hasten.data.padding import FitWidth, PadCollator, with_multiple_of
+from hasten.data.padding import (
+    IGNORED_LABEL,
+    MASK_KEY,
+    PadCollator,
+    default_padding,
+    fields_of,
+    may_be_classes,
+    sequence_key,
+    with_multiple_of,
+)
 from hasten.data.sample_lengths import LengthsNotFoundError, SampleLengths, sample_lengths
 from hasten.data.sources import with_attributes
+from hasten.data.token_fields import ragged_fields, shown, spread, token_fields
 from hasten.data.widths import check_multiple_of, widths_for
 from hasten.seed import isolate_rng
 
@@ -30,6 +42,14 @@ FINE = 8
 # With one, every width is compiled.
 FEW_WIDTHS = 8
 STAGES = ("train", "validate", "test", "predict")
+# Samples that show which fields differ in size: those that go with the length do so in the first and the last.
+FEW_SAMPLES = 16
+# Samples of a batch that is made only to look at its fields.
+LARGEST_LOOK = 32
+
+
+class CannotJoinError(ValueError):
+    """A loader's samples cannot become batches at all, batched by length or not."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,10 @@ class LengthBatching:
             model is compiled.
         key: the field that tells a sample's length: a key, or a position in a tuple. None looks for a mask, then for
             the sequence.
+        over_tokens: the fields of a batch that run over tokens, off which padding may be cut, by key or position, such
+            as ``("input_ids", "tags")``. None looks at their names and at the data: cut are fields named so
+            (``input_ids``, ``labels``, masks) and those whose values end where the mask ends; where another one is as
+            wide and nothing tells, nothing is cut, and a line says so.
         reorder: the stages whose samples may come in another order. The others keep theirs, and of their batches only
             padding is cut off. Predictions never change their order.
 
@@ -62,6 +86,7 @@ class LengthBatching:
     window: int = 50
     multiple_of: int | Sequence[int] | None = None
     key: Any = None
+    over_tokens: Collection[Any] | None = None
     reorder: Collection[str] = ("train", "validate")
 
     def __post_init__(self) -> None:
@@ -69,6 +94,11 @@ class LengthBatching:
             positive("LengthBatching", "max_tokens", self.max_tokens, "tokens")
         positive("LengthBatching", "window", self.window, "batches")
         check_multiple_of("LengthBatching", self.multiple_of)
+        if isinstance(self.over_tokens, str):
+            raise TypeError(
+                f"LengthBatching(over_tokens={self.over_tokens!r}): give several fields: "
+                f"over_tokens=({self.over_tokens!r},)."
+            )
         if isinstance(self.reorder, str):
             raise TypeError(
                 f"LengthBatching(reorder={self.reorder!r}): give several: reorder=({self.reorder!r},)."
@@ -157,7 +187,7 @@ def rebatch(
     try:
         return _rebatched(loader, batching, stage, name, few_shapes)
     except (TypeError, ValueError) as error:
-        if stage == "train":
+        if stage == "train" or isinstance(error, CannotJoinError):
             raise
         rank_zero_info(f"{name} keeps its batches. {error}")
         return loader
@@ -203,7 +233,7 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
         # A budget of tokens has few widths anyhow.
         few = few_shapes or batching.max_tokens is not None
         multiple_of = widths_for(lengths, FEW_WIDTHS, multiple_of=FINE) if few else FINE
-    changed = _collated(loader, found, multiple_of)
+    changed = _collated(loader, batching, found, multiple_of, name)
     if stage in batching.reorder:
         changed |= _batched(loader, batching, found, multiple_of if few_shapes else None, stage, name)
     return with_attributes(loader, **changed)
@@ -227,32 +257,103 @@ def _lengths(loader: DataLoader[Any], batching: LengthBatching, name: str) -> Sa
 
 
 def _collated(
-    loader: DataLoader[Any], found: SampleLengths, multiple_of: int | Sequence[int]
+    loader: DataLoader[Any],
+    batching: LengthBatching,
+    found: SampleLengths,
+    multiple_of: int | Sequence[int],
+    name: str,
 ) -> dict[str, Any]:
-    collate_fn: Any = loader.collate_fn
-    if collate_fn is default_collate and _differ_in_size(loader.dataset, found.lengths):
-        # Torch's own cannot join them: without this, no batch of more than one sample would exist.
-        collate_fn = PadCollator()
+    dataset, lengths, collate_fn = loader.dataset, found.lengths, cast(Any, loader.collate_fn)
+    if collate_fn is default_collate or isinstance(collate_fn, PadCollator):
+        with isolate_rng(include_cuda=False):
+            samples = [dataset[index] for index in spread(lengths, FEW_SAMPLES)]
+        if collate_fn is default_collate and _differ_in_size(samples):
+            # Torch's own cannot join them: without this, no batch of more than one sample would exist.
+            collate_fn = _padding_for(samples, name)
+        if isinstance(collate_fn, PadCollator):
+            collate_fn = collate_fn.decided(ragged_fields(samples))
+    collate_fn = with_multiple_of(collate_fn, multiple_of)
     # Only a mask says what may be cut; a batch without one stays as wide as the collate function makes it.
     return {
         "collate_fn": FitWidth(
-            with_multiple_of(collate_fn, multiple_of),
+            collate_fn,
             mask_key=found.mask_key,
             multiple_of=multiple_of,
-            limit=int(found.lengths.max()) if found.in_tokens else None,
+            limit=int(lengths.max()) if found.in_tokens else None,
+            over_tokens=_over_tokens(loader, batching, found, collate_fn, name),
         )
     }
 
 
-def _differ_in_size(dataset: Any, lengths: Tensor) -> bool:
-    """Say whether the shortest and the longest sample have tensors of different sizes."""
-    with isolate_rng(include_cuda=False):
-        one, other = (dataset[int(place)] for place in (lengths.argmin(), lengths.argmax()))
+def _over_tokens(
+    loader: DataLoader[Any], batching: LengthBatching, found: SampleLengths, collate_fn: Any, name: str
+) -> Collection[Any]:
+    """Return the fields off which padding may be cut, and say which they are."""
+    if batching.over_tokens is not None:
+        return batching.over_tokens
+    size = min(loader.batch_size or 1, LARGEST_LOOK)
     try:
-        default_collate([one, other])
+        fields = token_fields(loader.dataset, found.lengths, collate_fn, found.mask_key, size)
+    except Exception as error:
+        # The user's code may want other batches than these. If it fails in training too, it says so there.
+        rank_zero_info(
+            f"batching: no padding is cut off {name}: no batch could be made to look at ({type(error).__name__}: "
+            f"{error}). Name the fields that run over tokens: batching=hasten.data.LengthBatching(over_tokens=(...))."
+        )
+        return ()
+    if fields.doubtful:
+        named = tuple(key for key in fields.over_tokens if key != found.mask_key)
+        rank_zero_info(
+            f"batching: no padding is cut off {name}: {shown(fields.doubtful)} is as wide as the mask, and nothing "
+            "tells whether it runs over tokens. Name the fields that do: "
+            f"batching=hasten.data.LengthBatching(over_tokens={named!r})."
+        )
+        return ()
+    cut = [key for key in fields.over_tokens if key != found.mask_key]
+    if not cut:
+        return ()  # Nothing goes with the mask.
+    if not isinstance(collate_fn, PadCollator):  # That one makes no batch wider than it must be.
+        rank_zero_info(
+            f"batching: columns that are padding for a whole batch of {name} are cut off {shown(fields.over_tokens)}."
+        )
+    return fields.over_tokens
+
+
+def _differ_in_size(samples: list[Any]) -> bool:
+    """Say whether samples have tensors of different sizes, which torch does not join."""
+    try:
+        default_collate(samples)
     except (RuntimeError, TypeError):
         return True
     return False
+
+
+def _padding_for(samples: list[Any], name: str) -> PadCollator:
+    """Return what joins samples of different sizes where the user gave nothing, and say how.
+
+    Raises:
+        CannotJoinError: a field may be labels, and nobody said what pads them.
+
+    """
+    ragged = ragged_fields(samples)
+    rows = [fields_of(sample) or {} for sample in samples]
+    main = sequence_key(samples[0])
+    for key in ragged - {main, MASK_KEY}:
+        values = [row[key] for row in rows]
+        if may_be_classes(key, values):
+            kind = torch.as_tensor(max(values, key=len)).dtype
+            raise CannotJoinError(
+                f"batching: the samples of {name} differ in size, and nothing tells what pads {key!r} ({kind}). If "
+                "these are labels of tokens, give the loader "
+                f"collate_fn=hasten.data.PadCollator(padding={{{key!r}: {IGNORED_LABEL}}}), and a loss leaves padding "
+                "out; if they are ids, 0 or another value."
+            )
+    padding = ", ".join(f"{shown([key])} with {default_padding(key)}" for key in rows[0] if key in ragged)
+    rank_zero_info(
+        f"batching: the samples of {name} differ in size and are padded{f': {padding}' if padding else ''}. For other "
+        "values, give the loader collate_fn=hasten.data.PadCollator(padding={...})."
+    )
+    return PadCollator()
 
 
 def _batched(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,10 +74,13 @@ def is_sequence(value: Any) -> bool:
 class PadCollator:
     """Joins samples of different lengths to a batch: each sequence padded to the longest of the batch.
 
-    Samples are dicts, tuples or tensors. Every field as long as the sample's sequence is padded along its first
-    dimension, and so is every field whose length differs within the batch; the others are joined as
-    ``default_collate`` does. A sample's shorter sequence gets no other result than in a batch of its own, provided
-    that the model looks at the mask.
+    Samples are dicts, tuples or tensors. Every field whose length differs within the batch is padded along its first
+    dimension; the others are joined as ``default_collate`` does. A sample's shorter sequence gets no other result than
+    in a batch of its own, provided that the model looks at the mask.
+
+    Where all sequences of a batch are equally long and another field is as long, the batch does not tell whether that
+    field runs over tokens. Such a batch is not widened to ``multiple_of``, unless ``keys`` or the field's name
+    (``labels``, ``token_type_ids``) tell. ``Trainer(batching=...)`` decides it once from the data.
 
     Args:
         tokenizer: a Hugging Face tokenizer, whose ``pad`` does it with its own padding values and side; labels
@@ -85,7 +88,8 @@ class PadCollator:
         collate_fn: your own, called with the padded samples, which have the same length; by default
             ``default_collate``.
         keys: the fields that are padded; by default those described above.
-        padding: the padding value by field; by default -100 for fields that begin with ``label``, else 0.
+        padding: the padding value by field; by default -100 for fields that begin with ``label``, else 0, with a
+            warning for whole numbers beside the sequence, which may be classes.
         multiple_of: pad to a multiple of so many tokens, or to the next of several widths. Few widths keep
             compiled programs and CUDA graphs usable; multiples of 8 suit tensor cores.
         mask_key: the field of the mask, 1 for what is no padding, int64 ``(batch, time)``; made for dicts that have
@@ -141,13 +145,27 @@ class PadCollator:
         self.multiple_of = multiple_of
         self.mask_key = mask_key
         self.side = getattr(tokenizer, "padding_side", side)
+        self._ragged: frozenset[Any] | None = None
+
+    def decided(self, ragged: Collection[Any]) -> PadCollator:
+        """Return a copy that pads, besides the sequence and its mask, just the fields whose size varies in the data.
+
+        Args:
+            ragged: these fields, from :func:`~hasten.data.token_fields.ragged_fields`.
+
+        """
+        new = copy.copy(self)
+        new._ragged = frozenset(ragged if self.tokenizer is None else map(_hugging_face_name, ragged))
+        return new
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """Return the batch of ``samples``."""
         if not samples:
             raise ValueError("PadCollator: there are no samples to join.")
         if fields_of(samples[0]) is None:
-            return self._joined(self._pad_field([{None: sample} for sample in samples], None))
+            return self._joined(
+                self._pad_field([{None: sample} for sample in samples], None, self.multiple_of)
+            )
         rows = [fields_of(sample) or {} for sample in samples]
         self._check_alike(rows)
         is_mapping = isinstance(samples[0], Mapping)
@@ -156,7 +174,7 @@ class PadCollator:
         padded_rows = self._rows(rows, is_mapping)
         if is_mapping:
             return self._joined(padded_rows)
-        return self._joined([_like(sample, row) for sample, row in zip(samples, padded_rows, strict=True)])
+        return self._joined([like(sample, row) for sample, row in zip(samples, padded_rows, strict=True)])
 
     def _joined(self, samples: list[Any]) -> Any:
         return (self.collate_fn or default_collate)(samples)
@@ -178,33 +196,58 @@ class PadCollator:
                 {**row, self.mask_key: torch.ones(length, dtype=torch.int64)}
                 for row, length in zip(rows, lengths, strict=True)
             ]
-        names = [key for key in rows[0] if self._is_padded(key, main, lengths, rows)]
+        answers = {key: self._is_padded(key, main, lengths, rows) for key in rows[0]}
+        # Widened beside a field that nothing tells, ids and field might no longer fit together, or the field be spoilt.
+        multiple_of = None if None in answers.values() else self.multiple_of
+        names = [key for key, is_padded in answers.items() if is_padded]
         padded: dict[Any, list[Tensor]] = {}
         from_tokenizer = [key for key in names if self._belongs_to_tokenizer(key)]
         if from_tokenizer:
-            padded |= self._padded_by_tokenizer(rows, from_tokenizer, max(lengths))
-        padded |= {key: self._pad_field(rows, key) for key in names if key not in padded}
+            padded |= self._padded_by_tokenizer(rows, from_tokenizer, rounded_up(max(lengths), multiple_of))
+        for key in names:
+            if key not in padded:
+                padded[key] = self._pad_field(rows, key, multiple_of)
+                if key not in (main, self.mask_key, *self.padding) and may_be_classes(
+                    key, [row[key] for row in rows]
+                ):
+                    _warn_of_classes(key, padded[key], rows)
         return [
             {key: padded[key][place] if key in padded else value for key, value in row.items()}
             for place, row in enumerate(rows)
         ]
 
-    def _is_padded(self, key: Any, main: Any, lengths: list[int], rows: list[dict[Any, Any]]) -> bool:
-        if not all(is_sequence(row[key]) for row in rows):
+    def _is_padded(self, key: Any, main: Any, lengths: list[int], rows: list[dict[Any, Any]]) -> bool | None:
+        """Say whether a field is padded; None where the batch does not tell and nobody said."""
+        found = [is_sequence(row[key]) for row in rows]
+        if not all(found):
+            if any(found):
+                one, other = found.index(True), found.index(False)
+                raise ValueError(
+                    f"PadCollator: {key!r} is a sequence (a {type(rows[one][key]).__name__}) in sample {one} of the "
+                    f"batch and a single {type(rows[other][key]).__name__} in sample {other}. Give every sample the "
+                    "same kind of value."
+                )
             return False
         if key in (main, self.mask_key):
             return True
         if self.keys is not None:
             return key in self.keys
-        mine = [length_of(row[key]) for row in rows]
-        return mine == lengths or len(set(mine)) > 1
+        sizes = [length_of(row[key]) for row in rows]
+        if len(set(sizes)) > 1:
+            return True
+        if self._ragged is not None:
+            return key in self._ragged
+        if sizes != lengths or rounded_up(sizes[0], self.multiple_of) == sizes[0]:
+            return False
+        known = key in KNOWN_KEYS and not _tensor(rows[0][key]).is_floating_point()
+        return True if known else None
 
     def _belongs_to_tokenizer(self, key: Any) -> bool:
         names = getattr(self.tokenizer, "model_input_names", None)
         return self.tokenizer is not None and (key == self.mask_key or key in (names or (MASK_KEY,)))
 
     def _padded_by_tokenizer(
-        self, rows: list[dict[Any, Any]], keys: list[Any], longest: int
+        self, rows: list[dict[Any, Any]], keys: list[Any], width: int
     ) -> dict[Any, list[Tensor]]:
         lists = {key: [_tensor(row[key]).tolist() for row in rows] for key in keys}
         # Fast tokenizers warn once that padding while they tokenise would be faster: true, and no use here.
@@ -215,14 +258,16 @@ class PadCollator:
             batch = self.tokenizer.pad(
                 lists,
                 padding="max_length",
-                max_length=rounded_up(longest, self.multiple_of),
+                max_length=width,
                 return_tensors="pt",
             )
         finally:
             told["Asking-to-pad-a-fast-tokenizer"] = before
         return {key: list(batch[key]) for key in keys if key in batch}
 
-    def _pad_field(self, rows: list[dict[Any, Any]], key: Any) -> list[Tensor]:
+    def _pad_field(
+        self, rows: list[dict[Any, Any]], key: Any, multiple_of: int | Sequence[int] | None
+    ) -> list[Tensor]:
         value = self.padding.get(key, default_padding(key))
         tensors = []
         for place, row in enumerate(rows):
@@ -234,7 +279,7 @@ class PadCollator:
                     f"PadCollator: sample {place} of the batch{where} is a {type(row[key]).__name__} that no tensor "
                     f"can be made of ({error}). Turn text into tokens first."
                 ) from error
-        width = rounded_up(max(len(tensor) for tensor in tensors), self.multiple_of)
+        width = rounded_up(max(len(tensor) for tensor in tensors), multiple_of)
         return [pad_to(tensor, width, value, dim=0, side=self.side) for tensor in tensors]
 
 
@@ -265,103 +310,49 @@ def pad_to(tensor: Tensor, width: int, value: Any, *, dim: int, side: str = "rig
     return functional.pad(tensor, [*ends, *((more, 0) if side == "left" else (0, more))], value=value)
 
 
+def may_be_classes(key: Any, values: Sequence[Any]) -> bool:
+    """Say whether a field could be labels of tokens, for which 0 is a class and no padding.
+
+    Args:
+        key: its name or position.
+        values: the field of several samples.
+
+    """
+    if isinstance(key, str):
+        # "decoder_input_ids", "special_tokens_mask" and the like.
+        known = key in (*KNOWN_KEYS, *REBUILT_KEYS, *SEQUENCE_KEYS) or key.startswith("label")
+        if known or "mask" in key or key.endswith(("input_ids", "position_ids", "token_type_ids")):
+            return False
+    tensors = [_tensor(value) for value in values]
+    return not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors if tensor.numel())
+
+
+def _warn_of_classes(key: Any, padded: list[Tensor], rows: list[dict[Any, Any]]) -> None:
+    if any(len(tensor) > length_of(row[key]) for tensor, row in zip(padded, rows, strict=True)):
+        warn_once(
+            f"padded-classes-{key}",
+            f"PadCollator: {key!r}, {padded[0].dtype}, is padded with 0, which a loss counts if these are classes. "
+            f"Name what pads it: PadCollator(padding={{{key!r}: {IGNORED_LABEL}}}) for labels, 0 for ids.",
+        )
+
+
 def length_of(value: Any) -> int:
     """Return the tokens of a field: the size of its first dimension."""
     return len(value)
-
-
-class FitWidth:
-    """A collate function and, behind it, padding cut down to what a batch needs.
-
-    Columns that the mask leaves out for every sample, at the right end, are dropped from every tensor ``(batch,
-    time, ...)``; where ``multiple_of`` asks for a wider batch, columns are added. What is no padding is never dropped:
-    classes among labels, and values that differ where the mask says that all is padding. A batch without such a
-    mask stays as it is.
-
-    Args:
-        collate_fn: makes the batch.
-        mask_key: the mask's key, or its position where batches are tuples or lists.
-        multiple_of: see :class:`PadCollator`.
-        limit: the widest batch, in tokens: none becomes wider.
-
-    """
-
-    def __init__(
-        self,
-        collate_fn: Callable[[list[Any]], Any],
-        *,
-        mask_key: Any = MASK_KEY,
-        multiple_of: int | Sequence[int] | None = None,
-        limit: int | None = None,
-    ) -> None:
-        self.collate_fn = collate_fn
-        self.mask_key = mask_key
-        self.multiple_of = multiple_of
-        self.limit = limit
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch that ``collate_fn`` makes, fitted."""
-        batch = self.collate_fn(samples)
-        if isinstance(batch, Mapping):
-            fields = dict(batch)
-        elif isinstance(batch, (tuple, list)):
-            fields = dict(enumerate(batch))
-        else:
-            return batch
-        mask = fields.get(self.mask_key)
-        if not isinstance(mask, Tensor) or mask.dim() != 2 or not mask.numel():
-            return batch
-        dims = {key: _time_dims(value, mask) for key, value in fields.items()}
-        timed = {key: fields[key] for key, found in dims.items() if found}
-        width = self._width(mask, timed)
-        if width > mask.size(1):
-            fill = {key: self._fill_of(key, value, dims[key], mask) for key, value in timed.items()}
-            if None in fill.values():
-                return batch
-            changed = {key: pad_to(value, width, fill[key], dim=1) for key, value in timed.items()}
-        elif width < mask.size(1):
-            changed = {key: _cut(value, width, dims[key]) for key, value in timed.items()}
-        else:
-            return batch
-        return _with_fields(batch, changed)
-
-    def _width(self, mask: Tensor, timed: dict[Any, Any]) -> int:
-        """Return to how many columns a batch is cut or filled up."""
-        masked = used = last_column(mask != 0)
-        for key, value in timed.items():
-            if value.size(1) != mask.size(1) or key == self.mask_key or key in REBUILT_KEYS:
-                continue
-            beyond = value[:, masked:].flatten(2) if value.dim() > 2 else value[:, masked:, None]
-            if not beyond.numel():
-                continue
-            # Padding is one value again and again, and no class of a label; all else is something that counts.
-            counts = beyond >= 0 if _is_label(key, value) else beyond != beyond[0, -1]
-            used = max(used, masked + last_column(counts.any(2)))
-            if used == mask.size(1):
-                warn_once(
-                    f"fit-width-{key}",
-                    f"batching: batches have values in {key!r} where {self.mask_key!r} says that all is padding, so "
-                    "none of it is cut. Pad with one value (labels with -100).",
-                )
-        width = rounded_up(max(1, used), self.multiple_of)
-        return width if self.limit is None else max(used, min(width, self.limit))
-
-    def _fill_of(self, key: Any, value: Tensor, dims: tuple[int, ...], mask: Tensor) -> Any:
-        """Return what a field is filled up with: what pads it already, or is known to; None where nothing is."""
-        if len(dims) > 1:
-            return None  # Who sees whom cannot be made up: a row in which nothing is seen gives NaN.
-        if key == self.mask_key or key in REBUILT_KEYS:
-            return 0
-        padded = value[mask == 0]
-        if padded.numel() and bool((padded == padded.flatten()[0]).all()):
-            return padded.flatten()[0].item()
-        return default_padding(key) if key in KNOWN_KEYS else None
 
 
 def last_column(used: Tensor) -> int:
     """Return how many columns there are up to the last one in which any row is True."""
     columns = used.any(0).nonzero()
     return int(columns[-1]) + 1 if len(columns) else 0
+
+
+def is_mask(values: Tensor) -> bool:
+    """Say whether every row is ones and then, perhaps, zeros."""
+    if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
+        return False
+    numbers = values.to(torch.int8)
+    return bool(numbers[:, :1].all()) and bool((numbers[:, 1:] <= numbers[:, :-1]).all())
 
 
 def with_multiple_of(collate_fn: Any, multiple_of: int | Sequence[int] | None) -> Any:
@@ -380,38 +371,7 @@ def with_multiple_of(collate_fn: Any, multiple_of: int | Sequence[int] | None) -
     return collate_fn
 
 
-def _time_dims(value: Any, mask: Tensor) -> tuple[int, ...]:
-    """Return the dimensions of a field that run over the mask's columns; masks of who sees whom have two."""
-    rows, time = mask.shape
-    if not isinstance(value, Tensor) or value.dim() < 2 or value.size(0) != rows:
-        return ()
-    square = value.dim() > 2 and value.size(-2) == value.size(-1) == time
-    if square and (value.dim() > 3 or not value.is_floating_point()):
-        return value.dim() - 2, value.dim() - 1
-    return (1,) if value.size(1) == time else ()
-
-
-def _cut(value: Tensor, width: int, dims: tuple[int, ...]) -> Tensor:
-    for dim in dims:
-        value = value.narrow(dim, 0, width)
-    return value.contiguous()
-
-
-def _is_label(key: Any, value: Tensor) -> bool:
-    return isinstance(key, str) and key.startswith("label") and not value.is_floating_point()
-
-
-def _with_fields(batch: Any, changed: dict[Any, Any]) -> Any:
-    """Return a copy of a batch with some of its fields replaced; its type stays."""
-    if isinstance(batch, Mapping):
-        new: Any = copy.copy(batch)
-        for key, value in changed.items():
-            new[key] = value
-        return new
-    return _like(batch, {place: changed.get(place, value) for place, value in enumerate(batch)})
-
-
-def _like(sample: Any, fields: dict[Any, Any]) -> Any:
+def like(sample: Any, fields: dict[Any, Any]) -> Any:
     """Return a tuple or list as ``sample`` is one, named or not."""
     values = list(fields.values())
     if hasattr(sample, "_fields"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.data.padding import MASK_KEY, fields_of, is_sequence, last_column, sequence_key
+from hasten.data.padding import MASK_KEY, fields_of, is_mask, is_sequence, last_column, sequence_key
 from hasten.data.resident_loader import Held
 from hasten.seed import isolate_rng
 
@@ -118,7 +118,7 @@ def _in_tensors(dataset: Any, key: Any) -> SampleLengths | None:
     places = range(len(dataset.tensors)) if key is None else [key]
     for place in places:
         mask = dataset.tensors[place]
-        if mask.dim() == 2 and not mask.is_floating_point() and _is_mask(mask):
+        if mask.dim() == 2 and not mask.is_floating_point() and is_mask(mask):
             return SampleLengths(_extents(mask), mask_key=place)
     return None
 
@@ -228,7 +228,7 @@ def _still_masks(fields: dict[Any, Any], places: set[Any] | None, extents: dict[
         if not _is_flat(value):
             continue
         mask = torch.as_tensor(value)
-        if not mask.is_floating_point() and (place == MASK_KEY or _is_mask(mask[None])):
+        if not mask.is_floating_point() and (place == MASK_KEY or is_mask(mask[None])):
             extents.setdefault(place, []).append(last_column((mask != 0)[None]))
             still.add(place)
     return still
@@ -238,14 +238,6 @@ def _is_flat(value: Any) -> bool:
     if not is_sequence(value):
         return False
     return len(value.shape) == 1 if hasattr(value, "shape") else True
-
-
-def _is_mask(values: Tensor) -> bool:
-    """Say whether every row is ones and then, perhaps, zeros."""
-    if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
-        return False
-    numbers = values.to(torch.int8)
-    return bool(numbers[:, :1].all()) and bool((numbers[:, 1:] <= numbers[:, :-1]).all())
 
 
 def _extents(masks: Tensor) -> Tensor:

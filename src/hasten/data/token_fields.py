@@ -1,0 +1,252 @@
+"""Which fields of samples and batches run over tokens: decided once from the data, not batch by batch.
+
+A batch by itself cannot tell: six features beside texts that happen to have six tokens look like a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from hasten.data.padding import (
+    IGNORED_LABEL,
+    KNOWN_KEYS,
+    MASK_KEY,
+    REBUILT_KEYS,
+    fields_of,
+    is_mask,
+    is_sequence,
+    length_of,
+)
+from hasten.data.resident_loader import Held
+from hasten.seed import isolate_rng
+
+# What these names stand for has (batch, time, ...); "input_features" may have its time elsewhere.
+SURE_KEYS = ("input_ids", "tokens", "token_ids", "ids", "input_values", "inputs_embeds")
+# Samples that are looked at: enough for independent values never to follow a mask by chance.
+LOOKED_AT = 256
+# Rows of whole tensors that are compared at once, so that no copy of a large dataset is made.
+ROWS = 4096
+
+
+def spread(lengths: Tensor, count: int) -> list[int]:
+    """Return the numbers of ``count`` samples from the shortest to the longest, both of them included."""
+    order = lengths.argsort(stable=True)
+    places = torch.linspace(0, len(order) - 1, min(count, len(order))).round().long().unique()
+    return order[places].tolist()
+
+
+def ragged_fields(samples: Sequence[Any]) -> frozenset[Any]:
+    """Return the fields whose size is not the same in all samples: those that can only be joined padded."""
+    rows = [fields_of(sample) for sample in samples]
+    known = [row for row in rows if row is not None]
+    return frozenset(
+        key
+        for key in (known[0] if known else ())
+        if all(key in row and is_sequence(row[key]) for row in known)
+        and len({length_of(row[key]) for row in known}) > 1
+    )
+
+
+def named_time_dims(key: Any, value: Any, mask: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a field that run over the mask's columns as far as its name tells."""
+    if not isinstance(key, str):
+        return ()
+    dims = time_dims(value, mask)
+    if len(dims) > 1:
+        return dims if MASK_KEY in key or "attn_mask" in key else ()
+    is_sure = key in SURE_KEYS or key in REBUILT_KEYS or MASK_KEY in key
+    # Labels of floats may be one for each class.
+    return dims if is_sure or (key in KNOWN_KEYS and not value.is_floating_point()) else ()
+
+
+def time_dims(value: Any, mask: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a field that are as wide as the mask; masks of who sees whom have two."""
+    rows, time = mask.shape
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.size(0) != rows:
+        return ()
+    square = value.dim() > 2 and value.size(-2) == value.size(-1) == time
+    if square and (value.dim() > 3 or not value.is_floating_point()):
+        return value.dim() - 2, value.dim() - 1
+    return (1,) if value.size(1) == time else ()
+
+
+@dataclass(frozen=True)
+class TokenFields:
+    """What was decided about the fields of a loader's batches.
+
+    Args:
+        over_tokens: the fields that run over tokens, the mask among them; padding may be cut off them.
+        doubtful: fields as wide as the mask of which nothing tells whether they run over tokens. Cut off them, values
+            of the user's could be lost; left beside narrower ids, they would not fit.
+
+    """
+
+    over_tokens: tuple[Any, ...] = ()
+    doubtful: tuple[Any, ...] = ()
+
+
+def token_fields(
+    dataset: Any, lengths: Tensor, collate_fn: Callable[[Any], Any], mask_key: Any, batch_size: int
+) -> TokenFields:
+    """Return which fields of the batches that ``collate_fn`` makes run over tokens.
+
+    A field does so if its name says it; if it is as wide as the mask in batches of several widths; or if, like
+    ids, its values end where each sample's mask ends (or as many tokens before) and are one and the same value behind.
+
+    Args:
+        dataset: gives the samples. The random state stays as it is.
+        lengths: of all samples, int64 ``(samples,)``.
+        collate_fn: joins them.
+        mask_key: the mask's key in a batch, or its position.
+        batch_size: samples of the batches that are looked at.
+
+    Example::
+
+        >>> mask = torch.ones(4, 5).tril(1).long()
+        >>> data = TensorDataset(mask * 7, mask, torch.rand(4, 5))
+        >>> token_fields(data, mask.sum(1), default_collate, 1, 2)
+        TokenFields(over_tokens=(0, 1), doubtful=(2,))
+
+    """
+    seen = _Seen(mask_key)
+    # The longest and the shortest show which fields are as wide as the mask; mostly their names tell the rest.
+    for few in (lengths.argsort(descending=True)[:batch_size], lengths.argsort()[:batch_size]):
+        seen.add(_batch(dataset, few.tolist(), collate_fn))
+    if not seen.widths:
+        return TokenFields()
+    if seen.looks:
+        at_hand = _is_at_hand(dataset, collate_fn)
+        for batch in _batches(dataset, lengths, collate_fn, batch_size, at_hand):
+            seen.add(batch)
+        seen.has_all = at_hand or len(lengths) <= LOOKED_AT
+    decided = (*seen.named, *(key for key, looks in seen.looks.items() if seen.is_over_tokens(looks)))
+    places = {key: place for place, key in enumerate(seen.order)}
+    return TokenFields(
+        tuple(sorted(decided, key=lambda key: places[key])),
+        tuple(key for key in seen.looks if key not in decided),
+    )
+
+
+def _is_at_hand(dataset: Any, collate_fn: Callable[[Any], Any]) -> bool:
+    """Say whether all samples are in memory as whole tensors, so that all of them can be looked at."""
+    if isinstance(dataset, Held):
+        return dataset.joins
+    return type(dataset) is TensorDataset and collate_fn is default_collate
+
+
+def _batches(
+    dataset: Any, lengths: Tensor, collate_fn: Callable[[Any], Any], batch_size: int, at_hand: bool
+) -> Iterator[Any]:
+    chosen = list(range(len(lengths))) if at_hand else spread(lengths, LOOKED_AT)
+    size = ROWS if at_hand else batch_size
+    for start in range(0, len(chosen), size):
+        part = chosen[start : start + size]
+        if type(dataset) is TensorDataset and at_hand:
+            yield [tensor[start : start + size] for tensor in dataset.tensors]
+        else:
+            yield _batch(dataset, part, collate_fn)
+
+
+def _batch(dataset: Any, indices: list[int], collate_fn: Callable[[Any], Any]) -> Any:
+    with isolate_rng(include_cuda=False):
+        # As the DataLoader fetches them: data in memory joins its batches itself.
+        many = getattr(dataset, "__getitems__", None)
+        return collate_fn(many(indices) if many else [dataset[index] for index in indices])
+
+
+@dataclass
+class _Looks:
+    """What a field as wide as the mask was like so far."""
+
+    ends: set[int] = field(default_factory=set)  # Columns between the end of its values and that of the mask.
+    behind: set[float] = field(default_factory=set)  # Values behind the mask.
+    mask_ends: set[int] = field(default_factory=set)
+    values: set[float] = field(default_factory=set)  # Two at most: whether it is one value throughout.
+
+
+class _Seen:
+    """What batches have shown of their fields."""
+
+    def __init__(self, mask_key: Any) -> None:
+        self.mask_key = mask_key
+        self.has_all = False
+        self.widths: set[int] = set()
+        self.named: set[Any] = set()
+        self.order: list[Any] = []
+        self.looks: dict[Any, _Looks] = {}
+        self._ruled_out: set[Any] = set()
+
+    def add(self, batch: Any) -> None:
+        """Take note of a batch; one without a mask shows nothing."""
+        fields = fields_of_batch(batch)
+        mask = mask_in(fields, self.mask_key)
+        if mask is None:
+            return
+        self.widths.add(mask.size(1))
+        self.order += [key for key in fields if key not in self.order]
+        for key, value in fields.items():
+            dims = time_dims(value, mask)
+            if key == self.mask_key or named_time_dims(key, value, mask):
+                self.named.add(key)
+            elif not dims:
+                self._ruled_out.add(key)
+                self.looks.pop(key, None)
+            elif key not in self._ruled_out:
+                self._look(self.looks.setdefault(key, _Looks()), value.movedim(dims[-1], 1), mask)
+
+    def is_over_tokens(self, looks: _Looks) -> bool:
+        """Say whether a field runs over tokens beyond doubt."""
+        if len(self.widths) > 1 or (self.has_all and len(looks.values) == 1):
+            return True  # As wide as the mask at several widths; or one value in all samples, as token types are.
+        if len(looks.behind) != 1:
+            return False
+        # Labels that no loss counts: what is no label has no such value.
+        return looks.behind == {IGNORED_LABEL} or (len(looks.ends) == 1 and len(looks.mask_ends) > 1)
+
+    def _look(self, looks: _Looks, value: Tensor, mask: Tensor) -> None:
+        flat = value.detach().flatten(2) if value.dim() > 2 else value.detach()[..., None]
+        if not flat.numel() or flat.is_complex():
+            return
+        if len(looks.values) < 2:
+            looks.values |= set(torch.stack([flat.min(), flat.max()]).double().tolist())
+        places = torch.arange(1, mask.size(1) + 1, device=mask.device)
+        mask_ends = torch.where(mask != 0, places, 0).amax(1)
+        short = mask_ends < mask.size(1)
+        if not bool(short.any()):
+            return
+        flat, mask_ends = flat[short], mask_ends[short]
+        behind = flat[places >= mask_ends[:, None] + 1]
+        looks.behind |= set(torch.stack([behind.min(), behind.max()]).double().tolist())
+        if len(looks.behind) > 1:
+            return
+        used = (flat != behind.flatten()[0]).any(2)
+        ends = mask_ends - torch.where(used, places, 0).amax(1)
+        looks.ends |= set(ends.unique().tolist())
+        looks.mask_ends |= set(mask_ends.unique().tolist())
+
+
+def fields_of_batch(batch: Any) -> dict[Any, Any]:
+    """Return a batch's fields by key or position; none where it is something else."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    return dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {}
+
+
+def mask_in(fields: dict[Any, Any], key: Any) -> Tensor | None:
+    """Return the mask ``(batch, time)`` of a batch; None where it has none."""
+    mask = fields.get(key)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not mask.numel():
+        return None
+    # A position was found in the samples, and a collate function may put something else there.
+    return mask if isinstance(key, str) or is_mask(mask) else None
+
+
+def shown(keys: Collection[Any]) -> str:
+    """Return fields as a message names them."""
+    return ", ".join(repr(key) if isinstance(key, str) else f"field {key}" for key in keys)
