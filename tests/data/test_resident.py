@@ -318,6 +318,31 @@ def test_what_cannot_be_held_is_refused_before_training(name: str) -> None:
     assert trainer.global_step == 0
 
 
+def test_samples_that_torch_cannot_join_are_told_by_field_shapes_and_remedy() -> None:
+    def nested_and_ragged(index: int) -> Any:
+        return {"y": index, "pair": (torch.tensor(index), np.zeros((index % 3 + 1, 2)))}
+
+    with pytest.raises(ValueError, match=r"in batch\['pair'\]\[1\]: .*\(1, 2\) and \(2, 2\) meet.*pad_collate"):
+        quiet(resident=True).fit(Classifier(), DataLoader(Mapped(nested_and_ragged), 4))
+    listed: Any = [{"a": [1, 2]}, {"a": [1]}]
+    with pytest.raises(ValueError, match=r"in batch\['a'\]: samples of the shapes \(2,\) and \(1,\)"):
+        list(resident(DataLoader(listed, 2)))
+    kinds: Any = [{"a": torch.zeros(1)}, {"a": "text"}]
+    with pytest.raises(TypeError, match="str"):  # Torch's own words.
+        list(resident(DataLoader(kinds, 2)))
+
+    def failing(samples: list[Any]) -> Any:
+        raise RuntimeError("the user's")
+
+    with pytest.raises(RuntimeError, match="the user's"):
+        list(resident(DataLoader(Mapped(ragged), 4, collate_fn=failing)))
+
+
+def test_an_empty_dataset_is_called_what_the_user_gave() -> None:
+    with pytest.raises(ValueError, match=r"its dataset \(list\) is empty"):
+        quiet(resident=True).fit(Classifier(), DataLoader([]))
+
+
 def test_random_samples_are_seen_in_workers_too() -> None:
     make = REFUSED["random now and then"][0]
     with pytest.raises(ValueError, match="a sample is made with random"):

@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.data.lengths import PlannedBatches
+from hasten.data.resident_loader import Held
 from hasten.data.samplers import Share
 from hasten.data.sources import with_attributes
 from hasten.data.workers import SeedByRank
@@ -177,5 +178,7 @@ def _check_not_empty(loader: Any, name: str) -> None:
                 f"{name} has no batches: drop_last=True drops its {samples} samples, fewer than "
                 f"batch_size={loader.batch_size}. Use drop_last=False or a smaller batch size."
             )
-        raise ValueError(f"{name} has no batches: its dataset ({type(loader.dataset).__name__}) is empty.")
+        # Held in memory by hasten, it is still the user's.
+        dataset = loader.dataset.dataset if isinstance(loader.dataset, Held) else loader.dataset
+        raise ValueError(f"{name} has no batches: its dataset ({type(dataset).__name__}) is empty.")
     raise ValueError(f"{name} has no batches: it is an empty {type(loader).__name__}.")

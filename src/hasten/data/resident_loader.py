@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -86,7 +86,12 @@ class _Batches:
         return len(self._loader)
 
     def __next__(self) -> Any:
-        batch = self._collate(self._take(next(self._index_batches)))
+        samples = self._take(next(self._index_batches))
+        try:
+            batch = self._collate(samples)
+        except RuntimeError as error:
+            raise_if_unlike(samples, self._collate, error)
+            raise
         if self._pins:
             from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -318,6 +323,56 @@ def _held(loader: DataLoader[Any], device: Any, asked: str, name: str) -> dict[s
 def joined(batch: Any) -> Any:
     """Return a batch that is joined already: the collate function of a resident loader."""
     return batch
+
+
+def raise_if_unlike(samples: Any, collate_fn: Any, error: RuntimeError) -> None:
+    """Say which field keeps torch's ``default_collate`` from joining samples, if it was asked to and sizes differ.
+
+    Args:
+        samples: of a batch.
+        collate_fn: what failed.
+        error: how it failed.
+
+    Raises:
+        ValueError: a field has different shapes in the samples.
+
+    """
+    found = _unlike(samples) if collate_fn is default_collate and isinstance(samples, list) else None
+    if found is None:
+        return
+    place, (one, other) = found
+    raise ValueError(
+        f"in batch{place}: samples of the shapes {one} and {other} meet in a batch, and torch joins tensors of one "
+        "shape only. Give the loader a collate_fn such as hasten.data.pad_collate, or use Trainer(batching='length'), "
+        "which pads."
+    ) from error
+
+
+def _unlike(values: list[Any]) -> tuple[str, tuple[Any, Any]] | None:
+    """Return where in samples a field has two shapes, and these; None where it is nowhere so."""
+    first = values[0]
+    if hasattr(first, "shape"):
+        shapes = [tuple(getattr(value, "shape", ())) for value in values]
+        other = next((shape for shape in shapes if shape != shapes[0]), None)
+        return None if other is None else ("", (shapes[0], other))
+    if isinstance(first, Mapping):
+        keys: Iterable[Any] = first
+    elif isinstance(first, (list, tuple)):
+        sizes = [(len(value),) for value in values if isinstance(value, (list, tuple))]
+        size = next((each for each in sizes if each != sizes[0]), None)
+        if size is not None:
+            return "", (sizes[0], size)
+        keys = range(len(first))
+    else:
+        return None
+    for key in keys:
+        try:
+            found = _unlike([value[key] for value in values])
+        except (KeyError, IndexError, TypeError):
+            continue  # Samples of other kinds: torch says it well.
+        if found is not None:
+            return f"[{key!r}]{found[0]}", found[1]
+    return None
 
 
 def _on_device(data: Any, device: torch.device, asked: str, name: str, kind: str) -> Columns:
