@@ -202,6 +202,13 @@ def test_labels_of_tokens_are_not_padded_with_a_class(stage: str) -> None:
         rebatch(DataLoader(pairs, 2), LengthBatching())
 
 
+def test_a_field_that_is_a_list_here_and_a_number_there_is_named_with_its_samples() -> None:
+    data: Any = of_lengths(3, 5, 2, 9, 4, labels=lambda n: 1 if n == 2 else [1] * n)
+    with pytest.raises(ValueError, match=r"'labels' is a sequence in sample 0 .* single value in sample 2"):
+        quiet(batching="length").fit(Reader(), DataLoader(data, 2, shuffle=True))
+    assert len(rebatch(DataLoader(data, 2, collate_fn=list), LengthBatching())) == 3
+
+
 def test_the_loaders_own_sampler_workers_and_tail_stay() -> None:
     weights = [1.0] * 10 + [0.0] * 30
     weighted = trained("length", loader(shuffle=False, sampler=WeightedRandomSampler(weights, 24)))

@@ -269,6 +269,7 @@ def _collated(
             samples = [dataset[index] for index in spread(lengths, FEW_SAMPLES)]
         if collate_fn is default_collate and _differ_in_size(samples):
             # Torch's own cannot join them: without this, no batch of more than one sample would exist.
+            _check_kinds(found, name)
             collate_fn = _padding_for(samples, name)
         if isinstance(collate_fn, PadCollator):
             collate_fn = collate_fn.decided(ragged_fields(samples))
@@ -326,6 +327,20 @@ def _differ_in_size(samples: list[Any]) -> bool:
     except (RuntimeError, TypeError):
         return True
     return False
+
+
+def _check_kinds(found: SampleLengths, name: str) -> None:
+    """Check that no field is a sequence here and a single value there.
+
+    Raises:
+        CannotJoinError: one is.
+
+    """
+    for key, (one, other) in found.mixed.items():
+        raise CannotJoinError(
+            f"batching: {key!r} is a sequence in sample {one} of {name} and a single value in sample {other}. Give "
+            "every sample the same kind of value, or the loader a collate_fn that joins them."
+        )
 
 
 def _padding_for(samples: list[Any], name: str) -> PadCollator:

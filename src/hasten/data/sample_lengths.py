@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,12 +33,15 @@ class SampleLengths:
         lengths: tokens of every sample that are no padding, int64 ``(samples,)``.
         mask_key: the key or position of the mask in a sample; None where there is none.
         in_tokens: whether they are tokens and not, say, characters of a text that is yet to become tokens.
+        mixed: fields that are a sequence in some samples and a single value in others, with the number of a sample
+            of each kind; where all samples were read.
 
     """
 
     lengths: Tensor
     mask_key: Any = MASK_KEY
     in_tokens: bool = True
+    mixed: Mapping[Any, tuple[int, int]] = field(default_factory=dict)
 
 
 def sample_lengths(dataset: Any, key: Any = None, *, name: str = "the dataset") -> SampleLengths:
@@ -154,6 +158,7 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
     in_tokens = True
     mask_places: set[Any] | None = None if key is None else {key}
     extents: dict[Any, list[int]] = {}
+    kinds: dict[Any, dict[bool, int]] = {}
     with isolate_rng(include_cuda=False):
         for index in range(len(dataset)):
             sample = dataset[index]
@@ -163,17 +168,21 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
                 raise LengthsNotFoundError(f"sample {index} tells no length: {error.args[0]}") from error
             lengths.append(length)
             in_tokens = in_tokens and is_tokens
-            mask_places = _still_masks(fields_of(sample) or {}, mask_places, extents)
+            fields = fields_of(sample) or {}
+            mask_places = _still_masks(fields, mask_places, extents)
+            for place, value in fields.items():
+                kinds.setdefault(place, {}).setdefault(is_sequence(value), index)
     seconds = time.perf_counter() - start
     if seconds > 1:
         rank_zero_info(
             f"reading the lengths of the {len(lengths):,} samples of {name} took {seconds:.1f} s. An attribute "
             "`lengths` of the dataset, with a number for each sample, spares it."
         )
+    mixed = {place: (seen[True], seen[False]) for place, seen in kinds.items() if len(seen) > 1}
     place = _mask_among(mask_places or set(), lengths, extents, key)
     if place is not None:
-        return SampleLengths(torch.tensor(extents[place], dtype=torch.int64), mask_key=place)
-    return SampleLengths(torch.tensor(lengths, dtype=torch.int64), in_tokens=in_tokens)
+        return SampleLengths(torch.tensor(extents[place], dtype=torch.int64), mask_key=place, mixed=mixed)
+    return SampleLengths(torch.tensor(lengths, dtype=torch.int64), in_tokens=in_tokens, mixed=mixed)
 
 
 def _mask_among(places: set[Any], lengths: list[int], extents: dict[Any, list[int]], key: Any) -> Any:
