@@ -21,7 +21,15 @@ from torch.utils.data import (
 
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
-from hasten.data import LengthBatching, PackCollator, PackedBatchSampler, PadCollator, pad_collate, rebatch
+from hasten.data import (
+    LengthBatching,
+    PackCollator,
+    PackedBatchSampler,
+    PadCollator,
+    pad_collate,
+    rebatch,
+    resident,
+)
 from hasten.data.sample_lengths import sample_lengths
 from tests.data.sequences import LONGEST, Padded, Reader, Sequences, lengths_of
 from tests.models import quiet, same_weights
@@ -173,6 +181,30 @@ def test_a_collate_function_that_takes_no_other_batches_is_left_alone() -> None:
 
     given = rebatch(DataLoader(Padded(4), 4, collate_fn=pairs), LengthBatching(reorder=()), stage="validate")
     assert [batch["input_ids"].shape for batch in given] == [(4, LONGEST)]
+
+
+def test_samples_that_are_padded_already_keep_fields_of_one_width() -> None:
+    data: Any = [
+        {"input_ids": ids, "attention_mask": mask, "labels": ids, "tags": ids}
+        for ids, mask in zip(masks_of(3, 9, 13, 5, width=13), masks_of(3, 9, 13, 5, width=13), strict=True)
+    ]
+    for collator in (PadCollator(), PadCollator(multiple_of=8)):
+        for batch in rebatch(DataLoader(data, 1, collate_fn=collator), LengthBatching()):
+            assert len({field.shape for field in batch.values()}) == 1
+
+
+def test_a_field_of_one_value_is_cut_only_if_it_has_it_in_all_samples() -> None:
+    mask = masks_of(*([3, 5, 7, 16] * 100))
+    kinds, rare = torch.zeros_like(mask), torch.zeros_like(mask)
+    order = mask.sum(1).argsort(stable=True)
+    rare[order[1], 1] = 1  # Not among the samples looked at first.
+    for loaded in (lambda given: given, resident):
+        for field, widths in ((kinds, {8, 16}), (rare, {16})):
+            given = loaded(DataLoader(TensorDataset(mask * 7, mask, field), 2))
+            batches = list(rebatch(given, LengthBatching()))
+            assert (
+                {batch[2].shape[1] for batch in batches} == {batch[0].shape[1] for batch in batches} == widths
+            )
 
 
 def test_which_fields_are_cut_or_padded_is_said(monkeypatch: Any) -> None:

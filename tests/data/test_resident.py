@@ -322,7 +322,9 @@ def test_samples_that_torch_cannot_join_are_told_by_field_shapes_and_remedy() ->
     def nested_and_ragged(index: int) -> Any:
         return {"y": index, "pair": (torch.tensor(index), np.zeros((index % 3 + 1, 2)))}
 
-    with pytest.raises(ValueError, match=r"in batch\['pair'\]\[1\]: .*\(1, 2\) and \(2, 2\) meet.*pad_collate"):
+    with pytest.raises(
+        ValueError, match=r"in batch\['pair'\]\[1\]: .*\(1, 2\) and \(2, 2\) meet.*pad_collate"
+    ):
         quiet(resident=True).fit(Classifier(), DataLoader(Mapped(nested_and_ragged), 4))
     listed: Any = [{"a": [1, 2]}, {"a": [1]}]
     with pytest.raises(ValueError, match=r"in batch\['a'\]: samples of the shapes \(2,\) and \(1,\)"):

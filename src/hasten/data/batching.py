@@ -44,8 +44,6 @@ FEW_WIDTHS = 8
 STAGES = ("train", "validate", "test", "predict")
 # Samples that show which fields differ in size: those that go with the length do so in the first and the last.
 FEW_SAMPLES = 16
-# Samples of a batch that is made only to look at its fields.
-LARGEST_LOOK = 32
 
 
 class CannotJoinError(ValueError):
@@ -64,12 +62,12 @@ class LengthBatching:
             model is compiled.
         key: the field that tells a sample's length: a key, or a position in a tuple. None looks for a mask, then for
             the sequence.
+        reorder: the stages whose samples may come in another order. The others keep theirs, and of their batches only
+            padding is cut off. Predictions never change their order.
         over_tokens: the fields of a batch that run over tokens, off which padding may be cut, by key or position, such
             as ``("input_ids", "tags")``. None looks at their names and at the data: cut are fields named so
             (``input_ids``, ``labels``, masks) and those whose values end where the mask ends; where another one is as
             wide and nothing tells, nothing is cut, and a line says so.
-        reorder: the stages whose samples may come in another order. The others keep theirs, and of their batches only
-            padding is cut off. Predictions never change their order.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -86,8 +84,8 @@ class LengthBatching:
     window: int = 50
     multiple_of: int | Sequence[int] | None = None
     key: Any = None
-    over_tokens: Collection[Any] | None = None
     reorder: Collection[str] = ("train", "validate")
+    over_tokens: Collection[Any] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -292,9 +290,8 @@ def _over_tokens(
     """Return the fields off which padding may be cut, and say which they are."""
     if batching.over_tokens is not None:
         return batching.over_tokens
-    size = min(loader.batch_size or 1, LARGEST_LOOK)
     try:
-        fields = token_fields(loader.dataset, found.lengths, collate_fn, found.mask_key, size)
+        fields = token_fields(loader, found.lengths, collate_fn, found.mask_key)
     except Exception as error:
         # The user's code may want other batches than these. If it fails in training too, it says so there.
         rank_zero_info(

@@ -150,6 +150,8 @@ class PadCollator:
     def decided(self, ragged: Collection[Any]) -> PadCollator:
         """Return a copy that pads, besides the sequence and its mask, just the fields whose size varies in the data.
 
+        Where the sequence itself is not among them, all samples being padded already, nothing is decided.
+
         Args:
             ragged: these fields, from :func:`~hasten.data.token_fields.ragged_fields`.
 
@@ -235,7 +237,7 @@ class PadCollator:
         sizes = [length_of(row[key]) for row in rows]
         if len(set(sizes)) > 1:
             return True
-        if self._ragged is not None:
+        if self._ragged is not None and main in self._ragged:
             return key in self._ragged
         if sizes != lengths or rounded_up(sizes[0], self.multiple_of) == sizes[0]:
             return False

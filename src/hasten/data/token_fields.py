@@ -5,13 +5,13 @@ A batch by itself cannot tell: six features beside texts that happen to have six
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from hasten.data.padding import (
     IGNORED_LABEL,
@@ -30,6 +30,8 @@ from hasten.seed import isolate_rng
 SURE_KEYS = ("input_ids", "tokens", "token_ids", "ids", "input_values", "inputs_embeds")
 # Samples that are looked at: enough for independent values never to follow a mask by chance.
 LOOKED_AT = 256
+# Samples of a batch that is made only to look at its fields.
+LARGEST_LOOK = 32
 # Rows of whole tensors that are compared at once, so that no copy of a large dataset is made.
 ROWS = 4096
 
@@ -37,7 +39,7 @@ ROWS = 4096
 def spread(lengths: Tensor, count: int) -> list[int]:
     """Return the numbers of ``count`` samples from the shortest to the longest, both of them included."""
     order = lengths.argsort(stable=True)
-    places = torch.linspace(0, len(order) - 1, min(count, len(order))).round().long().unique()
+    places = torch.linspace(0, len(order) - 1, min(count, len(order)), dtype=torch.float64).round().long().unique()
     return order[places].tolist()
 
 
@@ -91,73 +93,68 @@ class TokenFields:
     doubtful: tuple[Any, ...] = ()
 
 
-def token_fields(
-    dataset: Any, lengths: Tensor, collate_fn: Callable[[Any], Any], mask_key: Any, batch_size: int
-) -> TokenFields:
+def token_fields(loader: DataLoader[Any], lengths: Tensor, collate_fn: Any, mask_key: Any) -> TokenFields:
     """Return which fields of the batches that ``collate_fn`` makes run over tokens.
 
     A field does so if its name says it; if it is as wide as the mask in batches of several widths; or if, like
     ids, its values end where each sample's mask ends (or as many tokens before) and are one and the same value behind.
 
     Args:
-        dataset: gives the samples. The random state stays as it is.
+        loader: gives the samples, from a worker if it has some. The random state stays as it is.
         lengths: of all samples, int64 ``(samples,)``.
         collate_fn: joins them.
         mask_key: the mask's key in a batch, or its position.
-        batch_size: samples of the batches that are looked at.
 
     Example::
 
         >>> mask = torch.ones(4, 5).tril(1).long()
-        >>> data = TensorDataset(mask * 7, mask, torch.rand(4, 5))
-        >>> token_fields(data, mask.sum(1), default_collate, 1, 2)
+        >>> loader = DataLoader(TensorDataset(mask * 7, mask, torch.rand(4, 5)), 2)
+        >>> token_fields(loader, mask.sum(1), default_collate, 1)
         TokenFields(over_tokens=(0, 1), doubtful=(2,))
 
     """
-    seen = _Seen(mask_key)
+    seen, size = _Seen(mask_key), min(loader.batch_size or 1, LARGEST_LOOK)
+    order = lengths.argsort(stable=True)
     # The longest and the shortest show which fields are as wide as the mask; mostly their names tell the rest.
-    for few in (lengths.argsort(descending=True)[:batch_size], lengths.argsort()[:batch_size]):
-        seen.add(_batch(dataset, few.tolist(), collate_fn))
-    if not seen.widths:
-        return TokenFields()
+    seen.add_all(_batches(loader, collate_fn, [order[-size:].tolist(), order[:size].tolist()]))
     if seen.looks:
-        at_hand = _is_at_hand(dataset, collate_fn)
-        for batch in _batches(dataset, lengths, collate_fn, batch_size, at_hand):
-            seen.add(batch)
-        seen.has_all = at_hand or len(lengths) <= LOOKED_AT
+        chosen = spread(lengths, LOOKED_AT)
+        parts = [chosen[start : start + size] for start in range(0, len(chosen), size)]
+        seen.add_all(_batches(loader, collate_fn, parts))
+        seen.has_all = len(chosen) == len(lengths)
+    if not seen.has_all and any(len(looks.values) == 1 for looks in seen.looks.values()):
+        # One value in these samples; whether in all is looked at where that is cheap.
+        everything = _everything(loader.dataset, collate_fn)
+        seen.has_all = everything is not None
+        seen.add_all(everything or ())
     decided = (*seen.named, *(key for key, looks in seen.looks.items() if seen.is_over_tokens(looks)))
-    places = {key: place for place, key in enumerate(seen.order)}
     return TokenFields(
-        tuple(sorted(decided, key=lambda key: places[key])),
+        tuple(key for key in seen.order if key in decided),
         tuple(key for key in seen.looks if key not in decided),
     )
 
 
-def _is_at_hand(dataset: Any, collate_fn: Callable[[Any], Any]) -> bool:
-    """Say whether all samples are in memory as whole tensors, so that all of them can be looked at."""
-    if isinstance(dataset, Held):
-        return dataset.joins
-    return type(dataset) is TensorDataset and collate_fn is default_collate
-
-
-def _batches(
-    dataset: Any, lengths: Tensor, collate_fn: Callable[[Any], Any], batch_size: int, at_hand: bool
-) -> Iterator[Any]:
-    chosen = list(range(len(lengths))) if at_hand else spread(lengths, LOOKED_AT)
-    size = ROWS if at_hand else batch_size
-    for start in range(0, len(chosen), size):
-        part = chosen[start : start + size]
-        if type(dataset) is TensorDataset and at_hand:
-            yield [tensor[start : start + size] for tensor in dataset.tensors]
-        else:
-            yield _batch(dataset, part, collate_fn)
-
-
-def _batch(dataset: Any, indices: list[int], collate_fn: Callable[[Any], Any]) -> Any:
+def _batches(loader: DataLoader[Any], collate_fn: Any, parts: list[list[int]]) -> Iterator[Any]:
+    """Yield the batches of these samples, made where training makes them: workers do not fork off open files."""
     with isolate_rng(include_cuda=False):
-        # As the DataLoader fetches them: data in memory joins its batches itself.
-        many = getattr(dataset, "__getitems__", None)
-        return collate_fn(many(indices) if many else [dataset[index] for index in indices])
+        yield from DataLoader(
+            loader.dataset,
+            batch_sampler=parts,
+            collate_fn=collate_fn,
+            num_workers=min(1, loader.num_workers),
+            multiprocessing_context=loader.multiprocessing_context,
+            worker_init_fn=loader.worker_init_fn,
+        )
+
+
+def _everything(dataset: Any, collate_fn: Any) -> Iterator[Any] | None:
+    """Return all samples as joined rows where they are in memory as whole tensors; else None."""
+    starts = range(0, len(dataset), ROWS)
+    if type(dataset) is TensorDataset and collate_fn is default_collate:
+        return ([tensor[start : start + ROWS] for tensor in dataset.tensors] for start in starts)
+    if isinstance(dataset, Held) and dataset.joins:
+        return (dataset.__getitems__(list(range(start, min(start + ROWS, len(dataset))))) for start in starts)
+    return None
 
 
 @dataclass
@@ -181,6 +178,11 @@ class _Seen:
         self.order: list[Any] = []
         self.looks: dict[Any, _Looks] = {}
         self._ruled_out: set[Any] = set()
+
+    def add_all(self, batches: Iterable[Any]) -> None:
+        """Take note of several batches."""
+        for batch in batches:
+            self.add(batch)
 
     def add(self, batch: Any) -> None:
         """Take note of a batch; one without a mask shows nothing."""
