@@ -29,11 +29,12 @@ from hasten.data.padding import (
     fields_of,
     may_be_classes,
     sequence_key,
+    shown,
     with_multiple_of,
 )
 from hasten.data.sample_lengths import LengthsNotFoundError, SampleLengths, sample_lengths
 from hasten.data.sources import with_attributes
-from hasten.data.token_fields import ragged_fields, shown, spread, token_fields
+from hasten.data.token_fields import ragged_fields, spread, token_fields
 from hasten.data.widths import check_multiple_of, widths_for
 from hasten.seed import isolate_rng
 
@@ -302,7 +303,7 @@ def _over_tokens(
     if fields.doubtful:
         named = tuple(key for key in fields.over_tokens if key != found.mask_key)
         rank_zero_info(
-            f"batching: no padding is cut off {name}: {shown(fields.doubtful)} is as wide as the mask, and nothing "
+            f"batching: no padding is cut off {name}: {shown(*fields.doubtful)} is as wide as the mask, and nothing "
             "tells whether it runs over tokens. Name the fields that do: "
             f"batching=hasten.data.LengthBatching(over_tokens={named!r})."
         )
@@ -312,7 +313,7 @@ def _over_tokens(
         return ()  # Nothing goes with the mask.
     if not isinstance(collate_fn, PadCollator):  # That one makes no batch wider than it must be.
         rank_zero_info(
-            f"batching: columns that are padding for a whole batch of {name} are cut off {shown(fields.over_tokens)}."
+            f"batching: columns that are padding for a whole batch of {name} are cut off {shown(*fields.over_tokens)}."
         )
     return fields.over_tokens
 
@@ -335,8 +336,8 @@ def _check_kinds(found: SampleLengths, name: str) -> None:
     """
     for key, (one, other) in found.mixed.items():
         raise CannotJoinError(
-            f"batching: {key!r} is a sequence in sample {one} of {name} and a single value in sample {other}. Give "
-            "every sample the same kind of value, or the loader a collate_fn that joins them."
+            f"batching: {shown(key)} is a sequence in sample {one} of {name} and a single value in sample {other}. "
+            "Give every sample the same kind of value, or the loader a collate_fn that joins them."
         )
 
 
@@ -355,12 +356,12 @@ def _padding_for(samples: list[Any], name: str) -> PadCollator:
         if may_be_classes(key, values):
             kind = torch.as_tensor(max(values, key=len)).dtype
             raise CannotJoinError(
-                f"batching: the samples of {name} differ in size, and nothing tells what pads {key!r} ({kind}). If "
-                "these are labels of tokens, give the loader "
+                f"batching: the samples of {name} differ in size, and nothing tells what pads {shown(key)} ({kind}). "
+                "If these are labels of tokens, give the loader "
                 f"collate_fn=hasten.data.PadCollator(padding={{{key!r}: {IGNORED_LABEL}}}), and a loss leaves padding "
                 "out; if they are ids, 0 or another value."
             )
-    padding = ", ".join(f"{shown([key])} with {default_padding(key)}" for key in rows[0] if key in ragged)
+    padding = ", ".join(f"{shown(key)} with {default_padding(key)}" for key in rows[0] if key in ragged)
     rank_zero_info(
         f"batching: the samples of {name} differ in size and are padded{f': {padding}' if padding else ''}. For other "
         "values, give the loader collate_fn=hasten.data.PadCollator(padding={...})."

@@ -225,9 +225,9 @@ class PadCollator:
             if any(found):
                 one, other = found.index(True), found.index(False)
                 raise ValueError(
-                    f"PadCollator: {key!r} is a sequence (a {type(rows[one][key]).__name__}) in sample {one} of the "
-                    f"batch and a single {type(rows[other][key]).__name__} in sample {other}. Give every sample the "
-                    "same kind of value."
+                    f"PadCollator: {shown(key)} is a sequence (a {type(rows[one][key]).__name__}) in sample {one} of "
+                    f"the batch and a single {type(rows[other][key]).__name__} in sample {other}. Give every sample "
+                    "the same kind of value."
                 )
             return False
         if key in (main, self.mask_key):
@@ -329,12 +329,17 @@ def may_be_classes(key: Any, values: Sequence[Any]) -> bool:
     return not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors if tensor.numel())
 
 
+def shown(*keys: Any) -> str:
+    """Return fields as a message names them."""
+    return ", ".join(repr(key) if isinstance(key, str) else f"field {key}" for key in keys)
+
+
 def _warn_of_classes(key: Any, padded: list[Tensor], rows: list[dict[Any, Any]]) -> None:
     if any(len(tensor) > length_of(row[key]) for tensor, row in zip(padded, rows, strict=True)):
         warn_once(
             f"padded-classes-{key}",
-            f"PadCollator: {key!r}, {padded[0].dtype}, is padded with 0, which a loss counts if these are classes. "
-            f"Name what pads it: PadCollator(padding={{{key!r}: {IGNORED_LABEL}}}) for labels, 0 for ids.",
+            f"PadCollator: {shown(key)} ({padded[0].dtype}) is padded with 0, which a loss counts if these are "
+            f"classes. Name what pads it: PadCollator(padding={{{key!r}: {IGNORED_LABEL}}}) for labels, 0 for ids.",
         )
 
 

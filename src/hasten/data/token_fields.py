@@ -5,7 +5,7 @@ A batch by itself cannot tell: six features beside texts that happen to have six
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,9 @@ ROWS = 4096
 def spread(lengths: Tensor, count: int) -> list[int]:
     """Return the numbers of ``count`` samples from the shortest to the longest, both of them included."""
     order = lengths.argsort(stable=True)
-    places = torch.linspace(0, len(order) - 1, min(count, len(order)), dtype=torch.float64).round().long().unique()
+    places = (
+        torch.linspace(0, len(order) - 1, min(count, len(order)), dtype=torch.float64).round().long().unique()
+    )
     return order[places].tolist()
 
 
@@ -247,8 +249,3 @@ def mask_in(fields: dict[Any, Any], key: Any) -> Tensor | None:
         return None
     # A position was found in the samples, and a collate function may put something else there.
     return mask if isinstance(key, str) or is_mask(mask) else None
-
-
-def shown(keys: Collection[Any]) -> str:
-    """Return fields as a message names them."""
-    return ", ".join(repr(key) if isinstance(key, str) else f"field {key}" for key in keys)
