@@ -8,17 +8,49 @@ from torch import nn
 
 import hasten as L
 from hasten.dropout import dropout, fast_dropout
+from hasten.packed.attention import attention
 from tests.models import Classifier, loader, quiet, same_weights
 
 
-@pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9, 0.001])
+SHARES = [0.0, 0.001, 0.1, 0.25, 0.5, 0.9, 0.99, 0.997, 0.999, 1.0]
+
+
+@pytest.mark.parametrize("p", SHARES)
 def test_each_element_is_dropped_with_its_probability_and_the_others_scaled(p: float) -> None:
     torch.manual_seed(0)
-    drawn = torch.cat([dropout(torch.ones(20_000), p) for _ in range(50)])
+    calls, dropped = 2000, []
+    for _ in range(calls):
+        x = torch.full((1000,), 2.0, requires_grad=True)
+        y = dropout(x, p)
+        y.sum().backward()
+        assert torch.equal(x.grad * 2.0, y.detach())
+        kept = y.detach()[y != 0]
+        assert kept.allclose(torch.tensor(2.0 / (1 - p) if p < 1 else 0.0))
+        dropped.append(1 - len(kept) / 1000)
     # One threshold, a multiple of 1/256, serves a whole call: the shares of calls vary by that, their mean does not.
-    error = (p * (1 - p) / len(drawn)) ** 0.5 + 0.5 / 256 / 50**0.5
-    assert (drawn == 0).double().mean().item() == pytest.approx(p, abs=5 * error)
-    assert drawn[drawn != 0].allclose(torch.tensor(1 / (1 - p)))
+    of_thresholds = (p * 256 % 1 * (1 - p * 256 % 1)) ** 0.5 / 256
+    error = ((p * (1 - p) / 1000 + of_thresholds**2) / calls) ** 0.5
+    assert sum(dropped) / calls == pytest.approx(p, abs=5 * error + 1e-12)
+
+
+@pytest.mark.parametrize("p", SHARES)
+def test_packed_attention_drops_with_the_same_probability(p: float) -> None:
+    torch.manual_seed(0)
+    calls, total, gradients = 200, 0.0, 0.0
+    # Equal weights of a row of ones: the mean output says which share was kept, times the scale.
+    query, bounds = torch.zeros(1, 32, 4), torch.tensor([0, 32])
+    for _ in range(calls):
+        value = torch.ones(1, 32, 4, requires_grad=True)
+        output = attention(query, query, value, bounds, p=p, scale=1.0, causal=False)
+        output.sum().backward()
+        total, gradients = total + output.mean().item(), gradients + value.grad.mean().item()
+    assert gradients == pytest.approx(total, rel=1e-4)
+    if p == 1.0:
+        assert total == 0.0
+        return
+    of_thresholds = (p * 256 % 1 * (1 - p * 256 % 1)) ** 0.5 / 256
+    error = ((p * (1 - p) / 1024 + of_thresholds**2) / calls) ** 0.5 / (1 - p)
+    assert total / calls == pytest.approx(1.0, abs=5 * error + 1e-5)
 
 
 def test_neighbours_are_dropped_independently() -> None:

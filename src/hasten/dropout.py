@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 # Elements whose random bytes cost less than one call of the generator does.
 _BYTES_OF_A_DRAW = 8
+_HIGHEST_BYTE = 255
 # A module that drops single elements; others (channels, alpha) stay torch's.
 _KINDS = (nn.Dropout,)
 
@@ -19,7 +20,7 @@ def draw(count: int, p: float) -> tuple[Tensor, int]:
     """Return (random bytes, threshold): an element is kept where its byte is at least the threshold.
 
     A byte has 256 values and ``p`` need not be a multiple of 1/256: the threshold is one of the two beside it, drawn
-    such that every element is dropped with probability ``p``.
+    such that every element is dropped with probability ``p``. It may be 256, which no byte reaches: see ``kept``.
 
     Args:
         count: how many bytes.
@@ -36,8 +37,23 @@ def draw(count: int, p: float) -> tuple[Tensor, int]:
     return words.view(torch.uint8)[:count], threshold
 
 
+def scale_of(p: float) -> float:
+    """Return what kept elements are multiplied with; 0 where none is kept.
+
+    Example::
+
+        >>> scale_of(0.5), scale_of(1.0)
+        (2.0, 0.0)
+
+    """
+    return 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+
+
 def kept(random: Tensor, threshold: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return 1 where an element is kept and 0 where it is dropped."""
+    if threshold > _HIGHEST_BYTE:
+        # No byte can hold this threshold: torch would wrap it round to 0, and keep everything.
+        return torch.zeros(shape, dtype=dtype)
     mask = torch.empty(shape, dtype=dtype)
     # Written as floats at once: a boolean mask and its conversion take three times as long.
     torch.ge(random.view(shape), threshold, out=mask)
@@ -47,7 +63,7 @@ def kept(random: Tensor, threshold: int, shape: torch.Size, dtype: torch.dtype) 
 @torch.library.custom_op("hasten::dropout", mutates_args=())
 def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
     random, threshold = draw(x.numel(), p)
-    y = kept(random, threshold, x.shape, x.dtype).mul_(x).mul_(1.0 / (1.0 - p))
+    y = kept(random, threshold, x.shape, x.dtype).mul_(x).mul_(scale_of(p))
     return y, random, torch.tensor(threshold)
 
 
@@ -60,7 +76,7 @@ def _(x: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.custom_op("hasten::dropout_backward", mutates_args=())
 def _dropout_backward(gradient: Tensor, random: Tensor, threshold: Tensor, p: float) -> Tensor:
     mask = kept(random, int(threshold), gradient.shape, gradient.dtype)
-    return mask.mul_(gradient).mul_(1.0 / (1.0 - p))
+    return mask.mul_(gradient).mul_(scale_of(p))
 
 
 @_dropout_backward.register_fake

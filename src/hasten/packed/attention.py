@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.dropout import draw, kept
+from hasten.dropout import draw, kept, scale_of
 
 
 def _runs(bounds: Tensor) -> list[tuple[int, int, int]]:
@@ -71,7 +71,7 @@ def _attention(
             probabilities = kept(random[part], threshold, shape, query.dtype).mul_(probabilities)
         _put(output, run, torch.bmm(probabilities, _cut(value, run)))
     if p:
-        output.mul_(1.0 / (1.0 - p))
+        output.mul_(scale_of(p))
     return output, weights, random, torch.tensor(threshold)
 
 
@@ -110,7 +110,7 @@ def _attention_backward(
     )
     # Of the softmax: the mean of the gradients under the weights is a product of two small tensors.
     centre = (gradient * output).sum(-1, keepdim=True).transpose(0, 1)
-    gradient = (gradient * (1.0 / (1.0 - p)) if p else gradient).transpose(0, 1)
+    gradient = (gradient * scale_of(p) if p else gradient).transpose(0, 1)
     place = 0
     for run in _runs(bounds):
         _, count, length = run
