@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,177 @@ def test_in_fabric_there_is_nothing_left_to_clip() -> None:
     assert torch.allclose(layer.weight, before - 0.1)
     with pytest.raises(ValueError, match="no gradients left to clip"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+
+# -- a gradient is used and gone when backward reaches it: what needs it longer is refused, never trained otherwise
+
+
+def a_step(net: nn.Module, rows: int = 3) -> torch.Tensor:
+    return net(torch.ones(rows, 2)).square().mean()
+
+
+def small(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def test_accumulation_by_hand_is_refused_at_its_second_backward() -> None:
+    fabric = L.Fabric(accelerator="cpu")
+    net = small()
+    model, _ = fabric.setup(net, in_backward(torch.optim.SGD, net.parameters(), lr=0.1))
+    with fabric.no_backward_sync(model, enabled=True):
+        fabric.backward(a_step(model) / 4)
+    with pytest.raises(RuntimeError, match=r"in_backward\(SGD\).*second gradient before.*torch.optim.SGD as it"):
+        fabric.backward(a_step(model) / 4)
+
+
+def test_accumulation_in_manual_optimisation_is_refused() -> None:
+    class Manual(Gan):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(a_step(self.generator))
+            self.manual_backward(a_step(self.generator))
+
+    with pytest.raises(RuntimeError, match="got a second gradient before"):
+        quiet().fit(Manual(), loader())
+
+
+class Gan(L.LightningModule):
+    def __init__(self, within: bool = True, toggles: bool = False, zeroes: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.within, self.toggles, self.zeroes = within, toggles, zeroes
+        self.generator, self.discriminator = small(1), small(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, loss in zip(self.optimizers(), (self.fooled, self.told_apart), strict=True):
+            if self.toggles:
+                self.toggle_optimizer(optimizer)
+            if self.zeroes:
+                optimizer.zero_grad()
+            self.manual_backward(loss())
+            optimizer.step()
+            if self.toggles:
+                self.untoggle_optimizer(optimizer)
+
+    def fooled(self) -> torch.Tensor:
+        return a_step(nn.Sequential(self.generator, self.discriminator))
+
+    def told_apart(self) -> torch.Tensor:
+        made = self.generator(torch.ones(3, 2)).detach()
+        return -self.discriminator(made).square().mean().clamp(max=1.0)
+
+    def configure_optimizers(self) -> Any:
+        def one(net: nn.Module) -> Any:
+            kind = torch.optim.SGD
+            return in_backward(kind, net.parameters(), lr=0.1) if self.within else kind(net.parameters(), lr=0.1)
+
+        return [one(self.generator), one(self.discriminator)]
+
+
+@pytest.mark.parametrize(("zeroes", "says"), [(True, r"zero_grad\(\) after a backward"), (False, "second gradient")])
+def test_a_gan_whose_generator_would_also_step_the_discriminator_is_told_of_toggle(zeroes: bool, says: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"{says}.*toggle_optimizer.*torch.optim.SGD as it is"):
+        quiet().fit(Gan(zeroes=zeroes), loader())
+
+
+def test_a_gan_that_toggles_trains_as_it_does_otherwise() -> None:
+    plain, within = Gan(within=False, toggles=True), Gan(toggles=True)
+    for module in (plain, within):
+        quiet(max_epochs=2).fit(module, loader())
+    assert same_weights(plain, within)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks_tied_weights_and_several_losses_are_no_second_gradient(reentrant: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.block, self.last = nn.Linear(2, 2), small(), nn.Linear(2, 2)
+            self.last.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x = self.first(x).tanh()
+            y = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=reentrant)
+            return self.last(y).square().mean(), (y - 1).square().mean()
+
+    plain, within = Net(), Net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    inner = in_backward(torch.optim.AdamW, within.parameters(), lr=0.1)
+    for net, each in ((plain, optimizer), (within, inner)):
+        for _ in range(4):
+            each.zero_grad()
+            torch.autograd.backward(list(net(torch.ones(3, 2))))
+            each.step()
+    assert same_weights(plain, within)
+
+
+def test_frozen_parameters_train_once_they_are_thawed() -> None:
+    plain, within = small(), small()
+    for net in (plain, within):
+        net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    inner = in_backward(torch.optim.SGD, within.parameters(), lr=0.1)
+    for net, each in ((plain, optimizer), (within, inner)):
+        assert not net[0].weight.requires_grad
+        for frozen in (True, False, False):
+            net[0].requires_grad_(not frozen)
+            each.zero_grad()
+            a_step(net).backward()
+            each.step()
+    assert same_weights(plain, within)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_gradients_set_by_hand_and_those_of_a_copy_are_used_by_step(copied: bool) -> None:
+    plain, within = small(), small()
+    optimizer: Any = torch.optim.SGD(plain.parameters(), lr=0.1)
+    inner = in_backward(torch.optim.SGD, within.parameters(), lr=0.1)
+    if copied:
+        within, inner = copy.deepcopy((within, inner))
+    for net, each in ((plain, optimizer), (within, inner)):
+        for _ in range(2):
+            if copied:
+                a_step(net).backward()
+            else:
+                parameters = list(net.parameters())
+                for p, gradient in zip(parameters, torch.autograd.grad(a_step(net), parameters), strict=True):
+                    p.grad = gradient
+            each.step()
+            each.zero_grad()
+    assert same_weights(plain, within)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_an_optimizer_step_of_the_users_own_trains_the_same(precision: str) -> None:
+    class Own(Trained):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step(closure=optimizer_closure)
+
+    trained = []
+    for within in (False, True):
+        torch.manual_seed(0)
+        module = Own("adamw", within)
+        train(module, precision=precision)
+        trained.append(module)
+    assert same_weights(*trained)
+
+
+def test_a_module_in_place_of_its_parameters_is_told() -> None:
+    with pytest.raises(TypeError, match=r"not the module Linear. Pass its parameters\(\).*torch.optim.SGD, model.para"):
+        in_backward(torch.optim.SGD, nn.Linear(2, 2), lr=0.1)  # type: ignore[arg-type]
+
+
+def test_on_cuda_a_parameter_steps_in_one_kernel_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hasten.optim.backward.KERNELS_TO_JOIN", ("cpu",))
+    fused = in_backward(torch.optim.AdamW, small().parameters())
+    assert fused.param_groups[0]["fused"] is True
+    # Checkpoints are those of the optimizer as the user made it.
+    assert fused.state_dict()["param_groups"][0]["fused"] is None
+    for options in ({"fused": False}, {"foreach": True}):
+        assert not in_backward(torch.optim.AdamW, small().parameters(), **options).param_groups[0]["fused"]
+    assert "fused" not in in_backward(torch.optim.RMSprop, small().parameters()).param_groups[0]
+    monkeypatch.undo()
+    assert in_backward(torch.optim.AdamW, small().parameters()).param_groups[0]["fused"] is None

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from hasten.optim.fused import use_fused, why_not_fused
 from hasten.precision.small_updates import full_precision
 
 # Each computes the step of one parameter from that parameter alone.
@@ -17,15 +18,22 @@ _KINDS: tuple[type[Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
     optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Adafactor, optim.Muon,
 )  # fmt: skip
+# Devices where launching ten small kernels takes longer than what they compute.
+KERNELS_TO_JOIN: tuple[str, ...] = ("cuda",)
 
 
 def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **options: Any) -> Any:
     """Return an optimizer that steps each parameter during backward, and frees its gradient at once.
 
     There is never more than a gradient or two: for large models that saves as much memory as the weights take. The
-    weights are those of the same optimizer stepped as usual. ``optimizer.step()`` and ``zero_grad()`` then have nothing
-    left to do. Gradients exist for no longer than a moment, so nothing can be accumulated or clipped by its norm; the
-    Trainer refuses these before training. State and checkpoints are those of ``optimizer_class``.
+    weights are those of the same optimizer stepped as usual. State and checkpoints are those of ``optimizer_class``.
+
+    Call ``optimizer.step()`` after each backward as always: it says that the step is over. Gradients exist for no
+    longer than a moment, so nothing can be accumulated, thrown away or clipped by its norm. The Trainer refuses these
+    before training where it can know. In a loop of your own, a second gradient of a parameter before ``step()``, and
+    ``zero_grad()`` between backward and ``step()``, raise a RuntimeError.
+
+    On CUDA each parameter steps in one kernel where torch has that; pass ``fused=False`` to leave it.
 
     Args:
         optimizer_class: of ``torch.optim``: SGD, Adam, AdamW, ...; not LBFGS and not SparseAdam.
@@ -33,7 +41,7 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
         options: for the class: lr, weight_decay, ...
 
     Raises:
-        TypeError: the class is no optimizer.
+        TypeError: the class is no optimizer, or ``params`` is a module.
         ValueError: it needs all gradients at once, or the parameters are on several devices.
 
     Example::
@@ -44,6 +52,7 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
         >>> layer(torch.ones(1, 1)).sum().backward()
         >>> round(before - layer.weight.item(), 3), layer.weight.grad
         (1.0, None)
+        >>> optimizer.step()
 
     Source: `How to save memory by fusing the optimizer step into the backward pass
     <https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html>`_.
@@ -61,7 +70,14 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
             f"in_backward({optimizer_class.__name__}): it is not known to step each parameter by itself, and during "
             f"backward there is one gradient at a time. Use one of torch.optim: {known}."
         )
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"in_backward(params=...): use parameters or groups of them, not the module {type(params).__name__}. Pass "
+            f"its parameters(): in_backward(torch.optim.{optimizer_class.__name__}, model.parameters(), ...)."
+        )
     made = _class_of(cast("Any", optimizer_class))(params, **options)
+    if _is_to_be_fused(made):
+        use_fused(made)
     made.start()
     return made
 
@@ -76,6 +92,8 @@ class InBackward(Optimizer):
     _handles: list[Any]
     # In which group a parameter is: asked once for each in every backward.
     _places: dict[Tensor, int]
+    # What has stepped since the last ``step()``: none may do so twice.
+    _stepped: set[Tensor]
 
     def start(self) -> None:
         """Step parameters during backward, from now on."""
@@ -87,33 +105,85 @@ class InBackward(Optimizer):
                 "Use the optimizer as it is."
             )
         self.stop()
-        self._places = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._step_one) for p in parameters if p.requires_grad
-        ]
+        self._handles = [handle for p in parameters if (handle := self._watched(p)) is not None]
 
     def stop(self) -> None:
         """Leave gradients alone, from now on."""
         for handle in self.__dict__.get("_handles", ()):
             handle.remove()
         self._handles = []
+        self._stepped = set()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; they, too, step during backward."""
         super().add_param_group(param_group)
+        own = self.__dict__.setdefault("_places", {})
+        own.update(dict.fromkeys(self.param_groups[-1]["params"], len(self.param_groups) - 1))
         if self.__dict__.get("_handles"):
+            stepped = self._stepped
             self.start()
+            self._stepped = stepped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run ``closure``, if there is one; the parameters have stepped in its backward."""
-        if closure is None:
+        """End a step: run ``closure``, if there is one, and step what still has a gradient, set by hand or in a copy.
+
+        Raises:
+            RuntimeError: such a parameter has stepped already.
+
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        left = [p for p in self._places if p.grad is not None]
+        if left:
+            for parameter in left:
+                self._once(parameter)
+            # Where weights have 16 bits, the groups hold stand-ins for them here.
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self._clip(parameter)
+            _arithmetic_of(self.of)(self)
+            for parameter in left:
+                parameter.grad = None
+        self._stepped = set()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Check that the gradients of the last backward were to be used; they are gone already.
+
+        Raises:
+            RuntimeError: there was a backward since the last ``step()``.
+
+        """
+        if self._stepped:
+            raise RuntimeError(
+                f"in_backward({self.of.__name__}): zero_grad() after a backward without step() throws gradients away, "
+                f"and {len(self._stepped)} parameters have stepped with them. {self._instead()}"
+            )
+        super().zero_grad(set_to_none)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A copy has no hooks and steps as usual.
+        self._places = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
+        self._stepped = set()
+
+    def _watched(self, parameter: Tensor) -> Any:
+        """Have a parameter step as soon as its gradient is there; None where it cannot have one."""
+        if not (parameter.is_floating_point() or parameter.is_complex()):
             return None
-        with torch.enable_grad():
-            return closure()
+        # Also one that is frozen now: it may be trained later, and torch takes no hook before.
+        trained = parameter.requires_grad
+        parameter.requires_grad_(True)
+        try:
+            return parameter.register_post_accumulate_grad_hook(self._step_one)
+        finally:
+            parameter.requires_grad_(trained)
 
     def _step_one(self, parameter: Tensor) -> None:
-        if self.clip_value is not None and parameter.grad is not None:
-            parameter.grad.clamp_(-self.clip_value, self.clip_value)
+        self._once(parameter)
+        self._clip(parameter)
         groups = self.param_groups
         own = groups[self._places[parameter]]
         try:
@@ -123,6 +193,26 @@ class InBackward(Optimizer):
         finally:
             self.param_groups = groups
         parameter.grad = None
+
+    def _clip(self, parameter: Tensor) -> None:
+        if self.clip_value is not None and parameter.grad is not None:
+            parameter.grad.clamp_(-self.clip_value, self.clip_value)
+
+    def _once(self, parameter: Tensor) -> None:
+        if parameter in self._stepped:
+            raise RuntimeError(
+                f"in_backward({self.of.__name__}): a parameter of shape {tuple(parameter.shape)} got a second gradient "
+                f"before optimizer.step(), and has stepped with the first. {self._instead()}"
+            )
+        self._stepped.add(parameter)
+
+    def _instead(self) -> str:
+        return (
+            "A parameter's gradient is used and gone when backward reaches it. Call optimizer.step() after each "
+            "backward; where the backward is for other parameters (a GAN), call it between toggle_optimizer(other) and "
+            "untoggle_optimizer(other), or with requires_grad_(False) on these; to accumulate gradients, use "
+            f"torch.optim.{self.of.__name__} as it is."
+        )
 
 
 def to_clip(optimizer: Any, method: str) -> list[Tensor]:
@@ -143,6 +233,15 @@ def to_clip(optimizer: Any, method: str) -> list[Tensor]:
             f"torch.optim.{optimizer.of.__name__} as it is."
         )
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_to_be_fused(optimizer: Any) -> bool:
+    """Say whether to have one kernel a parameter: otherwise there are about ten, as nothing is left to be joined."""
+    groups = optimizer.param_groups
+    if any(group.get("fused") is not None or group.get("foreach") is not None for group in groups):
+        return False
+    launched = all(p.device.type in KERNELS_TO_JOIN for group in groups for p in group["params"])
+    return launched and why_not_fused(optimizer) is None
 
 
 @functools.cache

@@ -90,9 +90,10 @@ class _FullSteps:
         """Return ``closure`` such that it sees the model's own parameters, not their stand-ins."""
 
         def watched() -> Any:
-            pairs = self.leave()
+            self.leave()
             result = closure()
-            self._swap(pairs)
+            # From the parameters as they are now: an optimizer may have stepped them within the closure's backward.
+            self.enter(every=True)
             return result
 
         return watched
