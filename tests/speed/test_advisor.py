@@ -107,7 +107,7 @@ def test_compile_loses_on_a_tiny_model() -> None:
     model.__dict__["unpicklable"] = lambda: None
     found = advise(model, [compiled])
     assert not found.row("compile").wins, found.table()
-    assert found.row("compile").verdict in ("slower", "no gain", "pays back too late"), found.table()
+    assert found.row("compile").verdict in ("slower", "no gain", "unclear", "pays back too late"), found.table()
     assert found.line == ""
     assert found.table().splitlines()[-1] == "Nothing pays here: leave the program as it is."
 
@@ -206,15 +206,13 @@ def test_a_share_above_the_peak_is_not_shown() -> None:
     assert figures(variant, facts, {"precision": "'bf16-mixed'"}, None)["mfu"] is None
 
 
-def test_a_budget_shortens_turns_and_leaves_the_rest_out() -> None:
-    every = [Lever(f"halved {n}", "halved()", levers.SAME, change=planted.halve) for n in range(12)]
+def test_a_budget_that_the_first_look_spends_measures_nothing() -> None:
+    every = [Lever(f"halved {n}", "halved()", levers.SAME, change=planted.halve) for n in range(3)]
     found = advise(planted.Sleeper(), every, budget_seconds=0.01, rounds=3, steps=5, warm_up=2)
-    assert (found.rounds, found.steps) == (2, 1)
-    # What was begun is finished; nothing else is begun.
-    verdicts = [row.verdict for row in found.rows]
-    assert verdicts[-1] == "no time"
-    assert verdicts[0] != "no time"
-    assert found.combinations == []
+    assert {row.verdict for row in found.rows} == {"no time"}
+    assert found.unchanged.step_seconds is not None
+    assert (found.combinations, found.lines) == ([], [])
+    assert "no time" in found.table()
 
 
 def test_a_batch_that_does_not_fit_is_measured_in_parts() -> None:

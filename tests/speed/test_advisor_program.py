@@ -110,15 +110,16 @@ def test_a_program_written_for_lightning_is_measured_and_nothing_else_happens(
     out = tmp_path / "out"
     # As if there were no others: a verdict on a part of them is not remembered.
     monkeypatch.setattr(levers, "LEVERS", tuple(levers.choose(["fused optimizer"])))
-    options = ["--rounds", "1", "--steps", "2", "--warm-up", "1", "--alone"]
+    options = ["--rounds", "2", "--steps", "3", "--warm-up", "1", "--alone"]
     assert main(["advise", *options, "--out", str(out), "train.py", "--nap", "0.001"]) == 0
 
-    shown = capsys.readouterr().out
-    assert "advise train.py --nap 0.001" in shown
+    shown = capsys.readouterr()
+    assert "advise train.py --nap 0.001" in shown.out
+    assert "advise: preparing lever 1 of 1, fused optimizer (about" in shown.err
     assert {path.name for path in out.iterdir()} == {"advice.txt", "advice.json", "advice.png"}
     found = json.loads((out / "advice.json").read_text())
     assert found["unchanged"]["samples_per_second"] > 0
-    assert found["rows"][0]["verdict"] in ("wins", "no gain", "slower", "pays back too late")
+    assert found["rows"][0]["verdict"] in ("wins", "no gain", "unclear", "slower", "pays back too late")
     assert found["rows"][0]["loss_deviation"] <= found["rows"][0]["loss_noise"]
     # Neither checkpoints, logs nor the rest of the program; its own file only.
     assert {path.name for path in Path().iterdir()} == {"train.py", "started"}

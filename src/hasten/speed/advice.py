@@ -18,7 +18,7 @@ WIDTH = 100
 # What a row may say, best first.
 WINS, NO_GAIN, SLOWER, NEVER_PAYS = "wins", "no gain", "slower", "pays back too late"
 WRONG, REFUSED, FAILED, NOT_HERE, ALREADY_ON = "wrong", "refused", "failed", "not here", "already on"
-NEEDED, NO_TIME = "needed", "no time"
+NEEDED, NO_TIME, UNCLEAR = "needed", "no time", "unclear"
 _COLOURS = {WINS: "#2f6fb5", CONSENT: "#c98b2b"}
 _GREY = "#8a8f98"
 _MIB = 2**20
@@ -34,7 +34,8 @@ class Row:
         safety: "same maths", "same up to rounding" or "changes the maths: needs consent".
         verdict: "wins", "no gain", "slower", "pays back too late", "wrong" (its losses are not those of the
             unchanged program), "refused" (it cannot be on here), "failed", "not here", "already on", "needed"
-            (nothing runs without it) or "no time" (the budget was spent).
+            (nothing runs without it), "no time" (the budget was spent) or "unclear" (faster, but not by more than
+            what the unchanged program differs from itself, or measured in too few steps).
         reason: more about the verdict.
         speed: how many times as fast as the unchanged program; None where it was not measured.
         low: lower quartile of the turns.
@@ -325,6 +326,11 @@ class Advice:
         return lines
 
     def _what_to_write(self) -> list[str]:
+        if not self.lines and any(row.verdict in (NO_TIME, UNCLEAR) for row in self.rows):
+            return _wrapped(
+                "Nothing is known to pay: what is unclear takes more turns or a quieter machine, what had no time a "
+                "larger budget."
+            )
         if not self.lines:
             return ["Nothing pays here: leave the program as it is."]
         lines = ["Write, safest first:"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
@@ -12,12 +11,15 @@ from typing import Any
 
 from hasten.speed import advice as words
 from hasten.speed.advice import Advice, Line, Row, composed
+from hasten.speed.budget import Estimate, Progress, Turns, fit
+from hasten.speed.changes import usable_cores
 from hasten.speed.figures import figures, one_time_seconds
 from hasten.speed.levers import CONSENT, FITTING, ROUNDING, SAFETY, SAME, Lever, choose
 from hasten.speed.notes import notes
 from hasten.speed.plan import AdviceError, Plan, by_promise
-from hasten.speed.race import Races, Start, TrialError, Variant, costs, scratch_folder
-from hasten.speed.verdict import Speed, compare, judge_losses, noise_of, verdict_on_speed
+from hasten.speed.race import LateError, Start, TrialError, Variant, costs, scratch_folder
+from hasten.speed.turns import Races
+from hasten.speed.verdict import Speed, compare, judge_losses, noise_of, too_few, verdict_on_speed
 
 # A lever that loses alone may win beside others, unless it loses by more than this.
 HOPELESS = 0.5
@@ -30,8 +32,10 @@ _ONE_TIME_SECONDS = 0.2
 # Share of the free memory that trials held at once may fill.
 _OF_FREE_MEMORY = 0.6
 _MOST_TOGETHER = 8
-# Shares of a budget: when no more levers are begun, and what is left for the lines to write.
-_FOR_LEVERS_ALONE, _FOR_THE_LAST_RACE = 0.65, 0.15
+# Share of a budget for levers one by one; the rest is for those that won, together.
+_FOR_LEVERS_ALONE = 0.65
+
+_UNCHANGED = "the unchanged program cannot be measured: "
 
 Say = Callable[[str], None]
 __all__ = ["AdviceError", "MakeStart", "Plan", "measure"]
@@ -76,9 +80,10 @@ def measure(
             rounds=plan.rounds,
             warm_up=plan.warm_up,
             timeout_seconds=plan.timeout_seconds,
+            progress=(progress := Progress(say)),
         )
         try:
-            return _Advisor(races, plan, program, say).advise(chosen)
+            return _Advisor(races, plan, program, say, progress).advise(chosen)
         finally:
             races.close()
 
@@ -86,8 +91,9 @@ def measure(
 class _Advisor:
     """One measurement, from the first look to the line to write."""
 
-    def __init__(self, races: Races, plan: Plan, program: str, say: Say) -> None:
-        self._races, self._plan, self._program, self._say = races, plan, program, say
+    def __init__(self, races: Races, plan: Plan, program: str, say: Say, progress: Progress) -> None:
+        self._races, self._plan, self._program = races, plan, program
+        self._say, self._progress = say, progress
         self._facts: dict[str, Any] = {}
         self._given: dict[str, str] = {}
         self._parts: dict[str, float] = {}
@@ -99,17 +105,18 @@ class _Advisor:
         # The unchanged program as it was measured first, and how much faster the levers kept are by now.
         self._unchanged, self._speed_so_far = Variant(), 1.0
         self._tokens_per_sample: float | None = None
-        self._step_seconds = self._start_seconds = 0.0
-        self._until, self._seeds = math.inf, plan.seeds
+        self._estimate = Estimate(0.0, 0.0, 0.0)
+        # The unchanged program as it was when it was looked at, profiled.
+        self._looked = Variant()
+        self._began, self._until, self._seeds = time.monotonic(), math.inf, plan.seeds
 
     def advise(self, levers: Sequence[Lever]) -> Advice:
-        began = time.monotonic()
-        self._until = began + (self._plan.budget_seconds or math.inf)
         self._look(FITTING in levers)
         rows = {lever.name: row for lever in levers if (row := self._unfit(lever)) is not None}
         racing = [lever for lever in levers if lever.name not in rows]
-        self._keep_to_the_budget(len(racing))
-        unchanged = self._race_alone(racing, rows)
+        racing = self._within_the_budget(racing, rows)
+        spent = not racing and any(row.verdict == words.NO_TIME for row in rows.values())
+        unchanged = self._looked if spent else self._race_alone(racing, rows)
         by_name = {lever.name: lever for lever in racing}
         kept: list[Lever] = []
         if self._plan.combine:
@@ -134,7 +141,7 @@ class _Advisor:
             noise=round(self._noise, 4),
             rounds=self._races.rounds,
             steps=self._steps,
-            seconds=round(time.monotonic() - began, 1),
+            seconds=round(time.monotonic() - self._began, 1),
         )
 
     # -- the unchanged program
@@ -150,14 +157,14 @@ class _Advisor:
         try:
             self._look_at(Variant(looks=True))
         except TrialError as error:
-            if not may_split or not _is_out_of_memory(error):
-                raise AdviceError(_explained(error)) from None
+            if not may_split or not error.is_out_of_memory:
+                raise AdviceError(_UNCHANGED + error.with_log) from None
             self._say(f"it runs out of memory; all of the following is measured with {FITTING.line}")
             self._races.always = (FITTING,)
             try:
                 self._look_at(Variant(looks=True))
             except TrialError as again:
-                raise AdviceError(_explained(again)) from None
+                raise AdviceError(_UNCHANGED + again.with_log) from None
             self._facts["memory_ran_out"] = True
 
     def _look_at(self, variant: Variant) -> None:
@@ -165,7 +172,7 @@ class _Advisor:
         contestant = self._races.enter(variant)
         try:
             contestant.at_fit()
-            self._start_seconds = time.monotonic() - began
+            start_seconds = time.monotonic() - began
             prepared = contestant.prepare()
             # A step of seconds tells enough by itself.
             turn = contestant.turn(1 if prepared.step_seconds[-1] > _TURN_SECONDS else _FIRST_LOOK)
@@ -178,38 +185,58 @@ class _Advisor:
         finally:
             self._races.leave(contestant)
         self._facts.pop("event", None)
-        self._step_seconds = turn.seconds / turn.steps
-        self._start_seconds += max(0.0, prepared.seconds - prepared.steps * self._step_seconds)
+        step_seconds = turn.seconds / turn.steps
+        variant.turns, self._looked = [turn], variant
         self._given = variant.given
         self._parts = {part: seconds / turn.steps for part, seconds in turn.parts.items() if seconds}
         self._steps_planned = turn.steps_planned
         free = self._facts.get("free_bytes")
         room = _MOST_TOGETHER if free is None else int(free * _OF_FREE_MEMORY // max(1, turn.memory_bytes))
         self._races.together = max(1, min(_MOST_TOGETHER, room))
+        self._estimate = Estimate(
+            start_seconds,
+            max(0.0, prepared.seconds - prepared.steps * step_seconds),
+            step_seconds,
+            at_once=usable_cores(),
+            together=self._races.together,
+        )
 
-    def _keep_to_the_budget(self, levers: int) -> None:
-        # Processes start beside one another.
-        start = self._start_seconds / (os.cpu_count() or 1)
-        planned = self._steps_planned
+    def _within_the_budget(self, levers: list[Lever], rows: dict[str, Row]) -> list[Lever]:
+        """Choose turns and levers that fit into the budget; return these levers, and add the rows of the others."""
+        estimate, planned = self._estimate, self._steps_planned
         self._plan = self._plan.within_share(
-            None if planned is None else planned * self._step_seconds,
-            variants=2 + levers,
-            step_seconds=self._step_seconds,
-            start_seconds=start,
+            None if planned is None else planned * estimate.step_seconds,
+            variants=2 + len(levers),
+            step_seconds=estimate.step_seconds,
+            start_seconds=estimate.start_seconds / estimate.at_once + estimate.prepare_seconds,
         )
-        self._until = min(self._until, time.monotonic() + (self._plan.budget_seconds or math.inf))
-        self._races.rounds, self._steps, self._races.warm_up = self._plan.shortened(
-            self._steps,
-            variants=2 + self._plan.seeds + levers if levers else 1,
-            step_seconds=self._step_seconds,
-            start_seconds=start,
-        )
-        # Where not even that fits, the noise of the losses is left to their own spread.
-        self._seeds = 0 if self._races.warm_up < self._plan.warm_up and self._steps == 1 else self._plan.seeds
+        budget = self._plan.budget_seconds
+        if budget is None or not levers:
+            return levers
+        share = _FOR_LEVERS_ALONE if self._plan.combine and len(levers) > 1 else 1.0
+        spent = time.monotonic() - self._began
+        found = fit(self._plan, self._steps, levers=len(levers), spent=spent, share=share, estimate=estimate)
+        for line in found.announced(len(levers), budget):
+            self._say(line)
+        turns, self._seeds = found.turns, found.seeds
+        self._races.rounds, self._steps, self._races.warm_up = turns.rounds, turns.steps, turns.warm_up
+        self._progress.until = self._until = self._began + found.until_seconds
+        ordered = by_promise(levers, starts_count=found.levers < len(levers))
+        for lever in ordered[found.levers :]:
+            reason = found.left_out(budget)
+            rows[lever.name] = Row(lever.name, lever.line, lever.safety, words.NO_TIME, reason)
+        return ordered[: found.levers]
 
-    def _is_late(self, share: float) -> bool:
-        """Say whether less than ``share`` of the budget is left."""
-        return time.monotonic() > self._until - share * (self._plan.budget_seconds or 0.0)
+    def _run(self, variants: Sequence[Variant]) -> None:
+        self._progress.begin(self._seconds_of(len(variants)))
+        self._races.run(variants, self._steps, until=self._until)
+
+    def _seconds_of(self, variants: int) -> float:
+        return self._estimate.of(variants, Turns(self._races.rounds, self._steps, self._races.warm_up))
+
+    def _has_time(self, *races: int) -> bool:
+        """Say whether races of so many variants each fit into what is left of the budget."""
+        return time.monotonic() + sum(map(self._seconds_of, races)) <= self._until
 
     def _unfit(self, lever: Lever) -> Row | None:
         """Return the row of a lever that need not be measured; None for the others."""
@@ -235,14 +262,11 @@ class _Advisor:
         seeds = [Variant(seed=seed) for seed in range(1, self._seeds + 1)]
         # The noise is for levers to be judged by.
         lot = [first, again, *seeds] if levers else [first]
-        waiting = list(levers) if self._plan.budget_seconds is None else by_promise(levers)
+        waiting = list(levers)
+        self._progress.levers = len(levers)
         pairs: list[tuple[Variant, Lever, Variant]] = []
         unchanged = first
         while lot or waiting:
-            if not lot and self._is_late(1 - _FOR_LEVERS_ALONE):
-                for lever in waiting:
-                    rows[lever.name] = Row(lever.name, lever.line, lever.safety, words.NO_TIME)
-                break
             if not lot:
                 unchanged = Variant()
                 lot = [unchanged]
@@ -255,16 +279,17 @@ class _Advisor:
                 pairs.append((unchanged, lever, variant))
             del waiting[:room]
             self._say("measuring " + ", ".join(dict.fromkeys(variant.name for variant in lot)))
-            self._races.run(lot, self._steps)
+            self._run(lot)
             self._require(unchanged)
             lot = []
+        self._progress.levers = 0
         self._unchanged = first
         tokens, samples = (
             sum(getattr(turn, name) or 0 for each in (first, again, *seeds) for turn in each.turns)
             for name in ("tokens", "samples")
         )
         self._tokens_per_sample = tokens / samples if tokens and samples else None
-        if again.turns and again.error is None:
+        if again.turns and again.error is None and first.turns:
             self._noise = noise_of(compare(*costs(first, again)))
         self._other_losses = [each.losses for each in (again, *seeds) if each.error is None and each.losses]
         for beside, lever, variant in pairs:
@@ -273,7 +298,7 @@ class _Advisor:
 
     def _require(self, unchanged: Variant) -> None:
         if unchanged.error is not None:
-            raise AdviceError(_explained(unchanged.error))
+            raise AdviceError(_UNCHANGED + unchanged.error.with_log)
 
     def _judge(self, variant: Variant, unchanged: Variant, speed: Speed | None = None) -> Row:
         """Return the row of a variant that was measured beside the unchanged program.
@@ -287,6 +312,8 @@ class _Advisor:
         safety = max((lever.safety for lever in variant.levers), key=SAFETY.index, default=SAME)
         row = Row(variant.name, composed(variant.levers), safety, words.FAILED)
         if variant.error is not None:
+            if isinstance(variant.error, LateError):
+                return dataclasses.replace(row, verdict=words.NO_TIME, reason=variant.error.text)
             verdict = words.REFUSED if variant.error.refused else words.FAILED
             return dataclasses.replace(row, verdict=verdict, reason=variant.error.text)
         losses = judge_losses(unchanged.losses, self._other_losses, variant.losses, safety=safety)
@@ -306,6 +333,15 @@ class _Advisor:
             return dataclasses.replace(row, verdict=words.WRONG, reason=losses.reason)
         verdict = verdict_on_speed(speed, self._noise)
         reason = ""
+        both = variant.turns[: len(unchanged.turns)]
+        measured = sum(turn.seconds for turn in both)
+        if not variant.given_up and (few := too_few(len(both), sum(turn.steps for turn in both), measured)):
+            return dataclasses.replace(row, verdict=words.UNCLEAR, reason=few)
+        if verdict == words.UNCLEAR:
+            reason = (
+                f"{speed.median:.2f}x, {speed.least:.2f}x in its worst turns, and the unchanged program differs from "
+                f"itself by {self._noise:.0%}"
+            )
         if verdict == words.SLOWER:
             reason = f"{speed.median:.2f}x the speed of the unchanged program"
         if verdict == words.WINS:
@@ -349,7 +385,7 @@ class _Advisor:
             others = [
                 by_name[row.name]
                 for row in sorted(measured, key=_by_speed)
-                if row.verdict in (words.NO_GAIN, words.SLOWER)
+                if row.verdict in (words.NO_GAIN, words.SLOWER, words.UNCLEAR)
                 and (row.speed or 0.0) > HOPELESS
                 and row.safety != CONSENT
             ]
@@ -370,18 +406,21 @@ class _Advisor:
         written is measured against that once more.
         """
         possible = [lever for lever in candidates if not _in_conflict(lever, kept)]
-        while possible and not self._is_late(_FOR_THE_LAST_RACE):
+        # Each time the last race, too: it measures what is to be written.
+        while possible and self._has_time(2, len(SAFETY)):
             base = Variant(levers=tuple(kept))
             tried = {lever.name: Variant(levers=(*kept, lever)) for lever in possible}
             self._say("measuring " + " + ".join([*base.name.split(" + "), " or ".join(tried)]))
             gains: dict[str, float] = {}
             waiting = list(tried.values())
-            while waiting and not self._is_late(_FOR_THE_LAST_RACE):
+            while waiting and self._has_time(2, len(SAFETY)):
                 room = max(1, self._races.together - 1)
+                while room > 1 and not self._has_time(1 + min(room, len(waiting)), len(SAFETY)):
+                    room = min(room, len(waiting)) - 1
                 lot, waiting = waiting[:room], waiting[room:]
                 if base.turns:
                     base = Variant(levers=base.levers)
-                self._races.run([base, *lot], self._steps)
+                self._run([base, *lot])
                 if base.error is not None:
                     return kept
                 for variant in lot:
@@ -408,7 +447,7 @@ class _Advisor:
             return self._judge(variant, self._unchanged), 0.0
         over = compare(*costs(base, variant))
         so_far = self._speed_so_far
-        speed = Speed(so_far * over.median, so_far * over.low, so_far * over.high)
+        speed = Speed(so_far * over.median, so_far * over.low, so_far * over.high, over.turns)
         row = self._judge(variant, self._unchanged, speed)
         if row.wins and verdict_on_speed(over, self._noise) != words.WINS:
             reason = f"{over.median:.2f}x with {variant.levers[-1].name} on top of {base.name}"
@@ -430,9 +469,11 @@ class _Advisor:
         if len(sets) == 1 and len(sets[0]) == 1:
             # Measured already, by itself.
             return [_line_of([*always, *sets[0]], rows[sets[0][0].name].speed or 1.0)], list(sets[0])
+        if not self._has_time(1 + len(sets)):
+            return self._best_alone(kept, rows)
         plain, variants = Variant(), [Variant(levers=tuple(levers)) for levers in sets]
         self._say("measuring what to write against the unchanged program")
-        self._races.run([plain, *variants], self._steps)
+        self._run([plain, *variants])
         self._require(plain)
         lines: list[Line] = []
         written: list[Lever] = []
@@ -442,7 +483,16 @@ class _Advisor:
             if row.wins and row.speed is not None and (not lines or row.speed > lines[-1].speed):
                 lines.append(_line_of([*always, *levers], row.speed))
                 written = levers
+        if not written and any(isinstance(variant.error, LateError) for variant in variants):
+            return self._best_alone(kept, rows)
         return lines or needed, written
+
+    def _best_alone(self, kept: Sequence[Lever], rows: dict[str, Row]) -> tuple[list[Line], list[Lever]]:
+        """Return the line of the best lever, which was measured beside the unchanged program by itself."""
+        always, best = self._races.always, kept[0]
+        if rows[best.name].wins:
+            return [_line_of([*always, best], rows[best.name].speed or 1.0)], [best]
+        return [_line_of(always, 1.0)] if always else [], []
 
 
 def _by_speed(row: Row) -> float:
@@ -461,12 +511,3 @@ def _in_conflict(lever: Lever, kept: Sequence[Lever]) -> bool:
 def _line_of(levers: Sequence[Lever], speed: float) -> Line:
     safety = max((lever.safety for lever in levers), key=SAFETY.index)
     return Line(safety, composed(levers), [lever.name for lever in levers], speed)
-
-
-def _is_out_of_memory(error: TrialError) -> bool:
-    return any(text in error.text for text in ("OutOfMemoryError", "out of memory", "can't allocate memory"))
-
-
-def _explained(error: TrialError) -> str:
-    text = f"the unchanged program cannot be measured: {error.text}"
-    return f"{text}\nIts last lines were:\n{error.log}" if error.log else text

@@ -48,8 +48,8 @@ class Plan:
         seeds: runs of the unchanged program with other seeds, which say how much losses differ by chance.
         combine: also measure the winners together.
         consent: also combine levers that change the maths.
-        budget_seconds: about how long all of it may take: turns become shorter and fewer, and what then does not fit
-            is left out, the least safe first; None for as long as it takes.
+        budget_seconds: about how long all of it may take: turns become shorter and fewer, and the levers that then do
+            not fit are left out, the least promising first; None for as long as it takes.
         share_of_training: what measuring may take at most, as a share of the time that the training is planned to take;
             where not even the fewest turns fit, nothing is measured. None for as long as it takes.
         timeout_seconds: how long the program may take to start training, a lever to prepare, or a turn to last.
@@ -82,34 +82,6 @@ class Plan:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"advise({name}={value!r}): use a number of seconds above 0.")
-
-    def shortened(
-        self, steps: int, *, variants: int, step_seconds: float, start_seconds: float
-    ) -> tuple[int, int, int]:
-        """Return rounds, steps of a turn and steps of warm-up that fit into the budget, or the fewest there are.
-
-        Args:
-            steps: of a turn, without a budget.
-            variants: how many are measured one by one.
-            step_seconds: of the unchanged program.
-            start_seconds: of a process, up to its first step.
-
-        Example::
-
-            >>> Plan(budget_seconds=300).shortened(3, variants=10, step_seconds=4.0, start_seconds=3.0)
-            (2, 1, 1)
-
-        """
-        whole = (self.rounds, steps, self.warm_up)
-        if self.budget_seconds is None:
-            return whole
-        tries = [whole, *((self.rounds, fewer, min(self.warm_up, 2)) for fewer in range(steps - 1, 1, -1))]
-        tries += [(min(self.rounds, 2), few, 1) for few in (2, 1) if few <= steps]
-        for rounds, fewer, warm_up in tries:
-            each = start_seconds + (warm_up + rounds * fewer) * step_seconds
-            if variants * each <= _FOR_THE_FIRST_RACE * self.budget_seconds:
-                return rounds, fewer, warm_up
-        return tries[-1]
 
     def within_share(
         self, planned_seconds: float | None, *, variants: int, step_seconds: float, start_seconds: float
@@ -144,19 +116,28 @@ class Plan:
         return dataclasses.replace(self, budget_seconds=min(budget, self.budget_seconds or budget))
 
 
-def by_promise(levers: Iterable[Lever]) -> list[Lever]:
+def by_promise(levers: Iterable[Lever], *, starts_count: bool = False) -> list[Lever]:
     """Return levers in the order in which they are measured when time is short.
 
     Args:
         levers: in any order. Those that hasten does not know come first: somebody registered or named them.
+        starts_count: there is not time for all: those that compile, for nobody knows how long, go last.
 
     Example::
 
         >>> from hasten.speed.levers import choose
         >>> [lever.name for lever in by_promise(choose(["fused optimizer", "compile"]))]
         ['compile', 'fused optimizer']
+        >>> [lever.name for lever in by_promise(choose(["fused optimizer", "compile"]), starts_count=True)]
+        ['fused optimizer', 'compile']
 
     """
     places = {name: place for place, name in enumerate(_PROMISING)}
     last = {lever.name: len(places) for lever in LEVERS}
-    return sorted(levers, key=lambda lever: places.get(lever.name, last.get(lever.name, -1)))
+    return sorted(
+        levers,
+        key=lambda lever: (
+            starts_count and bool(lever.arguments.get("compile")),
+            places.get(lever.name, last.get(lever.name, -1)),
+        ),
+    )

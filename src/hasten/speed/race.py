@@ -1,9 +1,10 @@
-"""Trials in turns: fresh processes that train a few steps each, one at a time, over and over (A B A B)."""
+"""A trial from outside: a fresh process with a variant of the program, which trains when it is told to."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import selectors
 import shutil
@@ -26,8 +27,6 @@ _KILL_SECONDS = 5.0
 _LINES_OF_A_LOG = 12
 # Loader workers put sockets into it, whose paths may have 107 characters: in a longer one they would hang.
 _LONGEST_FOLDER = 70
-# Times as slow as the first: seen once that is enough, however busy the machine is.
-_HOPELESS = 4.0
 
 
 class TrialError(RuntimeError):
@@ -43,6 +42,20 @@ class TrialError(RuntimeError):
     def __init__(self, text: str, *, refused: bool = False, log: str = "") -> None:
         super().__init__(text)
         self.text, self.refused, self.log = text, refused, log
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether it asked for more memory than there is."""
+        return any(text in self.text for text in ("OutOfMemoryError", "out of memory", "can't allocate memory"))
+
+    @property
+    def with_log(self) -> str:
+        """What went wrong, and the last lines."""
+        return f"{self.text}\nIts last lines were:\n{self.log}" if self.log else self.text
+
+
+class LateError(TrialError):
+    """The budget was spent before a trial was ready."""
 
 
 class Process(Protocol):
@@ -163,6 +176,8 @@ class Contestant:
         always: tuple[Lever, ...] = (),
     ) -> None:
         self.variant, self._timeout = variant, timeout_seconds
+        # When its answers come too late for the budget, on the monotonic clock.
+        self.until = math.inf
         levers = (*always, *variant.levers)
         self._log = tempfile.NamedTemporaryFile(dir=scratch, suffix=".log", delete=False)  # noqa: SIM115
         orders = Orders(
@@ -247,11 +262,13 @@ class Contestant:
         raise TrialError(f"a trial answered {answer['event']!r} where {event!r} was expected")
 
     def _line(self, late: str) -> bytes:
-        until = time.monotonic() + self._timeout
+        until = min(time.monotonic() + self._timeout, self.until)
         with selectors.DefaultSelector() as selector:
             selector.register(self._answers, selectors.EVENT_READ)
             while b"\n" not in self._buffer:
                 left = until - time.monotonic()
+                if left <= 0 and until == self.until:
+                    raise LateError("the budget was spent before it was ready")
                 if left <= 0:
                     raise TrialError(f"{late} within {self._timeout:.0f} s", log=self._last_lines())
                 if selector.select(min(left, 1.0)):
@@ -281,144 +298,6 @@ class Contestant:
         except OSError:
             return ""
         return "\n".join(text.splitlines()[-_LINES_OF_A_LOG:])
-
-
-class Races:
-    """Runs variants against one another.
-
-    Args:
-        start: starts the process of a trial.
-        scratch: a folder of their own.
-        rounds: turns of each variant.
-        warm_up: steps of each before the clock.
-        timeout_seconds: how long an answer may take: starting, preparing (compiling), a turn.
-        together: variants held in memory at a time, the unchanged program among them.
-
-    """
-
-    def __init__(
-        self,
-        start: Start,
-        scratch: Path,
-        *,
-        rounds: int,
-        warm_up: int,
-        timeout_seconds: float,
-        together: int = 1,
-    ) -> None:
-        self._start, self._scratch = start, scratch
-        self.rounds, self.warm_up, self.together = rounds, warm_up, together
-        self._timeout = timeout_seconds
-        self._open: list[Contestant] = []
-        # On in every variant, the unchanged program's too: it cannot run without.
-        self.always: tuple[Lever, ...] = ()
-        # Trials started so far.
-        self.started = 0
-
-    def enter(self, variant: Variant) -> Contestant:
-        """Start the process of a variant."""
-        contestant = Contestant(
-            variant,
-            self._start,
-            self._scratch,
-            warm_up=self.warm_up,
-            timeout_seconds=self._timeout,
-            always=self.always,
-        )
-        self._open.append(contestant)
-        self.started += 1
-        return contestant
-
-    def leave(self, contestant: Contestant) -> None:
-        """End the process of a variant."""
-        contestant.close()
-        if contestant in self._open:
-            self._open.remove(contestant)
-
-    def close(self) -> None:
-        """End all processes."""
-        for contestant in list(self._open):
-            self.leave(contestant)
-
-    def run(self, variants: Sequence[Variant], steps: int) -> None:
-        """Give each variant its turns, one after the other, round by round.
-
-        Where memory is too small for two at once, each turn has a process of its own instead of a place in one.
-
-        Args:
-            variants: each gets its turns, or its error.
-            steps: of a turn.
-
-        """
-        if self.together < 2 <= len(variants):
-            self._run_one_at_a_time(variants, steps)
-            return
-        contestants = []
-        try:
-            for several in _in_lots(variants, os.cpu_count() or 1):
-                # They may import and read their data beside one another; what is measured comes afterwards.
-                entered = [self.enter(variant) for variant in several]
-                contestants += entered
-                for contestant in entered:
-                    self._attempt(contestant, contestant.at_fit)
-            for contestant in contestants:
-                self._attempt(contestant, lambda one=contestant: self._prepare(one))  # type: ignore[misc]
-            for _ in range(self.rounds):
-                for contestant in contestants:
-                    self._attempt(contestant, lambda one=contestant: self._take_turn(one, steps))  # type: ignore[misc]
-                self._give_up_the_hopeless(contestants)
-        finally:
-            for contestant in contestants:
-                self.leave(contestant)
-
-    def _run_one_at_a_time(self, variants: Sequence[Variant], steps: int) -> None:
-        for _ in range(self.rounds):
-            for variant in variants:
-                if variant.error is not None:
-                    continue
-                contestant = self.enter(variant)
-                try:
-                    self._attempt(contestant, contestant.at_fit)
-                    self._attempt(contestant, lambda one=contestant: self._prepare(one))  # type: ignore[misc]
-                    self._attempt(contestant, lambda one=contestant: self._take_turn(one, steps))  # type: ignore[misc]
-                finally:
-                    self.leave(contestant)
-        for variant in variants:
-            # Each process begins anew: the same steps again say nothing new about the losses.
-            for turn in variant.turns[1:]:
-                turn.losses = []
-
-    def _give_up_the_hopeless(self, contestants: Sequence[Contestant]) -> None:
-        """Take no more turns with variants that need many times as long as the first: the verdict is clear."""
-        for contestant in contestants[1:]:
-            variant = contestant.variant
-            if variant.error is None and not variant.given_up:
-                mine, its = costs(contestants[0].variant, variant)
-                if mine and its[0] > _HOPELESS * mine[0]:
-                    variant.given_up = True
-                    self.leave(contestant)
-
-    def _prepare(self, contestant: Contestant) -> None:
-        prepared = contestant.prepare()
-        if contestant.variant.prepared is None:
-            contestant.variant.prepared = prepared
-
-    def _take_turn(self, contestant: Contestant, steps: int) -> None:
-        contestant.variant.turns.append(contestant.turn(steps))
-
-    def _attempt(self, contestant: Contestant, action: Callable[[], None]) -> None:
-        if contestant.variant.error is not None or contestant.variant.given_up:
-            return
-        try:
-            action()
-        except TrialError as error:
-            contestant.variant.error = error
-            self.leave(contestant)
-
-
-def _in_lots(things: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(things), size):
-        yield things[start : start + size]
 
 
 def start_command(command: Sequence[str]) -> Start:

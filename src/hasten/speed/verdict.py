@@ -12,6 +12,14 @@ from hasten.speed.levers import CONSENT, SAME
 
 # A gain below this is none: nobody writes a line for it.
 SMALLEST_GAIN = 0.03
+# A gain below this that is within the noise counts as none; above it, more turns may show it.
+_WORTH_MORE_TURNS = 0.10
+# What a verdict takes: chance alone makes one step of some milliseconds twice as fast as another.
+_FEWEST_TURNS, _FEWEST_STEPS = 2, 6
+# So much time measured is enough, however few its steps are.
+_ENOUGH_SECONDS = 4.0
+# Fewer turns have no quartiles worth the name: their extremes count.
+_FEWEST_FOR_QUARTILES = 4
 # How far losses may be apart without any noise, as a share of their size. "Same maths" may still sum in another
 # order; "same up to rounding" computes in bf16, with 8 bits.
 _ROUNDING = {SAME: 1e-3}
@@ -30,12 +38,24 @@ class Speed:
         median: of the turns.
         low: their lower quartile.
         high: their upper quartile.
+        turns: how many.
 
     """
 
     median: float
     low: float
     high: float
+    turns: int = _FEWEST_FOR_QUARTILES
+
+    @property
+    def least(self) -> float:
+        """What it is at least: the lower quartile, or the worst of two or three turns."""
+        return self.low if self.turns >= _FEWEST_FOR_QUARTILES else self.median - 2 * (self.median - self.low)
+
+    @property
+    def most(self) -> float:
+        """What it is at most: the upper quartile, or the best of two or three turns."""
+        return self.high if self.turns >= _FEWEST_FOR_QUARTILES else self.median + 2 * (self.high - self.median)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -68,7 +88,7 @@ def compare(unchanged: Sequence[float], lever: Sequence[float]) -> Speed:
 
     """
     ratios = [a / max(b, 1e-12) for a, b in zip(unchanged, lever, strict=True)]
-    return Speed(median(ratios), quantile(ratios, 0.25), quantile(ratios, 0.75))
+    return Speed(median(ratios), quantile(ratios, 0.25), quantile(ratios, 0.75), len(ratios))
 
 
 def noise_of(again: Speed | None) -> float:
@@ -78,11 +98,39 @@ def noise_of(again: Speed | None) -> float:
         again: the unchanged program compared with itself; None where that was not measured.
 
     """
-    return 0.0 if again is None else max(abs(again.low - 1.0), abs(again.high - 1.0))
+    return 0.0 if again is None else max(again.most, 1.0 / max(again.least, 1e-9)) - 1.0
+
+
+def too_few(turns: int, steps: int, seconds: float) -> str:
+    """Say why so little gives no verdict; empty where it is enough.
+
+    Args:
+        turns: of a variant.
+        steps: of all of them.
+        seconds: they took.
+
+    Example::
+
+        >>> too_few(2, 2, 0.04)
+        'measured in 2 turns of 2 steps in all; a verdict takes 2 turns and 6 steps'
+        >>> too_few(2, 6, 0.04), too_few(2, 2, 30.0)
+        ('', '')
+
+    """
+    if turns >= _FEWEST_TURNS and (steps >= _FEWEST_STEPS or seconds >= _ENOUGH_SECONDS):
+        return ""
+    plural = "" if turns == 1 else "s"
+    return (
+        f"measured in {turns} turn{plural} of {steps} steps in all; a verdict takes {_FEWEST_TURNS} turns and "
+        f"{_FEWEST_STEPS} steps"
+    )
 
 
 def verdict_on_speed(speed: Speed, noise: float) -> str:
-    """Return "wins", "slower" or "no gain".
+    """Return "wins", "slower", "unclear" or "no gain".
+
+    It wins where it is faster even in its worst turns, should the unchanged program have been as slow as it is by
+    chance just then.
 
     Args:
         speed: of the lever.
@@ -92,12 +140,15 @@ def verdict_on_speed(speed: Speed, noise: float) -> str:
 
         >>> verdict_on_speed(Speed(2.0, 1.9, 2.1), noise=0.1), verdict_on_speed(Speed(0.8, 0.7, 0.9), noise=0.1)
         ('wins', 'slower')
+        >>> verdict_on_speed(Speed(1.68, 1.4, 1.9), noise=0.46)
+        'unclear'
 
     """
-    margin = max(SMALLEST_GAIN, noise)
-    if speed.median >= 1.0 + margin and speed.low > 1.0:
+    if speed.median >= 1.0 + SMALLEST_GAIN and speed.least > 1.0 + noise:
         return "wins"
-    return "slower" if speed.median <= 1.0 / (1.0 + margin) else "no gain"
+    if speed.median >= 1.0 + _WORTH_MORE_TURNS:
+        return "unclear"
+    return "slower" if speed.median <= 1.0 / (1.0 + max(SMALLEST_GAIN, noise)) else "no gain"
 
 
 @dataclass(frozen=True)
