@@ -78,9 +78,11 @@ class FakeTrials:
         def turn(steps: int, more: float = 0.0) -> None:
             nonlocal done
             each = [self._step(levers, done + step) for step in range(steps)]
+            # As in a true trial: all that comes before the end of the first step is the first step's.
+            each[0] += more
             done += steps
-            self.now += sum(each) + more
-            seconds = sum(each) + more
+            seconds = sum(each)
+            self.now += seconds
             send(
                 event="turn", seconds=seconds, step_seconds=each, losses=[1.0] * steps, samples=steps, faults=0,
                 memory_bytes=0, tokens=None, slots=None, steps_planned=None, parts={},

@@ -109,7 +109,9 @@ def test_compile_loses_on_a_tiny_model() -> None:
     assert not found.row("compile").wins, found.table()
     assert found.row("compile").verdict in ("slower", "no gain", "unclear", "pays back too late"), found.table()
     assert found.line == ""
-    assert found.table().splitlines()[-1] == "Nothing pays here: leave the program as it is."
+    # On a busy machine it may look faster for once, and is not believed.
+    unclear = found.row("compile").verdict == "unclear"
+    assert ("Nothing is known to pay" if unclear else "Nothing pays here: leave the program") in found.table()
 
 
 def test_a_lever_that_pays_back_after_the_training_has_ended_does_not_win() -> None:

@@ -22,7 +22,7 @@ def verdicts(found: object) -> list[str]:
 
 @pytest.mark.parametrize("budget", [40.0, 60.0, 90.0, 300.0])
 def test_a_budget_is_kept_however_slowly_programs_start(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    trials = FakeTrials(start_seconds=6.0, step_seconds=twice_as_fast)
+    trials = FakeTrials(start_seconds=4.0, step_seconds=twice_as_fast, prepare_seconds=lambda levers: 2.0)
     found = trials.advise(monkeypatch, FOUR, budget_seconds=budget)
     assert trials.now - 1000.0 <= budget
     assert "wins" in verdicts(found)

@@ -193,6 +193,7 @@ class _Advisor:
         free = self._facts.get("free_bytes")
         room = _MOST_TOGETHER if free is None else int(free * _OF_FREE_MEMORY // max(1, turn.memory_bytes))
         self._races.together = max(1, min(_MOST_TOGETHER, room))
+        self._races.step_seconds = step_seconds
         self._estimate = Estimate(
             start_seconds,
             max(0.0, prepared.seconds - prepared.steps * step_seconds),

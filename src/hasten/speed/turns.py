@@ -50,6 +50,8 @@ class Races:
         self._open: list[Contestant] = []
         # On in every variant, the unchanged program's too: it cannot run without.
         self.always: tuple[Lever, ...] = ()
+        # Of the unchanged program, once that is known.
+        self.step_seconds = 0.0
         # Trials started so far.
         self.started = 0
 
@@ -154,10 +156,8 @@ class Races:
         return True
 
     def _seconds_of_turns(self, contestants: Sequence[Contestant], steps: int) -> float:
-        """Return about how long the turns of several take, by the steps of the first one."""
-        prepared = contestants[0].variant.prepared
-        each = min(prepared.step_seconds) if prepared is not None and prepared.step_seconds else 0.0
-        return len(contestants) * self.rounds * steps * each
+        """Return about how long the turns of several take."""
+        return len(contestants) * self.rounds * steps * self.step_seconds
 
     def _give_up_the_hopeless(self, contestants: Sequence[Contestant]) -> None:
         """Take no more turns with variants that need many times as long as the first: the verdict is clear."""
