@@ -120,3 +120,15 @@ def test_what_routers_say_is_refused_by_name(place: str) -> None:
 
     with pytest.raises(MisconfigurationException, match="output_router_logits"):
         train()
+
+
+def test_first_tokens_of_a_model_that_repeats_one_block_are_refused_before_training() -> None:
+    model = model_of("Albert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    exact, _ = output_and_gradients(model)
+    with packed_blocks(model):
+        torch.testing.assert_close(output_and_gradients(model)[0], exact, rtol=1e-4, atol=1e-5)
+    with (
+        pytest.raises(MisconfigurationException, match="same blocks several times"),
+        packed_blocks(model, first_token=True),
+    ):
+        pass

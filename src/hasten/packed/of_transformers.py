@@ -72,6 +72,12 @@ def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[int]:
     causal = any(getattr(one, "is_causal", False) for one in blocks[0].modules())
     if causal and first_token:
         raise MisconfigurationException(f"{asked}: {LOOKS_BACK}")
+    if first_token and getattr(model.config, "num_hidden_layers", len(blocks)) != len(blocks):
+        # ALBERT: the last block is the first one as well, and what it leaves out is wanted the next time.
+        raise MisconfigurationException(
+            f"{asked}: it computes the same blocks several times, so that the last one needs all tokens. Use "
+            "packed=True."
+        )
     stack = Stack(blocks, asked, causal, first_token)
     inside = [one for block in blocks for one in block.modules()]
     signature, config = inspect.signature(model.forward), model.config
