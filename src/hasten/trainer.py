@@ -6,7 +6,6 @@ import functools
 import os
 import signal as signals
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -16,7 +15,7 @@ from hasten import arguments as checks
 from hasten import trainer_copies as copies
 from hasten import trainer_parts as parts
 from hasten._lib.argument_names import refuse_unknown
-from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments_speed import SPEED_NAMES, check_speed
 from hasten.callback import Callback
 from hasten.checkpoint.io import CheckpointIO
@@ -338,7 +337,7 @@ class Trainer(TrainerView):
             datamodule, dataloaders = dataloaders, None
         module = self._module_for("predict", model)
         check_call(self._arguments, "predict", module, datamodule, dataloaders, None)
-        path = self._weights_for(TrainerFn.PREDICTING, model, ckpt_path)
+        path = parts.weights_for(self, TrainerFn.PREDICTING, model, ckpt_path)
         body = functools.partial(predict, return_predictions=return_predictions is not False)
         given = {"predict": dataloaders}
         result: list[Any] | None = self._call(
@@ -485,7 +484,7 @@ class Trainer(TrainerView):
         stage = "validate" if fn == TrainerFn.VALIDATING else "test"
         module = self._module_for(stage, model)
         check_call(self._arguments, stage, module, datamodule, dataloaders, None)
-        path = self._weights_for(fn, model, ckpt_path)
+        path = parts.weights_for(self, fn, model, ckpt_path)
         body = functools.partial(evaluate_and_print, testing=fn == TrainerFn.TESTING, verbose=verbose)
         results: list[dict[str, float]] = self._call(
             fn, module, datamodule, {stage: dataloaders}, path, weights_only, body
@@ -531,10 +530,7 @@ class Trainer(TrainerView):
                 for logger in self._loggers:
                     logger.finalize(status)
             run.undo.close()
-            if self._runtime.device.type != "cpu":
-                # Where training failed, the device may not answer any more: the failure is what matters.
-                with nullcontext() if status == "success" else suppress(RuntimeError):
-                    parts.to_host(run)
+            parts.to_host(run, failed=status != "success")
             self._runtime.teardown()
             parts.let_log(self._callbacks, None)
 
@@ -630,19 +626,6 @@ class Trainer(TrainerView):
         if self._module is None:
             raise TypeError(f"`Trainer.{call}()` requires a `LightningModule`: pass one, or call fit first.")
         return self._module
-
-    def _weights_for(self, fn: TrainerFn, model: Any, ckpt_path: Any) -> Any:
-        """Return the checkpoint an evaluation without a model uses: the best one of the last fit."""
-        if model is None and ckpt_path is None and self._run is not None:
-            best = getattr(self.checkpoint_callback, "best_model_path", "")
-            if best:
-                rank_zero_warn(
-                    f"Trainer.{fn.value}() without a model and ckpt_path: The best model of the previous `fit` call "
-                    f'will be used, {best}. Say ckpt_path="best" to be explicit, or pass the model for the weights '
-                    "in memory."
-                )
-                return best
-        return ckpt_path
 
     def _callbacks_changed(self) -> None:
         if self._hooks is not None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.callback import Callback
 from hasten.compile.given import inner_model as inner_model
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from hasten.arguments import Arguments
     from hasten.datamodule import LightningDataModule
     from hasten.loops.run import Run
+    from hasten.loops.states import TrainerFn
     from hasten.trainer import Trainer
 
 
@@ -64,13 +67,31 @@ def let_log(callbacks: Iterable[Callback], module: LightningModule | None) -> No
             callback.__dict__["_module"] = module
 
 
-def to_host(run: Run) -> None:
+def to_host(run: Run, *, failed: bool) -> None:
     """Bring the module and the states of its optimizers back to the CPU, where the user had it and expects it."""
-    run.module.cpu()
-    run.wrapped = run.module
-    for optimizer in run.optimizers:
-        for parameter, state in list(optimizer.state.items()):
-            optimizer.state[parameter] = move_to(state, "cpu")
+    if run.runtime.device.type == "cpu":
+        return
+    # Where training failed, the device may not answer any more: the failure is what matters.
+    with suppress(RuntimeError) if failed else nullcontext():
+        run.module.cpu()
+        run.wrapped = run.module
+        for optimizer in run.optimizers:
+            for parameter, state in list(optimizer.state.items()):
+                optimizer.state[parameter] = move_to(state, "cpu")
+
+
+def weights_for(trainer: Trainer, fn: TrainerFn, model: Any, ckpt_path: Any) -> Any:
+    """Return the checkpoint an evaluation without a model uses: the best one of the last fit."""
+    if model is None and ckpt_path is None and trainer._run is not None:
+        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if best:
+            rank_zero_warn(
+                f"Trainer.{fn.value}() without a model and ckpt_path: The best model of the previous `fit` call "
+                f'will be used, {best}. Say ckpt_path="best" to be explicit, or pass the model for the weights '
+                "in memory."
+            )
+            return best
+    return ckpt_path
 
 
 def last_ones_last(callbacks: list[Callback]) -> list[Callback]:

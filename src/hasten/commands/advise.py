@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     from hasten.speed import remembered
 
-    if given.levers is None:
+    if given.levers is None and found.is_complete:
         # What only some levers were measured for is no verdict on the others.
         remembered.remember(found.facts.get("key"), found)
     print(found.table())

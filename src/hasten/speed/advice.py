@@ -156,6 +156,11 @@ class Advice:
         return self.table()
 
     @property
+    def is_complete(self) -> bool:
+        """Whether there was time for all levers."""
+        return all(row.verdict != NO_TIME for row in self.rows)
+
+    @property
     def line(self) -> str:
         """The best line that needs no consent; empty if nothing pays."""
         return next((found.line for found in reversed(self.lines) if found.safety != CONSENT), "")

@@ -110,7 +110,7 @@ def advise(
         plan=plan,
         say=say,
     )
-    if levers is None:
+    if levers is None and found.is_complete:
         # For speed="auto". What only some levers were measured for is no verdict on the others.
         key = look.key_of(trainer.__dict__.get("_given", {}), model, trainer._runtime.device)
         remembered.remember(key, found)

@@ -163,7 +163,7 @@ _ASKED = "Trainer(packed=True)"
 # Classifiers of transformers; whether it is so is checked in each backward.
 _READ_THE_FIRST_TOKEN = tuple(
     f"{name}ForSequenceClassification"
-    for name in ("Albert", "Bert", "Camembert", "DistilBert", "Electra", "Ernie", "Roberta", "XLMRoberta")
+    for name in ("Bert", "Camembert", "DistilBert", "Electra", "Ernie", "Roberta", "XLMRoberta")
 )
 _PEAKS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
