@@ -230,18 +230,18 @@ def test_fast_dropout_within_a_graph_draws_the_same_masks() -> None:
 # -- machines and arguments that cannot do it
 
 
-def test_without_a_cpp_compiler_it_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cpp_compiler_it_is_refused_before_training() -> None:
     from torch._inductor import config
 
     class Untouched(Net):
         def setup(self, stage: str) -> None:
             raise AssertionError("too late")
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ValueError, match=r"no C\+\+ compiler on PATH.*apt install g\+\+.*leave compile out"):
-        quiet(compile=True).fit(Untouched(), loader())
-    with pytest.raises(ValueError, match=r"Fabric\(compile=...\): there is no C\+\+ compiler"):
-        L.Fabric(accelerator="cpu", compile=True).setup(nn.Linear(2, 2))
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        with pytest.raises(ValueError, match=r"no C\+\+ compiler on PATH.*apt install g\+\+.*leave compile out"):
+            quiet(compile=True).fit(Untouched(), loader())
+        with pytest.raises(ValueError, match=r"Fabric\(compile=...\): there is no C\+\+ compiler"):
+            L.Fabric(accelerator="cpu", compile=True).setup(nn.Linear(2, 2))
 
 
 def test_cuda_graphs_are_refused_without_a_gpu() -> None:
