@@ -34,9 +34,7 @@ def task_of(options: argparse.Namespace) -> Task:
     if options.task == "digits":
         return Digits(device=device)
     source = models.find(options.model, random_weights=options.random_weights)
-    return Imdb(
-        options.data, source, limit=options.limit, max_length=options.max_length, device=device
-    )
+    return Imdb(options.data, source, limit=options.limit, max_length=options.max_length, device=device)
 
 
 def main() -> None:

@@ -17,9 +17,7 @@ class Classifier(L.LightningModule):
     def __init__(self, width: int = 16, lr: float = 0.1, dropout: float = 0.0) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.layers = nn.Sequential(
-            nn.Linear(8, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 2)
-        )
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)

@@ -206,7 +206,10 @@ def test_several_optimizers_need_manual_optimisation() -> None:
     [
         (lambda o, s: {"optimiser": o}, "Did you mean 'optimizer'"),
         (lambda o, s: {"optimizer": o, "lr_scheduler": {"scheduler": s, "intervall": "step"}}, "interval"),
-        (lambda o, s: {"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "batch"}}, "'epoch'|\"epoch\""),
+        (
+            lambda o, s: {"optimizer": o, "lr_scheduler": {"scheduler": s, "interval": "batch"}},
+            "'epoch'|\"epoch\"",
+        ),
         (lambda o, s: {"optimizer": "adam"}, "str where an optimizer"),
         (lambda o, s: 3, "returned a int"),
     ],

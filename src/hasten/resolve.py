@@ -98,9 +98,7 @@ def runtime(
     cluster = cluster if cluster is not None else find_cluster()
     wanted, num_nodes = _devices(devices, num_nodes, chosen, cluster, owner)
     placed = _strategy(strategy, chosen, wanted, num_nodes, owner)
-    checks_later = (
-        wanted[0].type == "cuda" and placed.copies_this_process and not torch.cuda.is_initialized()
-    )
+    checks_later = wanted[0].type == "cuda" and placed.copies_this_process and not torch.cuda.is_initialized()
     numbers = _precision(precision, precision_plugin, wanted[0], owner, check=not checks_later)
     if isinstance(placed, ParallelStrategy):
         _say_whose(owner, cluster.validate_settings, len(wanted), num_nodes)
@@ -334,8 +332,7 @@ def _precision_name(precision: Any, owner: str) -> str:
         )
     hint = f" Did you mean {_MEANT[text]!r}?" if text in _MEANT else did_you_mean(text, allowed)
     raise ValueError(
-        f"{owner}(precision={precision!r}): there is no such precision.{hint} "
-        f"Use one of {_listed(allowed)}."
+        f"{owner}(precision={precision!r}): there is no such precision.{hint} Use one of {_listed(allowed)}."
     )
 
 

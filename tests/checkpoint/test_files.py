@@ -262,8 +262,9 @@ def test_folder_that_cannot_be_written_is_named(closed: Path) -> None:
         "try: files.save({}, sys.argv[1])\n"
         "except PermissionError as error: print(error)"
     )
-    assert f"could not write the checkpoint: Permission denied. Nothing is left of it.: '{closed}/a.ckpt'" in (
-        python(code, closed / "a.ckpt").stdout
+    assert (
+        f"could not write the checkpoint: Permission denied. Nothing is left of it.: '{closed}/a.ckpt'"
+        in (python(code, closed / "a.ckpt").stdout)
     )
 
 
@@ -330,7 +331,9 @@ def test_damage_of_a_file_by_others_is_found(tmp_path: Path) -> None:
         files.verify(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"no checkpoint at all", b"PK\x03\x04 and no more", b"\x80\x02", b"{}"])
+@pytest.mark.parametrize(
+    "content", [b"", b"no checkpoint at all", b"PK\x03\x04 and no more", b"\x80\x02", b"{}"]
+)
 def test_what_is_no_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.ckpt"
     path.write_bytes(content)
@@ -348,7 +351,9 @@ def test_archive_of_other_things_is_named(tmp_path: Path) -> None:
 
 def test_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
     files.save({}, tmp_path / "last.ckpt")
-    with pytest.raises(FileNotFoundError, match=r"no such checkpoint\. Did you mean 'last.ckpt'\?.*lats\.ckpt"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no such checkpoint\. Did you mean 'last.ckpt'\?.*lats\.ckpt"
+    ):
         files.load(tmp_path / "lats.ckpt")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         files.load(tmp_path / "none" / "last.ckpt")
@@ -383,7 +388,9 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
         lambda: path.write_bytes(pickle.dumps(Payload(trace), protocol=5)),
     ):
         write()
-        with pytest.raises(CheckpointRefused, match=rf"{path} was not loaded.*posix\.system.*weights_only=False"):
+        with pytest.raises(
+            CheckpointRefused, match=rf"{path} was not loaded.*posix\.system.*weights_only=False"
+        ):
             files.load(path)
         files.verify(path)
         assert not trace.exists()
@@ -431,7 +438,21 @@ def test_everything_accepted_is_read_by_torch_alone_but_numpy(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "text",
-    ["../../etc/passwd", "/etc/passwd", "a/b", "..", ".", "", "a\\b", "a\0b", "C:x", "x" * 500, "é" * 500, ".a", " "],
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "a/b",
+        "..",
+        ".",
+        "",
+        "a\\b",
+        "a\0b",
+        "C:x",
+        "x" * 500,
+        "é" * 500,
+        ".a",
+        " ",
+    ],
 )
 def test_name_stays_in_its_folder(tmp_path: Path, text: str) -> None:
     name = files.safe_name(text)

@@ -85,7 +85,9 @@ class Stateful(IterableDataset):
         while self.place < len(mine):
             self.place += 1
             self.total += random.random()
-            yield torch.cat([augmented(mine[self.place - 1]), torch.tensor([self.total], dtype=torch.float64)])
+            yield torch.cat(
+                [augmented(mine[self.place - 1]), torch.tensor([self.total], dtype=torch.float64)]
+            )
         self.place, self.total = 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,7 +207,9 @@ FIXED = [torch.full((2,), float(value)) for value in range(5)]
 LOADERS: dict[str, Callable[..., Any]] = {
     "in order": lambda **o: DataLoader(Mapped(), batch_size=2, **o),
     "shuffled": lambda **o: DataLoader(Mapped(), batch_size=2, shuffle=True, **o),
-    "shuffled, tail dropped": lambda **o: DataLoader(Mapped(), batch_size=2, shuffle=True, drop_last=True, **o),
+    "shuffled, tail dropped": lambda **o: DataLoader(
+        Mapped(), batch_size=2, shuffle=True, drop_last=True, **o
+    ),
     "own generator": lambda **o: DataLoader(Mapped(), batch_size=2, shuffle=True, generator=generator(), **o),
     "generator shared with the dataset": shared_generator,
     "with replacement": replacing,

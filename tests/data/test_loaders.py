@@ -253,7 +253,10 @@ def test_what_is_no_loader_is_named(loader: Any, message: str) -> None:
     [
         ([], "it is an empty list"),
         (DataLoader([]), r"its dataset \(list\) is empty"),
-        (DataLoader([1, 2], batch_size=4, drop_last=True), "drop_last=True drops its 2 samples.*batch_size=4"),
+        (
+            DataLoader([1, 2], batch_size=4, drop_last=True),
+            "drop_last=True drops its 2 samples.*batch_size=4",
+        ),
     ],
 )
 def test_empty_loader_is_named_with_the_reason(loader: Any, message: str) -> None:

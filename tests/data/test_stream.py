@@ -273,7 +273,9 @@ def test_resuming_beyond_the_end_of_other_data_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
-def test_resuming_with_another_number_of_workers_keeps_the_samples_and_is_told(before: int, after: int) -> None:
+def test_resuming_with_another_number_of_workers_keeps_the_samples_and_is_told(
+    before: int, after: int
+) -> None:
     torch.manual_seed(5)
     expected = values(Stream(numbers(12, shuffle=True)).batches())
     torch.manual_seed(5)

@@ -220,7 +220,9 @@ def test_accumulation_by_hand_is_refused_at_its_second_backward() -> None:
     model, _ = fabric.setup(net, in_backward(torch.optim.SGD, net.parameters(), lr=0.1))
     with fabric.no_backward_sync(model, enabled=True):
         fabric.backward(a_step(model) / 4)
-    with pytest.raises(RuntimeError, match=r"in_backward\(SGD\).*second gradient before.*torch.optim.SGD as it"):
+    with pytest.raises(
+        RuntimeError, match=r"in_backward\(SGD\).*second gradient before.*torch.optim.SGD as it"
+    ):
         fabric.backward(a_step(model) / 4)
 
 
@@ -262,13 +264,19 @@ class Gan(L.LightningModule):
     def configure_optimizers(self) -> Any:
         def one(net: nn.Module) -> Any:
             kind = torch.optim.SGD
-            return in_backward(kind, net.parameters(), lr=0.1) if self.within else kind(net.parameters(), lr=0.1)
+            return (
+                in_backward(kind, net.parameters(), lr=0.1) if self.within else kind(net.parameters(), lr=0.1)
+            )
 
         return [one(self.generator), one(self.discriminator)]
 
 
-@pytest.mark.parametrize(("zeroes", "says"), [(True, r"zero_grad\(\) after a backward"), (False, "second gradient")])
-def test_a_gan_whose_generator_would_also_step_the_discriminator_is_told_of_toggle(zeroes: bool, says: str) -> None:
+@pytest.mark.parametrize(
+    ("zeroes", "says"), [(True, r"zero_grad\(\) after a backward"), (False, "second gradient")]
+)
+def test_a_gan_whose_generator_would_also_step_the_discriminator_is_told_of_toggle(
+    zeroes: bool, says: str
+) -> None:
     with pytest.raises(RuntimeError, match=rf"{says}.*toggle_optimizer.*torch.optim.SGD as it is"):
         quiet().fit(Gan(zeroes=zeroes), loader())
 
@@ -344,7 +352,9 @@ def test_gradients_set_by_hand_and_those_of_a_copy_are_used_by_step(copied: bool
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_an_optimizer_step_of_the_users_own_trains_the_same(precision: str) -> None:
     class Own(Trained):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
             optimizer.step(closure=optimizer_closure)
 
     trained = []
@@ -357,7 +367,9 @@ def test_an_optimizer_step_of_the_users_own_trains_the_same(precision: str) -> N
 
 
 def test_a_module_in_place_of_its_parameters_is_told() -> None:
-    with pytest.raises(TypeError, match=r"not the module Linear. Pass its parameters\(\).*torch.optim.SGD, model.para"):
+    with pytest.raises(
+        TypeError, match=r"not the module Linear. Pass its parameters\(\).*torch.optim.SGD, model.para"
+    ):
         in_backward(torch.optim.SGD, nn.Linear(2, 2), lr=0.1)  # type: ignore[arg-type]
 
 

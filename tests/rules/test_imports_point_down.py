@@ -17,7 +17,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime", "resolve", "compile", "optim", "hparams", "arguments_speed", "memory"),
     ("callback", "module", "module_hooks", "module_export", "datamodule", "hooks", "meter", "meters"),
     ("loops", "callbacks", "tuner", "report", "arguments", "speed"),
-    ("trainer", "trainer_view", "trainer_loops", "trainer_settings", "trainer_parts", "trainer_copies", "fabric"),
+    (
+        "trainer",
+        "trainer_view",
+        "trainer_loops",
+        "trainer_settings",
+        "trainer_parts",
+        "trainer_copies",
+        "fabric",
+    ),
     ("cli",),
     ("commands", "compat", "demo", "demos", "__main__", "__init__"),
 )

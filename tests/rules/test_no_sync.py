@@ -208,7 +208,9 @@ def test_the_counters_see_a_read(tmp_path: Any) -> None:
         {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2},
     ],
 )
-def test_cuda_never_synchronises_between_two_logging_intervals(tmp_path: Any, arguments: dict[str, Any]) -> None:
+def test_cuda_never_synchronises_between_two_logging_intervals(
+    tmp_path: Any, arguments: dict[str, Any]
+) -> None:
     class Watched(Logs):
         watched = 0
 

@@ -107,7 +107,9 @@ def test_compile_loses_on_a_tiny_model() -> None:
     model.__dict__["unpicklable"] = lambda: None
     found = advise(model, [compiled])
     assert not found.row("compile").wins, found.table()
-    assert found.row("compile").verdict in ("slower", "no gain", "unclear", "pays back too late"), found.table()
+    assert found.row("compile").verdict in ("slower", "no gain", "unclear", "pays back too late"), (
+        found.table()
+    )
     assert found.line == ""
     # On a busy machine it may look faster for once, and is not believed.
     unclear = found.row("compile").verdict == "unclear"
@@ -276,7 +278,10 @@ def test_attention_dropout_is_found_and_taken_off_alone() -> None:
 
 def test_the_name_of_an_argument_stands_for_its_levers() -> None:
     assert [lever.name for lever in choose(["fused_optimizer"])] == ["fused optimizer"]
-    assert [lever.name for lever in choose(["packed", "allocator"])][:2] == ["packed tokens", "packed first token"]
+    assert [lever.name for lever in choose(["packed", "allocator"])][:2] == [
+        "packed tokens",
+        "packed first token",
+    ]
     assert {"kept memory"} <= {lever.name for lever in choose(["allocator"])}
 
 
@@ -293,7 +298,9 @@ def test_every_lever_has_a_line_a_class_and_known_arguments() -> None:
 
 
 def test_what_a_training_lacks_is_said_before_a_process_starts() -> None:
-    with pytest.raises(MisconfigurationException, match=r"advise\(\): there is no data. Pass train_dataloaders"):
+    with pytest.raises(
+        MisconfigurationException, match=r"advise\(\): there is no data. Pass train_dataloaders"
+    ):
         quiet().advise(planted.Sleeper())
     with pytest.raises(TypeError, match="must be a `LightningModule`"):
         quiet().advise(torch.nn.Linear(2, 2), loader())  # type: ignore[arg-type]

@@ -21,7 +21,9 @@ def verdicts(found: object) -> list[str]:
 
 
 @pytest.mark.parametrize("budget", [40.0, 60.0, 90.0, 300.0])
-def test_a_budget_is_kept_however_slowly_programs_start(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_is_kept_however_slowly_programs_start(
+    budget: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trials = FakeTrials(start_seconds=4.0, step_seconds=twice_as_fast, prepare_seconds=lambda levers: 2.0)
     found = trials.advise(monkeypatch, FOUR, budget_seconds=budget)
     assert trials.now - 1000.0 <= budget
@@ -93,7 +95,9 @@ def test_progress_is_told_by_lever_and_seconds(monkeypatch: pytest.MonkeyPatch) 
     assert left == sorted(left, reverse=True)
 
 
-def test_nothing_wins_on_a_machine_that_differs_from_itself_by_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_wins_on_a_machine_that_differs_from_itself_by_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Each variant has slow and fast turns, the unchanged program too: 1.68 times as fast is one draw of them.
     busy = itertools.cycle([0.02, 0.034, 0.02, 0.02, 0.031, 0.02, 0.034])
     trials = FakeTrials(step_seconds=lambda levers, step: next(busy))
@@ -125,4 +129,6 @@ def test_two_turns_count_by_their_worst() -> None:
 
 def test_long_steps_need_not_be_many() -> None:
     assert too_few(2, 2, 10.0) == ""
-    assert too_few(1, 50, 10.0) == "measured in 1 turn of 50 steps in all; a verdict takes 2 turns and 6 steps"
+    assert (
+        too_few(1, 50, 10.0) == "measured in 1 turn of 50 steps in all; a verdict takes 2 turns and 6 steps"
+    )

@@ -43,13 +43,13 @@ test_loader = DataLoader(Reviews(32), batch_size=8, num_workers=1)
 '''
 
 TRAINER = (
-    '''
+    """
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
 from hasten.loggers import CSVLogger
-'''
+"""
     + COMMON
-    + '''
+    + """
 
 class LightningModel(L.LightningModule):
     def __init__(self, model, learning_rate=5e-3):
@@ -107,15 +107,15 @@ if __name__ == "__main__":
     trainer.fit(model=lightning_model, train_dataloaders=train_loader, val_dataloaders=val_loader)
     test_acc = trainer.test(lightning_model, dataloaders=test_loader, ckpt_path="best")
     print("RESULT", test_acc[0]["accuracy"], trainer.checkpoint_callback.best_model_path)
-'''
+"""
 )
 
 FABRIC = (
-    '''
+    """
 from hasten import Fabric
-'''
+"""
     + COMMON
-    + '''
+    + """
 
 def train(num_epochs, model, optimizer, train_loader, val_loader, fabric):
     for epoch in range(num_epochs):
@@ -160,7 +160,7 @@ if __name__ == "__main__":
             outputs = model(batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["label"])
             test_acc.update(torch.argmax(outputs["logits"], 1), batch["label"])
     fabric.print("RESULT", test_acc.compute().item())
-'''
+"""
 )
 
 

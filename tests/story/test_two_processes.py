@@ -15,7 +15,9 @@ PROGRAM = Path(__file__).with_name("distributed_program.py")
 ROOT = PROGRAM.parents[2]
 
 
-def run(folder: Path, name: str, strategy: str, devices: int = 2, accumulate: int = 1, launcher: Any = ()) -> Path:
+def run(
+    folder: Path, name: str, strategy: str, devices: int = 2, accumulate: int = 1, launcher: Any = ()
+) -> Path:
     output = folder / name
     command = [*launcher, str(PROGRAM), strategy, str(output), str(devices), str(accumulate)]
     if not launcher:

@@ -185,7 +185,9 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
             f"The state of {type(optimizer).__name__} in the checkpoint does not fit: {error}. "
             "Resume with the same parameter groups."
         ) from error
-    except KeyError as error:  # an optimizer of torch that looks for its own values in the state of another kind
+    except (
+        KeyError
+    ) as error:  # an optimizer of torch that looks for its own values in the state of another kind
         raise _other_kind(optimizer, error.args[0]) from error
     missing = [key for group in optimizer.param_groups for key in defaults if key not in group]
     if missing:

@@ -73,8 +73,12 @@ def _choose(trainer: Any, model: Any, train_dataloaders: Any, datamodule: Any) -
         rank_zero_info(f"speed='auto': {what} ends before anything could be measured: it goes on unchanged.")
         return []
     levers = [lever for lever in known_levers() if _can_be_switched_on(lever)]
-    share = f" for at most {PLAN.share_of_training:.0%} of the time it takes" if PLAN.share_of_training else ""
-    rank_zero_info(f"speed='auto': measuring{share} which of {len(levers)} levers pay; training begins after that.")
+    share = (
+        f" for at most {PLAN.share_of_training:.0%} of the time it takes" if PLAN.share_of_training else ""
+    )
+    rank_zero_info(
+        f"speed='auto': measuring{share} which of {len(levers)} levers pay; training begins after that."
+    )
     try:
         start = live.make_start(trainer, model, train_dataloaders, datamodule)
         advice = measure(start, type(model).__name__, levers=levers, plan=PLAN)

@@ -65,7 +65,9 @@ class Estimate:
             steps = (turns.warm_up + turns.steps) * self.step_seconds
             return variants * turns.rounds * (self.start_seconds + self.prepare_seconds + steps)
         steps = (turns.warm_up + turns.rounds * turns.steps) * self.step_seconds
-        return math.ceil(variants / self.at_once) * self.start_seconds + variants * (self.prepare_seconds + steps)
+        return math.ceil(variants / self.at_once) * self.start_seconds + variants * (
+            self.prepare_seconds + steps
+        )
 
     def one_by_one(self, unchanged: int, levers: int, turns: Turns) -> float:
         """Return the seconds for so many levers, in lots that fit into memory beside the unchanged program.

@@ -88,7 +88,11 @@ def advise(
     if isinstance(train_dataloaders, LightningDataModule):
         train_dataloaders, datamodule = None, train_dataloaders
     check_call(trainer._arguments, "fit", model, datamodule, train_dataloaders)
-    if train_dataloaders is None and datamodule is None and not overrides(model, LightningModule, "train_dataloader"):
+    if (
+        train_dataloaders is None
+        and datamodule is None
+        and not overrides(model, LightningModule, "train_dataloader")
+    ):
         raise MisconfigurationException(
             f"Trainer.advise(): there is no data. Pass train_dataloaders=..., a datamodule, or define "
             f"{type(model).__name__}.train_dataloader()."

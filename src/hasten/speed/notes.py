@@ -28,7 +28,11 @@ def notes(
         has_losses: whether its losses could be compared.
 
     """
-    found = [*_on_operations(facts, unchanged), *_on_padding(facts, unchanged, rows), *_on_memory(facts, unchanged)]
+    found = [
+        *_on_operations(facts, unchanged),
+        *_on_padding(facts, unchanged, rows),
+        *_on_memory(facts, unchanged),
+    ]
     dropped, priced = facts.get("attention_dropout"), rows.get("no attention dropout")
     if dropped and priced is not None and priced.speed is not None:
         found.append(

@@ -46,7 +46,9 @@ class TrialError(RuntimeError):
     @property
     def is_out_of_memory(self) -> bool:
         """Whether it asked for more memory than there is."""
-        return any(text in self.text for text in ("OutOfMemoryError", "out of memory", "can't allocate memory"))
+        return any(
+            text in self.text for text in ("OutOfMemoryError", "out of memory", "can't allocate memory")
+        )
 
     @property
     def with_log(self) -> str:

@@ -111,7 +111,9 @@ class Races:
             for number in range(self.rounds):
                 if number >= _FEWEST_TURNS and time.monotonic() > until:
                     break
-                running = [one for one in contestants if one.variant.error is None and not one.variant.given_up]
+                running = [
+                    one for one in contestants if one.variant.error is None and not one.variant.given_up
+                ]
                 self._progress.turn(number + 1, self.rounds, len(running))
                 for contestant in running:
                     if _can_be_late(contestant.variant, variants):

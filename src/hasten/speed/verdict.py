@@ -55,7 +55,9 @@ class Speed:
     @property
     def most(self) -> float:
         """What it is at most: the upper quartile, or the best of two or three turns."""
-        return self.high if self.turns >= _FEWEST_FOR_QUARTILES else self.median + 2 * (self.high - self.median)
+        return (
+            self.high if self.turns >= _FEWEST_FOR_QUARTILES else self.median + 2 * (self.high - self.median)
+        )
 
 
 def quantile(values: Sequence[float], share: float) -> float:
