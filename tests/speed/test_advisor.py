@@ -168,7 +168,10 @@ def texts() -> Any:
     """Return a loader of 64 short and long texts, padded to 32 tokens: 14 % of them are text."""
     lengths = torch.tensor([2] * 56 + [22] * 8)
     mask = (torch.arange(32) < lengths[:, None]).long()
-    data = [{"x": torch.randn(8), "attention_mask": row, "y": torch.tensor(0)} for row in mask]
+    data = [
+        {"x": torch.randn(8), "input_ids": row * 7, "attention_mask": row, "y": torch.tensor(0)}
+        for row in mask
+    ]
     return torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 
 
