@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.kinds import by_kind
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.callback import Callback
@@ -292,16 +293,15 @@ class WeightAveraging(Callback):
         assert self._average_model is not None
         count = self._average_model.n_averaged
         is_first = not count
-        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        pairs: list[tuple[Tensor, Tensor]] = []
         for current, averaged, averages in self._pairs():
             if is_first or not averages:
                 averaged.copy_(current)
                 continue
-            group = groups.setdefault((averaged.device, averaged.dtype), ([], []))
-            group[0].append(averaged)
-            group[1].append(current.to(averaged.device))
+            pairs.append((averaged, current.to(averaged.device)))
         multi_avg_fn = self._multi_avg_fn or get_swa_multi_avg_fn()
-        for all_averaged, all_current in groups.values():
+        for alike in by_kind(pairs, lambda pair: pair[0]):
+            all_averaged, all_current = map(list, zip(*alike, strict=True))
             if self._avg_fn is None:
                 multi_avg_fn(all_averaged, all_current, count)
             else:

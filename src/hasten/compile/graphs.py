@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten._lib.kinds import by_kind
 from hasten._lib.tree import map_tensors
 
 # On a gradient that is a copy already: autograd adds to it in place from then on.
@@ -50,12 +51,8 @@ class RecordedSteps:
         With that all outputs of a graph are dead, and the next batch replays the same graphs: without, it would be
         recorded anew as what follows this one, once for each batch of an accumulation.
         """
-        given: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-        for parameter in self._parameters:
-            gradient = parameter.grad
-            if gradient is not None and not hasattr(gradient, _COPIED):
-                given.setdefault((gradient.device, gradient.dtype), []).append(parameter)
-        for parameters in given.values():
+        given = [p for p in self._parameters if p.grad is not None and not hasattr(p.grad, _COPIED)]
+        for parameters in by_kind(given, lambda parameter: parameter.grad):
             gradients = [parameter.grad for parameter in parameters]
             with torch.no_grad():
                 # One kernel for all of them.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten._lib.kinds import by_kind
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import random_state
 from hasten.hooks import STEPS, nothing, overrides
@@ -410,14 +411,9 @@ def _finish_gradients(run: Run) -> Callable[[int], None]:
 
 
 def _scale_gradients(optimizer: Any, factor: Any) -> None:
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is not None:
-                alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, dtype), gradients in alike.items():
-        torch._foreach_mul_(gradients, factor.to(device, dtype) if isinstance(factor, Tensor) else factor)
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for alike in by_kind(gradients):
+        torch._foreach_mul_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
 
 
 def _training_step(run: Run) -> Callable[..., Any]:

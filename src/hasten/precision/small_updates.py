@@ -10,13 +10,15 @@ during the step also 32-bit copies of weights and gradients, when activations ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from hasten._lib.kinds import by_kind
 
 KEY = "low_bits"
 # How far a 32-bit float is from the 16-bit float nearest to it, counted in 32-bit floats.
@@ -107,7 +109,7 @@ class _FullSteps:
         """Put 32-bit stand-ins in place of the parameters with 16 bits: of those with a gradient, or of every one."""
         parameters = [p for group in self._groups for p in group["params"] if _is_short(p)]
         pairs = []
-        for alike in _by_kind(p for p in parameters if every or p.grad is not None):
+        for alike in by_kind(p for p in parameters if every or p.grad is not None):
             low = [self._low_of(p) for p in alike]
             full = _joined(_flat(alike), _flat(low)).split([p.numel() for p in alike])
             pairs += [(p, part.view(p.shape)) for p, part in zip(alike, full, strict=True)]
@@ -115,15 +117,15 @@ class _FullSteps:
 
     @torch.no_grad()
     def _swap(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        kinds: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        given: list[tuple[Tensor, Tensor]] = []
         for parameter, full in pairs:
             full.grad, gradient = None, parameter.grad
             if gradient is not None and gradient.layout is torch.strided:
-                kinds.setdefault((gradient.device, gradient.dtype), []).append((gradient, full))
+                given.append((gradient, full))
             elif gradient is not None:
                 full.grad = gradient.to(torch.float32)
         # One copy for all of a kind: each by itself would be a small operation, with memory of its own.
-        for alike in kinds.values():
+        for alike in by_kind(given, lambda pair: pair[0]):
             gradients = [gradient for gradient, _ in alike]
             sizes = [gradient.numel() for gradient in gradients]
             room = torch.empty(sum(sizes), dtype=torch.float32, device=gradients[0].device)
@@ -154,7 +156,7 @@ class _FullSteps:
             if full in self._state:
                 self._state[parameter] = self._state.pop(full)
         stand_in = dict(pairs)
-        for alike in _by_kind([p for p, _ in pairs]):
+        for alike in by_kind([p for p, _ in pairs]):
             sizes = [p.numel() for p in alike]
             high, low = _divided(_flat([stand_in[p] for p in alike]), alike[0].dtype)
             _write(alike, high.split(sizes))
@@ -217,14 +219,6 @@ def _is_short(tensor: Tensor) -> bool:
 
 def _all_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Return the tensors in lists of one device and type, which one operation takes together."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return kinds.values()
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
