@@ -61,7 +61,7 @@ def test_the_peak_is_measured_in_the_precision_asked_for(monkeypatch: pytest.Mon
     assert set(within[: len(within) // 2]) == {"high"}
     assert set(within[len(within) // 2 :]) == {"highest"}
     assert torch.get_float32_matmul_precision() == before
-    assert set(look.peaks_of(torch.device("cpu"))) == {"float32", "bfloat16"}
+    assert set(look.measured_peaks(torch.device("cpu"))) == {"float32", "bfloat16"}
 
 
 def test_attention_of_a_transformer_counts() -> None:
@@ -79,3 +79,14 @@ def test_attention_of_a_transformer_counts() -> None:
 def test_memory_on_a_gpu_is_all_that_other_processes_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2**30)
     assert look.peak_memory_bytes(torch.device("cuda")) == 2**30 + 600 * 2**20
+
+
+def test_a_peak_is_measured_where_only_the_newer_setting_of_torch_was_used() -> None:
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        assert look.peak_flops(torch.device("cpu"), torch.float32)
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before

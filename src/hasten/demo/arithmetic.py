@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten.demo.task import Switches, Task
-from hasten.speed.look import flop_counter, peaks_of
+from hasten.speed.look import flop_counter, measured_peaks
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def measure(task: Task) -> Arithmetic:
         task: which.
 
     """
-    peaks = {name: peak for name, peak in peaks_of(task.device).items() if peak is not None}
+    peaks = {name: peak for name, peak in measured_peaks(task.device).items() if peak is not None}
     return Arithmetic(task.epochs * _useful_flops(task), peaks)
 
 

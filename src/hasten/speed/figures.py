@@ -44,18 +44,7 @@ def _mfu(
     flops, batch = facts.get("flops_per_step"), facts.get("samples_counted")
     if not flops or not batch or not samples_per_second:
         return None
-    precision = next(
-        (lever.arguments["precision"] for lever in variant.levers if "precision" in lever.arguments),
-        given.get("precision", ""),
-    )
-    products = next(
-        (
-            lever.arguments["matmul_precision"]
-            for lever in variant.levers
-            if "matmul_precision" in lever.arguments
-        ),
-        given.get("matmul_precision", ""),
-    )
+    precision, products = (_asked(name, variant, given) for name in ("precision", "matmul_precision"))
     peaks = facts.get("peak_flops") or {}
     if "bf16" in precision or "medium" in products:
         peak = peaks.get("bfloat16")
@@ -69,6 +58,12 @@ def _mfu(
     share = flops / batch * (facts.get("useful_tokens") or 1.0) * samples_per_second / peak
     # Above the peak: others had the device while that was measured, and it says nothing.
     return float(share) if share <= 1.0 else None
+
+
+def _asked(name: str, variant: Variant, given: Mapping[str, str]) -> str:
+    """Return what a variant's levers say for an argument, else what the program does; empty where neither does."""
+    by_levers = (lever.arguments[name] for lever in variant.levers if name in lever.arguments)
+    return str(next(by_levers, given.get(name, "")))
 
 
 def one_time_seconds(variant: Variant, unchanged: Variant) -> float | None:

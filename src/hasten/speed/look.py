@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.version import VERSION
 from hasten.arguments_speed import SPEED_NAMES
 from hasten.packed.blocks import packed_blocks
+from hasten.precision.matmul import matmul_precision as float32_products
 from hasten.speed.changes import attention_dropouts, usable_cores
 
 # Large enough that a matrix product reaches the peak of its device, small enough that nobody waits.
@@ -123,7 +123,7 @@ def facts(examined: Examined, trainer: Any, module: nn.Module) -> dict[str, Any]
         "flops_per_step": examined.flops,
         "samples_counted": examined.samples_counted,
         "free_bytes": free_memory_bytes(device),
-        "peak_flops": peaks_of(device),
+        "peak_flops": measured_peaks(device),
         "page_bytes": resource.getpagesize(),
         "key": key_of(trainer.__dict__.get("_given", {}), module, device),
     }
@@ -183,7 +183,7 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def flop_counter() -> FlopCounterMode:
+def flop_counter() -> Any:
     """Return what counts operations, those of attention on the CPU as well, which torch's own leaves out.
 
     Example::
@@ -195,6 +195,9 @@ def flop_counter() -> FlopCounterMode:
         True
 
     """
+    # Not above: who imports hasten seldom counts operations.
+    from torch.utils.flop_counter import FlopCounterMode
+
     formulas: dict[Any, Any] = {}
     for name, formula in (("", _attention_flops), ("_backward", _attention_backward_flops)):
         packet = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
@@ -204,15 +207,17 @@ def flop_counter() -> FlopCounterMode:
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    from torch.utils.flop_counter import sdpa_flop_count
+
     return int(sdpa_flop_count(q, k, v))
 
 
 def _attention_backward_flops(gradient: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
     # Two products for each of forward's; that scores are computed again is no use of the device.
-    return 2 * int(sdpa_flop_count(q, k, v))
+    return 2 * _attention_flops(q, k, v)
 
 
-def peaks_of(device: torch.device) -> dict[str, float | None]:
+def measured_peaks(device: torch.device) -> dict[str, float | None]:
     """Return the operations a second of a large matrix product, by the type of its numbers.
 
     On a GPU also in ``"tf32"``: float32 under ``matmul_precision="high"``.
@@ -235,10 +240,8 @@ def peak_flops(
 
     """
     size, best = _SMALLEST_MATRIX, 0.0
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(matmul_precision)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), float32_products(matmul_precision):
             while True:
                 a = torch.randn(size, size, device=device).to(dtype)
                 fastest = min(_seconds_of_product(a) for _ in range(6))
@@ -251,8 +254,6 @@ def peak_flops(
                 size *= 2
     except (RuntimeError, NotImplementedError):
         return None
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _seconds_of_product(a: Tensor) -> float:
