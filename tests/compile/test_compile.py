@@ -8,7 +8,7 @@ import logging
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -82,16 +82,6 @@ def fitted(
     samples = 42 if trainer.world_size == 1 else 44
     trainer.fit(module, loader(samples), loader(18))
     return module, trainer, losses.values
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    # pytest would write out every record of the compiler's trace.
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def graphs() -> int:

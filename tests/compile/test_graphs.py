@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 import hasten as L
@@ -23,15 +20,6 @@ from tests.models import loader, quiet, same_weights
 
 RECORDED = {"mode": "reduce-overhead"}
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

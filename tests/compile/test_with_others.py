@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +19,6 @@ from hasten.callbacks import ThroughputMonitor
 from hasten.compile.report import FROZEN
 from tests.compile.test_compile import TRACED, Deep, Net, fitted, graphs
 from tests.models import loader, quiet, same_weights
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
 
 # -- Fabric
 
