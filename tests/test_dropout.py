@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import hasten as L
@@ -91,6 +94,152 @@ def test_evaluation_drops_nothing() -> None:
     with fast_dropout(model) as count:
         assert count == 1
         assert torch.equal(model(x), model[0](x))
+
+
+def test_in_place_it_drops_where_the_tensor_lies() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(40, 50, dtype=torch.float64, requires_grad=True)
+    hidden = x * 1.0
+    assert dropout(hidden, 0.25, inplace=True) is hidden
+    dropped = hidden.detach() == 0
+    assert dropped.double().mean().item() == pytest.approx(0.25, abs=0.05)
+    hidden.sum().backward()
+    factors = torch.where(dropped, 0.0, 1 / 0.75).double()
+    torch.testing.assert_close(x.grad, factors)
+    torch.testing.assert_close(hidden.detach(), x.detach() * factors)
+    ones = torch.ones(3)
+    assert dropout(ones, 1.0, inplace=True) is ones
+    assert ones.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_in_place_layers_drop_where_nobody_reads_what_they_return() -> None:
+    class Ignores(Classifier):
+        shares: list[float]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5, inplace=True)
+            self.shares = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.layers[0](x)
+            self.drop(hidden)
+            self.shares.append((hidden == 0).float().mean().item())
+            return self.layers[1:](hidden)
+
+    for options in ({}, {"dropout": "fast"}):
+        L.seed_everything(1, verbose=False)
+        model = Ignores()
+        quiet(**options).fit(model, loader(80, 20))
+        assert sum(model.shares) / len(model.shares) == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_penalty_on_the_gradient_can_be_trained(inplace: bool) -> None:
+    class Penalty(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(8, 16), nn.Dropout(0.5, inplace), nn.Softplus(), nn.Linear(16, 2)
+            )
+
+        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            x = batch[0].requires_grad_()
+            (gradient,) = torch.autograd.grad(self(x).tanh().sum(), x, create_graph=True)
+            return self.loss(batch) + gradient.square().mean()
+
+    quiet(dropout="fast").fit(Penalty(), loader(8, 4))
+
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+
+    def with_one_mask(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return dropout(x.sin(), 0.4, inplace=inplace).exp()
+
+    assert torch.autograd.gradgradcheck(with_one_mask, (x,))
+
+
+def test_functional_transforms_are_those_of_torchs_dropout() -> None:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * dropout(x, 0.5)
+
+    def torchs(x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * nn.functional.dropout(x, 0.5)
+
+    def of(function: object) -> list[torch.Tensor]:
+        x, found = torch.ones(6, 4), []
+        for compute in (
+            lambda: torch.func.vmap(function, randomness="same")(x),
+            lambda: torch.func.vmap(function, randomness="different")(x),
+            lambda: torch.func.grad(lambda x: function(x).sum())(x),
+            lambda: torch.func.jvp(function, (x,), (x,))[1],
+        ):
+            torch.manual_seed(0)
+            found.append(compute())
+        with torch.autograd.forward_ad.dual_level():
+            torch.manual_seed(0)
+            pair = function(torch.autograd.forward_ad.make_dual(x, x))
+            found.append(torch.autograd.forward_ad.unpack_dual(pair).tangent)
+        return found
+
+    for ours, theirs in zip(of(twice), of(torchs), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.func.vmap(twice)(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_shapes_strides_and_kinds(inplace: bool) -> None:
+    torch.manual_seed(0)
+    for x in (
+        torch.ones(0, 3),
+        torch.ones(()),
+        torch.ones(30, 20).t(),
+        torch.ones(64, dtype=torch.bfloat16),
+        torch.ones(4, 4).to_sparse() if not inplace else torch.ones(4, 4, dtype=torch.float16),
+    ):
+        if x.layout is torch.sparse_coo:
+            with pytest.raises(NotImplementedError):  # As torch's own.
+                dropout(x, 0.5)
+            continue
+        y = dropout(x.clone(), 0.5, inplace=inplace)
+        assert (y.shape, y.dtype) == (x.shape, x.dtype)
+        assert set(y.flatten().tolist()) <= {0.0, 2.0}
+
+
+def test_recomputed_activations_have_the_same_mask() -> None:
+    torch.manual_seed(0)
+    x = torch.ones(500, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(lambda x: dropout(x * 1.0, 0.5), x, use_reentrant=False)
+    y.sum().backward()
+    assert torch.equal(y.detach(), x.grad)
+
+
+def test_layers_that_compute_something_else_keep_doing_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Dropout):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    patched = nn.Dropout(0.5)
+    patched.forward = lambda x: x + 2
+    model = nn.Sequential(Own(), patched, nn.Dropout2d(), nn.AlphaDropout(), nn.Dropout())
+    with fast_dropout(model) as count:
+        assert count == 1
+        assert model[:2](torch.zeros(1)).item() == 3
+
+    torchs = nn.Dropout.forward
+
+    @functools.wraps(torchs)
+    def counted(layer: nn.Dropout, x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return torchs(layer, x)
+
+    calls: list[int] = []
+    monkeypatch.setattr(nn.Dropout, "forward", counted)
+    with fast_dropout(model) as count:
+        assert count == 0
+        model[4](torch.ones(3))
+    assert calls == [3]
 
 
 def trained(**options: object) -> Classifier:

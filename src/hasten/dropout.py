@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 # Elements whose random bytes cost less than one call of the generator does.
 _BYTES_OF_A_DRAW = 8
@@ -99,16 +100,45 @@ def _differentiate(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Any, ...]
 _dropout.register_autograd(_differentiate, setup_context=_remember)
 
 
-def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+def _remember_mask(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, random, threshold, ctx.p = inputs
+    ctx.save_for_backward(random, threshold)
+
+
+def _differentiate_again(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    # The gradient is a product with the mask, and so is the gradient of the gradient: a penalty on it can be trained.
+    random, threshold = ctx.saved_tensors
+    return _dropout_backward(gradient, random, threshold, ctx.p), None, None, None
+
+
+_dropout_backward.register_autograd(_differentiate_again, setup_context=_remember_mask)
+
+
+@torch.library.custom_op("hasten::dropout_factors", mutates_args=())
+def _factors(x: Tensor, p: float) -> Tensor:
+    random, threshold = draw(x.numel(), p)
+    return kept(random, threshold, x.shape, x.dtype).mul_(scale_of(p))
+
+
+@_factors.register_fake
+def _(x: Tensor, p: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
     """Drop elements of a CPU tensor with probability ``p`` and scale the others by ``1 / (1 - p)``.
+
+    Tensors on other devices, sparse and nested ones, and everything inside ``torch.func`` or forward-mode
+    differentiation get torch's own dropout.
 
     Args:
         x: any shape, floating point.
         p: the probability to drop an element, 0 to 1.
         training: False returns ``x`` itself.
+        inplace: change ``x`` and return it. Its memory is that of torch's: a factor for each element is kept.
 
     Raises:
-        ValueError: ``p`` is no probability.
+        ValueError: ``p`` is not between 0 and 1.
 
     Example::
 
@@ -123,27 +153,44 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout(p={p!r}): use a probability, 0 to 1.")
-    if not training or p == 0.0 or x.device.type != "cpu":
-        return torch.nn.functional.dropout(x, p, training)
+    if not training or p == 0.0 or not _is_plain(x):
+        return torch.nn.functional.dropout(x, p, training, inplace)
+    if inplace:
+        # The factors are all that backward needs: x itself may be changed.
+        return x.mul_(0.0 if p == 1.0 else _factors(x.detach(), p))
     if p == 1.0:
         return x * 0.0
     y: Tensor = _dropout(x, p)[0]
     return y
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Say whether random bytes serve: not for a tensor that stands for others, or that carries a forward derivative."""
+    return (
+        x.device.type == "cpu"
+        and x.is_floating_point()
+        and x.layout is torch.strided
+        and not x.is_nested
+        and forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
 def _forward(module: nn.Dropout, x: Tensor) -> Tensor:
-    return dropout(x, module.p, module.training)
+    return dropout(x, module.p, module.training, module.inplace)
 
 
 @contextmanager
 def fast_dropout(module: nn.Module) -> Iterator[int]:
     """Have the ``nn.Dropout`` layers of a module use ``dropout`` for a while; yields how many there are.
 
+    Subclasses of ``nn.Dropout``, and layers whose ``forward`` somebody replaced, keep what they compute.
+
     Args:
         module: it stays as it is but for the ``forward`` of these layers.
 
     """
-    layers = [layer for layer in module.modules() if type(layer) in _KINDS and "forward" not in vars(layer)]
+    layers = [layer for layer in module.modules() if type(layer) in _KINDS and _has_torchs_forward(layer)]
     for layer in layers:
         layer.forward = _forward.__get__(layer)
     try:
@@ -151,3 +198,14 @@ def fast_dropout(module: nn.Module) -> Iterator[int]:
     finally:
         for layer in layers:
             vars(layer).pop("forward", None)
+
+
+def _has_torchs_forward(layer: nn.Module) -> bool:
+    return "forward" not in vars(layer) and all(
+        # By the file of the code: functools.wraps copies names and module.
+        getattr(getattr(function, "__code__", None), "co_filename", None) == module.__file__
+        for function, module in (
+            (type(layer).forward, torch.nn.modules.dropout),
+            (torch.nn.functional.dropout, torch.nn.functional),
+        )
+    )
