@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 import hasten as L
 from hasten.optim import HastenOptimizer
 from hasten.strategies import DDPStrategy
-from tests.models import loader, quiet, same_weights
+from tests.models import Classifier, loader, quiet, same_weights
 
 
 def real(count: int) -> Tensor:
@@ -283,3 +284,29 @@ def test_manual_backward_under_automatic_optimisation_is_refused() -> None:
     model.automatic_optimization = True
     with pytest.raises(ValueError, match=r"automatic_optimization = False in __init__"):
         quiet(limit_train_batches=1).fit(model, loader())
+
+
+def test_validation_leaves_gradients_that_wait_for_more_batches() -> None:
+    class Accumulates(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(self.loss(batch) / 2)
+            if batch_idx % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    model = Accumulates()
+    twin = copy.deepcopy(model)
+    quiet(val_check_interval=1, num_sanity_val_steps=0).fit(model, loader(), loader())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for batch_idx, batch in enumerate(loader()):
+        (twin.loss(batch) / 2).backward()
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_weights(model, twin)

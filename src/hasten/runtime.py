@@ -293,7 +293,10 @@ class Runtime:
 
     def clip_value(self, parameters: Iterable[Tensor], clip_val: float) -> None:
         """Limit each element of the gradients to ``clip_val`` in size."""
-        torch.nn.utils.clip_grad_value_(parameters, clip_val)
+        # torch refuses to clip nothing, as after a window of batches that all gave no loss.
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        if parameters:
+            torch.nn.utils.clip_grad_value_(parameters, clip_val)
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward leaves the gradients of this process alone."""

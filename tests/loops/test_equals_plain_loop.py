@@ -95,6 +95,18 @@ def test_clipping_by_value_with_accumulation() -> None:
     compare(Classifier(), loader(), trainer, clip_value=0.01, accumulate=2)
 
 
+def test_a_batch_without_a_loss_has_nothing_to_clip() -> None:
+    class SkipsTheFirst(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    model = SkipsTheFirst()
+    twin = copy.deepcopy(model)
+    quiet(gradient_clip_val=0.01, gradient_clip_algorithm="value").fit(model, loader())
+    train_by_hand(twin, list(loader())[1:], epochs=1, clip_value=0.01)
+    assert same_weights(model, twin)
+
+
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_schedulers(interval: str) -> None:
     class Scheduled(Configured):

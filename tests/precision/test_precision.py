@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.models import Classifier, loader, quiet, same_weights
 from torch import nn
 
+import hasten as L
 from hasten.plugins import HalfPrecision, MixedPrecision
 from hasten.resolve import runtime
 
@@ -202,3 +205,18 @@ def test_what_a_precision_cannot_be() -> None:
         MixedPrecision("32")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs no scaler"):
         MixedPrecision("bf16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+
+
+def test_a_resumed_run_in_64_bits_keeps_all_of_them(tmp_path: Path) -> None:
+    class Saves(L.Callback):
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    model, resumed = Classifier(), Classifier()
+    quiet(precision="64-true", callbacks=[Saves()]).fit(model, loader())
+    quiet(precision="64-true").fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt")
+    assert all(parameter.dtype == torch.float64 for parameter in resumed.parameters())
+    assert same_weights(model, resumed)

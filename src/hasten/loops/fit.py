@@ -184,7 +184,7 @@ def follow_batch(run: Run) -> None:
         run.random_before_validation = None
 
     if run.checks.due(run):
-        if progress.window == 0:
+        if progress.window == 0 and _may_release_gradients(run.module):
             run.module.on_validation_model_zero_grad()
         # A run that ends within this validation begins with it when resumed, and draws the same numbers again.
         run.random_before_validation = random_state()
@@ -194,6 +194,13 @@ def follow_batch(run: Run) -> None:
         run.checks.now_done()
     else:
         settle()
+
+
+def _may_release_gradients(module: LightningModule) -> bool:
+    # With manual optimization they may wait for more batches, which only the user's own hook can know.
+    return module.automatic_optimization or overrides(
+        module, LightningModule, "on_validation_model_zero_grad"
+    )
 
 
 # -- one training step, chosen once

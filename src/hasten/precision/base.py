@@ -23,7 +23,7 @@ class Precision:
     # GradScaler for numbers so small that gradients would vanish; None for all others.
     scaler: torch.amp.GradScaler | None = None
 
-    # Whether weights are loaded into converted modules: those converted would not fit before.
+    # Whether the module is converted before weights are loaded into it, because they would not fit, or be rounded.
     converts_before_loading: bool = False
 
     def check_device(self, device: torch.device) -> None:

@@ -20,6 +20,8 @@ class DoublePrecision(Precision):
     """Parameters, inputs and computation in 64-bit floats."""
 
     precision = "64-true"
+    # Loading 64-bit weights into parameters of 32 bits would round them.
+    converts_before_loading = True
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Return ``module`` with 64-bit parameters."""
