@@ -112,8 +112,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     log_every_n_steps = run.arguments.log_every_n_steps or math.inf
     max_steps = run.max_steps
     several_processes = run.runtime.world_size > 1
-    window_size = run.accumulate_grad_batches
-    tail_size, tail_start = _tail(run.train.limit, window_size)
+    window_size, tail_size, tail_start = _plan_windows(run)
     follows_each = schedule.any_monitored(run, "step") or run.checks.asks_each
     next_validation = run.checks.next_at(run)
 
@@ -313,6 +312,8 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
     backward = _backward(run)
     wants_outputs = _wants_outputs(run)
     weighs = run.accumulate_grad_batches > 1 or runtime.world_size > 1 or in_parts
+    # A resumed run may have to complete an accumulation before it goes on with single batches.
+    weighs = weighs or run.progress.window > 0
     graphs = recorded_steps(run)
 
     def forward_backward(
@@ -397,8 +398,9 @@ def _finish_gradients(run: Run) -> Callable[[int], None]:
                 weight = runtime.all_reduce(torch.as_tensor(weight, device=runtime.device), op="mean")
             _scale_gradients(optimizer, 1.0 / weight)
             run.window_weight = None
-        elif progress.window + 1 < divisor:
-            # The end of the data came unforeseen: each batch was divided by more than there are.
+        elif progress.window + 1 != divisor:
+            # The window has another number of batches than each was divided by: the data ended unforeseen, or the
+            # window was begun by a run that accumulated more.
             _scale_gradients(optimizer, divisor / (progress.window + 1))
         hooks.on_before_optimizer_step(optimizer)
         if clips:
@@ -452,6 +454,27 @@ def _wants_outputs(run: Run) -> bool:
 
 
 # -- the edges of an epoch
+
+
+def _plan_windows(run: Run) -> tuple[int, int, float]:
+    """Return (size of an accumulation, size of the last one, index of the last one's first batch).
+
+    A resumed run goes on with the window that its checkpoint has open, and counts the others from there: the sizes
+    may differ from those of the run before. What is accumulated already is scaled to the size its window has now.
+    """
+    progress, size, length = run.progress, run.accumulate_grad_batches, run.train.limit
+    # One that holds as many batches as a window now has, or more, takes one more and closes.
+    start = progress.batch - progress.window if progress.window < size else progress.batch + 1
+    tail_size, tail_start = _tail(max(0, length - start), size)
+    windows = size, tail_size, start + tail_start
+    divisor_before, run.windows = run.window_divisor(), windows
+    if progress.window and divisor_before is not None and run.window_weight is None:
+        # No batch is left for it: it is closed as one that ended unforeseen.
+        divisor = size if length <= progress.batch else run.divisor_of(progress.batch)
+        if divisor != divisor_before and run.module.automatic_optimization:
+            for optimizer in run.optimizers:
+                _scale_gradients(optimizer, divisor_before / divisor)
+    return windows
 
 
 def _tail(length: float, window_size: int) -> tuple[int, float]:

@@ -77,6 +77,10 @@ class Run:
     on_resumed: Callable[[], None] | None = None
     is_last_batch: bool = False
     window_weight: Any = None
+    # Size of an accumulation, size of the epoch's last one, and where that begins.
+    windows: tuple[int, int, float] | None = None
+    # By what the checkpoint's run divided each batch of the window it left open.
+    resumed_divisor: int | None = None
     random_before_validation: dict[str, Any] | None = None
     kept_predictions: Any = None
     keeps_predictions: bool = False
@@ -101,6 +105,18 @@ class Run:
     def max_steps(self) -> float:
         """Optimizer steps to train for; infinite when there is no limit."""
         return _limit(self.arguments.max_steps)
+
+    def divisor_of(self, batch_idx: int) -> int:
+        """Return by what the loss of a batch is divided: the number of batches in its accumulation."""
+        assert self.windows is not None
+        size, tail_size, tail_start = self.windows
+        return size if batch_idx < tail_start else tail_size
+
+    def window_divisor(self) -> int | None:
+        """Return by what the batches of the open accumulation were divided; None where that is not known."""
+        if not self.progress.window:
+            return None
+        return self.resumed_divisor if self.windows is None else self.divisor_of(self.progress.batch - 1)
 
     def may_stop_early(self) -> bool:
         """Say whether ``min_epochs`` and ``min_steps`` are reached."""

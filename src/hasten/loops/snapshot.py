@@ -97,6 +97,7 @@ class Snapshot:
             "data": run.train.state_dict(run.progress.batch) if run.train.loaded else None,
             "values": run.meters.state_dict(lambda metric: names.get(id(metric))),
             "window_weight": run.window_weight,
+            "window_divisor": run.window_divisor(),
             "fits": None if run.fits is None else run.fits.state_dict(),
             "loggers": [
                 logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.meters.loggers
@@ -113,7 +114,7 @@ class Snapshot:
             run.train.load_state_dict(mine["data"])
         rows = {row.name: row for row in HOOKS} | STEPS
         run.meters.load_state_dict(mine["values"], rows, run.module.get_submodule)
-        run.window_weight = mine["window_weight"]
+        run.window_weight, run.resumed_divisor = mine["window_weight"], mine.get("window_divisor")
         if run.fits is not None and mine.get("fits") is not None:
             run.fits.load_state_dict(mine["fits"])
         for logger, state in zip(run.meters.loggers, mine.get("loggers", ()), strict=False):
