@@ -69,6 +69,9 @@ class Parts(Protocol):
     def evaluation_metrics(self) -> set[int]:
         """Return the ids of the torchmetrics that belong to validation or test alone."""
 
+    def may_have_gradients(self) -> bool:
+        """Say whether gradients that are there now may be part of an optimizer's next step."""
+
     def gather(self, mine: Any) -> list[Any]:
         """Return every process's ``mine``, in the order of ranks."""
 
@@ -96,7 +99,7 @@ def collect(parts: Parts, *, weights_only: bool) -> dict[str, Any]:
         if parts.scaler is not None:
             checkpoint[parts.precision_name] = parts.scaler.state_dict()
         checkpoint["hasten"] = {
-            "gradients": gradients(parts.optimizers) if _mid_accumulation(parts) else None,
+            "gradients": collect_gradients(parts) if parts.may_have_gradients() else None,
             # An evaluation starts again when resumed: what its metrics gathered would count twice.
             "metric_states": metric_states(parts.module, leave_out=parts.evaluation_metrics()),
             "ranks": parts.gather(parts.own_state()),
@@ -144,7 +147,7 @@ def restore_training(
     if own is None:
         return None
     if own["gradients"] is not None:
-        load_gradients(parts.optimizers, own["gradients"])
+        restore_gradients(parts, own["gradients"], rank=rank)
     load_metric_states(parts.module, own["metric_states"])
     ranks = own["ranks"]
     if rank >= len(ranks) or len(ranks) != len(parts.gather(None)):
@@ -251,23 +254,98 @@ def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
 # -- gradients that wait for the rest of their accumulation
 
 
-def _mid_accumulation(parts: Parts) -> bool:
-    return bool(parts.progress.state_dict().get("window"))
+def collect_gradients(parts: Parts) -> dict[str, Any] | None:
+    """Return the gradients of all processes, once where they are the same on each; None where there are none.
+
+    Args:
+        parts: the run. All processes call this together.
+
+    """
+    mine = _gradients(parts)
+    several = len(parts.gather(None)) > 1
+    if not several or len(set(parts.gather(_digest(mine)))) == 1:
+        return {"ranks": [mine]} if any(mine.values()) else None
+    # Between two exchanges each process has the gradients of its own batches.
+    on_host = {key: {name: _to(torch.device("cpu"), g) for name, g in of.items()} for key, of in mine.items()}
+    return {"ranks": parts.gather(on_host)}
 
 
-def gradients(optimizers: Iterable[Optimizer]) -> list[Tensor | None]:
-    """Return the gradients of all parameters, in the order of the optimizers' groups."""
-    return [p.grad for p in _parameters(optimizers)]
+def restore_gradients(parts: Parts, stored: Any, *, rank: int) -> None:
+    """Give parameters the gradients that ``collect_gradients`` returned.
+
+    Args:
+        parts: the run.
+        stored: that; or a list of the gradients of the optimizers' parameters, as in files of earlier versions.
+        rank: which process this is.
+
+    """
+    if isinstance(stored, list):
+        stored = {"ranks": [{"optimizers": dict(enumerate(stored)), "others": {}}]}
+    ranks = stored["ranks"]
+    several = len(parts.gather(None))
+    if len(ranks) == 1:
+        mine = ranks[0]
+    else:
+        # On another number of processes each one has their mean, which is what they would have exchanged.
+        mine = ranks[rank] if len(ranks) == several else _mean_of(ranks)
+    in_optimizers, others = _parameters(parts.optimizers), _other_parameters(parts)
+    for stored_key, present in (("optimizers", dict(enumerate(in_optimizers))), ("others", others)):
+        for key, parameter in present.items():
+            gradient = mine[stored_key].get(key)
+            if isinstance(gradient, Tensor):
+                parameter.grad = gradient.to(parameter.device).clone()
+            else:
+                parameter.grad = None if gradient is None else torch.zeros_like(parameter)
 
 
-def load_gradients(optimizers: Iterable[Optimizer], stored: list[Tensor | None]) -> None:
-    """Put gradients back."""
-    for parameter, gradient in zip(_parameters(optimizers), stored, strict=True):
-        parameter.grad = None if gradient is None else gradient.to(parameter.device).clone()
+def _gradients(parts: Parts) -> dict[str, dict[Any, Any]]:
+    """Return the gradients that are there: of the optimizers' parameters by number, of others by name."""
+    found: dict[str, dict[Any, Any]] = {"optimizers": {}, "others": {}}
+    present = dict(enumerate(_parameters(parts.optimizers)))
+    for key, parameters in (("optimizers", present), ("others", _other_parameters(parts))):
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                # Zeros, as zero_grad(set_to_none=False) leaves them, need no room in the file.
+                found[key][name] = parameter.grad.detach() if _some(parameter.grad) else 0
+    return found
+
+
+def _some(gradient: Tensor) -> bool:
+    return gradient.is_sparse or bool(gradient.any())
+
+
+def _mean_of(ranks: list[dict[str, dict[Any, Any]]]) -> dict[str, dict[Any, Any]]:
+    mean: dict[str, dict[Any, Any]] = {}
+    for key in ("optimizers", "others"):
+        names = {name: None for each in ranks for name in each[key]}
+        mean[key] = {name: sum(each[key].get(name, 0) for each in ranks) / len(ranks) for name in names}
+    return mean
+
+
+def _digest(gradients: dict[str, dict[Any, Any]]) -> str:
+    """Return a number that two processes share if their gradients are the same."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for key, of in gradients.items():
+        for name, gradient in of.items():
+            digest.update(f"{key} {name}".encode())
+            if isinstance(gradient, Tensor):
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                digest.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _other_parameters(parts: Parts) -> dict[str, Tensor]:
+    """Return the parameters that no optimizer has, by name, where the user may do something with their gradients."""
+    if getattr(parts.module, "automatic_optimization", True):
+        return {}
+    known = {id(parameter) for parameter in _parameters(parts.optimizers)}
+    return {name: p for name, p in parts.module.named_parameters() if id(p) not in known}
 
 
 # -- torchmetrics

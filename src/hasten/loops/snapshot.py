@@ -15,6 +15,7 @@ from hasten.hparams import pickled, plain_hparams
 from hasten.loggers.base import Logger
 from hasten.loops.run import Run
 from hasten.loops.states import TrainerFn
+from hasten.module import LightningModule
 
 
 class Snapshot:
@@ -98,6 +99,7 @@ class Snapshot:
             "values": run.meters.state_dict(lambda metric: names.get(id(metric))),
             "window_weight": run.window_weight,
             "window_divisor": run.window_divisor(),
+            "toggled": _toggled(run.module),
             "fits": None if run.fits is None else run.fits.state_dict(),
             "loggers": [
                 logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.meters.loggers
@@ -115,6 +117,7 @@ class Snapshot:
         rows = {row.name: row for row in HOOKS} | STEPS
         run.meters.load_state_dict(mine["values"], rows, run.module.get_submodule)
         run.window_weight, run.resumed_divisor = mine["window_weight"], mine.get("window_divisor")
+        _toggle_again(run.module, mine.get("toggled") or {})
         if run.fits is not None and mine.get("fits") is not None:
             run.fits.load_state_dict(mine["fits"])
         for logger, state in zip(run.meters.loggers, mine.get("loggers", ()), strict=False):
@@ -129,9 +132,30 @@ class Snapshot:
         """Return the ids of the torchmetrics that belong to validation or test alone."""
         return self._run.meters.evaluation_metrics()
 
+    def may_have_gradients(self) -> bool:
+        """Say whether gradients that are there now may be part of an optimizer's next step."""
+        # With manual optimization nobody knows whether the user's next step begins with zero_grad.
+        return self._run.progress.window > 0 or not self._run.module.automatic_optimization
+
     def gather(self, mine: Any) -> list[Any]:
         """Return every process's ``mine``."""
         return self._run.runtime.gather_objects(mine)
+
+
+def _toggled(module: LightningModule) -> dict[str, tuple[bool, bool]]:
+    """Return by name whether parameters require gradients now and before ``toggle_optimizer``, if it is in force."""
+    before = module.__dict__.get("_before_toggle", {})
+    return {name: (p.requires_grad, before[p]) for name, p in module.named_parameters() if p in before}
+
+
+def _toggle_again(module: LightningModule, states: Mapping[str, tuple[bool, bool]]) -> None:
+    if not states:
+        return
+    before = {p: states[name][1] for name, p in module.named_parameters() if name in states}
+    for name, parameter in module.named_parameters():
+        if name in states:
+            parameter.requires_grad = states[name][0]
+    module.__dict__["_before_toggle"] = before
 
 
 _said: set[str] = set()
