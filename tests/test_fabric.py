@@ -648,3 +648,41 @@ def test_copies_need_a_function_to_run() -> None:
 
 def test_accumulation_needs_no_context_on_one_device(fabric: L.Fabric) -> None:
     assert isinstance(fabric.no_backward_sync(fabric.setup(Model())), nullcontext)
+
+
+# -- optimizers that train something else
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def test_an_optimizer_before_its_module_is_refused(fabric: L.Fabric) -> None:
+    model = Model()
+    with pytest.raises(ValueError, match=r"4 of the 4 parameters of SGD.*fabric.setup_module\(model\) first"):
+        fabric.setup_optimizers(sgd(model))
+    fabric.setup_module(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="belong to a module that was not set up"):
+        fabric.setup_optimizers(sgd(model))
+    fabric.setup_module(model)
+    fabric.setup_optimizers(sgd(model))
+
+
+def test_an_optimizer_of_another_module_is_refused(fabric: L.Fabric) -> None:
+    with pytest.raises(ValueError, match=r"4 of the 4 parameters of SGD do not belong to .*\(Model\)"):
+        fabric.setup(Model(), sgd(Model()))
+    with pytest.raises(ValueError, match=r"Write SGD\(model.parameters\(\), ...\)"):
+        fabric.setup(model := Model(), sgd(copy.deepcopy(model)))
+
+
+def test_optimizers_over_parts_several_modules_and_tensors_are_fine(fabric: L.Fabric) -> None:
+    generator, critic = Model(), Model()
+    fabric.setup(
+        generator, sgd(generator.head), torch.optim.SGD([*generator.parameters(), *critic.parameters()])
+    )
+    fabric.setup_module(critic)
+    fabric.setup_optimizers(sgd(critic), sgd(nn.ModuleList([generator, critic])))
+    image, alone = torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(3))
+    fabric.setup_optimizers(torch.optim.SGD([image], lr=0.1), torch.optim.SGD([alone], lr=0.1))
+    compiled = torch.compile(Model(), backend="eager")
+    fabric.setup(compiled, sgd(compiled))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -52,3 +53,50 @@ def check_in_backward(optimizer: InBackward, runtime: Runtime) -> None:
             f"in_backward({name}) and {runtime.world_size} processes: each parameter would step before its gradients "
             f"are averaged over them. Use torch.optim.{name} as it is."
         )
+
+
+def check_parameters(optimizer: Any, modules: list[nn.Module], method: str, *, needs_all: bool) -> None:
+    """Check that an optimizer trains what was set up.
+
+    Args:
+        optimizer: the user's.
+        modules: those that were set up so far.
+        method: what was called, for the message.
+        needs_all: whether each parameter has to be in one of the modules, as the gradients of others are not averaged
+            over the processes; otherwise one of them is enough.
+
+    Raises:
+        ValueError: the parameters are those of a module that was not set up.
+
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    outside = [p for p in parameters if id(p) not in known]
+    if not outside or (len(outside) < len(parameters) and not needs_all):
+        return
+    # A tensor by itself, an image that is optimized for instance, needs no setup.
+    trained = [p for p in outside if isinstance(p, nn.Parameter)]
+    kind = type(optimizer).__name__
+    if method == "setup" and trained:
+        given = f"the module given with it ({type(modules[-1]).__name__})"
+        raise ValueError(
+            f"Fabric.setup(): {len(outside)} of the {len(parameters)} parameters of {kind} do not belong to {given}. "
+            f"Write {kind}(model.parameters(), ...) with that module, after any change of its layers."
+        )
+    if any(map(_is_in_a_module, trained)):
+        raise ValueError(
+            f"Fabric.{method}(): {len(outside)} of the {len(parameters)} parameters of {kind} belong to a module that "
+            "was not set up. Call model = fabric.setup_module(model) first, or "
+            "model, optimizer = fabric.setup(model, optimizer)."
+        )
+
+
+def _is_in_a_module(parameter: nn.Parameter) -> bool:
+    """Say whether some module has the parameter; looks through all objects, so only for a message."""
+    for holder in gc.get_referrers(parameter):
+        if isinstance(holder, dict):
+            for owner in gc.get_referrers(holder):
+                attributes = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+                if isinstance(attributes, dict) and attributes.get("_parameters") is holder:
+                    return True
+    return False

@@ -17,7 +17,7 @@ from hasten._lib.argument_names import refuse_unknown
 from hasten.arguments_speed import check_speed
 from hasten.data.loaders import prepare
 from hasten.fabric import state as states
-from hasten.fabric.checks import check_devices, check_in_backward, check_optimizer
+from hasten.fabric.checks import check_devices, check_in_backward, check_optimizer, check_parameters
 from hasten.fabric.compiled import compile_for_good
 from hasten.fabric.view import FabricView
 from hasten.fabric.wrappers import FabricDataLoader, FabricModule, FabricOptimizer, compiled_of, unwrapped
@@ -116,6 +116,7 @@ class Fabric(FabricView):
                     f"Fabric(loggers=...): {logger!r} is no logger: it has no method log_metrics."
                 )
         self._optimizers: list[FabricOptimizer] = []
+        self._modules: list[nn.Module] = []
         self._launched = False
         self._inside_run = False
         if type(self).backward is Fabric.backward:
@@ -195,7 +196,7 @@ class Fabric(FabricView):
 
         Raises:
             TypeError: something is no module, or no optimizer.
-            ValueError: it was set up already.
+            ValueError: it was set up already, or an optimizer trains another module.
             RuntimeError: the processes were not launched.
 
         """
@@ -203,6 +204,9 @@ class Fabric(FabricView):
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup")
         wrapped = self._wrapped_module(module, "setup", move_to_device)
+        for optimizer in optimizers:
+            # Now: a precision that replaces layers has done so.
+            self._check_parameters(optimizer, "setup")
         made = [self._wrapped_optimizer(optimizer) for optimizer in optimizers]
         self._optimizers.extend(made)
         self.call("on_after_setup", fabric=self, module=wrapped)
@@ -228,7 +232,7 @@ class Fabric(FabricView):
 
         Raises:
             TypeError: something is no optimizer.
-            ValueError: there is none, or it was set up already.
+            ValueError: there is none, it was set up already, or the module it trains was not.
 
         """
         self._require_launch("setup_optimizers")
@@ -236,6 +240,7 @@ class Fabric(FabricView):
             raise ValueError("Fabric.setup_optimizers(): there is no optimizer. Pass at least one.")
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup_optimizers")
+            self._check_parameters(optimizer, "setup_optimizers")
         made = [self._wrapped_optimizer(optimizer) for optimizer in optimizers]
         self._optimizers.extend(made)
         return made[0] if len(made) == 1 else tuple(made)
@@ -297,12 +302,18 @@ class Fabric(FabricView):
         if self._compile is not None and compiled is None:
             self._compiled.append(compile_for_good(original, self._compile, self._runtime))
         wrapped = FabricModule(original, self._runtime, self._runtime.wrap(original), call=compiled)
+        self._modules.append(original)
         if hasattr(original, "_fabric"):
             # A LightningModule logs and steps through this Fabric, and its hooks are called like a callback's.
             original.fabric = self  # type: ignore[assignment] # a property of LightningModule
             if not any(original is callback for callback in self._callbacks):
                 self._callbacks.append(original)
         return wrapped
+
+    def _check_parameters(self, optimizer: Optimizer, method: str) -> None:
+        # In setup another module of the same optimizer may follow; setup_optimizers comes after all of them.
+        needs_all = self._runtime.syncs_gradients and method == "setup_optimizers"
+        check_parameters(optimizer, self._modules, method, needs_all=needs_all)
 
     def _wrapped_optimizer(self, optimizer: Optimizer) -> FabricOptimizer:
         if isinstance(optimizer, InBackward):
