@@ -22,7 +22,7 @@ from hasten.loops.snapshot import Snapshot
 from hasten.loops.sources import warn_about_missing_parts
 from hasten.loops.speedups import change_module, change_optimizers
 from hasten.loops.states import TrainerFn
-from hasten.loops.verify import check_fit
+from hasten.loops.verify import check_fit, check_parameters
 from hasten.module import LightningModule
 from hasten.optim import HastenOptimizer
 from hasten.optim.averaged import Averages
@@ -132,6 +132,7 @@ def configure_optimizers(run: Run) -> None:
     module, owner = run.module, type(run.module).__name__
     optimizers, schedulers = optim.parse(module.configure_optimizers(), owner)
     optim.check(optimizers, schedulers, automatic=module.automatic_optimization, owner=owner)
+    check_parameters(run, optimizers)
     take_optimizers(run, change_optimizers(run, optimizers), schedulers)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import nearest
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.arguments import Arguments
 from hasten.datamodule import LightningDataModule
 from hasten.hooks import overrides
@@ -104,6 +106,83 @@ def check_fit(run: Run) -> None:
     if not run.validation.is_off():
         run.validation.load()
         check_takes_loader(run.module, "validation", len(run.validation.loaders))
+
+
+def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
+    """Check that the optimizers train parameters of the module.
+
+    Raises:
+        MisconfigurationException: an optimizer would leave the module as it is, or its gradients would not be averaged
+            over the processes.
+
+    """
+    module, owner = run.module, type(run.module).__name__
+    own = {id(parameter): parameter for parameter in module.parameters()}
+    for optimizer in optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        outside = [p for p in parameters if id(p) not in own]
+        if not outside:
+            continue
+        kind = type(optimizer).__name__
+        said = (
+            f"{owner}.configure_optimizers(): {len(outside)} of the {len(parameters)} parameters of {kind} are not "
+            f"among those of {owner}, which has {len(own)}"
+        )
+        held = _tensors_held(module)
+        if all(id(p) in held for p in outside):
+            instead = (
+                "Keep their modules in attributes, an nn.ModuleList or nn.ModuleDict, and tensors in nn.Parameter or "
+                "nn.ParameterList."
+            )
+        else:
+            instead = (
+                f"Write {kind}(self.parameters(), ...), or keep their module in an attribute of {owner}."
+            )
+        # An optimizer with copies of the weights, in 32 bits for instance, is the business of who wrote it.
+        copies = not type(optimizer).__module__.startswith(("torch.optim", "hasten.optim")) or any(
+            overrides(module, LightningModule, name)
+            for name in ("optimizer_step", "on_before_optimizer_step", "on_after_backward")
+        )
+        if module.automatic_optimization and not copies:
+            if run.runtime.syncs_gradients:
+                raise MisconfigurationException(
+                    f"{said}, so their gradients would not be averaged over the processes. {instead}"
+                )
+            nothing_trained = len(outside) == len(parameters) and not any(id(p) in held for p in outside)
+            if nothing_trained and any(p.requires_grad for p in own.values()):
+                raise MisconfigurationException(f"{said}: it would not be trained. {instead}")
+        rank_zero_warn(f"{said}: they are neither moved to its device nor saved with it. {instead}")
+
+
+def _tensors_held(module: torch.nn.Module) -> set[int]:
+    """Return the ids of the tensors that a module has in lists and objects, where torch does not find them."""
+    found: set[int] = set()
+    seen: set[int] = set()
+
+    def look(thing: Any, depth: int) -> None:
+        if id(thing) in seen:
+            return
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            found.add(id(thing))
+        elif isinstance(thing, torch.nn.Module):
+            found.update(id(parameter) for parameter in thing.parameters())
+            for child in thing.modules():
+                look(vars(child), depth)
+        elif depth == 0 or isinstance(thing, (type, torch.optim.Optimizer)):
+            return
+        elif isinstance(thing, Mapping):
+            for key, value in list(thing.items()):
+                if key not in ("_trainer", "_fabric"):
+                    look(value, depth - 1)
+        elif isinstance(thing, (list, tuple, set)):
+            for value in thing:
+                look(value, depth - 1)
+        elif isinstance(inside := getattr(thing, "__dict__", None), dict):
+            look(inside, depth - 1)
+
+    look(module, 4)
+    return found
 
 
 def _near_method(module: object, name: str) -> str:
