@@ -26,7 +26,7 @@ _OF_A_RUN = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MA
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep the garbage collector away from what was imported: each fit would look through all of it first."""
+    """Keep the garbage collector away from what was imported: its full passes would look through all of it."""
     gc.collect()
     gc.freeze()
 

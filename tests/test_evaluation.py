@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -345,33 +344,3 @@ def test_a_loader_may_be_read_by_several_calls() -> None:
     trainer.fit(model, data, data)
     assert len(trainer.predict(model, data) or ()) == 2
     assert len(list(data)) == 2
-
-
-@pytest.mark.parametrize("frozen_by_user", [False, True])
-def test_the_garbage_collector_is_kept_from_what_exists_during_training(
-    frozen_by_user: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    collected: list[int] = []
-
-    class Looks(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append(gc.get_freeze_count())
-            if batch_idx == 1:
-                raise ZeroDivisionError
-            return self.loss(batch)
-
-    # Looking through everything that the tests have imported takes long.
-    monkeypatch.setattr(gc, "collect", lambda: collected.append(gc.get_freeze_count()))
-    gc.unfreeze()
-    try:
-        if frozen_by_user:
-            gc.freeze()
-        with pytest.raises(ZeroDivisionError):
-            quiet().fit(Looks(), loader(8))
-        assert min(seen) > 0
-        assert (gc.get_freeze_count() > 0) == frozen_by_user
-        # Garbage is not frozen with the rest.
-        assert collected == ([] if frozen_by_user else [0])
-    finally:
-        gc.freeze()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-
 import torch
+
+from hasten._lib.garbage import collect_all
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -39,6 +39,6 @@ def is_out_of_host_memory(error: BaseException) -> bool:
 
 def give_back_memory() -> None:
     """Collect garbage, and give cached memory of the device back."""
-    gc.collect()
+    collect_all()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

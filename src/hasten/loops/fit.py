@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hasten._lib.garbage import full_passes_once
 from hasten._lib.kinds import by_kind
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import random_state
@@ -63,7 +62,7 @@ def fit(run: Run) -> None:
         # Now, not when the epoch starts: what on_train_start logs belongs to the first one.
         run.meters.start_epoch("train")
     run.hooks.on_train_start()
-    with torch.enable_grad(), _existing_objects_left_alone():
+    with torch.enable_grad(), full_passes_once():
         while not run.finished():
             train_epoch(run)
     _say_why_finished(run)
@@ -532,17 +531,3 @@ def _say_why_finished(run: Run) -> None:
         rank_zero_info(f"`Trainer.fit` stopped: `max_steps={arguments.max_steps}` reached.")
     elif progress.epochs_done >= run.max_epochs:
         rank_zero_info(f"`Trainer.fit` stopped: `max_epochs={arguments.max_epochs}` reached.")
-
-
-@contextmanager
-def _existing_objects_left_alone() -> Iterator[None]:
-    """Keep the garbage collector away from what exists already: its pauses would fall between steps."""
-    frozen_by_user = gc.get_freeze_count() > 0
-    if not frozen_by_user:
-        gc.collect()
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if not frozen_by_user:
-            gc.unfreeze()

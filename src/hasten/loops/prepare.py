@@ -10,6 +10,7 @@ import torch
 
 from hasten import optim
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.garbage import collect_earlier_models
 from hasten.callback import Callback
 from hasten.checkpoint import contents
 from hasten.datamodule import LightningDataModule
@@ -50,6 +51,7 @@ def prepare(
     set_matmul_precision(run)
     check_compile(run)
     if fitting:
+        collect_earlier_models(module)
         warn_about_missing_parts(run.validation, module)
     {"fit": run.train, "validate": run.validation, "test": run.test, "predict": run.predict}[fn].require()
     for logger in run.meters.loggers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -48,10 +49,13 @@ def check_signatures(
     ):
         if owner is None:
             continue
-        for name in names:
+        # A class of hasten's own is right; what a program has put on its instance may not be.
+        ours = type(owner).__module__.startswith("hasten.")
+        for name in [name for name in names if name in vars(owner)] if ours else names:
             if overrides(owner, base, name):
-                _check(owner, name, _arguments(getattr(base, name)))
-        _warn_of_misspelt(owner, base, [*names, *_STEPS] if base is LightningModule else names)
+                _check(owner, name, _arguments(base, name))
+        if not ours:
+            _warn_of_misspelt(owner, base, [*names, *_STEPS] if base is LightningModule else names)
     for name, arguments in _STEPS.items():
         if overrides(module, LightningModule, name):
             _check_step(module, name, arguments)
@@ -100,6 +104,7 @@ def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> Non
             )
 
 
+@functools.cache
 def _names(base: type) -> list[str]:
     kept = ("on_", "setup", "teardown", "prepare_data", "transfer_", "state_dict", "load_state_dict")
     return [
@@ -109,9 +114,10 @@ def _names(base: type) -> list[str]:
     ]
 
 
-def _arguments(method: Any) -> tuple[str, ...]:
+@functools.cache
+def _arguments(base: type, name: str) -> tuple[str, ...]:
     """Return the arguments that are always given: those without a default in the base."""
-    parameters = list(inspect.signature(method).parameters.values())[1:]
+    parameters = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
     return tuple(p.name for p in parameters if p.default is p.empty or p.name == "optimizer_closure")
 
 

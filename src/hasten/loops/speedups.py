@@ -11,11 +11,9 @@ from hasten.arguments_speed import SpeedArguments
 from hasten.data.batching import rebatch
 from hasten.data.resident_loader import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
-from hasten.dropout import fast_dropout
 from hasten.loops import numbers
 from hasten.loops.run import Run
 from hasten.machine import allocator
-from hasten.packed.blocks import packed_blocks
 from hasten.speed import microbatch
 
 
@@ -55,6 +53,9 @@ def change_module(run: Run) -> None:
     if speed.allocator is not None:
         run.undo.enter_context(allocator.kept(speed.allocator))
     if speed.packed:
+        # Only where it is asked for: what torch does to make its operations known takes a tenth of a first fit.
+        from hasten.packed.blocks import packed_blocks
+
         asked = f"Trainer(packed={speed.packed!r})"
         first_token = speed.packed == "first_token"
         run.undo.enter_context(packed_blocks(module, first_token=first_token, asked=asked))
@@ -70,6 +71,8 @@ def change_dropout(run: Run) -> None:
         MisconfigurationException: this run is not on the CPU, or no layer drops anything.
 
     """
+    from hasten.dropout import fast_dropout
+
     if run.runtime.device.type != "cpu":
         raise MisconfigurationException(
             f"Trainer(dropout='fast'): on {run.runtime.device.type} dropout is one kernel already. Leave it out."

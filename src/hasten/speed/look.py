@@ -21,7 +21,6 @@ from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.version import VERSION
 from hasten.arguments_speed import SPEED_NAMES
-from hasten.packed.blocks import packed_blocks
 from hasten.precision.matmul import matmul_precision as float32_products
 from hasten.speed.changes import attention_dropouts, usable_cores
 
@@ -131,6 +130,10 @@ def facts(examined: Examined, trainer: Any, module: nn.Module) -> dict[str, Any]
 
 def why_not_packed(module: nn.Module) -> str | None:
     """Return why ``packed=True`` cannot be on for a model; None where it can."""
+    from hasten.packed.blocks import (
+        packed_blocks,
+    )  # Takes long to import, and every Trainer imports this module.
+
     try:
         with packed_blocks(module, asked=_ASKED):
             return None
