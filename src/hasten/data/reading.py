@@ -8,6 +8,8 @@ import io
 import os
 import pickle
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from hasten._lib import tree
 from hasten.data.columns import Allocate, Columns, Filling, Kind, NoColumnsError, kind_of
+from hasten.data.dataset_parts import own_generators
 from hasten.data.indices import has_state
 from hasten.data.workers import RngWatch
 from hasten.seed import isolate_rng
@@ -25,6 +28,13 @@ from hasten.seed import isolate_rng
 CHUNK = 256
 # What is left of the machine's memory for everything else.
 SHARE = 0.8
+# Samples read a second time at least: with 500, of samples of which one in a hundred is another each time, one is found
+# in 99 of 100 datasets. As long as it takes a tenth of the first reading, or half a second, all others are, too.
+_READ_AGAIN = 512
+_SHARE_READ_AGAIN = 0.1
+_SECONDS_READ_AGAIN = 0.5
+_CHUNK_READ_AGAIN = 64
+_MOST_READ_AGAIN = 1 << 16
 
 
 def read(
@@ -37,7 +47,9 @@ def read(
 ) -> Columns | list[Any]:
     """Return all samples of a dataset, as columns if they are alike, else as a list.
 
-    The random state and the loader stay as they are; a loader with workers has them read.
+    The random state and the loader stay as they are; a loader with workers has them read. Random samples are found by
+    the generators that move while they are read, those of the dataset, its transforms and its code among them, and by
+    reading samples again: all of a small dataset, 512 and more of a large one.
 
     Args:
         dataset: with ``__getitem__`` and ``__len__``.
@@ -57,9 +69,12 @@ def read(
         if columns is not None:
             return columns
     with isolate_rng(include_cuda=False):
-        samples = _probe(dataset, asked, name)
-        count = len(dataset)
-        check_size(count * sum(map(size_of, samples)) // max(1, len(samples)), count, asked, name, dataset)
+        if loader is None or not loader.num_workers or loader.worker_init_fn is None:
+            samples = _probe(dataset, asked, name)
+            count = len(dataset)
+            size_bytes = count * sum(map(size_of, samples)) // max(1, len(samples))
+            check_size(size_bytes, count, asked, name, dataset)
+        # Else only its workers may be able to read it, and their first samples tell the size.
         return _read(dataset, asked, name, loader, allocate)
 
 
@@ -117,17 +132,31 @@ def _probe(dataset: Any, asked: str, name: str) -> list[Any]:
 
     """
     count = len(dataset)
-    watch, samples = RngWatch(), []
+    watch, samples = _Watch(dataset), []
     for index in sorted({0, count // 3, count // 2, count - 1} if count else ()):
-        before = watch.state()
         one = dataset[index]
         kept = copy.deepcopy(one)
         other = dataset[index]
-        drawn = watch.state() != before
-        if drawn or not same(kept, other):
+        if watch.drawn() or not same(kept, other):
             raise random_samples(dataset, asked, name, index)
         samples.append(one)
     return samples
+
+
+class _Watch:
+    """Says whether random numbers were drawn since the last look: from the program's generators or the dataset's."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._rng = dataset, RngWatch()
+        self._last = self._rng.state()
+        self._own = own_generators(dataset)
+
+    def drawn(self) -> bool:
+        """Say whether numbers were drawn since this was asked last."""
+        before, self._last = self._last, self._rng.state()
+        # Found each time: some datasets make their generator with the first sample.
+        own, self._own = self._own, own_generators(self._dataset)
+        return before != self._last or any(own.get(key) != state for key, state in self._own.items())
 
 
 def random_samples(dataset: Any, asked: str, name: str, index: int | None = None) -> ValueError:
@@ -150,48 +179,99 @@ def _read(
             "multiprocessing_context": loader.multiprocessing_context,
             "worker_init_fn": loader.worker_init_fn,
         }
-    chunks: Any = DataLoader(
-        _Chunks(dataset),
-        batch_size=None,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        **options,
+    count = len(dataset)
+    first = [range(start, min(count, start + CHUNK)) for start in range(0, count, CHUNK)]
+    again = _read_again(count)
+    chunks: Any = iter(
+        DataLoader(
+            _Chunks(dataset, first + again),
+            batch_size=None,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            **options,
+        )
     )
-    filling = Filling(len(dataset), allocate)
+    began = time.perf_counter()
+    filling = Filling(count, allocate)
     samples: list[Any] | None = None
-    for number, (kind, chunk, drawn) in enumerate(chunks):
+    for number, (indices, (kind, chunk, drawn)) in enumerate(zip(first, chunks, strict=False)):
         if drawn:
             raise random_samples(dataset, asked, name)
-        count = min(CHUNK, len(dataset) - number * CHUNK)
+        if not number and options.get("worker_init_fn") is not None:
+            read_now = _samples(kind, chunk, len(indices))
+            check_size(count * sum(map(size_of, read_now)) // len(indices), count, asked, name, dataset)
         if samples is None and filling.fits(kind):
-            filling.add(kind, chunk, count)
+            filling.add(kind, chunk, len(indices))
             continue
         if samples is None:
             done = filling.columns() if filling.filled else None
             samples = [] if done is None else [done.sample(index) for index in range(len(done))]
-        samples += pickle.loads(chunk) if kind is None else _samples_of(kind, chunk, count)
-    return filling.columns() if samples is None and filling.filled else samples or []
+        samples += _samples(kind, chunk, len(indices))
+    read = filling.columns() if samples is None and filling.filled else samples or []
+    now = time.perf_counter()
+    until = now + max(_SECONDS_READ_AGAIN, _SHARE_READ_AGAIN * (now - began))
+    compared = 0
+    for indices, (kind, chunk, drawn) in zip(again, chunks, strict=False):
+        for index, other in zip(indices, _samples(kind, chunk, len(indices)), strict=True):
+            if drawn or not same(read.sample(index) if isinstance(read, Columns) else read[index], other):
+                raise random_samples(dataset, asked, name, index)
+        compared += len(indices)
+        if compared >= _READ_AGAIN and time.perf_counter() > until:
+            break
+    return read
+
+
+def _read_again(count: int) -> list[range]:
+    """Return the samples to read a second time, in chunks: the first 512 spread evenly, the others after them."""
+    step = max(1, count // _READ_AGAIN)
+    found: list[range] = []
+    for start in range(min(step, _MOST_READ_AGAIN // _READ_AGAIN)):
+        every = range(start, count, step)
+        found += [
+            every[place : place + _CHUNK_READ_AGAIN] for place in range(0, len(every), _CHUNK_READ_AGAIN)
+        ]
+    return found
 
 
 class _Chunks(Dataset[Any]):
-    """Chunks of a dataset: (kind or None, the samples joined or pickled, whether random numbers were drawn)."""
+    """Chunks of a dataset: (kind or None, the samples joined or pickled, whether random numbers were drawn).
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._watch = RngWatch()
+    All else is that of the dataset, so that a ``worker_init_fn`` finds it as it expects it.
+
+    Args:
+        dataset: the user's.
+        chunks: the numbers of the samples of each.
+
+    """
+
+    def __init__(self, dataset: Any, chunks: Sequence[range]) -> None:
+        # Not self.x = ...: that is for the dataset.
+        self.__dict__.update(_dataset=dataset, _chunks=chunks, _watch=None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_dataset", "_chunks", "_watch"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)
 
     def __len__(self) -> int:
-        return -(-len(self._dataset) // CHUNK)
+        return len(self._chunks)
 
     def __getitem__(self, number: int) -> tuple[Kind | None, Any, bool]:
         dataset = self._dataset
-        indices = list(range(number * CHUNK, min(len(dataset), (number + 1) * CHUNK)))
-        before = self._watch.state()
+        indices = list(self._chunks[number])
+        if self._watch is None:
+            # In the process that reads: there the generators are, some of which worker_init_fn may have made.
+            self.__dict__["_watch"] = _Watch(dataset)
+        watch = self._watch
+        watch.drawn()
         if callable(getattr(dataset, "__getitems__", None)):
             samples = dataset.__getitems__(indices)
         else:
             samples = [dataset[index] for index in indices]
-        drawn = self._watch.state() != before
+        drawn = watch.drawn()
         try:
             kinds = [kind_of(sample) for sample in samples]
         except NoColumnsError:
@@ -205,7 +285,10 @@ def _as_it_is(samples: Any) -> Any:
     return samples
 
 
-def _samples_of(kind: Kind, batch: Any, count: int) -> list[Any]:
+def _samples(kind: Kind | None, batch: Any, count: int) -> list[Any]:
+    if kind is None:
+        found: list[Any] = pickle.loads(batch)
+        return found
     filling = Filling(count)
     filling.add(kind, batch, count)
     columns = filling.columns()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.data.columns import Columns
+from hasten.data.dataset_parts import changed, fingerprint
 from hasten.data.reading import fresh, gigabytes, read
 
 # Of a device's free memory: the rest is for the model, its gradients and activations.
@@ -33,13 +34,33 @@ class Held(Dataset[Any]):
     Args:
         dataset: the user's.
         data: its samples, as columns or one by one.
+        changes: notices where the dataset is changed, and reads it again.
 
     """
 
-    def __init__(self, dataset: Any, data: Columns | list[Any]) -> None:
-        self.dataset = dataset
-        self.data = data
-        self.joins = isinstance(data, Columns)
+    def __init__(self, dataset: Any, data: Columns | list[Any], changes: _Changes) -> None:
+        # Not self.x = ...: that is for the dataset.
+        self.__dict__.update(dataset=dataset, data=data, joins=isinstance(data, Columns), _changes=changes)
+
+    def begin_epoch(self) -> None:
+        """Read the samples again if attributes of the dataset have changed since they were read."""
+        data = self._changes.read_again()
+        if data is not None:
+            if self.joins and not isinstance(data, Columns):
+                raise ValueError(
+                    f"{self._changes.name}: its samples had one shape and now differ in size, so they cannot be held "
+                    "as before. Leave resident=... out."
+                )
+            self.__dict__["data"] = data if self.joins else _one_by_one(data)
+
+    def end_epoch(self) -> None:
+        """Check that the dataset stayed as it was at the beginning of the epoch.
+
+        Raises:
+            RuntimeError: one of its attributes has changed.
+
+        """
+        self._changes.check()
 
     def __len__(self) -> int:
         return len(self.data)
@@ -54,9 +75,90 @@ class Held(Dataset[Any]):
         return data.batch(indices) if isinstance(data, Columns) else [fresh(data[index]) for index in indices]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("dataset", "data", "joins"):
+        if name.startswith("__") or name in ("dataset", "data", "joins", "_changes"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What a callback sets on the loader's dataset is for the user's, from which samples are then read again.
+        setattr(self.dataset, name, value)
+
+
+class _Changes:
+    """Notices that a dataset is another than when its samples were read.
+
+    Args:
+        dataset: the user's.
+        read: reads its samples.
+        name: what to call the loader in messages.
+
+    """
+
+    def __init__(self, dataset: Any, read: Callable[[], Any], name: str) -> None:
+        self.name = name
+        self._dataset, self._read = dataset, read
+        self._before: dict[str, Any] | None = None
+        # What reading itself changes (a cache, a counter) changes no sample: that is what reading twice is for.
+        self._by_reading: tuple[str, ...] = ()
+        self._times_read = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Elsewhere the same attributes lie at other places in memory.
+        return {**self.__dict__, "_before": None}
+
+    def read(self) -> Any:
+        """Return the samples as they are now."""
+        before = fingerprint(self._dataset)
+        data = self._read()
+        self._times_read += 1
+        self._before = fingerprint(self._dataset)
+        places = [place for place in changed(before, self._before) if place not in self._by_reading]
+        self._by_reading += tuple(places)
+        return data
+
+    def read_again(self) -> Any:
+        """Return the samples of a dataset that has changed; None where it has not."""
+        places = self._changed()
+        if not places:
+            return None
+        if hasattr(self._dataset, "_hasten_preloaded"):
+            self._before = fingerprint(self._dataset)
+            rank_zero_warn(
+                f"{self.name}: the dataset {type(self._dataset.dataset).__name__} has changed ({places[0]}), and the "
+                "preloaded samples are those from before. Leave preload() out for data that changes."
+            )
+            return None
+        if self._times_read == 2:
+            rank_zero_warn(
+                f"{self.name}: the dataset {type(self._dataset).__name__} changes between epochs ({places[0]}), so it "
+                "is read again in each. Leave resident=... out, or make the change where the batch is there "
+                "(on_after_batch_transfer)."
+            )
+        return self.read()
+
+    def check(self) -> None:
+        """Check that nothing has changed since the samples were read.
+
+        Raises:
+            RuntimeError: something has.
+
+        """
+        places = [] if hasattr(self._dataset, "_hasten_preloaded") else self._changed()
+        if places:
+            raise RuntimeError(
+                f"{self.name}: the dataset {type(self._dataset).__name__} was changed in the middle of an epoch "
+                f"({places[0]}), and this epoch's samples were held in memory since its beginning. Change it between "
+                "epochs (on_train_epoch_start), or leave resident=... out."
+            )
+
+    def _changed(self) -> list[str]:
+        now = fingerprint(self._dataset)
+        if self._before is None:
+            self._before = now
+        return [place for place in changed(self._before, now) if not self._is_by_reading(place)]
+
+    def _is_by_reading(self, place: str) -> bool:
+        return any(place == each or place.startswith((f"{each}.", f"{each}[")) for each in self._by_reading)
 
 
 class _WholeBatches(DataLoader[Any]):
@@ -74,8 +176,8 @@ class _Batches:
         self._index_batches = _index_batches(loader)
         # The loader's own iterator draws this seed for its workers: the order of samples depends on it.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        held: Held = loader.dataset
-        self._take = held.data.batch if isinstance(held.data, Columns) else held.__getitems__
+        self._held: Held = loader.dataset
+        self._take: Any = None
         self._collate = loader.collate_fn
         self._pins = loader.pin_memory and torch.cuda.is_available()
 
@@ -86,7 +188,17 @@ class _Batches:
         return len(self._loader)
 
     def __next__(self) -> Any:
-        samples = self._take(next(self._index_batches))
+        if self._take is None:
+            # Not before the first batch is asked for: only then a DataLoader reads its dataset.
+            self._held.begin_epoch()
+            data = self._held.data
+            self._take = data.batch if isinstance(data, Columns) else self._held.__getitems__
+        try:
+            indices = next(self._index_batches)
+        except StopIteration:
+            self._held.end_epoch()
+            raise
+        samples = self._take(indices)
         try:
             batch = self._collate(samples)
         except RuntimeError as error:
@@ -153,8 +265,9 @@ class ResidentLoader(_WholeBatches):
     objects), and those for which there is a ``collate_fn``, are held one by one and joined as they would be.
 
     Args:
-        dataset: with ``__getitem__`` and ``__len__``; its samples must be the same every time they are read. The
-            tensors of a ``TensorDataset`` are used as they are, without a copy.
+        dataset: with ``__getitem__`` and ``__len__``; its samples must be the same every time they are read. Where its
+            attributes were changed between epochs they are read again; a change in the middle of an epoch raises an
+            error at its end. The tensors of a ``TensorDataset`` are used as they are, without a copy.
         batch_size: samples of a batch.
         shuffle: another order each epoch.
         sampler: gives the order instead.
@@ -281,21 +394,20 @@ def _held(loader: DataLoader[Any], device: Any, asked: str, name: str) -> dict[s
     """Return the attributes with which a loader reads from memory."""
     began = time.perf_counter()
     dataset: Any = loader.dataset
-    held = getattr(dataset, "columns", None) if hasattr(dataset, "_hasten_preloaded") else None
-    data = read(dataset, asked=asked, name=name, loader=loader) if held is None else held
     collate_fn = loader.collate_fn
-    if isinstance(data, Columns) and collate_fn is not default_collate:
-        # It may look at the samples together: it gets them as it always does.
-        data = [data.sample(index) for index in range(len(data))]
-    if device is not None and torch.device(device).type != "cpu":
-        data = _on_device(data, torch.device(device), asked, name, type(dataset).__name__)
+    reader = loader if loader.num_workers else None
+    changes = _Changes(
+        dataset, functools.partial(_read, dataset, collate_fn, reader, device, asked, name), name
+    )
+    held = Held(dataset, data := changes.read(), changes)
     if isinstance(data, Columns):
-        collate_fn = joined
+        joins: Any = joined
         rank_zero_info(
             f"{name}: {len(data)} samples are held in memory, {gigabytes(data.size_bytes)} "
             f"({time.perf_counter() - began:.1f} s)."
         )
     else:
+        joins = collate_fn
         why = (
             "they are not alike"
             if collate_fn is default_collate
@@ -306,8 +418,8 @@ def _held(loader: DataLoader[Any], device: Any, asked: str, name: str) -> dict[s
             f"({time.perf_counter() - began:.1f} s)."
         )
     return {
-        "dataset": Held(dataset, data),
-        "collate_fn": collate_fn,
+        "dataset": held,
+        "collate_fn": joins,
         "num_workers": 0,
         "prefetch_factor": None,
         "persistent_workers": False,
@@ -318,6 +430,32 @@ def _held(loader: DataLoader[Any], device: Any, asked: str, name: str) -> dict[s
         # What is on the device already cannot be pinned.
         **({} if device is None or torch.device(device).type == "cpu" else {"pin_memory": False}),
     }
+
+
+def _read(dataset: Any, collate_fn: Any, loader: Any, device: Any, asked: str, name: str) -> Any:
+    """Return the samples of a dataset as they are held for a loader.
+
+    Args:
+        dataset: the user's.
+        collate_fn: joins samples.
+        loader: whose workers read; None to read in this process.
+        device: where to hold them; None for the host.
+        asked: what was asked for, for messages.
+        name: what to call the loader in messages.
+
+    """
+    preloaded = getattr(dataset, "columns", None) if hasattr(dataset, "_hasten_preloaded") else None
+    data = read(dataset, asked=asked, name=name, loader=loader) if preloaded is None else preloaded
+    if isinstance(data, Columns) and collate_fn is not default_collate:
+        # It may look at the samples together: it gets them as it always does.
+        data = _one_by_one(data)
+    if device is not None and torch.device(device).type != "cpu":
+        data = _on_device(data, torch.device(device), asked, name, type(dataset).__name__)
+    return data
+
+
+def _one_by_one(data: Columns | list[Any]) -> list[Any]:
+    return [data.sample(index) for index in range(len(data))] if isinstance(data, Columns) else data
 
 
 def joined(batch: Any) -> Any:

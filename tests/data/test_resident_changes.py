@@ -1,0 +1,446 @@
+"""Held data that is another each time or that somebody changes: refused, or read again in the epoch of the change."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, get_worker_info
+
+import hasten as L
+from hasten.data import preload, resident
+from tests.models import Classifier, quiet
+
+SAMPLES = 60
+_SHARED = random.Random(3)
+LEVEL = 0.0
+
+
+class Flipping(Dataset[Any]):
+    """Flips a tenth of its samples.
+
+    Args:
+        draw: gives a number from 0 to 1.
+
+    """
+
+    def __init__(self, draw: Callable[[], float] | None = None) -> None:
+        self.samples = torch.arange(1.0, SAMPLES + 1)
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        flips = self.number() < 0.1
+        return -self.samples[index] if flips else self.samples[index]
+
+    def number(self) -> float:
+        assert self.draw is not None
+        return self.draw()
+
+
+class OfPython(Flipping):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+
+    def number(self) -> float:
+        return self.random.random()
+
+
+class OfNumpy(Flipping):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = {"train": np.random.default_rng(seed)}
+
+    def number(self) -> float:
+        return float(self.random["train"].random())
+
+
+class OfTheOldNumpy(Flipping):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = np.random.RandomState(seed)
+
+    def number(self) -> float:
+        return float(self.random.rand())
+
+
+class OfTorch(Flipping):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = torch.Generator().manual_seed(seed)
+
+    def number(self) -> float:
+        return torch.rand((), generator=self.random).item()
+
+
+class MadeLate(Flipping):
+    """Makes its generator with the first sample, as is usual where workers are."""
+
+    random: Any = None
+
+    def number(self) -> float:
+        if self.random is None:
+            self.random = np.random.default_rng(0)
+        return float(self.random.random())
+
+
+class OfTheProgram(Flipping):
+    def number(self) -> float:
+        return _SHARED.random()
+
+
+class OfTheSystem(Flipping):
+    def number(self) -> float:
+        return os.urandom(1)[0] / 256
+
+
+class Transform:
+    """Flips, with a generator that no dataset knows of."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def __call__(self, sample: Tensor) -> Tensor:
+        return -sample if self.random.random() < 0.1 else sample
+
+
+class Transformed(Flipping):
+    def __init__(self, transform: Any) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.samples[index])
+
+
+def enclosed(seed: int) -> Callable[[], float]:
+    generator = random.Random(seed)
+    return lambda: generator.random()
+
+
+RANDOM: dict[str, Callable[[int], Any]] = {
+    "random.Random": OfPython,
+    "numpy": OfNumpy,
+    "numpy's old": OfTheOldNumpy,
+    "torch.Generator": OfTorch,
+    "made late": lambda seed: MadeLate(),
+    "of the program": lambda seed: OfTheProgram(),
+    "of the system": lambda seed: OfTheSystem(),
+    "enclosed": lambda seed: Flipping(enclosed(seed)),
+    "transform": lambda seed: Transformed(Transform(seed)),
+    "method of a transform": lambda seed: Transformed(Transform(seed).__call__),
+    "several transforms": lambda seed: Transformed(Transformed([Transform(seed)].pop()).transform),
+    "part": lambda seed: Subset(OfPython(seed), range(5, 55)),
+    "joined": lambda seed: ConcatDataset([TensorDataset(torch.ones(3)), Subset(OfPython(seed), range(50))]),
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_a_tenth_of_random_samples_is_found_whatever_draws_them(kind: str) -> None:
+    for seed in range(10):
+        with pytest.raises(ValueError, match="made with random numbers"):
+            resident(DataLoader(RANDOM[kind](seed), 4))
+        with pytest.raises(ValueError, match="made with random numbers"):
+            preload(RANDOM[kind](seed))
+
+
+def test_it_is_refused_before_training() -> None:
+    trainer = quiet(resident=True)
+    with pytest.raises(ValueError, match=r"OfPython, and .* made with random numbers"):
+        trainer.fit(Classifier(), DataLoader(OfPython(0), 4))
+    assert trainer.global_step == 0
+
+
+class OfWorkers(Flipping):
+    """Has its generator from the ``worker_init_fn``, and only there."""
+
+    random: Any
+
+    def number(self) -> float:
+        return float(self.random.random())
+
+
+def give_generator(worker_id: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.random = random.Random(worker_id)
+
+
+class Opened(Flipping):
+    """Has its file from the ``worker_init_fn``, and only there."""
+
+    opened: Any
+
+    def __getitem__(self, index: int) -> Any:
+        return self.opened[index]
+
+
+def open_file(worker_id: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.opened = info.dataset.samples.clone()
+
+
+def test_what_a_worker_init_fn_gives_is_seen() -> None:
+    def given(data: Any, function: Any) -> Any:
+        return DataLoader(data, 4, num_workers=1, worker_init_fn=function)
+
+    with pytest.raises(ValueError, match="made with random numbers"):
+        resident(given(OfWorkers(), give_generator))
+    assert torch.cat(list(resident(given(Opened(), open_file)))).tolist() == list(range(1, SAMPLES + 1))
+
+
+class Caching(Flipping):
+    """Counts, remembers what it has read and has a generator, which it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(0)
+        self.read, self.cache, self.file = 0, {}, None  # type: ignore[var-annotated]
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        self.file = self.file or open(os.devnull)  # noqa: SIM115
+        if index not in self.cache:
+            self.cache[index] = self.samples[index].clone()
+        return self.cache[index]
+
+    def __del__(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def test_what_reading_itself_changes_is_no_change_of_the_data() -> None:
+    data = Caching()
+    parts = [Subset(data, range(40)), Subset(data, range(40, 60))]
+    mine, other = (resident(DataLoader(part, 4)) for part in parts)
+    read = data.read
+    for _ in range(2):
+        assert torch.cat(list(mine)).tolist() == list(range(1, 41))
+        # Somebody looks at it in the middle of it all.
+        assert data[0] == 1
+        assert torch.cat(list(other)).tolist() == list(range(41, 61))
+    assert data.read == read + 2
+
+
+# -- data that somebody changes
+
+
+class Curriculum(Dataset[Any]):
+    level: Any = 0.0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((8,), self.now()), torch.tensor(index % 2)
+
+    def now(self) -> float:
+        return float(self.level)
+
+
+class InPlace(Curriculum):
+    def __init__(self) -> None:
+        self.level = torch.zeros(1)
+
+
+class InAList(Curriculum):
+    def __init__(self) -> None:
+        self.levels = [0.0]
+
+    def now(self) -> float:
+        return self.levels[0]
+
+
+class InAnArray(Curriculum):
+    def __init__(self) -> None:
+        self.levels = np.zeros(100)
+
+    def now(self) -> float:
+        return float(self.levels.mean())
+
+
+class Shared(Curriculum):
+    def __init__(self) -> None:
+        self.shared = multiprocessing.Value("d", 0.0)
+
+    def now(self) -> float:
+        return float(self.shared.value)
+
+
+class Global(Curriculum):
+    def now(self) -> float:
+        return LEVEL
+
+
+class WithTrainer(Curriculum):
+    """Looks at the Trainer for the epoch."""
+
+    trainer: Any = None
+
+    def now(self) -> float:
+        return 0.0 if self.trainer is None else float(self.trainer.current_epoch)
+
+
+def set_level(data: Any, level: float) -> None:
+    data.level = level
+
+
+def fill(data: Any, level: float) -> None:
+    data.level.fill_(level)
+
+
+def set_element(data: Any, level: float) -> None:
+    data.levels[0] = level
+
+
+def set_array(data: Any, level: float) -> None:
+    data.levels[:] = level
+
+
+def set_shared(data: Any, level: float) -> None:
+    data.shared.value = level
+
+
+def set_global(data: Any, level: float) -> None:
+    global LEVEL
+    LEVEL = level
+
+
+def set_of_the_class(data: Any, level: float) -> None:
+    type(data).level = level
+
+
+CHANGES: dict[str, tuple[type[Curriculum], Callable[[Any, float], None]]] = {
+    "attribute": (Curriculum, set_level),
+    "tensor in place": (InPlace, fill),
+    "list": (InAList, set_element),
+    "array": (InAnArray, set_array),
+    "shared memory": (Shared, set_shared),
+    "global": (Global, set_global),
+    "class": (type("OfItsOwn", (Curriculum,), {}), set_of_the_class),
+}
+
+
+class Changing(L.Callback):
+    """Changes the dataset at the beginning of each epoch, and notes what training sees."""
+
+    def __init__(self, change: Callable[[Any, float], None], data: Any = None) -> None:
+        self.change, self.data = change, data
+        self.seen: list[float] = []
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        data = trainer.train_dataloader.dataset if self.data is None else self.data
+        self.change(data, float(trainer.current_epoch))
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.seen += batch[0][:, 0].unique().tolist()
+
+
+@pytest.fixture
+def _level() -> Iterator[None]:
+    yield
+    set_global(None, 0.0)
+
+
+def seen(data: Any, callback: Changing, **arguments: Any) -> list[float]:
+    quiet(resident=True, callbacks=[callback], **{"max_epochs": 3, **arguments}).fit(
+        Classifier(), DataLoader(data, 12, shuffle=True)
+    )
+    return callback.seen
+
+
+@pytest.mark.usefixtures("_level")
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_change_between_epochs_is_seen_from_the_next_batch_on(kind: str, nested: bool) -> None:
+    make, change = CHANGES[kind]
+    data = make()
+    change(data, 0.0)
+    with pytest.warns(UserWarning, match=r"changes between epochs \(.*\), so it is read again in each"):
+        assert seen(Subset(data, range(12)) if nested else data, Changing(change, data)) == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*changes between epochs")
+def test_a_change_by_way_of_the_loader_is_one_of_the_users_dataset() -> None:
+    data = Curriculum()
+    assert seen(data, Changing(set_level)) == [0, 1, 2]
+    assert data.level == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*changes between epochs")
+def test_a_dataset_that_looks_at_the_trainer_is_followed() -> None:
+    data = WithTrainer()
+
+    def give(_: Any, epoch: float) -> None:
+        data.trainer = trainer
+
+    callback = Changing(give, data)
+    trainer = quiet(resident=True, max_epochs=3, callbacks=[callback])
+    trainer.fit(Classifier(), DataLoader(data, 12))
+    assert callback.seen == [0, 1, 2]
+
+
+def test_a_change_in_the_middle_of_an_epoch_is_an_error() -> None:
+    class InTheMiddle(Changing):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            pass
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.change(self.data, batch_idx)
+
+    data = Curriculum()
+    trainer = quiet(resident=True, callbacks=[InTheMiddle(set_level, data)])
+    with pytest.raises(RuntimeError, match=r"Curriculum was changed in the middle of an epoch \(level\)"):
+        trainer.fit(Classifier(), DataLoader(data, 3))
+
+
+def test_one_change_is_read_without_a_warning_and_none_not_at_all() -> None:
+    data = Caching()
+    mine = resident(DataLoader(data, 20))
+    read = data.read
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.cat(list(mine)).sum() == 1830
+        assert data.read == read
+        data.samples, data.cache = data.samples * 2, {}
+        assert [torch.cat(list(mine)).sum().item() for _ in range(3)] == [3660] * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*changes between epochs")
+def test_samples_of_other_sizes_are_held_where_they_can_be() -> None:
+    class Growing(Curriculum):
+        def __getitem__(self, index: int) -> Any:
+            return torch.ones(int(self.level) + 1)
+
+    data = Growing()
+    mine = resident(DataLoader(data, 12))
+    for level in range(3):
+        data.level = level
+        assert [batch.shape for batch in mine] == [(12, level + 1)]
+
+
+def test_preloaded_samples_stay_and_say_so() -> None:
+    data = Curriculum()
+    mine = resident(DataLoader(preload(data), 12))
+    data.level = 1.0
+    with pytest.warns(UserWarning, match=r"Curriculum has changed \(dataset.level\)"):
+        assert [batch[0].max().item() for batch in mine] == [0.0]
+
+
+def test_random_samples_by_a_consumed_iterator_are_found() -> None:
+    numbers = itertools.count()
+    with pytest.raises(ValueError, match="made with random numbers"):
+        resident(DataLoader(Flipping(lambda: float(next(numbers) % 10) / 10), 4))
