@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from contextlib import nullcontext
 from pathlib import Path
@@ -100,6 +101,30 @@ def test_a_scheduler_made_before_setup_goes_on(fabric: L.Fabric) -> None:
     wrapped.step()
     same.step()
     assert wrapped.param_groups[0]["lr"] == 0.5
+
+
+def test_methods_of_torch_that_somebody_replaced_are_called(
+    fabric: L.Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model()
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(made, 1)
+    model, optimizer = fabric.setup(model, made)
+    calls: list[str] = []
+    for owner, name in ((Tensor, "backward"), (torch.optim.SGD, "zero_grad"), (made, "step")):
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def counted(*args: Any, name: str = name, function: Any = function, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+    for (x,) in loader():
+        optimizer.zero_grad()
+        fabric.backward(model(x).pow(2).mean())
+        optimizer.step()
+    assert calls == ["zero_grad", "backward", "step"] * 6
 
 
 def test_lbfgs_gets_its_closure(fabric: L.Fabric) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import hasten as L
+from hasten.callbacks import GradientAccumulationScheduler
 from hasten.optim import HastenOptimizer, LRSchedulerConfig
 from tests.models import Classifier, loader, quiet, same_weights
 
@@ -303,7 +306,7 @@ def test_a_scheduler_steps_after_its_optimizer() -> None:
 
 
 @pytest.mark.parametrize("samples", [12, 10])
-def test_lbfgs_with_accumulation_and_clipping_counts_batches(samples: int) -> None:
+def test_lbfgs_with_clipping_counts_batches(samples: int) -> None:
     class Second(Classifier):
         closures = 0
 
@@ -345,6 +348,162 @@ def test_a_closure_that_is_optional_is_left_out() -> None:
         trainer.fit(model, loader(20))
         assert trainer.global_step == 6
     assert same_weights(asks, plain)
+
+
+class Noisy(torch.optim.SGD):
+    """Changes the gradients it finds, as gradient noise or centralisation do."""
+
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad += 0.1 * parameter.grad.sign()
+        return super().step(closure)
+
+
+class SharpnessAware(torch.optim.SGD):
+    """Moves the weights by the gradient it finds, and takes the step with the gradient there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        before = [parameter.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.add_(parameter.grad, alpha=0.5)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+        return super().step()
+
+
+class With(Classifier):
+    """Trains with the optimizer that ``make`` makes."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def by_hand(model: With, samples: int = 40, window: int = 1) -> With:
+    """Return a copy of ``model``, trained by the loop that the optimizers' pages show."""
+    model = copy.deepcopy(model)
+    optimizer = model.configure_optimizers()
+
+    for i, batch in enumerate(loader(samples)):
+
+        def closure(batch: Any = batch) -> Any:
+            loss = model.loss(batch) / window
+            loss.backward()
+            return loss
+
+        closure()
+        if (i + 1) % window == 0:
+            optimizer.step(closure if isinstance(optimizer, SharpnessAware) else None)
+            optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("kind", [Noisy, SharpnessAware])
+def test_an_optimizer_finds_the_gradients_as_in_a_loop_by_hand(kind: Any) -> None:
+    model = With(lambda parameters: kind(parameters, lr=0.1))
+    expected = by_hand(model)
+    quiet().fit(model, loader())
+    assert same_weights(model, expected)
+
+
+def test_accumulated_gradients_are_changed_by_an_optimizers_own_step() -> None:
+    model = With(lambda parameters: Noisy(parameters, lr=0.1))
+    expected = by_hand(model, window=2)
+    quiet(accumulate_grad_batches=2).fit(model, loader())
+    assert same_weights(model, expected)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"accumulate_grad_batches": 2},
+        {"callbacks": GradientAccumulationScheduler({0: 1, 3: 2})},
+    ],
+)
+def test_lbfgs_with_accumulation_is_refused_before_training(arguments: Any) -> None:
+    model = With(lambda parameters: torch.optim.LBFGS(parameters))
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"2.* with LBFGS: its step computes the loss several times"):
+        quiet(max_epochs=4, **arguments).fit(model, loader())
+    assert same_weights(model, before)
+
+
+def test_an_optimizer_that_computes_the_loss_again_is_refused_in_an_accumulated_step() -> None:
+    model = With(lambda parameters: SharpnessAware(parameters, lr=0.1))
+    with pytest.raises(
+        ValueError, match=r"accumulate_grad_batches=2.* with SharpnessAware: its step computes"
+    ):
+        quiet(accumulate_grad_batches=2).fit(model, loader())
+
+
+def counting_step(calls: list[int]) -> Any:
+    def step(self: Any, closure: Any = None) -> Any:
+        calls.append(1)
+        return type(self).step(self, closure)
+
+    return step
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_patched_on_the_instance_is_called(scheduled: bool) -> None:
+    calls: list[int] = []
+
+    def make(parameters: Any) -> Any:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.step = types.MethodType(counting_step(calls), optimizer)  # type: ignore[method-assign]
+        return ([optimizer], [lr_scheduler.StepLR(optimizer, 100)]) if scheduled else optimizer
+
+    model = With(make)
+    quiet().fit(model, loader())
+    assert len(calls) == 10
+
+
+class ByHand(With):
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__(make)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [With, ByHand])
+def test_methods_of_torch_replaced_in_the_middle_of_a_run_are_called(kind: Any, monkeypatch: Any) -> None:
+    calls: list[str] = []
+
+    def replace(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    class Replaces(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                replace(torch.optim.SGD, "step")
+                replace(torch.optim.Optimizer, "zero_grad")
+                replace(torch.Tensor, "backward")
+
+    quiet(callbacks=Replaces()).fit(kind(lambda parameters: torch.optim.SGD(parameters, lr=0.1)), loader())
+    assert sorted(calls) == ["backward"] * 5 + ["step"] * 5 + ["zero_grad"] * 5
 
 
 class NoGradient(Classifier):

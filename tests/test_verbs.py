@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -236,6 +238,90 @@ def test_a_step_replaced_on_the_instance_or_the_class_is_called(monkeypatch: pyt
     assert calls == ["instance", "class"]
 
 
+def counted(calls: list[str], name: str, function: Any) -> Any:
+    """Return ``function`` noting each call, with all the attributes that ``functools.wraps`` copies."""
+
+    @functools.wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return function(*args, **kwargs)
+
+    return noting
+
+
+class WrapsItsBase(torch.optim.AdamW):
+    """A step that looks like its base's to everyone who reads attributes."""
+
+    steps = 0
+
+    @functools.wraps(torch.optim.AdamW.step)
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+def test_a_step_that_wraps_its_bases_is_called() -> None:
+    torch.optim.AdamW(model().parameters())  # With it torch marks AdamW.step as hooked.
+    module = model()
+    optimizer = WrapsItsBase(module.parameters())
+    train_with_verbs(module, optimizer)
+    assert optimizer.steps == STEPS
+
+
+def test_a_step_patched_before_a_scheduler_wraps_it_is_called() -> None:
+    module, calls = model(), []
+
+    def step(self: Any, closure: Any = None) -> Any:
+        calls.append("patched")
+        return type(self).step(self, closure)
+
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    first = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    train_with_verbs(module, optimizer, first)
+    assert calls == ["patched"] * STEPS
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step = counted(calls, "outer", optimizer.step)  # type: ignore[method-assign]
+    calls.clear()
+    verbs.make_step(optimizer)()
+    assert calls == ["outer", "patched"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Optimizer])
+def test_a_class_patched_with_the_attributes_of_torchs_method_is_called(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, calls = torch.optim.SGD(model().parameters(), lr=0.1), []
+    earlier = verbs.make_step(optimizer), verbs.make_zero_grad(optimizer)
+    if kind is torch.optim.SGD:
+        monkeypatch.setattr(kind, "step", counted(calls, "step", kind.step))
+    monkeypatch.setattr(kind, "zero_grad", counted(calls, "zero_grad", kind.zero_grad))
+    for step, zero_grad in (earlier, (verbs.make_step(optimizer), verbs.make_zero_grad(optimizer))):
+        step()
+        zero_grad()
+    assert calls == (["step", "zero_grad"] * 2 if kind is torch.optim.SGD else ["zero_grad"] * 2)
+
+
+def test_a_replaced_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, calls = nn.Parameter(torch.tensor(2.0)), []
+    for owner, name in (
+        (Tensor, "backward"),
+        (torch.autograd, "backward"),
+        (torch.autograd, "_engine_run_backward"),
+    ):
+        with monkeypatch.context() as patch:
+            label = f"{owner.__name__}.{name}"
+            patch.setattr(owner, name, counted(calls, label, getattr(owner, name)))
+            verbs.backward(weight * 2)
+        verbs.backward(weight * 2)
+    loss = weight * 2
+    loss.backward = counted(calls, "instance", loss.backward)  # type: ignore[method-assign]
+    verbs.backward(loss)
+    assert [call.split(".")[-1] for call in calls] == [
+        "backward", "backward", "_engine_run_backward", "instance",
+    ]  # fmt: skip
+
+
 def test_an_overridden_zero_grad_is_called() -> None:
     optimizer = Custom(model().parameters())
     verbs.make_zero_grad(optimizer)()
@@ -408,14 +494,22 @@ def test_anomaly_detection_names_the_forward_operation() -> None:
 
 # -- torch without the names the fast ways use
 
-PRIVATE = ("_profiler_enabled", "_pre_hooks", "_post_hooks", "_run_backward", "_guard_code")
+PRIVATE = (
+    "_profiler_enabled",
+    "_pre_hooks",
+    "_post_hooks",
+    "_run_backward",
+    "_zero_grad",
+    "_tensor_backward",
+)
+CODES = ("_span_codes", "_guard_codes", "_scheduler_codes", "_undynamo_codes")
 
 
-@pytest.mark.parametrize("missing", PRIVATE)
+@pytest.mark.parametrize("missing", PRIVATE + CODES)
 def test_without_a_private_name_of_torch_the_results_are_the_same(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verbs, missing, None)
+    monkeypatch.setattr(verbs, missing, frozenset() if missing.endswith("_codes") else None)
     plain, mine = model(), model()
     train_plainly(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
     train_with_verbs(mine, torch.optim.Adam(mine.parameters(), lr=0.01))

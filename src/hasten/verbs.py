@@ -3,18 +3,24 @@
 ``optimizer.step`` is wrapped in a profiler span, look-ups of step hooks and a guard of the grad mode, and
 ``zero_grad`` and ``backward`` in similar ones; for small models they cost more than the arithmetic. The verbs
 here do the same arithmetic, bit for bit, and fall back to torch's own call whenever a wrapper would do
-something: step hooks, an active profiler, an overridden method. That is asked each time, without a
+something: step hooks, an active profiler, an overridden or replaced method. That is asked each time, without a
 Python-level call.
+
+A wrapper is torch's if its code object is. Attributes say nothing: ``functools.wraps`` copies them from torch's
+functions to the user's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
 Step = Callable[..., Any]
@@ -23,19 +29,74 @@ _profiler_enabled: Callable[[], bool] | None = getattr(torch.autograd, "_profile
 _pre_hooks: dict[int, Any] | None = getattr(torch_optimizer, "_global_optimizer_pre_hooks", None)
 _post_hooks: dict[int, Any] | None = getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
 _set_grad_enabled: Callable[[bool], Any] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
-_engine = getattr(getattr(torch.autograd, "Variable", None), "_execution_engine", None)
-_run_backward: Callable[..., Any] | None = getattr(_engine, "run_backward", None)
-# Accelerators run backward in threads of their own, which torch hands the context of the caller.
-_run_backward_in_threads: Callable[..., Any] = getattr(
-    torch.autograd.graph, "_engine_run_backward", None
-) or (
-    _run_backward  # type: ignore[assignment]
-)
 # Where torch does not say that no function mode is on, one may be.
 _function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
-# The guard of the grad mode around every optimizer's step, recognised by its code.
-_guard: Callable[..., Any] | None = getattr(torch_optimizer, "_use_grad_for_differentiable", None)
-_guard_code = None if _guard is None else getattr(_guard(lambda: None), "__code__", None)
+
+
+# -- what is torch's own
+
+
+def _codes_within(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes_within(constant)
+
+
+def _wrappers_of(maker: Any, file: str | None) -> frozenset[CodeType]:
+    """Return the code of the functions that ``maker`` makes, if it is the one of torch's ``file``."""
+    code = getattr(maker, "__code__", None)
+    if code is None or code.co_filename != file:
+        return frozenset()
+    return frozenset(_codes_within(code))
+
+
+# The profiler span and the hooks around the step of every class, the guard of the grad mode inside, and what a
+# scheduler puts on the instance to see that it stepped.
+_span_codes = _wrappers_of(getattr(Optimizer, "profile_hook_step", None), torch_optimizer.__file__)
+_guard_codes = _wrappers_of(
+    getattr(torch_optimizer, "_use_grad_for_differentiable", None), torch_optimizer.__file__
+)
+_scheduler_codes = _wrappers_of(lr_scheduler.LRScheduler.__init__, lr_scheduler.__file__)
+_undynamo_codes = _wrappers_of(
+    getattr(torch, "_disable_dynamo", None), getattr(getattr(torch, "_compile", None), "__file__", None)
+)
+
+
+def _cell(function: Any, codes: frozenset[CodeType], name: str) -> Any:
+    """Return the variable ``name`` that a wrapper holds; None if ``function`` is not one of these wrappers."""
+    if type(function) is not FunctionType or function.__code__ not in codes:
+        return None
+    names = function.__code__.co_freevars
+    if name not in names or function.__closure__ is None:
+        return None
+    return function.__closure__[names.index(name)].cell_contents
+
+
+def _if_torchs(function: Any, name: str, file: str | None) -> Any:
+    """Return ``function`` if torch's ``file`` defines it under this name, else None: somebody has replaced it."""
+    inner = _cell(function, _undynamo_codes, "fn") or function
+    if type(inner) is not FunctionType:
+        return None
+    code = inner.__code__
+    return function if code.co_name == name and code.co_filename == file else None
+
+
+_zero_grad = _if_torchs(Optimizer.zero_grad, "zero_grad", torch_optimizer.__file__)
+_tensor_backward = _if_torchs(Tensor.backward, "backward", torch._tensor.__file__)
+_autograd: Any = torch.autograd
+_autograd_backward = _if_torchs(_autograd.backward, "backward", _autograd.__file__)
+# Accelerators run backward in threads of their own, which torch hands the context of the caller.
+_run_backward_in_threads: Any = _if_torchs(
+    getattr(_autograd, "_engine_run_backward", None), "_engine_run_backward", torch.autograd.graph.__file__
+)
+_Variable: Any = getattr(torch.autograd, "Variable", None)
+_engine = getattr(_Variable, "_execution_engine", None)
+_run_backward: Callable[..., Any] | None = getattr(_engine, "run_backward", None)
+_own_folders = (str(Path(torch_optimizer.__file__).parent), str(Path(__file__).with_name("optim")))
+
+
+# -- the optimizer
 
 
 def make_step(optimizer: Any) -> Step:
@@ -55,12 +116,11 @@ def make_step(optimizer: Any) -> Step:
 
     own, kind = vars(optimizer), type(optimizer)
     step_of_class = kind.step
-    # A scheduler wraps the instance's step only to see that it was called, and is told so here.
+    # A scheduler wraps the instance's step only to see that it was called; the step below says so itself.
     watched = own.get("step")
     profiled, before_all, after_all = _profiler_enabled, _pre_hooks, _post_hooks
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     inner, guarded = arithmetic
-    differentiable = bool(optimizer.defaults.get("differentiable", False))
     grad_enabled, set_grad_enabled = torch.is_grad_enabled, _set_grad_enabled
 
     def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -80,7 +140,7 @@ def make_step(optimizer: Any) -> Step:
         if not guarded:
             return inner(optimizer)
         enabled = grad_enabled()
-        set_grad_enabled(differentiable)
+        set_grad_enabled(optimizer.defaults["differentiable"])
         try:
             return inner(optimizer)
         finally:
@@ -91,12 +151,19 @@ def make_step(optimizer: Any) -> Step:
 
 def make_zero_grad(optimizer: Any) -> Callable[[], None]:
     """Return ``zero_grad()`` for one optimizer: gradients become None."""
-    if getattr(type(optimizer), "zero_grad", None) is not Optimizer.zero_grad or _profiler_enabled is None:
+    kind: Any = type(optimizer)
+    torchs = _zero_grad
+    if (
+        torchs is None
+        or _profiler_enabled is None
+        or getattr(kind, "zero_grad", None) is not torchs
+        or kind.__getattribute__ is not object.__getattribute__
+    ):
         return lambda: optimizer.zero_grad()
     profiled, own = _profiler_enabled, vars(optimizer)
 
     def zero_grad() -> None:
-        if profiled() or "zero_grad" in own:
+        if profiled() or kind.zero_grad is not torchs or "zero_grad" in own:
             optimizer.zero_grad()
             return
         for group in optimizer.param_groups:
@@ -104,6 +171,39 @@ def make_zero_grad(optimizer: Any) -> Callable[[], None]:
                 parameter.grad = None
 
     return zero_grad
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Say whether ``optimizer.step`` must be given a closure, because it may call it several times.
+
+    Of torch's own optimizers and hasten's that is known; others may use a closure whenever they can take one.
+    """
+    own = getattr(optimizer, "__dict__", {}).get("step")
+    if own is not None and _cell(own, _scheduler_codes, "func") is not None:
+        own = None
+    if own is not None and not _accepts(own):
+        return True
+    step = getattr(type(optimizer), "step", None)
+    for codes in (_span_codes, _guard_codes):
+        step = _cell(step, codes, "func") or step
+    code = getattr(step, "__code__", None)
+    if code is not None and str(Path(code.co_filename).parent) in _own_folders:
+        return not _accepts(step, optimizer)
+    return _accepts(step, optimizer, None)
+
+
+def _accepts(function: Any, *arguments: Any) -> bool:
+    try:
+        # Not that of a function it says it wraps: the arguments that count are its own.
+        inspect.signature(function, follow_wrapped=False).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:
+        pass  # Written in C: nothing is known.
+    return True
+
+
+# -- the gradients
 
 
 def backward(loss: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
@@ -125,10 +225,15 @@ def backward(loss: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None
         or not loss.requires_grad
         or loss.is_complex()
         or _function_modes()
+        or loss.__dict__
+        or Tensor.backward is not _tensor_backward
+        or _autograd.backward is not _autograd_backward
+        or _autograd._engine_run_backward is not _run_backward_in_threads
+        or _Variable._execution_engine is not _engine
     ):
         loss.backward(*args, **kwargs)
         return
-    run = _run_backward if loss.is_cpu else _run_backward_in_threads
+    run: Any = _run_backward if loss.is_cpu else _run_backward_in_threads
     # The ones are made anew each time: a hook on the loss may change them in place.
     run(
         (loss,),
@@ -143,15 +248,21 @@ def backward(loss: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None
 
 def _arithmetic_of_step(optimizer: Any) -> tuple[Step, bool] | None:
     """Return the function under torch's wrappers and whether it needs the grad mode set; None to keep them."""
-    own = getattr(optimizer, "__dict__", {}).get("step")
-    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
+    kind: Any = type(optimizer)
+    if (
+        not isinstance(optimizer, Optimizer)
+        or kind.__getattribute__ is not object.__getattribute__
+        or getattr(kind, "_optimizer_step_code", None) is not getattr(Optimizer, "_optimizer_step_code", None)
+    ):
         return None
-    wrapped = getattr(type(optimizer), "step", None)
-    if not isinstance(optimizer, Optimizer) or not getattr(wrapped, "hooked", False):
-        return None
-    inner = getattr(wrapped, "__wrapped__", None)
-    if inner is None or getattr(inner, "__code__", None) is None:
-        return None
-    if _guard_code is not None and inner.__code__ is _guard_code:
-        return (inner.__wrapped__, True) if hasattr(inner, "__wrapped__") else None
-    return inner, False
+    step = getattr(kind, "step", None)
+    own = vars(optimizer).get("step")
+    if own is not None:
+        watches = _cell(own, _scheduler_codes, "opt_ref")
+        if watches is None or watches() is not optimizer or _cell(own, _scheduler_codes, "func") is not step:
+            return None
+    inner = _cell(step, _span_codes, "func")
+    guarded = _cell(inner, _guard_codes, "func")
+    if guarded is not None:
+        return guarded, True
+    return None if inner is None else (inner, False)

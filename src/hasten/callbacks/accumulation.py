@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten._lib.errors import MisconfigurationException
 from hasten.callback import Callback
+from hasten.optim import check_accumulation
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
@@ -25,7 +26,7 @@ class GradientAccumulationScheduler(Callback):
     Raises:
         TypeError: ``scheduling`` is no dict, or empty.
         MisconfigurationException: an epoch is below 0 or a number of batches below 1; when fit begins, if the Trainer
-            accumulates by itself.
+            accumulates by itself or the optimizer computes the loss several times a step.
         RuntimeError: when fit begins, if the module optimises by hand.
 
     Example::
@@ -78,6 +79,12 @@ class GradientAccumulationScheduler(Callback):
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
                 "GradientAccumulationScheduler contradict each other. Remove one; the callback's "
                 f"scheduling={{0: {trainer.accumulate_grad_batches}, ...}} says the same."
+            )
+        for optimizer in trainer.optimizers:
+            check_accumulation(
+                optimizer,
+                max(self.scheduling.values()),
+                f"GradientAccumulationScheduler(scheduling={self.scheduling})",
             )
         self._active = True
 

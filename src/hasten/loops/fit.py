@@ -23,7 +23,7 @@ from hasten.loops.run import Run, Stopped
 from hasten.loops.states import RunningStage
 from hasten.loops.transfer import make_transfer
 from hasten.module import LightningModule
-from hasten.optim import needs_closure
+from hasten.optim import check_accumulation, needs_closure, no_accumulation
 from hasten.optim.backward import InBackward
 
 # (batch, batch_idx, opens, closes, divisor) -> what training_step gave, for on_train_batch_end
@@ -213,6 +213,8 @@ def make_step(run: Run) -> Step:
     optimizer = run.optimizers[0]
     if isinstance(optimizer, InBackward):
         check_in_backward(run, optimizer)  # Again: a callback may have asked for accumulation meanwhile.
+    batches = run.accumulate_grad_batches
+    check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
     if overrides(run.module, LightningModule, "optimizer_step") or needs_closure(optimizer):
         return _closure_step(run)
     return _automatic_step(run)
@@ -241,26 +243,54 @@ def _closure_step(run: Run) -> Step:
     module, progress = run.module, run.progress
     forward_backward = _forward_backward(run)
     finish_gradients = _finish_gradients(run)
-    wrapped = run.wrapped_optimizers[0]
+    optimizer, wrapped = run.optimizers[0], run.wrapped_optimizers[0]
+    # An optimizer_step of the user's decides when gradients are computed; an optimizer finds them there, as after
+    # the backward of a loop by hand.
+    beforehand = not overrides(module, LightningModule, "optimizer_step")
 
     def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
         outputs: Any = None
+        computed = False
+        unused: Callable[[], bool] | None = None
         if not closes:
             return forward_backward(batch, batch_idx, opens, closes, divisor)
 
         def closure() -> Tensor | None:
-            nonlocal outputs
-            outputs = forward_backward(batch, batch_idx, opens, closes, divisor, keep_outputs=True)
-            finish_gradients(divisor)
+            nonlocal outputs, computed, unused
+            if unused is None or not unused():
+                if computed and not opens:
+                    batches = run.accumulate_grad_batches
+                    raise no_accumulation(optimizer, f"Trainer(accumulate_grad_batches={batches})")
+                outputs = forward_backward(batch, batch_idx, opens, closes, divisor, keep_outputs=True)
+                finish_gradients(divisor)
+                computed = True
+            unused = None
             return None if outputs is None else outputs["loss"]
 
         done = progress.global_step
+        if beforehand:
+            closure()
+            unused = _unchanged(optimizer)
         module.optimizer_step(progress.epoch, batch_idx, wrapped, closure)
         # One call is one step, whatever it did: limits and schedules count on it.
         progress.global_step = done + 1
         return outputs
 
     return train_step
+
+
+def _unchanged(optimizer: Any) -> Callable[[], bool]:
+    """Return what says whether the gradients are still there, and those of the weights as they are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [(p, p._version, p.data_ptr(), p.grad is not None) for p in parameters]
+
+    def unchanged() -> bool:
+        return all(
+            p._version == version and p.data_ptr() == address and (p.grad is not None) == has_gradient
+            for p, version, address, has_gradient in before
+        )
+
+    return unchanged
 
 
 def _manual_step(run: Run) -> Step:

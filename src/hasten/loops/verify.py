@@ -17,6 +17,7 @@ from hasten.hooks import overrides
 from hasten.loops.run import Run
 from hasten.loops.signatures import check_takes_loader
 from hasten.module import LightningModule
+from hasten.optim import check_accumulation
 
 # Hooks of older versions of the field: code in them would silently not run.
 _REMOVED_HOOKS = {
@@ -103,6 +104,9 @@ def check_fit(run: Run) -> None:
     for optimizer in run.optimizers:
         if not any(group["params"] for group in optimizer.param_groups):
             raise MisconfigurationException(f"The {type(optimizer).__name__} has no parameters to train.")
+        if run.module.automatic_optimization:
+            batches = run.accumulate_grad_batches
+            check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
     if not run.validation.is_off():
         run.validation.load()
         check_takes_loader(run.module, "validation", len(run.validation.loaders))

@@ -8,9 +8,11 @@ from hasten.optim.configure import (
     HastenOptimizer,
     LRSchedulerConfig,
     check,
-    needs_closure,
+    check_accumulation,
+    no_accumulation,
     parse,
 )
+from hasten.verbs import needs_closure
 
 if TYPE_CHECKING:
     from hasten.optim.averaged import schedule_free
@@ -24,9 +26,11 @@ __all__ = [
     "LRSchedulerConfig",
     "adamw",
     "check",
+    "check_accumulation",
     "in_backward",
     "muon",
     "needs_closure",
+    "no_accumulation",
     "parse",
     "schedule_free",
     "use_fused",

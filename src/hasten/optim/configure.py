@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from hasten._lib.durations import parse_interval
@@ -196,18 +195,28 @@ def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic:
         )
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Say whether ``optimizer.step`` must be given a closure, because it may call it several times.
+def check_accumulation(optimizer: Any, batches: int, argument: str) -> None:
+    """Refuse an optimizer of torch's that computes the loss several times a step where batches are accumulated.
 
-    Of torch's own optimizers that is known; others may use a closure whenever they are given one.
+    Args:
+        optimizer: the optimizer.
+        batches: how many batches one step takes.
+        argument: what asks for them, for the message.
+
+    Raises:
+        MisconfigurationException: only the last of the batches could be computed again.
+
     """
-    if not str(getattr(type(optimizer).step, "__module__", "")).startswith(("torch.optim.", "hasten.optim.")):
-        return True
-    try:
-        parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    except (TypeError, ValueError):
-        return False
-    return parameter is not None and parameter.default is inspect.Parameter.empty
+    if batches > 1 and isinstance(optimizer, LBFGS):
+        raise no_accumulation(optimizer, argument)
+
+
+def no_accumulation(optimizer: Any, argument: str) -> MisconfigurationException:
+    """Return the error of an optimizer that computes the loss again in a step of several batches."""
+    return MisconfigurationException(
+        f"{argument} with {type(optimizer).__name__}: its step computes the loss several times, and of the accumulated "
+        "batches only the last could be computed again. Use larger batches without accumulation, or another optimizer."
+    )
 
 
 class HastenOptimizer:
