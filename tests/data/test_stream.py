@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from hasten.data.stream import Stream
 
@@ -133,18 +140,98 @@ def test_loader_of_unknown_length_is_read_one_ahead_and_not_beyond_the_limit() -
     assert loader.read == 3
 
 
-def test_loader_with_a_length_is_not_read_ahead() -> None:
-    class Sized(Countdown):
-        def __len__(self) -> int:
-            return self.number
+class Sized(Countdown):
+    """Says a length, which may be wrong; ``draws``: from torch's generator, for each batch."""
 
-    loader = Sized(3)
-    batches = Stream(loader).batches()
+    def __init__(self, number: int, says: int, draws: bool = False) -> None:
+        super().__init__(number)
+        self.says, self.draws = says, draws
+
+    def __len__(self) -> int:
+        return self.says
+
+    def __iter__(self) -> Iterator[int]:
+        for value in super().__iter__():
+            if self.draws:
+                torch.rand(1)
+            yield value
+
+
+def test_a_length_of_torch_s_own_is_relied_on_and_nothing_is_read_ahead() -> None:
+    read = []
+    loader = DataLoader(range(6), batch_size=2, collate_fn=read.append)  # type: ignore[arg-type]
+    next(Stream(loader).batches())
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize("says", [1, 3, 4, 5, 9])
+def test_every_batch_comes_and_the_last_is_marked_whatever_the_length_says(says: int) -> None:
+    expected = [(0, False), (1, False), (2, False), (3, True)]
+    assert list(Stream(Sized(4, says), replays=False).batches()) == expected
+    assert list(Stream(Sized(4, says), replays=False).batches(limit=9)) == expected
+    assert [is_last for _, is_last in Stream(Sized(4, says), replays=False).batches(2)] == [False, True]
+
+
+@pytest.mark.parametrize("says", [2, 4, 5])
+def test_a_loader_that_draws_random_numbers_is_not_read_ahead_within_its_length(says: int) -> None:
+    loader = Sized(4, says, draws=True)
+    batches = Stream(loader, replays=False).batches()
     assert (next(batches), loader.read) == ((0, False), 1)
+    rest = list(batches)
+    assert [batch for batch, _ in rest] == [1, 2, 3]
+    assert rest[-1][1] == (says <= 4)
 
 
-def test_loader_that_ends_before_its_length_ends_the_epoch() -> None:
-    assert [is_last for _, is_last in Stream(DataLoader(Short(), batch_size=2)).batches()] == [False] * 3
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("says", [2, 4, 5])
+def test_a_loader_with_a_wrong_length_goes_on_where_it_was(says: int, draws: bool) -> None:
+    def run(stream: Stream, states: list[Any]) -> list[Any]:
+        seen = []
+        for _ in range(2):
+            for number, (batch, is_last) in enumerate(stream.batches(), start=1):
+                seen.append((batch, is_last, torch.rand(1).item()))
+                states.append((len(seen), torch.get_rng_state(), stream.state_dict(number)))
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        states: list[Any] = []
+        seen = run(Stream(Sized(4, says, draws)), states)
+        assert [batch for batch, _, _ in seen] == [0, 1, 2, 3] * 2
+        for done, random_state, state in states[:4]:
+            again = Stream(Sized(4, says, draws))
+            again.load_state_dict(state)
+            again.open()
+            torch.set_rng_state(random_state)
+            # The rest of the epoch, which may turn out to be over, and the next one.
+            rest: list[Any] = []
+            while len(rest) < len(seen) - done:
+                rest += [(batch, is_last, torch.rand(1).item()) for batch, is_last in again.batches()]
+            assert rest == seen[done:], done
+
+
+def test_batches_beyond_the_length_are_said_once_with_what_ends_the_epoch_there() -> None:
+    with pytest.warns(UserWarning, match=r"more batches than its length of 2 says.*limit_train_batches=2"):
+        list(Stream(Sized(4, 2), name="said once").batches())
+
+
+def test_samplers_of_the_user_s_may_give_another_number_of_batches() -> None:
+    class Wrong(BatchSampler):
+        def __len__(self) -> int:
+            return 2
+
+    sampler = Wrong(SequentialSampler(range(6)), 2, False)
+    assert [is_last for _, is_last in Stream(DataLoader(range(6), batch_sampler=sampler)).batches()] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_an_iterable_dataset_that_ends_before_its_length_ends_the_epoch() -> None:
+    batches = Stream(DataLoader(Short(), batch_size=2)).batches()
+    assert [is_last for _, is_last in batches] == [False, False, True]
 
 
 def test_a_batch_of_a_list_costs_one_python_call() -> None:

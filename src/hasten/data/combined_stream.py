@@ -41,8 +41,13 @@ class CombinedStream:
 
     @property
     def length(self) -> int | None:
-        """The number of batches of an epoch; None where a loader does not know its own."""
+        """The number of batches that the loaders say an epoch has; None where one does not know its own."""
         return joint_length(self.loader.mode, [reader.stream.length for reader in self._readers])
+
+    @property
+    def certain_length(self) -> int | None:
+        """The number of batches that an epoch is sure to have; None where only its end tells."""
+        return joint_length(self.loader.mode, [reader.stream.certain_length for reader in self._readers])
 
     @property
     def position(self) -> int:
@@ -66,7 +71,7 @@ class CombinedStream:
                 reader.restart()
             self._handed = 0
         self._resumes, self._at_end = False, False
-        ends = [number for number in (self.length, limit) if number is not None]
+        ends = [number for number in (self.certain_length, limit) if number is not None]
         end = min(ends) if ends else None
         rounds = self._one_by_one if self.loader.mode == "sequential" else self._side_by_side
         try:
@@ -228,7 +233,7 @@ class _Reader:
         if self.batches is None:
             # The joint epoch may end before this stream's own: it is told, so that its state is that of an end.
             left = None if end is None else end - (handed - self.count)
-            length = self.stream.length
+            length = self.stream.certain_length
             cut = left if left is not None and (length is None or left < length) else None
             self.batches = self.stream.batches(cut)
         for batch, is_last in self.batches:

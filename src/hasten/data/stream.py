@@ -7,6 +7,7 @@ from itertools import chain, islice
 from typing import Any
 
 from hasten._lib.rank_zero import warn_once
+from hasten.data.ends import ends_at_its_length
 from hasten.data.next_epoch import Begun, begins_early, epochs_of, wants_epoch
 from hasten.data.sources import Source, generators_of, source_of
 from hasten.data.worker_count import as_in
@@ -68,17 +69,24 @@ class Stream:
         self._again: Any = _END
         self._ahead: Any = _END
         self._ahead_mark: dict[str, Any] | None = None
+        # Whether fetching draws random numbers here that training draws from as well.
+        self._draws = False
         # The epoch after this one, where its first batches are fetched already.
         self._next: Begun | None = None
         self._running: Iterator[Any] | None = None
 
     @property
     def length(self) -> int | None:
-        """The number of batches of an epoch; None where the loader does not know it."""
+        """The number of batches that the loader says an epoch has; None where it does not know."""
         try:
             return len(self.loader)
         except (TypeError, NotImplementedError):
             return None
+
+    @property
+    def certain_length(self) -> int | None:
+        """The number of batches that an epoch is sure to have; None where only its end tells."""
+        return self.length if ends_at_its_length(self.loader) else None
 
     @property
     def position(self) -> int:
@@ -94,6 +102,10 @@ class Stream:
     def batches(self, limit: int | None = None) -> Iterator[tuple[Any, bool]]:
         """Yield ``(batch, is_last)`` of a new epoch, or of the rest of the one that a loaded state is in.
 
+        Every batch that the loader gives, whatever its length says. Where that is not sure, one more batch is fetched
+        before a batch is handed out, unless fetching draws random numbers in this process: training would get others
+        than in the plain loop. Then an epoch that ends before its length ends without a last batch.
+
         Args:
             limit: end the epoch after this many batches, counted from its start.
 
@@ -103,11 +115,11 @@ class Stream:
         Errors of the dataset keep their type, and a note names dataset, batch and sample.
 
         """
-        length = self.length
-        ends = [number for number in (length, limit) if number is not None]
+        length = self.certain_length
         if length is None:
             return self._of_unknown_length(limit)
-        return self._of_known_length(min(ends), exhaust=limit is None or limit >= length)
+        end = length if limit is None else min(length, limit)
+        return self._of_known_length(end, exhaust=end == length)
 
     def _of_known_length(self, end: int, *, exhaust: bool) -> Iterator[tuple[Any, bool]]:
         iterator = self._begin()
@@ -143,33 +155,60 @@ class Stream:
 
     def _of_unknown_length(self, limit: int | None) -> Iterator[tuple[Any, bool]]:
         iterator = self._begin()
-        number, batch = self._handed, self._again
+        number, batch, said = self._handed, self._again, self.length
         fetched = number
         try:
             if batch is _END and (limit is None or number < limit):
-                batch = next(iterator, _END) if self._ahead_mark is None else self._ahead
-                self._ahead_mark = None
                 fetched = number = number + 1
+                if self._ahead_mark is not None:
+                    batch = self._ahead
+                else:
+                    batch = self._first(iterator) if number == 1 else next(iterator, _END)
+                self._ahead_mark = None
             self._again = _END
             while batch is not _END:
-                following, is_last = _END, limit is not None and number >= limit
-                if not is_last:
+                is_last = limit is not None and number >= limit
+                looks = not is_last and not (self._draws and said is not None and number < said)
+                if looks:
                     # One ahead: only the end of the data tells which batch is the last. Whoever resumes here has
                     # to fetch that batch again, under the random state of now.
                     if self._ahead_mark is None:
                         self._ahead_mark = self._mark(number)
+                        fetched = number + 1
                         self._ahead = next(iterator, _END)
-                    following, fetched = self._ahead, number + 1
-                    is_last = self._exhausted = following is _END
+                    is_last = self._exhausted = self._ahead is _END
+                    if not is_last and number == said:
+                        self._warn_of_more(number)
                 self._handed, self._held, self._at_end = number, batch, is_last
                 yield batch, is_last
-                batch, number = following, number + 1
+                fetched = number + 1
+                if is_last:
+                    break
+                batch = self._ahead if looks else next(iterator, _END)
+                self._exhausted = batch is _END
+                number = fetched
                 self._ahead_mark, self._ahead = None, _END
+            self._ahead_mark, self._ahead = None, _END
             self._at_end = True
         except Exception as error:
-            raise self._explained(error, fetched + 1) from error.__cause__
+            raise self._explained(error, fetched) from error.__cause__
         finally:
             self._leave()
+
+    def _first(self, iterator: Iterator[Any]) -> Any:
+        """Return the first batch of an epoch, and note whether fetching it draws random numbers here."""
+        before = self._watch.state()
+        batch = next(iterator, _END)
+        self._draws = self._watch.state() != before
+        return batch
+
+    def _warn_of_more(self, length: int) -> None:
+        if self._replays:
+            warn_once(
+                f"more-batches-{self.name}",
+                f"{self.name} gives more batches than its length of {length} says, and all are read. "
+                f"limit_train_batches={length} ends an epoch there; a right __len__ keeps plans and bars right.",
+            )
 
     # -- the place
 
@@ -183,6 +222,7 @@ class Stream:
         if state is None:
             return
         self._loaded = None
+        self._draws = state.get("draws", False)
         self._check_length(state)
         if state["ended"] and not state["rebuild"]:
             self._set_generators(state["generators"])
@@ -279,6 +319,7 @@ class Stream:
             "ended": True,
             "rebuild": False,
             "exhausted": self._exhausted,
+            "draws": self._draws,
             "generators": self._generator_states() if self._next is None else self._next.generators,
         }
         if self._start is None:

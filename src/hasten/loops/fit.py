@@ -21,6 +21,7 @@ from hasten.loops.explain import add_place, check_some_loss, loss_of, with_batch
 from hasten.loops.numbers import check_in_backward
 from hasten.loops.run import Run, Stopped
 from hasten.loops.states import RunningStage
+from hasten.loops.together import agree_on_end, batch_by_batch
 from hasten.loops.transfer import make_transfer
 from hasten.module import LightningModule
 from hasten.optim import check_accumulation, needs_closure, no_accumulation
@@ -74,16 +75,24 @@ def train_epoch(run: Run) -> None:
     """Train one epoch, or the rest of one that a resumed run is in the middle of."""
     progress, hooks, meters = run.progress, run.hooks, run.meters
     progress.in_epoch = True
+    each_agreed = False
     if progress.mid_epoch:
+        if run.runtime.world_size > 1:
+            each_agreed = agree_on_end(run)
         batches = run.train.resume_epoch(progress.last_batch)
         _take_back_random_state(run)
     else:
         _take_back_random_state(run)
         progress.next_epoch()
         run.train.reload_if_due(progress.epoch)
+        run.train.finish_epoch()
         run.train.set_epoch(progress.epoch)
         hooks.on_train_epoch_start()
+        if run.runtime.world_size > 1:
+            each_agreed = agree_on_end(run)
         batches = run.train.start_epoch()
+    if each_agreed and not progress.last_batch:
+        batches = batch_by_batch(run, batches)
 
     run.watch("run_training_epoch", train_batches)(run, batches)
     check_some_loss(run)
@@ -498,8 +507,7 @@ def _plan_windows(run: Run) -> tuple[int, int, float]:
     windows = size, tail_size, start + tail_start
     divisor_before, run.windows = run.window_divisor(), windows
     if progress.window and divisor_before is not None and run.window_weight is None:
-        # No batch is left for it: it is closed as one that ended unforeseen.
-        divisor = size if length <= progress.batch else run.divisor_of(progress.batch)
+        divisor = run.divisor_of(progress.batch)
         if divisor != divisor_before and run.module.automatic_optimization:
             for optimizer in run.optimizers:
                 _scale_gradients(optimizer, divisor_before / divisor)
@@ -515,19 +523,48 @@ def _tail(length: float, window_size: int) -> tuple[int, float]:
 
 
 def _loader_ended_early(run: Run) -> None:
-    """Complete an epoch whose loader gave fewer batches than its length said."""
+    """Complete an epoch whose last batch was not known to be the last: the loader's length promised more."""
     progress = run.progress
-    progress.last_batch = True
-    if progress.window and run.module.automatic_optimization and run.optimizers:
-        progress.window -= 1
-        _finish_gradients(run)(run.accumulate_grad_batches)
-        run.runtime.make_step(run.optimizers[0])(None)
+    progress.last_batch = run.is_last_batch = True
+    completes = progress.window > 0 and run.module.automatic_optimization
+    if completes and run.optimizers:
+        _step_late(run)
+    if completes:
         progress.window = 0
         progress.global_step += 1
         progress.updates += 1
     if run.schedulers:
-        schedule.step(run, stepped=False)
+        schedule.step(run, stepped=completes)
     follow_batch(run)
+
+
+def _step_late(run: Run) -> None:
+    """Step on the gradients of the last batches, which were computed as if more would follow."""
+    progress, module, optimizer = run.progress, run.module, run.optimizers[0]
+    if run.runtime.syncs_gradients:
+        micro.sync_gradients(run)()
+    divisor = run.divisor_of(progress.batch - 1)
+    finish_gradients = _finish_gradients(run)
+    progress.window -= 1
+    if not (overrides(module, LightningModule, "optimizer_step") or needs_closure(optimizer)):
+        finish_gradients(divisor)
+        run.runtime.make_step(optimizer)(None)
+        return
+    finished = False
+
+    def closure() -> None:
+        nonlocal finished
+        if finished:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: its step computes the loss again, and the epoch ended before the length "
+                f"of the train dataloader ({type(run.train.loaders[0]).__name__}) said. Correct its __len__."
+            )
+        finish_gradients(divisor)
+        finished = True
+
+    done = progress.global_step
+    module.optimizer_step(progress.epoch, progress.batch - 1, run.wrapped_optimizers[0], closure)
+    progress.global_step = done
 
 
 def _enough(run: Run) -> bool:

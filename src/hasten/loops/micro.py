@@ -17,6 +17,7 @@ from hasten._lib.split import join, measure, split
 from hasten.loops.attempt import Moment
 from hasten.loops.explain import MEMORY_NOTE
 from hasten.loops.run import Run
+from hasten.loops.together import host_group
 from hasten.meter import Meter, _extreme
 from hasten.meters import Meters
 from hasten.speed.microbatch import Fit
@@ -64,7 +65,7 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
         return forward_backward
 
     moment, agree = Moment(run), _agreement(run)
-    sync = _sync_gradients(run) if syncs else None
+    sync = sync_gradients(run) if syncs else None
 
     def forward_backward_again(
         batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
@@ -283,7 +284,7 @@ def _agreement(run: Run) -> Callable[[int, Exception | None], tuple[int, bool]]:
     if run.runtime.world_size == 1:
         return lambda attempted, error: decoded(code(attempted, error))
 
-    group = _host_group(run)
+    group = host_group(run)
 
     def agree(attempted: int, error: Exception | None) -> tuple[int, bool]:
         least = torch.tensor(code(attempted, error))
@@ -293,18 +294,7 @@ def _agreement(run: Run) -> Callable[[int, Exception | None], tuple[int, bool]]:
     return agree
 
 
-def _host_group(run: Run) -> Any:
-    """Return a group whose messages go from host to host; made once a run."""
-    if dist.get_backend() == "gloo":
-        return None
-    fit = _fit(run)
-    if fit.host_group is None:
-        fit.host_group = dist.new_group(backend="gloo")
-        run.undo.callback(dist.destroy_process_group, fit.host_group)
-    return fit.host_group
-
-
-def _sync_gradients(run: Run) -> Callable[[], None]:
+def sync_gradients(run: Run) -> Callable[[], None]:
     """Return what has the strategy exchange the gradients that are there, as after a backward of its own.
 
     The wrapped module is called with a function that uses each parameter and adds nothing to its gradient: buckets,

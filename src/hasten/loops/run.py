@@ -93,6 +93,8 @@ class Run:
     fits: Fit | None = None
     # What the compiler made of the module; None where nothing is compiled.
     compiled: CompiledModel | None = None
+    # Processes that speak from host to host, where the others speak from device to device.
+    host_group: Any = None
     # Takes back what was changed about the user's module for this run.
     undo: ExitStack = field(default_factory=ExitStack)
 

@@ -131,7 +131,7 @@ class Source:
 
     @property
     def limits(self) -> list[float]:
-        """Batches of each loader to use; infinite when unknown."""
+        """Batches of each loader to use, as far as their lengths are right; infinite when unknown."""
         return [min(self._limited(stream), self._cap) for stream in self._loaded()]
 
     @property
@@ -173,7 +173,23 @@ class Source:
 
     def start_epoch(self) -> Iterator[tuple[Any, bool]]:
         """Return the batches of a new epoch with a flag for the last."""
-        return self._only().batches(_whole(self.limit))
+        return self._only().batches(self._cut(self._only()))
+
+    def finish_epoch(self) -> None:
+        """Give up what is left of an epoch that was ended before its loader ended, if a resumed run is in one."""
+        self._only().finish()
+
+    @property
+    def certain_end(self) -> float | None:
+        """After how many batches an epoch of training is sure to end; None where only the loader knows."""
+        length, cut = self._only().certain_length, self._cut(self._only())
+        if length is None:
+            return None
+        return length if cut is None else min(length, cut)
+
+    def end_at(self, batches: int) -> None:
+        """End every epoch after this many batches, also where there are more."""
+        self._cap = batches
 
     def resume_epoch(self, last_batch: bool) -> Iterator[tuple[Any, bool]]:
         """Return the batches that an interrupted epoch still has; its worker processes are where they were."""
@@ -182,7 +198,7 @@ class Source:
             stream.finish()
             return iter(())
         stream.open()
-        return stream.batches(_whole(self.limit))
+        return stream.batches(self._cut(stream))
 
     def start_at(self, batch: int) -> None:
         """Leave out the first batches of the next epoch, where no exact position is known."""
@@ -224,8 +240,8 @@ class Source:
 
     def batches(self, loader_idx: int) -> Iterator[tuple[Any, bool]]:
         """Return the batches of one loader with a flag for the last."""
-        limit = _whole(self.limits[loader_idx])
-        return iter(()) if limit == 0 else self._loaded()[loader_idx].batches(limit)
+        stream = self._loaded()[loader_idx]
+        return iter(()) if self.limits[loader_idx] == 0 else stream.batches(self._cut(stream))
 
     def keep_indices(self, loader_idx: int) -> None:
         """Remember of which samples each batch of a loader is made."""
@@ -348,6 +364,14 @@ class Source:
             and not self._may_be_empty()
         ):
             raise MisconfigurationException("the train dataloader has no batches.")
+
+    def _cut(self, stream: Stream | CombinedStream) -> int | None:
+        """Return after how many batches an epoch is to end; None where the loader ends it, whatever its length says."""
+        limit = self._limit
+        if limit is None or (isinstance(limit, float) and limit == 1.0):
+            return _whole(self._cap)
+        asked = limit if isinstance(limit, int) else self._limited(stream)
+        return _whole(min(asked, self._cap))
 
     def _limited(self, stream: Stream | CombinedStream) -> float:
         length = math.inf if stream.length is None else stream.length

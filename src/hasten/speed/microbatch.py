@@ -130,8 +130,6 @@ class Fit:
         self.samples: int | None = speed.micro_batch if isinstance(speed.micro_batch, int) else None
         self.memory: str | None = None
         self._blocks = 0
-        # For words between the hosts of several processes.
-        self.host_group: Any = None
 
     @property
     def may_fail(self) -> bool:
