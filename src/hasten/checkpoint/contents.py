@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.version import FIELD_FORMAT, VERSION
+from hasten.checkpoint.metrics import load_metric_states, on_device
 from hasten.checkpoint.weights import load_weights
 from hasten.seed import collect_rng_state, restore_rng_state
 
@@ -64,10 +65,7 @@ class Parts(Protocol):
         """Give the datamodule its state back."""
 
     def own_state(self) -> dict[str, Any]:
-        """Return what differs between processes: data position, values logged, random states."""
-
-    def evaluation_metrics(self) -> set[int]:
-        """Return the ids of the torchmetrics that belong to validation or test alone."""
+        """Return what differs between processes: data position, values logged, metrics, random states."""
 
     def may_have_gradients(self) -> bool:
         """Say whether gradients that are there now may be part of an optimizer's next step."""
@@ -100,8 +98,6 @@ def collect(parts: Parts, *, weights_only: bool) -> dict[str, Any]:
             checkpoint[parts.precision_name] = parts.scaler.state_dict()
         checkpoint["hasten"] = {
             "gradients": collect_gradients(parts) if parts.may_have_gradients() else None,
-            # An evaluation starts again when resumed: what its metrics gathered would count twice.
-            "metric_states": metric_states(parts.module, leave_out=parts.evaluation_metrics()),
             "ranks": parts.gather(parts.own_state()),
         }
     for key, value in parts.hyper_parameters():
@@ -148,8 +144,12 @@ def restore_training(
         return None
     if own["gradients"] is not None:
         restore_gradients(parts, own["gradients"], rank=rank)
-    load_metric_states(parts.module, own["metric_states"])
     ranks = own["ranks"]
+    # Files of earlier versions have those of the first process, for all.
+    metrics = (
+        own["metric_states"] if "metric_states" in own else ranks[rank if rank < len(ranks) else 0]["metrics"]
+    )
+    load_metric_states(parts.module, metrics)
     if rank >= len(ranks) or len(ranks) != len(parts.gather(None)):
         rank_zero_warn(
             f"{source} was written by {len(ranks)} process(es) and is resumed on another number: the order of the "
@@ -266,7 +266,9 @@ def collect_gradients(parts: Parts) -> dict[str, Any] | None:
     if not several or len(set(parts.gather(_digest(mine)))) == 1:
         return {"ranks": [mine]} if any(mine.values()) else None
     # Between two exchanges each process has the gradients of its own batches.
-    on_host = {key: {name: _to(torch.device("cpu"), g) for name, g in of.items()} for key, of in mine.items()}
+    on_host = {
+        key: {name: on_device(torch.device("cpu"), g) for name, g in of.items()} for key, of in mine.items()
+    }
     return {"ranks": parts.gather(on_host)}
 
 
@@ -346,54 +348,6 @@ def _other_parameters(parts: Parts) -> dict[str, Tensor]:
         return {}
     known = {id(parameter) for parameter in _parameters(parts.optimizers)}
     return {name: p for name, p in parts.module.named_parameters() if id(p) not in known}
-
-
-# -- torchmetrics
-
-
-def _metrics(module: nn.Module) -> Iterable[tuple[str, Any]]:
-    import sys
-
-    torchmetrics = sys.modules.get("torchmetrics")
-    if torchmetrics is not None:
-        for name, child in module.named_modules():
-            if isinstance(child, torchmetrics.Metric):
-                yield name, child
-
-
-def metric_states(module: nn.Module, *, leave_out: set[int]) -> dict[str, Any]:
-    """Return what each metric has gathered so far, by the metric's name in the module."""
-    return {
-        name: {
-            "state": {key: getattr(metric, key) for key in metric._defaults},
-            "update_count": metric._update_count,
-        }
-        for name, metric in _metrics(module)
-        if metric._update_count and id(metric) not in leave_out
-    }
-
-
-def reset_metrics(module: nn.Module) -> None:
-    """Have every metric forget what it gathered."""
-    for _, metric in _metrics(module):
-        if metric._update_count:
-            metric.reset()
-
-
-def load_metric_states(module: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Put back what ``metric_states`` returned."""
-    for name, metric in _metrics(module):
-        if name in stored:
-            for key, value in stored[name]["state"].items():
-                setattr(metric, key, _to(metric.device, value))
-            metric._update_count = stored[name]["update_count"]
-            metric._computed = None
-
-
-def _to(device: torch.device, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return [_to(device, item) for item in value] if isinstance(value, list) else value
 
 
 # -- random states

@@ -13,6 +13,7 @@ from hasten._lib.garbage import full_passes_once
 from hasten._lib.kinds import by_kind
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import random_state
+from hasten.checkpoint.metrics import metric_states
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import micro, schedule
 from hasten.loops.compiled import compiled_step, recorded_steps
@@ -188,13 +189,16 @@ def follow_batch(run: Run) -> None:
         if progress.window == 0:
             schedule.step_on_monitored(run, "step")
         progress.followed = True
-        run.random_before_validation = None
+        run.random_before_validation = run.metrics_before_validation = None
 
     if run.checks.due(run):
         if progress.window == 0 and _may_release_gradients(run.module):
             run.module.on_validation_model_zero_grad()
-        # A run that ends within this validation begins with it when resumed, and draws the same numbers again.
+        # A run that ends within this validation begins with it when resumed: it draws the same numbers again, and what
+        # its metrics have gathered in it must not count twice.
         run.random_before_validation = random_state()
+        leave_out = run.meters.evaluation_metrics()
+        run.metrics_before_validation = metric_states(run.module, leave_out=leave_out, copied=True)
         # Checkpoints and early stopping act in the last hook: by then all else is done.
         run.watch("run_evaluation", evaluate)(run, run.validation, before_last_hooks=settle)
         run.enter(RunningStage.TRAINING)

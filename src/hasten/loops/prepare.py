@@ -13,6 +13,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.garbage import collect_earlier_models
 from hasten.callback import Callback
 from hasten.checkpoint import contents
+from hasten.checkpoint.metrics import remember_metrics
 from hasten.datamodule import LightningDataModule
 from hasten.hooks import overrides
 from hasten.hparams import logged_hparams
@@ -97,6 +98,7 @@ def prepare(
     if run.arguments.enable_autolog_hparams and runtime.is_global_zero:
         _log_hyperparams(run, datamodule)
     if fitting:
+        remember_metrics(module)
         if checkpoint is not None and "fit" in checkpoint.get("loops", {}):
             # Which data a program gives may depend on the epoch it is asked in.
             run.progress.load_state_dict(checkpoint["loops"]["fit"])

@@ -82,6 +82,7 @@ class Run:
     # By what the checkpoint's run divided each batch of the window it left open.
     resumed_divisor: int | None = None
     random_before_validation: dict[str, Any] | None = None
+    metrics_before_validation: dict[str, Any] | None = None
     kept_predictions: Any = None
     keeps_predictions: bool = False
     batch_indices: list[int] = field(default_factory=list)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.callback import Callback
 from hasten.checkpoint import contents
+from hasten.checkpoint.metrics import metric_states, on_device
 from hasten.checkpoint.plain import objects_allowed
 from hasten.datamodule import LightningDataModule
 from hasten.hooks import HOOKS, STEPS
@@ -100,6 +103,7 @@ class Snapshot:
             "window_weight": run.window_weight,
             "window_divisor": run.window_divisor(),
             "toggled": _toggled(run.module),
+            "metrics": self._metrics(),
             "fits": None if run.fits is None else run.fits.state_dict(),
             "loggers": [
                 logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.meters.loggers
@@ -108,6 +112,14 @@ class Snapshot:
                 source.stage: source.evaluations() for source in (run.validation,) if source.loaded
             },
         }
+
+    def _metrics(self) -> dict[str, Any]:
+        run = self._run
+        states = run.metrics_before_validation
+        if states is None:
+            # An evaluation starts again when resumed: what its metrics gathered would count twice.
+            states = metric_states(run.module, leave_out=run.meters.evaluation_metrics())
+        return on_device(torch.device("cpu"), states) if run.runtime.world_size > 1 else states
 
     def restore_own_state(self, mine: dict[str, Any]) -> Callable[[], None]:
         """Restore this process's data position and values; return what restores its random generators."""
@@ -127,10 +139,6 @@ class Snapshot:
             for state in mine["evaluations"].values():
                 run.validation.load_evaluations(state)
         return contents.restore_random_state(mine["random"])
-
-    def evaluation_metrics(self) -> set[int]:
-        """Return the ids of the torchmetrics that belong to validation or test alone."""
-        return self._run.meters.evaluation_metrics()
 
     def may_have_gradients(self) -> bool:
         """Say whether gradients that are there now may be part of an optimizer's next step."""

@@ -1,0 +1,224 @@
+"""What torchmetrics have gathered, wrappers and collections of them included, as part of a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten._lib.rank_zero import rank_zero_warn
+
+# The attributes that objects had when their first fit began, by id. What they are made with is for the program to
+# say, so a checkpoint has only what has changed since.
+_first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+
+
+def remember_metrics(module: nn.Module) -> None:
+    """Remember how the metrics of a module look before training changes them; once for each."""
+    for _, metric in _named(module):
+        key = id(metric)
+        if key not in _first_seen:
+            _first_seen[key] = (
+                weakref.ref(metric, lambda _, key=key: _first_seen.pop(key, None)),  # type: ignore[misc]
+                {name: _copied(value) for name, value in _attributes(metric).items()},
+            )
+
+
+def metric_states(module: nn.Module, *, leave_out: set[int], copied: bool = False) -> dict[str, Any]:
+    """Return what each metric has gathered so far, by the metric's name in the module.
+
+    That is the states that ``Metric.add_state`` knows, and every other attribute of plain data that has changed since
+    training began, such as the extremes of a ``MinMaxMetric`` or the groups of a ``MetricCollection``.
+
+    Args:
+        module: its sub-modules, and lists and dicts that are their attributes, are looked through.
+        leave_out: ids of metrics that start again before they are used next.
+        copied: return copies, which further updates do not change.
+
+    """
+    starting_again = {
+        id(child) for _, metric in _named(module) if id(metric) in leave_out for child in metric.modules()
+    }
+    take = _copied if copied else _same
+    found = {}
+    for name, metric in _named(module):
+        entry: dict[str, Any] = {}
+        if changed := _changed(metric):
+            entry["attributes"] = {key: take(value) for key, value in changed.items()}
+        if isinstance(metric, nn.ModuleList):
+            entry["length"] = len(metric)
+        if _is_metric(metric) and metric._update_count and id(metric) not in starting_again:
+            entry["state"] = {key: take(getattr(metric, key)) for key in metric._defaults}
+            entry["update_count"] = metric._update_count
+        if id(metric) in leave_out and entry:
+            entry["reset"] = True
+        if entry:
+            found[name] = entry
+    return found
+
+
+def load_metric_states(module: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Put back what ``metric_states`` returned; metrics it does not name are reset."""
+    for name, metric in _named(module):
+        _grow(metric, stored.get(name, {}).get("length", 0))
+    present = dict(_named(module))
+    for metric in present.values():
+        if _is_metric(metric) and metric._update_count:
+            metric.reset()
+    for name, metric in present.items():
+        entry = stored.get(name, {})
+        device = metric.device if _is_metric(metric) else torch.device("cpu")
+        for key, value in (entry.get("state", {}) | entry.get("attributes", {})).items():
+            setattr(metric, key, on_device(device, _copied(value)))
+        if "state" in entry:
+            metric._update_count = entry["update_count"]
+        if _is_metric(metric):
+            metric._computed = None
+    for name, entry in stored.items():
+        if entry.get("reset") and name in present:
+            present[name].reset()
+    missing = [name for name, entry in stored.items() if "state" in entry and name not in present]
+    if missing:
+        rank_zero_warn(
+            f"The checkpoint holds what the metrics {missing[:6]} have gathered, and {type(module).__name__} has none "
+            "of these names: they start again. Make in __init__ or setup() all metrics that the saved run had."
+        )
+
+
+def on_device(device: torch.device, value: Any) -> Any:
+    """Return tensors, also inside lists, tuples and dicts, on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_device(device, item) for item in value)
+    if isinstance(value, dict):
+        return {key: on_device(device, item) for key, item in value.items()}
+    return value
+
+
+# -- which objects
+
+
+def _named(module: nn.Module) -> Iterable[tuple[str, Any]]:
+    """Yield metrics, and torchmetrics' containers of them, with their names."""
+    if "torchmetrics" not in sys.modules:
+        return
+    for name, child in module.named_modules():
+        if _is_torchmetrics(child):
+            yield name, child
+            continue
+        # Metrics in a plain list or dict are modules that the module does not know.
+        for attribute, value in list(vars(child).items()):
+            inside: Iterable[tuple[Any, Any]] = ()
+            if isinstance(value, (list, tuple)):
+                inside = enumerate(value)
+            elif isinstance(value, dict) and attribute not in _MODULE_ATTRIBUTES:
+                inside = value.items()
+            for key, item in inside:
+                if isinstance(item, nn.Module) and _is_torchmetrics(item):
+                    place = f"{name}.{attribute}[{key!r}]".lstrip(".")
+                    for inner_name, inner in item.named_modules():
+                        if _is_torchmetrics(inner):
+                            yield f"{place}.{inner_name}".rstrip("."), inner
+
+
+def _is_torchmetrics(thing: Any) -> bool:
+    kind: Any = type(thing)
+    return _made_by_torchmetrics(kind)
+
+
+@functools.cache
+def _made_by_torchmetrics(kind: type) -> bool:
+    return any(re.match(r"torchmetrics\b", base.__module__) for base in kind.__mro__)
+
+
+def _is_metric(thing: Any) -> bool:
+    return isinstance(thing, sys.modules["torchmetrics"].Metric)
+
+
+def _grow(container: Any, length: int) -> None:
+    """Give a MetricTracker the metrics that it had made."""
+    base = getattr(container, "_base_metric", None)
+    if base is not None and isinstance(container, nn.ModuleList):
+        while len(container) < length:
+            container.append(copy.deepcopy(base))
+
+
+# -- which attributes
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+@functools.cache
+def _known_attributes() -> frozenset[str]:
+    """Return the attributes that every metric has: of torch, or of torchmetrics' own machinery."""
+
+    class Empty(sys.modules["torchmetrics"].Metric):  # type: ignore[misc]
+        def update(self) -> None: ...
+
+        def compute(self) -> None: ...
+
+    return frozenset(vars(Empty())) | _MODULE_ATTRIBUTES
+
+
+def _attributes(metric: Any) -> dict[str, Any]:
+    states = getattr(metric, "_defaults", {})
+    return {
+        name: value
+        for name, value in vars(metric).items()
+        if name not in states and name not in _known_attributes() and _is_plain(value)
+    }
+
+
+def _changed(metric: Any) -> dict[str, Any]:
+    reference, before = _first_seen.get(id(metric), (None, {}))
+    if reference is None or reference() is not metric:
+        before = {}
+    return {
+        name: value
+        for name, value in _attributes(metric).items()
+        if name not in before or not _equal(value, before[name])
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(isinstance(key, (str, int, float)) and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str) or type(value) is Tensor
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.device == other.device and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_copied(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,220 @@
+"""torchmetrics, their wrappers and collections go on in a resumed run with all that they had gathered."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torchmetrics import wrappers
+from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
+
+import hasten as L
+from hasten.checkpoint import files
+from tests.callbacks.resuming import assert_same, fitted
+from tests.models import Classifier, loader
+
+
+class Spread(torchmetrics.MeanMetric):
+    """A user's metric, which keeps more than its states."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale, self.largest, self.history = scale, float("-inf"), []
+
+    def update(self, value: Tensor) -> None:
+        super().update(value * self.scale)
+        self.largest = max(self.largest, float(value))
+        self.history.append(value.detach())
+
+    def compute(self) -> Tensor:
+        return super().compute() + self.largest + torch.stack(self.history).median()
+
+
+def accuracy(average: str | None = "micro") -> torchmetrics.Metric:
+    return MulticlassAccuracy(2, average=average)
+
+
+class Measured(Classifier):
+    """Gathers over all epochs and resets nothing."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.tracker = wrappers.MetricTracker(
+            torchmetrics.MetricCollection([accuracy(), MulticlassRecall(2)])
+        )
+        self.extremes = wrappers.MinMaxMetric(accuracy())
+        self.running = wrappers.Running(torchmetrics.MeanMetric(), window=3)
+        self.several = torchmetrics.MetricCollection(
+            [MulticlassPrecision(2), MulticlassRecall(2), torchmetrics.MeanSquaredError()]
+        )
+        self.classwise = wrappers.ClasswiseWrapper(accuracy(None))
+        self.outputs = wrappers.MultioutputWrapper(torchmetrics.MeanSquaredError(), 2)
+        self.drawn = wrappers.BootStrapper(torchmetrics.MeanMetric(), num_bootstraps=2)
+        self.own = Spread(scale)
+        # Not a module's modules: in a plain list and a dict.
+        self.listed = [torchmetrics.MeanMetric(), wrappers.MinMaxMetric(torchmetrics.MeanMetric())]
+        self.named = {"sum": torchmetrics.SumMetric()}
+        self.last: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        for metric in (self.running, self.own, *self.listed, self.named["sum"]):
+            metric.update(loss.detach())
+        self.drawn.update(logits[:, 0].detach())
+        self.listed[1].compute()
+        self.several.update(logits.argmax(1), batch[1])
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.tracker.update(logits, batch[1])
+        self.extremes.update(logits, batch[1])
+        self.classwise.update(logits, batch[1])
+        self.outputs.update(logits, torch.tanh(logits))
+        self.several.update(logits.argmax(1), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.extremes.compute()
+
+    def on_train_epoch_end(self) -> None:
+        metrics = (
+            self.extremes,
+            self.running,
+            self.several,
+            self.classwise,
+            self.outputs,
+            self.drawn,
+            self.own,
+            *self.listed,
+            self.named["sum"],
+        )
+        self.last = {str(i): metric.compute() for i, metric in enumerate(metrics)}
+        if self.tracker.n_steps:
+            self.last["tracker"] = self.tracker.compute_all()
+            self.last["best"] = self.tracker.best_metric(return_step=True)
+        self.last["groups"] = self.several.compute_groups
+
+
+class Save(L.Callback):
+    """Save in a hook, when it is called for the n-th time."""
+
+    def __init__(self, path: Path, hook: str, call: int) -> None:
+        self.calls = 0
+
+        def save(trainer: L.Trainer, *_: Any) -> None:
+            self.calls += 1
+            if self.calls == call:
+                trainer.save_checkpoint(path)
+
+        setattr(self, hook, save)
+
+
+SAVES = [
+    ("on_train_batch_end", 2),
+    ("on_train_batch_end", 9),
+    ("on_validation_batch_end", 4),
+    ("on_validation_epoch_end", 2),
+    ("on_validation_end", 2),
+    ("on_train_epoch_end", 2),
+]
+
+
+@pytest.mark.parametrize(("hook", "call"), SAVES)
+def test_what_metrics_gathered_is_in_the_resumed_run(tmp_path: Path, hook: str, call: int) -> None:
+    path, options = tmp_path / "a.ckpt", {"max_epochs": 3, "validation": loader(12, 4)}
+    save = Save(path, hook, call)
+    whole = fitted(Measured, list, save, **options)
+    resumed = fitted(Measured, list, ckpt_path=path, seed=1, **options)
+    assert_same(resumed.lightning_module.last, whole.lightning_module.last)
+
+
+def test_a_checkpoint_of_a_resumed_run_has_all_of_it(tmp_path: Path) -> None:
+    one, two, options = tmp_path / "1.ckpt", tmp_path / "2.ckpt", {"validation": loader(12, 4)}
+    whole = fitted(Measured, list, Save(one, "on_train_batch_end", 2), **options)
+    fitted(Measured, list, Save(two, "on_train_batch_end", 1), ckpt_path=one, seed=2, **options)
+    twice = fitted(Measured, list, ckpt_path=two, seed=3, **options)
+    assert_same(twice.lightning_module.last, whole.lightning_module.last)
+
+
+def test_what_a_metric_is_made_with_is_the_programs(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    fitted(Measured, list, Save(path, "on_train_batch_end", 2), validation=loader(12, 4))
+    resumed = fitted(lambda: Measured(scale=2.0), list, ckpt_path=path, validation=loader(12, 4))
+    assert resumed.lightning_module.own.scale == 2.0
+
+
+class Logged(Classifier):
+    """Logs metrics, which are reset where their epoch begins; a wrapper's own extremes are kept."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.val, self.train_running = accuracy(), wrappers.Running(torchmetrics.MeanMetric(), window=3)
+        self.window = wrappers.Running(torchmetrics.MeanMetric(), window=2)
+        self.seen: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.train_running.update(loss.detach())
+        self.log("running", self.train_running, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val.update(self(batch[0]), batch[1])
+        self.log("val", self.val)
+        self.window.update(self.loss(batch))
+        self.log("window", self.window)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append({name: value.item() for name, value in self.trainer.callback_metrics.items()})
+
+
+@pytest.mark.parametrize(("hook", "call"), SAVES)
+def test_metrics_that_are_logged_start_again_with_their_epoch(tmp_path: Path, hook: str, call: int) -> None:
+    path, options = tmp_path / "a.ckpt", {"max_epochs": 3, "validation": loader(12, 4)}
+    whole = fitted(Logged, list, Save(path, hook, call), **options)
+    resumed = fitted(Logged, list, ckpt_path=path, seed=1, **options)
+    assert resumed.lightning_module.seen[-1] == whole.lightning_module.seen[-1]
+
+
+def test_metrics_that_the_resumed_module_lacks_are_named(tmp_path: Path, caplog: Any) -> None:
+    path = tmp_path / "a.ckpt"
+
+    class Growing(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by_batch = nn.ModuleList()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.by_batch.append(torchmetrics.MeanMetric())
+            self.by_batch[-1].update(loss.detach())
+            return loss
+
+    fitted(Growing, list, Save(path, "on_train_batch_end", 2))
+    with pytest.warns(UserWarning, match=r"\['by_batch.0', 'by_batch.1'\].*start again"):
+        fitted(Growing, list, ckpt_path=path)
+
+
+@pytest.mark.world_size(2)
+def test_each_process_goes_on_with_what_it_gathered(tmp_path: Path) -> None:
+    logging.getLogger("hasten").setLevel(logging.ERROR)
+    path, options = (
+        tmp_path / "a.ckpt",
+        {"devices": 2, "strategy": "ddp", "data": loader(48), "validation": loader(16)},
+    )
+    whole = fitted(Measured, list, Save(path, "on_train_batch_end", 3), **options)
+    resumed = fitted(Measured, list, ckpt_path=path, seed=1, **options)
+    assert_same(resumed.lightning_module.last, whole.lightning_module.last)
+    first, second = (rank["metrics"]["named['sum']"]["state"] for rank in files.load(path)["hasten"]["ranks"])
+    assert first != second
