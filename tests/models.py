@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -42,6 +43,16 @@ class Classifier(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+
+
+class Attempts:
+    """A list of each module that lies beside it: attributes of the module go back where an attempt fails."""
+
+    def __init__(self) -> None:
+        self._lists: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        return self if module is None else self._lists.setdefault(module, [])
 
 
 def dataset(samples: int = 40, seed: int = 0) -> TensorDataset:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hasten as L
 from hasten.memory import recomputed, repeated_blocks
-from tests.models import loader, quiet, same_weights
+from tests.models import Attempts, loader, quiet, same_weights
 
 
 class Block(nn.Module):
@@ -255,10 +255,7 @@ class Limited(Deep):
     """Memory runs out until ``fits(samples, how the blocks are computed)``."""
 
     fits: Callable[[int, str | None], bool]
-
-    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
-        super().__init__(block)
-        self.tried: list[tuple[int, str | None]] = []
+    tried = Attempts()
 
     def forward(self, x: Tensor) -> Tensor:
         patched = self.blocks[0].__dict__.get("forward")

@@ -13,17 +13,18 @@ from torch import Tensor, nn
 
 import hasten as L
 from hasten.strategies import DDPStrategy
-from tests.models import Classifier, loader, quiet
+from tests.models import Attempts, Classifier, loader, quiet
 from tests.speed.test_microbatch import assert_same, fresh, trained
 
 
 class Limited(Classifier):
     """Memory runs out in a batch of more than ``fits`` samples, in forward or in backward."""
 
+    sizes = Attempts()
+
     def __init__(self, fits: int = 4, where: str = "forward", **options: Any) -> None:
         super().__init__(**options)
         self.fits, self.where = fits, where
-        self.sizes: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.sizes.append(len(x))
@@ -164,10 +165,11 @@ def test_a_resumed_run_goes_on_with_the_size_found(tmp_path: Any) -> None:
 class Wide(L.LightningModule):
     """Each sample takes 800 kB, several times."""
 
+    tried = Attempts()
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1)
-        self.tried: list[int] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.tried.append(len(batch))

@@ -4,42 +4,71 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hasten.loops.contents import Contents
 from hasten.loops.run import Run
 from hasten.memory import may_have_changed
 from hasten.meter import Meter, is_metric
+from hasten.module import LightningModule
+
+# Of a module's parameters and attributes so much is copied before the first step has shown which of them it changes.
+_COPIED_BYTES = 1 << 26
+
+
+class Seen:
+    """What the steps of a run have shown so far of what a step changes beside the weights."""
+
+    def __init__(self) -> None:
+        self.batch = Contents()
+        self.module = Contents(most_bytes=_COPIED_BYTES)
+        # Modules whose attributes the first step left alone; not those of the user's own training_step.
+        self.unchanged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.living: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.is_sure = False
 
 
 class Moment:
     """The state of a run between two batches, to come back to if memory runs out in the next one.
 
-    Kept on the device, without waiting for it: random generators, buffers that change, values logged, torchmetrics,
-    and the gradients of the batches accumulated so far.
+    Kept on the device, without waiting for it: the batch, random generators, buffers that change, attributes of the
+    module, values logged, torchmetrics, and the gradients of the batches accumulated so far.
 
     Args:
         run: whose state.
+        seen: what earlier steps have shown of the batch and the module.
 
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, seen: Seen) -> None:
         self._run = run
+        self._seen = seen
+        self._roots = [
+            (f"{type(run.module).__name__}.{name}" if name else type(run.module).__name__, child)
+            for name, child in run.module.named_modules()
+            if child not in seen.unchanged
+        ]
         self._owners = [child for child in run.module.modules() if child._buffers]
         self._metrics = [child for child in run.module.modules() if is_metric(child)]
         self._buffers: dict[tuple[int, str], tuple[nn.Module, str, Tensor, int, Tensor]] = {}
+        self._empty: list[tuple[nn.Module, str]] = []
 
-    def keep(self, *, gradients: bool) -> None:
+    def keep(self, batch: Any, *, gradients: bool) -> None:
         """Remember the present state.
 
         Args:
+            batch: the batch of the step.
             gradients: also the gradients, which are those of earlier batches of an accumulation.
 
         """
         run = self._run
+        self._seen.batch.note([("batch", batch)])
+        self._seen.module.note(self._roots)
         self._random = _generator_states()
         self._keep_buffers()
         self._meters = {
@@ -61,13 +90,22 @@ class Moment:
         )
 
     def restore(self) -> None:
-        """Bring back what ``keep`` remembered; as often as needed."""
+        """Bring back what ``keep`` remembered; as often as needed.
+
+        Raises:
+            RuntimeError: a tensor was changed in place of which there is no copy; the message names it.
+
+        """
         run = self._run
+        self._seen.batch.restore()
+        self._seen.module.restore()
         _set_generators(self._random)
         for owner, name, tensor, version, copy in self._buffers.values():
             if may_have_changed(owner, tensor, version):
                 tensor.detach().copy_(copy)
             owner._buffers[name] = tensor
+        for owner, name in self._empty:
+            owner._buffers[name] = None
         for meter in self._all_meters():
             # One that came up in the attempt alone has gathered nothing.
             for name, value in self._meters.get(meter, _NOTHING).items():
@@ -84,12 +122,35 @@ class Moment:
             for parameter, gradient in self._gradients:
                 parameter.grad = None if gradient is None else gradient.clone()
 
+    def module_was_changed(self) -> None:
+        """Take the module as it is now, after ``restore``: recomputing replaces the forward of its blocks."""
+        self._seen.module.note(self._roots)
+
+    def succeeded(self) -> None:
+        """See what the step changed of the batch and the module: the next ones keep copies of that alone."""
+        seen = self._seen
+        seen.batch.learn()
+        living = seen.module.learn()
+        if seen.is_sure:
+            return
+        seen.living.update(self._roots[index][1] for index in living)
+        if seen.module.is_sure:
+            seen.is_sure = True
+            quiet = [
+                child
+                for _, child in self._roots
+                if child not in seen.living and not isinstance(child, LightningModule)
+            ]
+            seen.unchanged.update(quiet)
+            self._roots = [(name, child) for name, child in self._roots if child not in seen.unchanged]
+
     def _keep_buffers(self) -> None:
         # A copy stays good as long as nobody writes to its buffer: large ones that never change are copied once.
-        kept, self._buffers = self._buffers, {}
+        kept, self._buffers, self._empty = self._buffers, {}, []
         for owner in self._owners:
             for name, tensor in owner._buffers.items():
                 if tensor is None:
+                    self._empty.append((owner, name))
                     continue
                 key = (id(owner), name)
                 before = kept.get(key)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hasten._lib.memory import give_back_memory, is_out_of_memory
 from hasten._lib.rank_zero import rank_zero_info, warn_once
 from hasten._lib.split import join, measure, split
-from hasten.loops.attempt import Moment
+from hasten.loops.attempt import Moment, Seen
 from hasten.loops.explain import MEMORY_NOTE
 from hasten.loops.run import Run
 from hasten.loops.together import host_group
@@ -64,7 +64,7 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
     if not fit.may_fail:
         return forward_backward
 
-    moment, agree = Moment(run), _agreement(run)
+    moment, agree = Moment(run, _seen(fit)), _agreement(run)
     sync = sync_gradients(run) if syncs else None
 
     def forward_backward_again(
@@ -72,7 +72,7 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
     ) -> Any:
         # Asked of the first batch, too, which may fit as a whole: whether it can be split is known before long.
         samples = measure(batch)[0] if fit.shrinks else 1
-        moment.keep(gradients=not opens)
+        moment.keep(batch, gradients=not opens)
         failed = False
         while True:
             attempted = samples if fit.samples is None else min(fit.samples, samples)
@@ -86,9 +86,11 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
             moment.restore()
             if not fit.make_smaller(most, keep_less=kept_is_changed):
                 raise _nothing_left(fit, most, error)
+            moment.module_was_changed()
             # After its tensors were let go of: what the attempt had taken would lie in pieces.
             del error
             give_back_memory()
+        moment.succeeded()
         if failed:
             rank_zero_info(f"Memory ran out, and the step was begun again. From here on: {fit.describe()}.")
         if sync is not None and closes:
@@ -104,6 +106,12 @@ def _fit(run: Run) -> Fit:
     if run.fits is None:
         run.fits = Fit(run)
     return run.fits
+
+
+def _seen(fit: Fit) -> Seen:
+    if fit.seen is None:
+        fit.seen = Seen()
+    return fit.seen
 
 
 class _Parts:

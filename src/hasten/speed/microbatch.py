@@ -18,6 +18,7 @@ from hasten.loops.states import TrainerFn
 from hasten.memory import nothing_repeated, recomputed, repeated_blocks
 
 if TYPE_CHECKING:
+    from hasten.loops.attempt import Seen
     from hasten.loops.run import Run
 
 
@@ -130,6 +131,8 @@ class Fit:
         self.samples: int | None = speed.micro_batch if isinstance(speed.micro_batch, int) else None
         self.memory: str | None = None
         self._blocks = 0
+        # What a step changes beside the weights; see loops/attempt.py.
+        self.seen: Seen | None = None
 
     @property
     def may_fail(self) -> bool:

@@ -1,0 +1,259 @@
+"""A step that is begun again finds batch and module as the first attempt did."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import hasten as L
+from tests.models import Attempts, Classifier, dataset, quiet, same_weights
+from tests.speed.test_microbatch import assert_same, fresh
+
+
+@dataclasses.dataclass
+class Record:
+    x: Tensor
+    y: Tensor | None
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    x: Tensor
+    y: Tensor | None
+
+
+class Graph:
+    """A batch of a class of its own, as libraries for graphs have them; the whole of it goes to the device."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.store = {"x": x, "y": y}
+
+    def to(self, device: Any) -> Graph:
+        return self
+
+
+Pair = collections.namedtuple("Pair", "x rest")
+
+
+class Step(Classifier):
+    """Memory runs out in the attempts numbered in ``fails``, after the step's own code ran."""
+
+    attempts = Attempts()
+    numbers = Attempts()
+
+    def __init__(self, take: Callable[[Any], tuple[Tensor, Tensor]], fails: tuple[int, ...]) -> None:
+        super().__init__()
+        self.take = [take]
+        self.fails = fails
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(self.take[0](batch))
+        self.attempts.append(len(self.attempts))
+        if self.attempts[-1] in self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return loss
+
+
+def pairs(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    x, y = zip(*samples, strict=True)
+    return torch.stack(x), torch.stack(y)
+
+
+def batches(make: Callable[[Tensor, Tensor], Any]) -> DataLoader[Any]:
+    return DataLoader(dataset(40), 8, collate_fn=lambda samples: make(*pairs(samples)))
+
+
+def divided(batch: Any) -> tuple[Tensor, Tensor]:
+    return batch[0].div_(2), batch[1]
+
+
+def past_the_version(batch: Any) -> tuple[Tensor, Tensor]:
+    batch[0].data.div_(2)
+    batch[1].numpy()[:] ^= 1
+    return batch
+
+
+def flipped_labels(batch: Any) -> tuple[Tensor, Tensor]:
+    x, y = batch
+    return x, y.bitwise_xor_(1)
+
+
+def reshaped(batch: Any) -> tuple[Tensor, Tensor]:
+    x, y = batch
+    x.unsqueeze_(1)
+    return x.mul_(2)[:, 0], y
+
+
+def popped(batch: Any) -> tuple[Tensor, Tensor]:
+    y = batch.pop("y")
+    batch["x"] = batch["x"] / 2
+    batch["seen"] = True
+    return batch["x"], y
+
+
+def assigned(batch: Any) -> tuple[Tensor, Tensor]:
+    batch[0] = batch[0] / 2
+    return batch[0], batch.pop(1)
+
+
+def of_a_record(batch: Any) -> tuple[Tensor, Tensor]:
+    y, batch.y = batch.y, None
+    batch.x = batch.x / 2
+    return batch.x, y
+
+
+def of_a_pair(batch: Any) -> tuple[Tensor, Tensor]:
+    return batch.x.mul_(0.5), batch.rest.pop()
+
+
+def of_a_graph(batch: Any) -> tuple[Tensor, Tensor]:
+    batch.scaled = batch.store.pop("x").mul_(0.5)
+    return batch.scaled, batch.store["y"]
+
+
+def into_the_graph(batch: Any) -> tuple[Tensor, Tensor]:
+    x, y = batch
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(x.square().sum(), x)
+    return x + gradient.detach(), y
+
+
+CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "in-place": (lambda x, y: [x, y], divided),
+    "labels": (lambda x, y: [x, y], flipped_labels),
+    "shape": (lambda x, y: [x, y], reshaped),
+    "list": (lambda x, y: [x, y], assigned),
+    "dict": (lambda x, y: {"x": x, "y": y}, popped),
+    "ordered": (lambda x, y: collections.OrderedDict(x=x, y=y), popped),
+    "user-dict": (lambda x, y: collections.UserDict(x=x, y=y), popped),
+    "record": (Record, of_a_record),
+    "slots": (Slots, of_a_record),
+    "pair": (lambda x, y: Pair(x, [y]), of_a_pair),
+    "graph": (lambda x, y: [x, y], into_the_graph),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("fails", [(0,), (3, 4)], ids=["first", "later"])
+def test_a_batch_that_the_step_changes(kind: str, fails: tuple[int, ...]) -> None:
+    make, take = CHANGES[kind]
+    models = []
+    for arguments, failing in (({}, ()), ({"micro_batch": "auto"}, fails)):
+        L.seed_everything(0, verbose=False)
+        models.append(Step(take, failing))
+        quiet(**arguments).fit(models[-1], batches(make))
+    assert len(models[1].attempts) > len(models[0].attempts)
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("fails", [(0,), (3,)], ids=["first", "later"])
+def test_a_batch_written_to_past_its_version(fails: tuple[int, ...]) -> None:
+    models = []
+    for arguments, failing in (({}, ()), ({"micro_batch": "auto"}, fails)):
+        L.seed_everything(0, verbose=False)
+        models.append(Step(past_the_version, failing))
+        quiet(**arguments).fit(models[-1], batches(lambda x, y: [x, y]))
+    assert_same(*models)
+
+
+def test_a_field_changed_for_the_first_time_is_named() -> None:
+    def now_and_then(batch: Any) -> tuple[Tensor, Tensor]:
+        if len(model.attempts) == 3:
+            batch["x"].mul_(2)
+        return batch["x"], batch["y"]
+
+    model = Step(now_and_then, (3,))
+    with pytest.raises(RuntimeError, match=r"batch\['x'\] was changed in place"):
+        quiet(micro_batch="auto").fit(model, batches(lambda x, y: {"x": x, "y": y}))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Sequential(nn.Linear(8, 8)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) * (1 + 0.1 * self.calls)
+
+
+@pytest.mark.parametrize("batch_class", [Graph, lambda x, y: {"x": x, "y": y}], ids=["own", "dict"])
+def test_recomputing_finds_the_batch_as_it_came_whatever_it_is(batch_class: Any) -> None:
+    class Deep(Step):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)
+
+    take = of_a_graph if batch_class is Graph else popped
+    models = []
+    for arguments, failing in (({}, ()), ({"memory": "auto"}, (0, 3))):
+        L.seed_everything(0, verbose=False)
+        models.append(Deep(take, failing))
+        quiet(**arguments).fit(models[-1], batches(batch_class))
+    assert same_weights(*models)
+
+
+def test_attributes_and_generators_of_the_module() -> None:
+    class Tracker:
+        def __init__(self) -> None:
+            self.total = 0.0
+
+    class Keeps(Classifier):
+        attempts = Attempts()
+
+        def __init__(self, fails: tuple[int, ...]) -> None:
+            super().__init__()
+            self.fails = fails
+            self.steps, self.bank, self.by_name = 0, [], collections.Counter()
+            self.recent: collections.deque[Tensor] = collections.deque(maxlen=2)
+            self.tracker = Tracker()
+            self.generator = torch.Generator().manual_seed(3)
+            self.python = random.Random(3)
+            self.mean = torch.zeros(8)
+            self.register_buffer("shift", None)
+            self.teacher = nn.Linear(8, 2).requires_grad_(False)
+            self.block = Block()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            self.steps += 1
+            self.bank.append(x.mean())
+            self.recent.append(x.mean())
+            self.by_name["steps"] += 1
+            self.tracker.total += 0.1
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+            self.teacher.weight.data.mul_(0.9).add_(self.layers[0].weight.data[:2])
+            self.shift = self.mean * 2 if self.shift is None else self.shift + self.mean
+            noise = torch.rand(1, generator=self.generator) + self.python.random()
+            weight = (
+                self.steps + len(self.bank) + sum(self.recent) + self.by_name["steps"] + self.tracker.total
+            )
+            loss = self.loss((self.block(x) + self.mean + self.shift + self.teacher(x).sum() * 0.01, y))
+            self.attempts.append(None)
+            if len(self.attempts) - 1 in self.fails:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return loss * (weight * 0.01 + noise)
+
+    data = DataLoader(dataset(40), 8)
+    plain = fresh(Keeps, fails=())
+    quiet().fit(plain, data)
+    # Recomputing leaves the samples together: every number must be that of the run without a failure.
+    for fails in ((0,), (3,), (0, 4)):
+        found = fresh(Keeps, fails=fails)
+        found.stack = nn.ModuleList([nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1))])
+        quiet(memory="auto").fit(found, data)
+        for name, value in plain.state_dict().items():
+            assert torch.equal(value, found.state_dict()[name]), (name, fails)
+        assert (found.steps, len(found.bank), found.tracker.total) == (5, 5, plain.tracker.total)
+        assert len(found.attempts) == 5 + len(fails)
