@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,10 @@ os.environ.setdefault("WANDB_SILENT", "true")
 multiprocessing.set_forkserver_preload(
     ["torch", "torch._dynamo", "torchmetrics", "hasten.fabric", "hasten.trainer", "hasten.callbacks"]
 )
+
+# Tests press Ctrl-C, in this process and in those it starts: also where a shell has started it in the background, with
+# Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _OF_A_RUN = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 

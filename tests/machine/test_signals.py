@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +59,33 @@ def test_a_handler_of_the_users_is_called_too() -> None:
         assert seen == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+IGNORES = """
+import os, signal
+assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+from tests.models import Classifier, loader, quiet
+
+class Pressed(Classifier):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        if batch_idx == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        print(batch_idx, flush=True)
+        return super().training_step(batch, batch_idx)
+
+quiet().fit(Pressed(), loader())
+"""
+
+
+def test_a_background_job_ignores_ctrl_c_and_heeds_sigterm() -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", "trap '' INT; exec \"$0\" -c \"$1\"", sys.executable, IGNORES],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.stdout.split() == ["0", "1", "2", "3", "4", "5"], done.stderr
+    assert done.returncode == 143
 
 
 def test_another_thread_installs_nothing() -> None:

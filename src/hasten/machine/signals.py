@@ -23,13 +23,23 @@ _SAME_PRESS_SECONDS = 0.5
 _SECONDS_BETWEEN_CHECKS = 1.0
 
 
+def heeded() -> list[int]:
+    """Return which of SIGINT and SIGTERM are not ignored.
+
+    A shell ignores Ctrl-C for its background jobs, and so does whoever starts a program with ``trap '' INT``: they want
+    it to go on.
+    """
+    return [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+
+
 class StopRequests:
     """Note SIGINT and SIGTERM instead of dying of them, while the context is open.
 
     Args:
         all_reduce: ``runtime.all_reduce`` where several processes must agree, else None.
 
-    Handlers are installed in the main thread only (elsewhere Python allows none) and taken back at the end.
+    Handlers are installed in the main thread only (elsewhere Python allows none) and taken back at the end. A signal
+    that the program was started to ignore stays ignored.
     A second Ctrl-C raises KeyboardInterrupt at once.
 
     Example::
@@ -51,7 +61,7 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in heeded():
                 self._previous[number] = signal.signal(number, self._note)
         return self
 

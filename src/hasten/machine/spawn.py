@@ -23,6 +23,7 @@ import torch
 
 from hasten.machine import collectives, job, launch
 from hasten.machine.cluster import ClusterEnvironment
+from hasten.machine.signals import heeded
 
 
 @runtime_checkable
@@ -249,7 +250,7 @@ def _forwarded_signals(processes: list[Any]) -> Iterator[list[float]]:
             if process.is_alive():
                 os.kill(process.pid, number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, forward) for number in heeded()}
     try:
         yield pressed
     finally:
