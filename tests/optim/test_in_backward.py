@@ -181,6 +181,22 @@ def test_in_manual_optimisation_there_is_nothing_left_to_clip() -> None:
         quiet().fit(Manual(), loader())
 
 
+def test_a_hook_that_would_find_no_gradients_is_warned_of() -> None:
+    class ScalesGradients(Classifier):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+        def configure_optimizers(self) -> Any:
+            return in_backward(torch.optim.SGD, self.parameters(), lr=0.1)
+
+    with pytest.warns(
+        UserWarning, match=r"before ScalesGradients.on_before_optimizer_step\(\) runs.*torch.optim.SGD"
+    ):
+        quiet().fit(ScalesGradients(), loader())
+
+
 def test_groups_added_later_step_in_backward_too() -> None:
     first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     optimizer = in_backward(torch.optim.SGD, first.parameters(), lr=1.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.rank_zero import rank_zero_info, warn_once
 from hasten.checkpoint import contents
 from hasten.hooks import overrides
 from hasten.loops.run import Run
@@ -100,6 +100,13 @@ def check_in_backward(run: Run, optimizer: InBackward) -> None:
         )
     if reason is not None:
         raise ValueError(f"in_backward({name}) and {reason}")
+    for hook in ("on_after_backward", "on_before_optimizer_step"):
+        if overrides(run.module, LightningModule, hook):
+            warn_once(
+                f"in_backward {hook} {type(run.module).__name__}",
+                f"in_backward({name}): each parameter has stepped before {type(run.module).__name__}.{hook}() runs, "
+                f"and its gradient is None there. If that hook reads or changes gradients, {instead}",
+            )
 
 
 def collect(run: Run, snapshot: Snapshot, *, weights_only: bool) -> dict[str, Any]:
