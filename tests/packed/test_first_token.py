@@ -73,10 +73,10 @@ def test_selective_checkpointing_of_first_tokens_gives_the_same_gradients(name: 
                 torch.testing.assert_close(one, other)
 
 
-def test_where_asking_waits_a_wrong_loss_is_told_at_the_next_forward_or_the_end(
+def test_wherewaits_for_a_wrong_loss_is_told_at_the_next_forward_or_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(first_token, "_asking_waits", lambda _: True)
+    monkeypatch.setattr(first_token, "waits_for", lambda _: True)
     model, batch = model_of("bert").bert, batch_of([7, 3, WIDTH, 1])
 
     def backward(place: int) -> None:

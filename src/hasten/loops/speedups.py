@@ -13,6 +13,7 @@ from hasten.data.resident_loader import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
 from hasten.loops import numbers
 from hasten.loops.run import Run
+from hasten.loops.states import TrainerFn
 from hasten.machine import allocator
 from hasten.speed import microbatch
 
@@ -52,7 +53,8 @@ def change_module(run: Run) -> None:
     speed, module = run.arguments.speed, run.module
     if speed.allocator is not None:
         run.undo.enter_context(allocator.kept(speed.allocator))
-    if speed.packed:
+    # Without gradients it would change nothing.
+    if speed.packed and run.state.fn == TrainerFn.FITTING:
         # Only where it is asked for: what torch does to make its operations known takes a tenth of a first fit.
         from hasten.packed.blocks import packed_blocks
 

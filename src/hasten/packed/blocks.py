@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.packed.of_torch import packed_encoder
 from hasten.packed.of_transformers import is_packable, packed_model
-from hasten.packed.stack import HELP
+from hasten.packed.stack import HELP, INSTEAD, Stack
 
 
 @contextmanager
@@ -23,6 +24,9 @@ def packed_blocks(
 ) -> Iterator[int]:
     """Compute the transformer blocks inside a module on real tokens only, for a while; yields how many blocks.
 
+    Where gradients are computed: without them (validation, ``generate``) the module computes as it always does. The
+    first call with gradients tries a few samples of its batch both ways, and refuses blocks that mix tokens.
+
     Args:
         module: holds one or several transformers. Its weights, classes and outputs stay as they are.
         first_token: while gradients are computed, compute the last block for the first token of each sequence only.
@@ -30,8 +34,9 @@ def packed_blocks(
         asked: how it was asked for, for the messages.
 
     Raises:
-        MisconfigurationException: there is no transformer in it whose blocks can be packed; with ``first_token``, in
-            the backward: the loss depends on other tokens.
+        MisconfigurationException: there is no transformer in it whose blocks can be packed; in the first call: packing
+            would change what a block computes; in the backward: the loss reads padding or, with ``first_token``, other
+            tokens.
 
     Example::
 
@@ -47,16 +52,26 @@ def packed_blocks(
     https://arxiv.org/abs/2208.08124
 
     """
-    with ExitStack() as stack:
-        count = 0
+    stacks: list[Stack] = []
+    with ExitStack() as changed:
         for child in module.modules():
             if isinstance(child, nn.TransformerEncoder):
-                count += stack.enter_context(packed_encoder(child, asked, first_token))
+                stacks.append(changed.enter_context(packed_encoder(child, asked, first_token)))
             elif is_packable(child):
-                count += stack.enter_context(packed_model(child, asked, first_token))
-        if not count:
+                stacks.append(changed.enter_context(packed_model(child, asked, first_token)))
+        blocks = [block for stack in stacks for block in stack.blocks]
+        if len(set(blocks)) != len(blocks):
+            raise MisconfigurationException(
+                f"{asked}: two transformers of {type(module).__name__} share a block. {INSTEAD}"
+            )
+        if not blocks:
             raise MisconfigurationException(
                 f"{asked}: {type(module).__name__} holds no transformer that can compute on real tokens "
                 f"only. {HELP}"
             )
-        yield count
+        yield len(blocks)
+        if any(stack.without_gradients for stack in stacks) and not any(stack.used for stack in stacks):
+            rank_zero_warn(
+                f"{asked}: the transformer of {type(module).__name__} was called without gradients only, and computes "
+                "padded then: packing changed nothing. Leave it out."
+            )

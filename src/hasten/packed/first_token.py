@@ -51,7 +51,7 @@ class FirstToken:
                 others = gradient.flatten(0, 1).index_fill(0, layout.first_places, 0.0)
                 wrong = (others != 0).any()
                 self._wrong = wrong if self._wrong is None else self._wrong | wrong
-                if not _asking_waits(gradient):
+                if not waits_for(gradient):
                     self.confirm()
 
             batch.register_hook(check)
@@ -132,7 +132,7 @@ class FirstToken:
         )
 
 
-def _asking_waits(tensor: Tensor) -> bool:
+def waits_for(tensor: Tensor) -> bool:
     """Say whether the host waits for all that is queued when it reads a number of this tensor."""
     return tensor.device.type != "cpu"
 
@@ -164,4 +164,5 @@ def attend_first(
         scale=scale,
         enable_gqa=key.shape[1] != query.shape[1],
     )
-    return attended.squeeze(2)
+    # Never a view, as the attention of all tokens is none: what is compiled behind it would be compiled again.
+    return attended.squeeze(2).clone()

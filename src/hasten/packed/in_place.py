@@ -49,10 +49,14 @@ class Method:
         try:
             yield
         finally:
-            if self.own is None:
-                vars(self.module).pop(self.name, None)
-            else:
-                vars(self.module)[self.name] = self.own
+            self.take_away()
+
+    def take_away(self) -> None:
+        """Put back what was there before; may be called again."""
+        if self.own is None:
+            vars(self.module).pop(self.name, None)
+        else:
+            vars(self.module)[self.name] = self.own
 
 
 class Hook:

@@ -22,18 +22,18 @@ class Layout:
     def __init__(self, shape: tuple[int, int], mask: Tensor | None, device: torch.device) -> None:
         samples, width = shape
         self.shape, self.width = shape, width
-        self._mask = mask
+        # True where a token is real; None where all are.
+        self.real = None if mask is None else mask.to(torch.bool)
         # Whether the last block computes first tokens only; None until it is reached.
         self.first_only: bool | None = None
         # Where the real tokens are among all; None where there is no padding.
         self.places: Tensor | None = None
-        if mask is None:
+        if self.real is None:
             self.bounds = torch.arange(0, samples * width + 1, width, dtype=torch.int32, device=device)
         else:
-            real = mask.to(torch.bool)
-            ends = real.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            ends = self.real.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
             self.bounds = torch.nn.functional.pad(ends, (1, 0))
-            self.places = real.flatten().nonzero().flatten()
+            self.places = self.real.flatten().nonzero().flatten()
         # Tensors that came along with the batch, by identity; kept so that no other takes their place.
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -75,10 +75,16 @@ class Layout:
     @cached_property
     def seen(self) -> Tensor | None:
         """What the first token of each sample attends to, shape ``(samples, 1, 1, tokens)``; None for all."""
-        if self._mask is None:
+        if self.real is None:
             return None
         # Attending to nothing gives no number: a sample without tokens sees the zeros of its padding.
-        return (self._mask.to(torch.bool) | self.empty[:, None])[:, None, None, :]
+        return (self.real | self.empty[:, None])[:, None, None, :]
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether any place of the batch is padding."""
+        # As many as there are places the host knows: it has waited for them already.
+        return self.places is not None and self.places.numel() < self.shape[0] * self.width
 
     def alike(self, value: Any) -> Any:
         """Return ``value`` with every tensor of the batch's shape packed: positions and the like."""

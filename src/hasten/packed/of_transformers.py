@@ -9,12 +9,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hasten._lib.errors import MisconfigurationException
 from hasten.packed.in_place import Hook, Method, Name
 from hasten.packed.layout import Layout
 from hasten.packed.stack import HELP, LOOKS_BACK, Call, Stack
+from hasten.packed.verify import Verified
 
 # Under this name the models find the attention of this file.
 ATTENTION = "hasten_packed"
@@ -49,8 +51,8 @@ def _lists_of_blocks(model: nn.Module) -> list[list[nn.Module]]:
 
 
 @contextmanager
-def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[int]:
-    """Compute the blocks of a model on real tokens only, for a while; yields how many blocks.
+def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
+    """Compute the blocks of a model on real tokens only, for a while; yields its blocks.
 
     Args:
         model: ``is_packable``.
@@ -78,32 +80,56 @@ def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[int]:
             f"{asked}: it computes the same blocks several times, so that the last one needs all tokens. Use "
             "packed=True."
         )
-    stack = Stack(blocks, asked, causal, first_token)
+    config = model.config
+
+    @contextmanager
+    def unpatched() -> Iterator[None]:
+        packed = config._attn_implementation
+        config._attn_implementation = packed.before
+        try:
+            yield
+        finally:
+            config._attn_implementation = packed
+
+    stack = Stack(blocks, asked, causal, first_token, unpatched=unpatched)
     inside = [one for block in blocks for one in block.modules()]
-    signature, config = inspect.signature(model.forward), model.config
+    signature = inspect.signature(model.forward)
 
     may_checkpoint = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
+    # Open as long as a call is computed padded.
+    as_before = ExitStack()
+
+    def layout(given: dict[str, Any]) -> Layout:
+        return _layout(asked, {**given, **given.get("kwargs", {})})
 
     def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            # Validation, generate(): whatever is read of its output is there.
+            stack.without_gradients = True
+            as_before.enter_context(unpatched())
+            stack.begin(None)
+            return
         # Each time, as it may be switched on in the middle of a run.
         for one in may_checkpoint:
             if _CHECKPOINT in vars(one) and not isinstance(vars(one)[_CHECKPOINT], _Checkpoint):
                 changed.enter_context(_Checkpoint(one, stack).in_place())
-        given = signature.bind_partial(*args, **kwargs).arguments
-        stack.begin(_layout(asked, {**given, **given.get("kwargs", {})}))
+        stack.begin(layout(signature.bind_partial(*args, **kwargs).arguments))
+
+    def finish(_module: nn.Module, _args: Any, output: Any) -> None:
+        as_before.close()
+        stack.finish(output)
 
     with ExitStack() as changed:
         changed.callback(model.register_forward_pre_hook(Hook(begin), with_kwargs=True).remove)
-        changed.callback(
-            model.register_forward_hook(Hook(lambda *_: stack.finish()), always_call=True).remove
-        )
+        changed.callback(model.register_forward_hook(Hook(finish), always_call=True).remove)
+        changed.enter_context(Verified(model, stack, signature, layout).in_place())
         before = config._attn_implementation
         changed.callback(setattr, config, "_attn_implementation", before)
         config._attn_implementation = Name(ATTENTION, getattr(before, "before", before))
         _STACKS.update(dict.fromkeys(inside, stack))
         changed.callback(lambda: [_STACKS.pop(one, None) for one in inside])
         changed.enter_context(stack.packing())
-        yield len(blocks)
+        yield stack
 
 
 def _problem(model: Any) -> str | None:
@@ -113,6 +139,9 @@ def _problem(model: Any) -> str | None:
         return "its attention cannot be exchanged"
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         return "it attends to a second sequence"
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0.0):
+            return f"{name}={getattr(config, name)} leaves whole layers out, where packing begins and ends"
     for name in _OUTPUTS:
         if getattr(config, name, False):
             return f"{name} asks for what its blocks compute, padded"
@@ -128,6 +157,9 @@ def _problem(model: Any) -> str | None:
         return "it takes no attention_mask"
     if len(_lists_of_blocks(model)) > 1:
         return "its blocks are in more than one list"
+    (blocks,) = _lists_of_blocks(model)
+    if len(set(blocks)) != len(blocks):
+        return "some of its blocks are there several times"
     return None
 
 
@@ -194,6 +226,11 @@ def _attention(
     for name in ("position_bias", "softcap", "sliding_window", "s_aux"):
         if others.get(name) is not None:
             raise MisconfigurationException(f"{stack.asked}: {kind} computes attention with {name}. {HELP}")
+    looks_back = others.get("is_causal")
+    if bool(getattr(module, "is_causal", False) if looks_back is None else looks_back) != stack.causal:
+        raise MisconfigurationException(
+            f"{stack.asked}: {kind} looks back only and other blocks do not, or the other way round. {HELP}"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     row = stack.all_tokens(module)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from hasten._lib.errors import MisconfigurationException
 from hasten.data.packing import packed_attention
 from hasten.packed.attention import attention
-from hasten.packed.first_token import FirstToken, attend_first
+from hasten.packed.first_token import FirstToken, attend_first, waits_for
 from hasten.packed.in_place import Hook, Method
 from hasten.packed.layout import Layout
 
@@ -22,9 +24,10 @@ _CALL = "hasten_packed_call"
 LOOKS_BACK = (
     "its tokens see those before them only, so the first one knows nothing of the rest. Use packed=True."
 )
+INSTEAD = "Use batching='length' instead: it pads less, for any model."
 HELP = (
     "packed=True works with the encoders and decoders of transformers that take an attention_mask, and with "
-    "torch.nn.TransformerEncoder(batch_first=True). Use batching='length' instead: it pads less, for any model."
+    f"torch.nn.TransformerEncoder(batch_first=True). {INSTEAD}"
 )
 
 
@@ -43,6 +46,23 @@ class Call:
     row: Tensor | None = None
 
 
+@dataclass
+class Probe:
+    """What one trial call of a stack showed; see ``hasten.packed.verify``.
+
+    Args:
+        tainted: the first sample's tokens are not numbers, and may make no other's so.
+
+    """
+
+    tainted: bool = False
+    # The output of each block, in the order of the calls.
+    outputs: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    # Blocks that were computed without calling the packed attention.
+    idle: list[nn.Module] = field(default_factory=list)
+    attended: int = 0
+
+
 class _Block(Method):
     """The forward of a block: as long as it computes, its stack knows which call it is.
 
@@ -58,8 +78,16 @@ class _Block(Method):
         call = kwargs.pop(_CALL, None)
         if call is None:
             return self.before(*args, **kwargs)
-        with self._stack.computing(call):
-            return self.before(*args, **kwargs)
+        stack = self._stack
+        with stack.computing(call):
+            if stack.probe is None:
+                return self.before(*args, **kwargs)
+            attended = stack.probe.attended
+            output = self.before(*args, **kwargs)
+            stack.probe.outputs.append((self.module, output[0] if isinstance(output, tuple) else output))
+            if stack.probe.attended == attended:
+                stack.probe.idle.append(self.module)
+            return output
 
 
 class Stack:
@@ -71,6 +99,7 @@ class Stack:
         causal: whether a token sees only those before it.
         first_token: compute the last block for the first token of each sequence only.
         norm: what the output of the last block goes through, and nothing else: token by token.
+        unpatched: opens a call that is computed padded, by the attention of before.
 
     """
 
@@ -81,6 +110,7 @@ class Stack:
         causal: bool = False,
         first_token: bool = False,
         norm: nn.Module | None = None,
+        unpatched: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.blocks = blocks
         self.asked = asked
@@ -89,18 +119,65 @@ class Stack:
         # What gives the padded batch back.
         self._end = blocks[-1] if norm is None else norm
         self._of_last_block = set(blocks[-1].modules())
+        self.unpatched = unpatched
+        # Whether the call was given a mask between tokens, which is that of a causal stack then.
+        self.masked = False
         # None outside of all calls.
         self.call: Call | None = None
+        # Between the first block and what gives the padded batch back.
+        self.inside = False
+        # While ``verify`` tries the stack out, and whether it has.
+        self.probe: Probe | None = None
+        self.verified = False
+        # Whether a call was packed, and whether one was not for want of gradients.
+        self.used = self.without_gradients = False
+        self._reads = _PaddingUnread(asked)
+        self._hooks = [
+            (kind, hooks, len(hooks))
+            for block in [*blocks, *([] if norm is None else [norm])]
+            for kind in block.modules()
+            for hooks in (kind._forward_pre_hooks, kind._forward_hooks)
+        ]
+        for kind, hooks, _ in self._hooks:
+            _check_hooks(asked, kind, hooks)
 
     def begin(self, layout: Layout | None) -> None:
-        """Begin a call of the whole stack, packed or, without a layout, padded."""
-        self.call = Call(layout)
+        """Begin a call of the whole stack, packed or, without a layout, padded.
+
+        Raises:
+            MisconfigurationException: hooks were registered inside the blocks meanwhile; or the loss of the last
+                backward reads what packing leaves out.
+
+        """
+        self.call, self.inside = Call(layout), False
+        if layout is None:
+            return
+        if self.probe is None:
+            self.used = True
+            self._reads.confirm()
+            for place, (kind, hooks, known) in enumerate(self._hooks):
+                if len(hooks) != known:
+                    _check_hooks(self.asked, kind, hooks)
+                    self._hooks[place] = kind, hooks, len(hooks)
         if self.first is not None:
             self.first.confirm()
 
-    def finish(self) -> None:
-        """End the call that was begun."""
-        self.call = None
+    def finish(self, output: Any) -> None:
+        """End the call that was begun.
+
+        Args:
+            output: of the whole stack; None where it failed.
+
+        Raises:
+            MisconfigurationException: the last block was not reached, so nothing gave the padded batch back.
+
+        """
+        inside, self.call, self.inside = self.inside, None, False
+        if inside and output is not None:
+            raise MisconfigurationException(
+                f"{self.asked}: the last block, {name_of(self.blocks, self.blocks[-1])}, was left out (an early exit, "
+                f"or whole layers dropped), and packing ends there. {INSTEAD}"
+            )
 
     @contextmanager
     def computing(self, call: Call) -> Iterator[None]:
@@ -149,6 +226,11 @@ class Stack:
         assert self.call is not None
         layout = self.call.layout
         assert layout is not None
+        if self.probe is not None:
+            self.probe.attended += 1
+            if self.probe.tainted:
+                return _attend_apart(query, key, value, layout.bounds.tolist(), scale, self.causal)
+            p = 0.0
         if first_only:
             return attend_first(query, key, value, layout, p=p, scale=scale)
         if p and query.device.type == "cpu":
@@ -181,6 +263,7 @@ class Stack:
                 yield
             finally:
                 self.call = None
+        self._reads.confirm()
         if self.first is not None:
             self.first.confirm()
 
@@ -190,6 +273,13 @@ class Stack:
             return args, kwargs if call is None else {**kwargs, _CALL: call}
         layout = call.layout
         first, last = block is self.blocks[0], block is self.blocks[-1]
+        if torch._C._current_graph_task_id() == -1:  # Else it is computed again, by itself.
+            if not first and not self.inside:
+                raise MisconfigurationException(
+                    f"{self.asked}: {name_of(self.blocks, block)} was called before the first block (whole layers "
+                    f"dropped, or another order), where packing begins. {INSTEAD}"
+                )
+            self.inside = True
         # The hidden states are a row already but for the first block; what comes along never is.
         keep = 0 if first else 1
         args = (*args[:keep], *(layout.alike(each) for each in args[keep:]))
@@ -197,6 +287,8 @@ class Stack:
             name: each if name == "hidden_states" and not first else layout.alike(each)
             for name, each in kwargs.items()
         }
+        if self.probe is not None and self.probe.tainted and first:
+            args, kwargs = _tainted(args, kwargs, layout)
         if self.first is not None and last:
             row = args[0] if args else kwargs["hidden_states"]
             firsts = self.first.begin(row, layout)
@@ -211,9 +303,113 @@ class Stack:
     def _unpack(self, _: nn.Module, args: Any, output: Any) -> Any:
         if self.call is None or self.call.layout is None:
             return output
-        layout = self.call.layout
+        layout, self.inside = self.call.layout, False
 
         def padded(row: Tensor) -> Tensor:
-            return layout.unpack(row) if self.first is None else self.first.end(row, layout)
+            if self.first is not None:
+                return self.first.end(row, layout)
+            batch = layout.unpack(row)
+            if batch.requires_grad and layout.has_padding:
+                self._reads.watch(batch, layout)
+            return batch
 
         return (padded(output[0]), *output[1:]) if isinstance(output, tuple) else padded(output)
+
+
+class _PaddingUnread:
+    """Checks in each backward that the loss does not read the places of padding, where packing leaves zeros.
+
+    Args:
+        asked: how packing was asked for, and for what, for the messages.
+
+    """
+
+    def __init__(self, asked: str) -> None:
+        self._asked = asked
+        self._looked = False
+        self._wrong: Tensor | None = None
+
+    def watch(self, batch: Tensor, layout: Layout) -> None:
+        """Look at the gradient of ``batch``, (samples, tokens, features), once it is known."""
+
+        real = layout.real
+        assert real is not None
+
+        def check(gradient: Tensor) -> None:
+            # Numbers only: where a scaled loss overflows, zero times infinity is none.
+            largest = gradient.detach().abs().amax(-1)
+            wrong = ((largest > 0) & (largest < math.inf) & ~real).any()
+            self._wrong = wrong if self._wrong is None else self._wrong | wrong
+            # The first time also where the host has to wait for it: before any weight changes.
+            if not self._looked or not waits_for(gradient):
+                self._looked = True
+                self.confirm()
+
+        batch.register_hook(check)
+
+    def confirm(self) -> None:
+        """Raise if a loss since the last look reads padding. On CUDA the host waits for the answer.
+
+        Raises:
+            MisconfigurationException: it does.
+
+        """
+        wrong, self._wrong = self._wrong, None
+        if wrong is not None and bool(wrong):
+            raise MisconfigurationException(
+                f"{self._asked}: the loss reads its output where there is padding, and packing has zeros there. Leave "
+                "those places out: labels of -100, a mean weighted by the mask, padding on the right (shifted labels "
+                "read the last padded place on the left)."
+            )
+
+
+def name_of(blocks: list[nn.Module], block: nn.Module) -> str:
+    """Return what to call a block in messages.
+
+    Example::
+
+        >>> name_of([nn.Linear(1, 1)], nn.Linear(1, 1))
+        'Linear'
+
+    """
+    kind = type(block).__name__
+    return next((f"block {number} ({kind})" for number, each in enumerate(blocks) if each is block), kind)
+
+
+def is_of_user(hook: Any) -> bool:
+    """Say whether a forward hook is the user's, and may read samples and tokens."""
+    function = getattr(hook, "func", hook)
+    owner = getattr(function, "__module__", None) or type(function).__module__
+    return owner.partition(".")[0] not in ("torch", "transformers", "hasten")
+
+
+def _check_hooks(asked: str, module: nn.Module, hooks: Any) -> None:
+    """Refuse the user's hooks inside blocks: they would be given rows of tokens, not the padded batch."""
+    for hook in hooks.values():
+        if is_of_user(hook):
+            kind, name = type(module).__name__, getattr(hook, "__name__", type(hook).__name__)
+            raise MisconfigurationException(
+                f"{asked}: the forward hook {name} on {kind}, inside the blocks, would be given one row of real "
+                "tokens, not (samples, tokens, features). Register it on the whole model, or leave packed out."
+            )
+
+
+def _tainted(args: Any, kwargs: Any, layout: Layout) -> tuple[Any, Any]:
+    """Return what the first block is given with the first sample's tokens not a number."""
+    row = (args[0] if args else kwargs["hidden_states"]).clone()
+    row[:, : int(layout.bounds[1])] = math.nan
+    return ((row, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": row})
+
+
+def _attend_apart(
+    query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale: float, causal: bool
+) -> Tensor:
+    """Attend in each sequence by itself, by separate calls: nothing of one can reach another."""
+    parts = []
+    for begin, end in pairwise(bounds):
+        q, k, v = (each[begin:end].transpose(0, 1)[None] for each in (query, key, value))
+        part = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        parts.append(part[0].transpose(0, 1))
+    return torch.cat(parts)

@@ -1,0 +1,484 @@
+"""Does packing change a model? Tried out on the first batch, before any weight changes.
+
+Whether the code of a block treats each token by itself cannot be read from its class: a convolution or a mean over
+tokens, batch statistics, stochastic depth of whole samples. So a few samples of the first batch that is trained on are
+computed in four ways, without gradients, and compared:
+
+- padded, as without packing;
+- packed: each block must call the packed attention, and give each real token the same numbers;
+- packed, where one sample is not a number: that spreads to whatever is computed from it, also through weights that are
+  zero so far, and must reach no other sample;
+- where asked for, with the last block computed for first tokens only.
+
+Random draws are replaced by constants meanwhile, and each must be one for each token: another number of them is a draw
+for each sample, which a row of tokens does not have. Nothing is left behind: random generators, buffers, attributes of
+modules and hooks' results are as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hasten._lib.errors import MisconfigurationException
+from hasten.packed.in_place import Method
+from hasten.packed.layout import Layout
+from hasten.packed.stack import INSTEAD, Probe, Stack, is_of_user, name_of
+from hasten.seed import isolate_rng
+
+# How many samples are tried: the longest, the shortest and one between them.
+SAMPLES = 3
+# Relative to the norm of a sample's output: what rounding comes to over many blocks.
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+_LOW_PRECISION = 0.1
+# Arguments whose first dimension is never that of the batch.
+_NOT_BY_SAMPLE = frozenset({"mask", "cache_position"})
+
+Named = dict[str, Any]
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a call, as they were written: what is by name stays so."""
+
+    args: tuple[Any, ...]
+    kwargs: Named
+    signature: inspect.Signature
+
+    def named(self) -> Named:
+        """Return all of them by their names."""
+        return dict(self.signature.bind_partial(*self.args, **self.kwargs).arguments)
+
+    def of_samples(self, places: list[int], samples: int) -> Given:
+        """Return them for some samples of a batch only.
+
+        Args:
+            places: which samples; one may come twice.
+            samples: how many the batch has.
+
+        """
+
+        def some(name: str, value: Any) -> Any:
+            if not isinstance(value, Tensor) or name in _NOT_BY_SAMPLE:
+                return value
+            if value.dim() == 0 or value.shape[0] != samples:
+                return value
+            return value.detach()[torch.tensor(places, device=value.device)]
+
+        names = list(self.signature.parameters)
+        args = (some(name, each) for name, each in zip(names, self.args, strict=False))
+        kwargs = {name: some(name, each) for name, each in self.kwargs.items()}
+        return Given((*args, *self.args[len(names) :]), kwargs, self.signature)
+
+
+class Verified(Method):
+    """The forward of a model that is packed: its first packed call is preceded by ``verify``.
+
+    Args:
+        model: whose forward.
+        stack: its blocks.
+        signature: of its forward.
+        layout: which tokens are real, of the arguments by their names.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stack: Stack,
+        signature: inspect.Signature,
+        layout: Callable[[Named], Layout],
+    ) -> None:
+        super().__init__(model)
+        self._stack, self._signature, self._layout = stack, signature, layout
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack, call = self._stack, self._stack.call
+        if not stack.verified and call is not None and call.layout is not None:
+            given = Given(args, kwargs, self._signature)
+            if verify(self.module, self.before, stack, given, self._layout):
+                stack.verified = True
+                if vars(self.module).get("forward") is self:
+                    self.take_away()
+            stack.begin(call.layout)
+        return self.before(*args, **kwargs)
+
+
+def verify(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    stack: Stack,
+    given: Given,
+    layout: Callable[[Named], Layout],
+) -> bool:
+    """Compare a few samples of a batch packed and padded.
+
+    Args:
+        model: whose blocks are packed.
+        forward: of the model.
+        stack: its blocks.
+        given: the arguments of ``forward``, of a whole batch.
+        layout: which tokens are real, of arguments by their names.
+
+    Returns:
+        False where the batch has no real token, and nothing could be compared.
+
+    Raises:
+        MisconfigurationException: packing would change what the model computes; says which block does what.
+
+    """
+    lengths = layout(given.named()).bounds.diff().tolist()
+    chosen = _chosen(lengths)
+    if not chosen:
+        return False
+    trial = _Trial(stack, forward, layout)
+    with _untouched(model), trial.constant_draws:
+        few, again = (given.of_samples(each, len(lengths)) for each in (chosen, [chosen[0], *chosen]))
+        try:
+            padded = trial(few, packed=False)
+        except Exception:
+            # What it is given cannot be divided by samples: all of them, then.
+            few = again = given
+            padded = trial(few, packed=False)
+        packed = _or_refused(stack, lambda: trial(few, packed=True))
+        _check_attention(stack, packed.probe)
+        try:
+            tainted = trial(again, packed=True, tainted=True)
+        except MisconfigurationException:
+            raise
+        except Exception:
+            # Code that looks whether its input is finite; it has been compared by its values.
+            tainted = None
+        if tainted is not None:
+            _check_apart(stack, tainted)
+            _check_draws(stack, packed, tainted)
+        _check_values(stack, padded, packed)
+        _check_outputs(stack, padded, packed)
+        if stack.first is not None:
+            first = _or_refused(stack, lambda: trial(few, packed=True, first_only=True))
+            _check_first_tokens(stack, packed, first)
+    return True
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What one call gave.
+
+    Args:
+        output: of the whole model.
+        probe: of its blocks.
+        draws: how many random numbers each draw inside the blocks had.
+        layout: of its batch.
+
+    """
+
+    output: Any
+    probe: Probe
+    draws: list[int]
+    layout: Layout
+
+
+class _Trial:
+    """Calls the whole model with other arguments, padded or packed, and collects what its blocks compute."""
+
+    def __init__(self, stack: Stack, forward: Callable[..., Any], layout: Callable[[Named], Layout]) -> None:
+        self._stack, self._forward, self._layout = stack, forward, layout
+        self.constant_draws = _ConstantDraws(stack)
+
+    def __call__(
+        self, given: Given, *, packed: bool, tainted: bool = False, first_only: bool = False
+    ) -> _Tried:
+        stack, draws = self._stack, self.constant_draws
+        layout = self._layout(given.named())
+        # Only with gradients is the last block given first tokens alone.
+        layout.first_only = first_only
+        as_asked: AbstractContextManager[Any] = nullcontext() if packed else stack.unpatched()
+        draws.counts = []
+        stack.probe = probe = Probe(tainted=tainted)
+        # Not of devices that are not there yet: they would begin with this seed.
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
+        try:
+            with as_asked, torch.enable_grad() if first_only else torch.no_grad():
+                stack.begin(layout if packed else None)
+                output = self._forward(*given.args, **given.kwargs)
+                stack.finish(output)
+        finally:
+            stack.probe, stack.call, stack.inside = None, None, False
+        return _Tried(output, probe, draws.counts, layout)
+
+
+class _ConstantDraws(TorchDispatchMode):
+    """Random numbers are constants meanwhile, nothing is dropped, and the sizes of draws inside blocks are noted."""
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self._stack = stack
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.name().partition("::")[2].partition(".")[0]
+        if name == "dropout" and func.namespace == "hasten":
+            self._note(args[0])
+            return args[0].clone(), torch.empty(0, dtype=torch.uint8), torch.tensor(0)
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if "attention" in name:
+            return _without_dropout(func, args, kwargs)
+        if name == "native_dropout":
+            self._note(args[0])
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        drawn = func(*args, **kwargs)
+        for each in drawn if isinstance(drawn, (tuple, list)) else (drawn,):
+            if isinstance(each, Tensor):
+                self._note(each)
+                if name.startswith("bernoulli"):
+                    # The mean: what is divided by it afterwards is one.
+                    p = args[1] if len(args) > 1 else args[0]
+                    each.copy_(p) if isinstance(p, Tensor) else each.fill_(kwargs.get("p", p))
+                elif each.is_floating_point():
+                    each.fill_(0.0 if "norm" in name or name.startswith("randn") else 0.5)
+        return drawn
+
+    def _note(self, drawn: Tensor) -> None:
+        if self._stack.inside:
+            self.counts.append(drawn.numel())
+
+
+def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" in names:
+        place = names.index("dropout_p")
+        if place < len(args):
+            args = (*args[:place], 0.0, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+    return func(*args, **kwargs)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Leave random generators, buffers and attributes of modules afterwards as they were before."""
+    modules = list(model.modules())
+    buffers = [
+        (owner, name, tensor, tensor.clone())
+        for owner in modules
+        for name, tensor in owner._buffers.items()
+        if tensor is not None
+    ]
+    attributes = [(owner, dict(vars(owner))) for owner in modules]
+    gathered = [
+        (value, value.copy())
+        for _, each in attributes
+        for name, value in each.items()
+        if type(value) in (list, dict, set) and name not in _OF_MODULES
+    ]
+    for owner in modules:
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            # The user's hooks count, keep and log; those that torch finds in this place are the others.
+            hooks = {key: hook for key, hook in vars(owner)[name].items() if not is_of_user(hook)}
+            if len(hooks) != len(vars(owner)[name]):
+                vars(owner)[name] = OrderedDict(hooks)
+    cached = torch.is_autocast_cache_enabled()
+    with ExitStack() as changed:
+        changed.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        changed.enter_context(isolate_rng())
+        # What is cast here knows nothing of gradients, and the same casts are used afterwards.
+        torch.set_autocast_cache_enabled(False)
+        changed.callback(torch.set_autocast_cache_enabled, cached)
+        if "torch._dynamo" in sys.modules:
+            # No graph is compiled for these shapes.
+            changed.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            yield
+        finally:
+            for owner, before in attributes:
+                now = vars(owner)
+                for name in now.keys() - before.keys():
+                    del now[name]
+                now.update(before)
+            for each, values in gathered:
+                each.clear()
+                each.extend(values) if isinstance(each, list) else each.update(values)
+            with torch.no_grad():
+                for owner, name, tensor, copy in buffers:
+                    if not torch.equal(tensor, copy):
+                        tensor.copy_(copy)
+                    owner._buffers[name] = tensor
+
+
+# -- which samples
+
+
+def _chosen(lengths: list[int]) -> list[int]:
+    """Return which samples are tried, given the tokens of each; one that is alone comes twice.
+
+    Example::
+
+        >>> _chosen([3, 0, 9, 5]), _chosen([4]), _chosen([0])
+        ([0, 2, 3], [0, 0], [])
+
+    """
+    order = sorted(
+        (place for place, length in enumerate(lengths) if length), key=lambda place: lengths[place]
+    )
+    if not order:
+        return []
+    few = sorted({order[0], order[len(order) // 2], order[-1]})
+    return few if len(few) > 1 else few * 2
+
+
+# -- what is compared
+
+
+def _or_refused(stack: Stack, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except MisconfigurationException:
+        raise
+    except Exception as error:
+        raise MisconfigurationException(
+            f"{stack.asked}: its blocks fail on a row of real tokens ({type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]:.120}), and not on the padded batch. {INSTEAD}"
+        ) from error
+
+
+def _check_attention(stack: Stack, probe: Probe) -> None:
+    if probe.idle:
+        block = probe.idle[0]
+        own = [
+            type(each).__name__
+            for name, each in block.named_modules()
+            if "attention.self" in name or "attn" in name
+        ]
+        by = f", {own[0]}," if own else ""
+        raise MisconfigurationException(
+            f"{stack.asked}: {name_of(stack.blocks, block)} computes attention by code of its own{by} which packing "
+            f"cannot replace: in one row, samples would attend to one another. {INSTEAD}"
+        )
+
+
+def _check_apart(stack: Stack, tainted: _Tried) -> None:
+    begin = int(tainted.layout.bounds[1])
+    for block, output in tainted.probe.outputs:
+        if isinstance(output, Tensor) and bool(output[0, begin:].isnan().any()):
+            raise MisconfigurationException(
+                f"{stack.asked}: {name_of(stack.blocks, block)} mixes tokens of different samples when they share a "
+                "row: a convolution or mean over tokens, statistics of the batch, or code that reads places in it. "
+                f"{INSTEAD}"
+            )
+
+
+def _check_draws(stack: Stack, packed: _Tried, tainted: _Tried) -> None:
+    draws, again = packed.draws, tainted.draws
+    tokens, tokens_again = (int(each.layout.bounds[-1]) for each in (packed, tainted))
+    alike = len(draws) == len(again)
+    wrong = next(
+        (
+            one
+            for one, other in zip(draws, again, strict=False)
+            if one * tokens_again != other * tokens or one % tokens
+        ),
+        None,
+    )
+    if wrong is None and not alike:
+        wrong = draws[-1] if draws else again[-1]
+    if wrong is not None:
+        raise MisconfigurationException(
+            f"{stack.asked}: its blocks draw {wrong} random number{'s' * (wrong != 1)} for {tokens} tokens, not some "
+            "for each token: stochastic depth (drop path) or dropout of whole samples, which share one row here. "
+            f"{INSTEAD}"
+        )
+
+
+def _check_values(stack: Stack, padded: _Tried, packed: _Tried) -> None:
+    layout, outputs = packed.layout, (padded.probe.outputs, packed.probe.outputs)
+    if [block for block, _ in outputs[0]] != [block for block, _ in outputs[1]]:
+        raise MisconfigurationException(
+            f"{stack.asked}: it calls other blocks on a row of real tokens. {INSTEAD}"
+        )
+    for (block, exact), (_, row) in zip(*outputs, strict=True):
+        if not isinstance(exact, Tensor) or not isinstance(row, Tensor):
+            continue
+        expected = layout.pack(exact)
+        if row.shape != expected.shape or not _close(row[0], expected[0], layout.bounds.tolist()):
+            raise MisconfigurationException(
+                f"{stack.asked}: {name_of(stack.blocks, block)} gives real tokens other numbers in one row than in the "
+                f"padded batch: its code depends on (samples, tokens), or reads padding. {INSTEAD}"
+            )
+
+
+def _check_outputs(stack: Stack, padded: _Tried, packed: _Tried) -> None:
+    exact, found, layout = list(_tensors(padded.output)), list(_tensors(packed.output)), packed.layout
+    same = len(exact) == len(found) and all(
+        one.shape == other.shape for one, other in zip(exact, found, strict=True)
+    )
+    for one, other in zip(exact, found, strict=True) if same else ():
+        if not one.is_floating_point():
+            continue
+        if tuple(one.shape[:2]) == layout.shape:
+            one, other = layout.pack(one)[0], layout.pack(other)[0]
+        same = same and _close(other, one, [0, len(one)])
+    if not same:
+        raise MisconfigurationException(
+            f"{stack.asked}: its output is another than that of the padded batch, at real tokens: its code between or "
+            f"behind the blocks depends on (samples, tokens) or reads padding. {INSTEAD}"
+        )
+
+
+def _check_first_tokens(stack: Stack, packed: _Tried, first: _Tried) -> None:
+    (_, row), (block, alone) = packed.probe.outputs[-1], first.probe.outputs[-1]
+    expected = row[0, packed.layout.firsts]
+    if alone[0].shape != expected.shape or not _close(alone[0].detach(), expected, [0, len(expected)]):
+        raise MisconfigurationException(
+            f"{stack.asked}: {name_of(stack.blocks, block)} gives first tokens other numbers by themselves than among "
+            "all tokens. Use packed=True."
+        )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif type(value) in (tuple, list):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _close(found: Tensor, exact: Tensor, bounds: list[int]) -> bool:
+    """Say whether two outputs are the same but for rounding, sample by sample."""
+    tolerance = _tolerance(exact)
+    for begin, end in pairwise(bounds):
+        one, other = (each[begin:end].detach().cpu().double() for each in (found, exact))
+        if not bool(other.isfinite().all()):
+            continue
+        if not bool((one - other).norm() <= tolerance * other.norm() + 1e-30):
+            return False
+    return True
+
+
+def _tolerance(output: Tensor) -> float:
+    device = output.device.type
+    products = torch.get_float32_matmul_precision()
+    if output.dtype == torch.float32 and (products != "highest" or torch.is_autocast_enabled(device)):
+        return _LOW_PRECISION
+    return _TOLERANCES.get(output.dtype, _LOW_PRECISION)

@@ -1,0 +1,554 @@
+"""Models whose blocks mix tokens: packed with the same result, or refused before a weight changes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader, TensorDataset
+
+import hasten as L
+from hasten._lib.errors import MisconfigurationException
+from hasten.packed.blocks import packed_blocks
+from tests.models import quiet, same_weights
+from tests.packed.test_blocks import WIDTH, Reader, batch_of, loader, model_of
+
+
+class Conv(nn.TransformerEncoderLayer):
+    """A convolution over tokens beside the feed-forward layers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return super()._ff_block(x) + self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+class GatedConv(Conv):
+    """Its convolution adds nothing before it is trained."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return nn.TransformerEncoderLayer._ff_block(self, x) + self.gate * self.conv(x.mT).mT
+
+
+class Mean(nn.TransformerEncoderLayer):
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(src, *args, **kwargs) + src.mean(1, keepdim=True)
+
+
+class FirstOnly(nn.TransformerEncoderLayer):
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = super().forward(src, *args, **kwargs)
+        return torch.cat([2 * out[:, :1], out[:, 1:]], 1)
+
+
+class Places(nn.TransformerEncoderLayer):
+    """Adds where a token is in its sample, which a row does not know."""
+
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(src + torch.linspace(0, 1, src.shape[1])[:, None], *args, **kwargs)
+
+
+class DropPath(nn.TransformerEncoderLayer):
+    """Stochastic depth, sample by sample."""
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        kept = torch.rand(x.shape[0], 1, 1) > 0.3 if self.training else 1.0
+        return super()._ff_block(x) * kept / 0.7
+
+
+class DropPathOfTorchvision(DropPath):
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return nn.TransformerEncoderLayer._ff_block(self, x) * x.new_empty(len(x), 1, 1).bernoulli_(0.7).div_(
+            0.7
+        )
+
+
+class Statistics(nn.TransformerEncoderLayer):
+    """Normalises over the batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.batch = nn.BatchNorm1d(16)
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return super()._ff_block(self.batch(x.mT).mT)
+
+
+class Window(nn.TransformerEncoderLayer):
+    """Attends by a mask of its own."""
+
+    def _sa_block(self, x: Tensor, mask: Any, padding: Any, is_causal: bool = False) -> Tensor:
+        far = torch.ones(x.shape[1], x.shape[1]).triu(200).bool()
+        return super()._sa_block(x, far, padding)
+
+
+class OwnAttention(nn.MultiheadAttention):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
+        return super().forward(
+            query * torch.linspace(0.5, 1.5, query.shape[1])[:, None], key, value, **kwargs
+        )
+
+
+class WithOwnAttention(nn.TransformerEncoderLayer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.self_attn = OwnAttention(16, 2, batch_first=True)
+
+
+class WithoutAttention(nn.TransformerEncoderLayer):
+    """Mixes tokens by products of its own."""
+
+    def _sa_block(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class Patched(nn.TransformerEncoderLayer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        attend = self.self_attn.forward
+        self.self_attn.forward = lambda q, k, v, **kw: attend(q.flip(1), k, v, **kw)  # type: ignore[method-assign]
+
+
+class Gated(nn.TransformerEncoderLayer):
+    """Feed-forward code of its own, token by token."""
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return super()._ff_block(x) * torch.sigmoid(x)
+
+
+class Shifted(nn.TransformerEncoderLayer):
+    """Queries and keys that are not the values, as DETR has them."""
+
+    def _sa_block(self, x: Tensor, mask: Any, padding: Any, is_causal: bool = False) -> Tensor:
+        out, _ = self.self_attn(x.sin(), x.cos(), x, key_padding_mask=padding, need_weights=False)
+        return self.dropout1(out)
+
+
+class LowRank(nn.TransformerEncoderLayer):
+    """Weights in two parts, and a layer in the place of ``out_proj`` that torch never calls."""
+
+    class Part(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.down = nn.Parameter(torch.ones(2, weight.shape[1]) / 9)
+            self.up = nn.Parameter(torch.linspace(-1, 1, 2 * weight.shape[0]).view(-1, 2))
+
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight + self.up @ self.down
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for module, name in ((self.linear1, "weight"), (self.self_attn, "in_proj_weight")):
+            parametrize.register_parametrization(module, name, self.Part(getattr(module, name)))
+        plain = self.self_attn.out_proj
+
+        class Doubled(nn.Linear):
+            def forward(self, input: Tensor) -> Tensor:
+                return 2 * super().forward(input)
+
+        self.self_attn.out_proj = Doubled(16, 16)  # type: ignore[assignment]
+        self.self_attn.out_proj.load_state_dict(plain.state_dict())
+
+
+class Net(Reader):
+    """``Reader`` with other layers; ``change`` gets the encoder."""
+
+    def __init__(
+        self,
+        layer: Any = nn.TransformerEncoderLayer,
+        change: Callable[[Any], None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        torch.manual_seed(1)
+        block = layer(16, 2, 32, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+        if change is not None:
+            change(self.encoder)
+
+
+def refused(module: Any, said: str, data: Any = None, **arguments: Any) -> None:
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(MisconfigurationException, match=said):
+        quiet(max_epochs=1, **{"packed": True, **arguments}).fit(module, data or loader())
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
+MIXES = r"Trainer\(packed=True\): TransformerEncoder: block 0 \({}\) mixes tokens of different samples"
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (Conv, MIXES.format("Conv")),
+        (GatedConv, MIXES.format("GatedConv")),
+        (Mean, MIXES.format("Mean")),
+        (Statistics, MIXES.format("Statistics")),
+        (WithoutAttention, r"block 0 \(WithoutAttention\) computes attention by code of its own"),
+        (FirstOnly, r"block 0 \(FirstOnly\) gives real tokens other numbers"),
+        (Places, r"block 0 \(Places\) gives real tokens other numbers"),
+        (DropPath, r"draw 1 random number for \d+ tokens.*stochastic depth"),
+        (DropPathOfTorchvision, r"draw 1 random number for \d+ tokens.*stochastic depth"),
+        (Window, r"Window attends with a mask of its own, of shape \(\d+, \d+\)"),
+        (WithOwnAttention, "the forward of its OwnAttention is not torch's own"),
+        (Patched, "the forward of its MultiheadAttention is not torch's own"),
+    ],
+)
+def test_blocks_that_mix_tokens_are_refused_by_name_before_a_weight_changes(layer: Any, said: str) -> None:
+    refused(Net(layer), said)
+
+
+@pytest.mark.parametrize("data", ["padded", "whole"])
+@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, Gated, Shifted, LowRank])
+def test_blocks_that_treat_each_token_by_itself_train_as_if_padded(layer: Any, data: str) -> None:
+    padded, packed = Net(layer), Net(layer)
+    given = loader()
+    if data == "whole":
+        for sample in given.dataset:
+            sample["attention_mask"] = torch.ones_like(sample["attention_mask"])
+    quiet(max_epochs=2).fit(padded, given)
+    quiet(max_epochs=2, packed=True).fit(packed, given)
+    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_convolution_is_refused_without_any_padding() -> None:
+    whole = [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[0] % 2}
+        for ids in torch.randint(3, 60, (8, WIDTH))
+    ]
+    refused(Net(Conv), MIXES.format("Conv"), DataLoader(whole, batch_size=4))  # type: ignore[arg-type]
+    refused(Net(GatedConv), MIXES.format("GatedConv"), DataLoader(whole, batch_size=1))  # type: ignore[arg-type]
+
+
+def _same_layer_twice(encoder: Any) -> None:
+    encoder.layers[1] = encoder.layers[0]
+
+
+def _first_again(encoder: Any) -> None:
+    encoder.layers.append(encoder.layers[0])
+
+
+def test_a_layer_used_again_is_computed_each_time_or_refused() -> None:
+    padded, packed = Net(change=_same_layer_twice), Net(change=_same_layer_twice)
+    quiet(max_epochs=1).fit(padded, loader())
+    quiet(max_epochs=1, packed=True).fit(packed, loader())
+    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    refused(Net(change=_first_again), "some of its layers are there several times")
+
+
+class Leaves(nn.TransformerEncoder):
+    """Uses some of its layers: an early exit, or whole layers dropped."""
+
+    leaves = slice(0, 1)
+
+    def forward(self, src: Tensor, src_key_padding_mask: Any = None, **kwargs: Any) -> Tensor:
+        for layer in self.layers[self.leaves]:
+            src = layer(src, src_key_padding_mask=src_key_padding_mask)
+        return src
+
+
+class Sides(nn.TransformerEncoder):
+    """Returns the first token of each layer as well."""
+
+    def forward(self, src: Tensor, src_key_padding_mask: Any = None, **kwargs: Any) -> Any:
+        firsts = []
+        for layer in self.layers:
+            src = layer(src, src_key_padding_mask=src_key_padding_mask)
+            firsts.append(src[:, 0])
+        src.firsts = firsts  # type: ignore[attr-defined]
+        return src + sum(firsts)[:, None]  # type: ignore[index]
+
+
+class Between(nn.TransformerEncoder):
+    """A convolution between its layers."""
+
+    def forward(self, src: Tensor, src_key_padding_mask: Any = None, **kwargs: Any) -> Any:
+        kernel = torch.ones(16, 1, 3) / 3
+        for layer in self.layers:
+            src = layer(src, src_key_padding_mask=src_key_padding_mask)
+            src = nn.functional.conv1d(src.mT, kernel, padding=1, groups=16).mT
+        return src
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaves", "said"),
+    [
+        (Leaves, slice(0, 1), r"Leaves: the last block, block 1 \(TransformerEncoderLayer\), was left out"),
+        (Leaves, slice(1, 2), r"block 1 \(TransformerEncoderLayer\) was called before the first block"),
+        (Sides, None, "Sides: its (blocks fail on|output is another)"),
+        (Between, None, r"Between: block 1 .* mixes tokens of different samples"),
+    ],
+)
+def test_encoders_with_code_between_their_layers_are_refused(kind: Any, leaves: Any, said: str) -> None:
+    def change(encoder: Any) -> None:
+        encoder.__class__ = kind
+        encoder.leaves = leaves
+
+    refused(Net(change=change), said)
+
+
+class Hooked(L.Callback):
+    """Registers a hook inside the blocks after two batches."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.seen.append(output[:, 0])
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            pl_module.encoder.layers[1].linear2.register_forward_hook(self.keep)
+
+
+def test_hooks_inside_blocks_are_refused_also_later() -> None:
+    kept = Hooked()
+    for inner in (lambda net: net.encoder.layers[0], lambda net: net.encoder.layers[1].self_attn):
+        module = Net()
+        inner(module).register_forward_hook(kept.keep)
+        refused(module, "the forward hook keep on .*, inside the blocks, would be given one row")
+    module = Net()
+    module.encoder.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    refused(module, "the forward hook <lambda> on TransformerEncoderLayer")
+    with pytest.raises(MisconfigurationException, match="the forward hook keep on Linear"):
+        quiet(max_epochs=1, packed=True, callbacks=[kept]).fit(Net(), loader())
+    assert kept.seen == []
+
+
+def test_hooks_on_the_whole_encoder_see_each_call_once_and_padded() -> None:
+    padded, packed = Net(), Net()
+    counts = []
+    for module, lever in ((padded, False), (packed, True)):
+        seen: list[torch.Size] = []
+        module.encoder.register_forward_hook(lambda *given, seen=seen: seen.append(given[2].shape))
+        quiet(max_epochs=1, packed=lever).fit(module, loader())
+        counts.append(seen)
+    assert counts[0] == counts[1]
+    assert counts[0][0] == (3, WIDTH, 16)
+
+
+class Counting(nn.TransformerEncoderLayer):
+    """Counts its calls in a buffer, in an attribute and in a list, and keeps what it saw."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("calls", torch.zeros(()))
+        self.count, self.widths = 0, []  # type: ignore[var-annotated]
+
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        self.widths.append(src.shape[1])
+        self.last = src.detach()
+        return super().forward(src, *args, **kwargs)
+
+
+def test_the_trial_before_training_leaves_no_trace() -> None:
+    module, batch = Net(Counting), batch_of([7, 3, WIDTH, 1])
+    real = batch["attention_mask"].bool()
+    words = module.words(batch["input_ids"])
+    torch.manual_seed(3)
+    expected, there = torch.rand(1), random.getstate()
+    torch.manual_seed(3)
+    with packed_blocks(module):
+        module.encoder(words, src_key_padding_mask=~real)
+        assert torch.equal(torch.rand(1), expected)
+        assert random.getstate() == there
+        block: Any = module.encoder.layers[1]
+        assert (int(block.calls), block.count, block.widths) == (1, 1, [23])
+        assert block.last.shape == (1, 23, 16)
+        assert all(one.grad is None for one in module.parameters())
+        assert "forward" not in vars(module.encoder)
+
+
+# -- models of transformers
+
+
+class Own(nn.Module):
+    """Attention of one's own in the place of BERT's."""
+
+    def __init__(self, of: Any) -> None:
+        super().__init__()
+        self.query, self.key, self.value = of.query, of.key, of.value
+
+    def forward(self, hidden: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        scores = self.query(hidden) @ self.key(hidden).mT / 4
+        if attention_mask is not None:
+            scores = scores.masked_fill(attention_mask[:, 0] == 0, -1e9)
+        return scores.softmax(-1) @ self.value(hidden), None
+
+
+class Tuned(L.LightningModule):
+    """A model of transformers, trained on its own loss."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.generated: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, mask, labels = batch
+        return self.model(input_ids=ids, attention_mask=mask, labels=labels).loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        found = self.model.generate(
+            batch[0][:, :3], attention_mask=batch[1][:, :3], max_new_tokens=2, do_sample=False
+        )
+        self.generated.append(found)
+        self.log("seen", found.float().mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(
+            input_ids=batch[0], attention_mask=batch[1], output_hidden_states=True
+        ).hidden_states[-1]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def texts(*, left: bool = False, labels: str = "masked") -> DataLoader[Any]:
+    batch = batch_of([7, 3, WIDTH, 4, 5, 5, 6, 9], left=left)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    wanted = ids.masked_fill(mask == 0, -100) if labels == "masked" else ids
+    if labels == "class":
+        wanted = ids[:, 0] % 2
+    return DataLoader(TensorDataset(ids, mask, wanted), batch_size=4)
+
+
+def test_a_self_attention_of_ones_own_in_bert_is_refused_by_name() -> None:
+    module = Tuned(model_of("bert"))
+    for block in module.model.bert.encoder.layer:
+        block.attention.self = Own(block.attention.self)
+    refused(
+        module,
+        r"BertModel: block 0 \(BertLayer\) computes attention by code of its own, Own,",
+        texts(labels="class"),
+    )
+
+
+class ConvOutput(nn.Module):
+    """BERT's output layer with a convolution over tokens."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of, self.conv = of, nn.Conv1d(16, 16, 3, padding=1).double()
+
+    def forward(self, hidden: Tensor, given: Tensor) -> Tensor:
+        return self.of(hidden, given) + self.conv(given.mT).mT
+
+
+def test_a_convolution_inside_bert_is_refused_by_name() -> None:
+    module = Tuned(model_of("bert"))
+    module.model.bert.encoder.layer[1].output = ConvOutput(module.model.bert.encoder.layer[1].output)
+    refused(module, r"BertModel: block 1 \(BertLayer\) mixes tokens", texts(labels="class"))
+
+
+@pytest.mark.parametrize("labels", ["masked", "all"])
+@pytest.mark.parametrize("left", [False, True])
+def test_a_loss_that_reads_padding_is_refused_and_others_are_the_same(left: bool, labels: str) -> None:
+    # Shifted labels: the first real token is predicted at the last padded place before it.
+    data = texts(left=left, labels=labels)
+    if left or labels == "all":
+        refused(Tuned(model_of("gpt2")), "GPT2Model: the loss reads its output where there is padding", data)
+        return
+    padded, packed = Tuned(model_of("gpt2")), Tuned(model_of("gpt2"))
+    quiet(max_epochs=1).fit(padded, data)
+    quiet(max_epochs=1, packed=True).fit(packed, data)
+    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_padding_on_the_left_trains_the_same_where_the_loss_leaves_it_out() -> None:
+    data = texts(left=True)
+    for sample in zip(*data.dataset.tensors, strict=True):  # type: ignore[attr-defined]
+        sample[2][int(sample[1].argmax())] = -100
+    padded, packed = Tuned(model_of("llama")), Tuned(model_of("llama"))
+    quiet(max_epochs=1).fit(padded, data)
+    quiet(max_epochs=1, packed=True).fit(packed, data)
+    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_mean_over_padding_as_well_is_refused() -> None:
+    class Average(Reader):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            hidden = self.encoder(
+                self.words(batch["input_ids"]), src_key_padding_mask=batch["attention_mask"] == 0
+            )
+            return nn.functional.cross_entropy(self.head(hidden.mean(1)), batch["labels"])
+
+    refused(Average(), "TransformerEncoder: the loss reads its output where there is padding")
+
+
+def test_layerdrop_is_refused_before_training() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.OPTConfig(
+        vocab_size=60, hidden_size=16, ffn_dim=32, num_hidden_layers=3, num_attention_heads=2,
+        max_position_embeddings=64, word_embed_proj_dim=16, layerdrop=0.3, pad_token_id=0,
+    )  # fmt: skip
+    refused(
+        Tuned(transformers.OPTForCausalLM(config)),
+        r"OPTDecoder: layerdrop=0.3 leaves whole layers out",
+        texts(),
+    )
+
+
+def test_generation_and_prediction_of_a_packed_run_are_those_of_a_padded_one() -> None:
+    padded, packed = (Tuned(model_of("gpt2")) for _ in range(2))
+    data = texts()
+    predictions = []
+    for module, lever in ((padded, False), (packed, True)):
+        trainer = quiet(max_epochs=2, packed=lever)
+        trainer.fit(module, data, data)
+        predictions.append(trainer.predict(module, texts(left=True)))
+    assert len(packed.generated) == len(padded.generated) > 0
+    for one, other in zip(packed.generated, padded.generated, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(*predictions, strict=True):
+        # At padded places as well.
+        torch.testing.assert_close(one, other)
+
+
+def test_a_model_that_is_only_called_without_gradients_is_told_that_packing_does_nothing() -> None:
+    model = model_of("bert")
+    with (
+        torch.no_grad(),
+        pytest.warns(UserWarning, match="called without gradients only.*Leave it out"),
+        packed_blocks(model),
+    ):
+        model(**batch_of([7, 3]))
+
+
+def test_a_model_in_eval_mode_is_packed_where_it_is_trained() -> None:
+    # As from_pretrained gives it.
+    padded, packed = (Tuned(model_of("bert").eval()) for _ in range(2))
+    quiet(max_epochs=1).fit(padded, texts(labels="class"))
+    quiet(max_epochs=1, packed=True).fit(packed, texts(labels="class"))
+    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert not same_weights(packed, Tuned(model_of("bert")))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "roberta", "electra", "gpt2", "llama"])
+def test_dropout_of_single_elements_is_not_mistaken_for_one_of_samples(name: str, dropout: float) -> None:
+    model, batch = model_of(name, dropout=dropout), batch_of([7, 3, WIDTH, 1])
+    with packed_blocks(model):
+        assert model(**batch).logits.isfinite().all()
