@@ -388,6 +388,8 @@ class Trainer(TrainerView):
         # One given earlier stays: its hooks for preparing and moving data belong to this Trainer's runs.
         self._reads_datamodule = datamodule is not None
         self._module, self._datamodule = module, datamodule or self._datamodule
+        # Here, where copies of this process learn it, and where the program goes on afterwards.
+        parts.settle_loggers(self._loggers, self._runtime)
         return self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
 
     def _in_process(
@@ -402,6 +404,7 @@ class Trainer(TrainerView):
         parts.attach(self, module, self._datamodule)
         self._meters.forget_callback_values()
         several = runtime.world_size > 1
+        parts.settle_loggers(self._loggers, runtime)
         with StopRequests(runtime.all_reduce if several else None) as stop:
             run = self._run = self._make_run(module, given, stop)
             try:

@@ -11,6 +11,7 @@ from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.callback import Callback
 from hasten.compile.given import inner_model as inner_model
+from hasten.loggers.base import Logger
 from hasten.loops.signatures import check_signatures
 from hasten.module import LightningModule
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from hasten.datamodule import LightningDataModule
     from hasten.loops.run import Run
     from hasten.loops.states import TrainerFn
+    from hasten.runtime import Runtime
     from hasten.trainer import Trainer
 
 
@@ -31,6 +33,15 @@ def loggers(arguments: Arguments) -> list[Any]:
 
         return [CSVLogger(arguments.default_root_dir)]
     return list(arguments.logger)
+
+
+def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:
+    """Have the loggers of all processes be those of the first: one folder a run, whoever asks for it."""
+    if runtime.world_size > 1:
+        mine = [logger.identity() if isinstance(logger, Logger) else {} for logger in loggers]
+        for logger, identity in zip(loggers, runtime.broadcast(mine), strict=False):
+            if isinstance(logger, Logger) and identity:
+                logger.take_identity(identity)
 
 
 def callbacks(arguments: Arguments) -> list[Callback]:

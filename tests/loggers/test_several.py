@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import csv
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +333,55 @@ def test_two_processes_write_one_run(tmp_path: Path) -> None:
         written = table(tmp_path / "lightning_logs" / "version_0" / "metrics.csv")
         assert [int(row["step"]) for row in written] == [0, 1, 2, 3, 4]
         assert len(list((tmp_path / "tb" / "version_0").glob("events*"))) == 1
+
+
+@pytest.mark.world_size(2)
+def test_processes_report_one_folder_also_where_they_would_have_named_it_differently(tmp_path: Path) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    names = [CSVLogger(tmp_path, name=f"at_{rank}_o_clock"), TensorBoardLogger(tmp_path, name="tb")]
+    (tmp_path / "tb" / f"version_{rank}").mkdir(parents=True)
+    assert names[1].version  # asked for at different times
+    trainer = quiet(devices=2, strategy="ddp", logger=names)
+    trainer.fit(Classifier(), loader())
+    folders = [logger.log_dir for logger in trainer.loggers]
+    trainer.test(Classifier(), loader(), verbose=False)
+    assert [logger.log_dir for logger in trainer.loggers] == folders
+    assert trainer.strategy.broadcast(folders) == folders
+    assert folders[0] == str(tmp_path / "at_0_o_clock" / "version_0")
+    for folder in folders:
+        (Path(folder) / f"outputs_{rank}.txt").write_text("a tutorial's last line")
+
+
+ENDS_LIKE_A_TUTORIAL = """
+import os, hasten as L
+from tests.models import Classifier, loader
+
+if __name__ == "__main__":
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=STRATEGY, enable_progress_bar=False, max_epochs=1,
+                        enable_model_summary=False, enable_checkpointing=False, default_root_dir=FOLDER)
+    trainer.fit(Classifier(), loader(16))
+    trainer.test(Classifier(), loader(16))
+    with open(os.path.join(trainer.logger.log_dir, f"outputs_{trainer.global_rank}.txt"), "w") as file:
+        file.write(trainer.logger.log_dir)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_a_program_writes_beside_its_logs_on_every_process(strategy: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        ENDS_LIKE_A_TUTORIAL.replace("STRATEGY", repr(strategy)).replace("FOLDER", repr(str(tmp_path)))
+    )
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    [run] = (tmp_path / "lightning_logs").iterdir()
+    written = sorted(path.name for path in run.glob("outputs_*.txt"))
+    assert written == (["outputs_0.txt", "outputs_1.txt"] if strategy == "ddp" else ["outputs_0.txt"])
+    assert (run / "outputs_0.txt").read_text() == str(run)
 
 
 # -- Fabric

@@ -100,6 +100,13 @@ class Logger(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
         """Take the state back: what was recorded after the checkpoint will be recorded again."""
 
+    def identity(self) -> dict[str, Any]:
+        """Return which run this is, settled by now, as plain data: for the same logger in other processes."""
+        return {}
+
+    def take_identity(self, identity: dict[str, Any]) -> None:  # noqa: B027 - optional
+        """Be the run that ``identity`` was taken from."""
+
 
 class DummyExperiment:
     """Takes whatever is done with an experiment and does nothing: what other processes than the first have.

@@ -219,6 +219,15 @@ class CSVLogger(Logger):
         if state and state["file"] == _place(self.experiment.metrics_file_path):
             self.experiment.keep(state["rows"])
 
+    def identity(self) -> dict[str, Any]:
+        """Return the folder, the name and the version of this run."""
+        return {"save_dir": self.save_dir, "name": self.name, "version": self.version}
+
+    def take_identity(self, identity: dict[str, Any]) -> None:
+        """Have the folder, the name and the version of another process' logger."""
+        self._save_dir, self._name = identity["save_dir"], identity["name"]
+        self._version = identity["version"]
+
     def __getstate__(self) -> dict[str, Any]:
         # Another process must not write the rows held back here once more.
         return {**self.__dict__, "_experiment": None}

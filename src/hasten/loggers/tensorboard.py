@@ -244,6 +244,15 @@ class TensorBoardLogger(Logger):
             # The writer says so in the first event of its file, so a new one is made.
             self._purge = {"purge_step": self._next_step}
 
+    def identity(self) -> dict[str, Any]:
+        """Return the folder, the name and the version of this run."""
+        return {"save_dir": self.save_dir, "name": self.name, "version": self.version}
+
+    def take_identity(self, identity: dict[str, Any]) -> None:
+        """Have the folder, the name and the version of another process' logger."""
+        self._save_dir, self._name = identity["save_dir"], identity["name"]
+        self._version = identity["version"]
+
     def __getstate__(self) -> dict[str, Any]:
         # Event files are written by threads, which do not travel to another process.
         return {**self.__dict__, "_experiment": None}
