@@ -424,6 +424,9 @@ class Trainer(TrainerView):
             except BaseException as error:
                 self._abort(run, error)
                 raise
+            if stop.signal is not None:
+                # It came when nothing was left to be stopped, and still ends the program.
+                parts.leave_program(stop.signal, SystemExit(128 + stop.signal))
         return result
 
     def _make_run(self, module: LightningModule, given: dict[str, Any], stop: StopRequests) -> Run:

@@ -13,6 +13,7 @@ from hasten.callback import Callback
 from hasten.compile.given import inner_model as inner_model
 from hasten.loggers.base import Logger
 from hasten.loops.signatures import check_signatures
+from hasten.machine import launch
 from hasten.module import LightningModule
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def leave_program(signal_number: int, error: BaseException) -> NoReturn:
         interactive = hasattr(sys, "ps1") or sys.modules["IPython"].get_ipython() is not None
         if interactive:
             raise KeyboardInterrupt from None
+    launch.leave_with_own_code()
     raise SystemExit(128 + signal_number) from None
 
 

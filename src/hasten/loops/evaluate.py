@@ -105,6 +105,7 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
     source.load()
     check_takes_loader(run.module, "test" if testing else "validation", len(source.loaders))
     results = evaluate(run, source)
+    run.leave_if_stopped()
     if verbose and run.runtime.is_global_zero:
         print_results(results, "test" if testing else "validate")
     return results

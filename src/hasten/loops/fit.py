@@ -107,7 +107,7 @@ def train_epoch(run: Run) -> None:
     meters.start_epoch("train")
     progress.epoch_ended = progress.last_batch
     hooks.on_train_epoch_end_last()
-    _raise_if_stopped(run)
+    run.leave_if_stopped()
     progress.in_epoch = False
 
 

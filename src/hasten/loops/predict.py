@@ -47,6 +47,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
             hooks.on_predict_end()
     finally:
         restore_modes(modes)
+    run.leave_if_stopped()
     if not return_predictions:
         run.kept_predictions = None
         return None

@@ -146,6 +146,12 @@ class Run:
             return True
         return self.should_stop and self.may_stop_early()
 
+    def leave_if_stopped(self) -> None:
+        """Leave the run if Ctrl-C or SIGTERM arrived; all processes pass here, so that all leave."""
+        number = self.stop.agreed_now()
+        if number is not None:
+            raise Stopped(number)
+
     def enter(self, stage: RunningStage) -> RunningStage | None:
         """Change the stage; return the one before."""
         before = self.state.stage

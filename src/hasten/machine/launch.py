@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import subprocess
@@ -240,7 +241,7 @@ class Children:
         os._exit(1)
 
     def end(self) -> None:
-        """Wait for the others to end, and end those that do not."""
+        """Wait for the others to end, and end those that do not; fail if one of them has failed."""
         failed = self._dead is not None or getattr(sys, "last_value", None) is not None
         deadline = time.monotonic() + (0.5 if failed else _END_SECONDS)
         while time.monotonic() < deadline:
@@ -248,10 +249,29 @@ class Children:
                 break
             time.sleep(0.05)
         self._ended = True
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
         stop_processes(self._processes.values())
+        died = {rank: code for rank, code in codes.items() if code}
+        if died and not _leaving:
+            # Of a function called at the end of a program only this is heard. Whatever was registered after the
+            # processes started, such as loggers, has ended by now.
+            local_rank, code = next(iter(died.items()))
+            if not failed:
+                os.write(2, f"{describe_death(self._first_rank + local_rank, code)}\n".encode())
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code if code > 0 else 1)
 
 
 _children: Children | None = None
+_leaving = False
+
+
+def leave_with_own_code() -> None:
+    """Have this program end with the exit code it says, whatever became of the processes it started."""
+    global _leaving
+    _leaving = True
 
 
 def describe_death(rank: int, code: int) -> str:

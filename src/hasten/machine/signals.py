@@ -119,3 +119,9 @@ class StopRequests:
         self._last_check = (step, now)
         self._next_check = step + self._interval
         return int(number) or None
+
+    def agreed_now(self) -> int | None:
+        """Return the signal that arrived at any process, at a place that all pass: the end of an epoch or a loop."""
+        if self._all_reduce is None:
+            return self.signal
+        return int(self._all_reduce(torch.tensor(self.signal or 0), op="max")) or None

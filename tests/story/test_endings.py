@@ -1,0 +1,61 @@
+"""The exit code of a program on several processes says what became of each of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import os, signal, sys
+import hasten as L
+from tests.models import Classifier, loader
+
+class Model(Classifier):
+    def validation_step(self, batch, batch_idx):
+        if self.current_epoch == 1 and batch_idx == 0 and HOW == f"SIGTERM to rank {self.global_rank}":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+HOW = sys.argv[1]
+if __name__ == "__main__":
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False,
+                        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(Model(), loader(16), loader(16))
+    print("after fit")
+    if HOW == "all exit with 5":
+        sys.exit(5)
+    if trainer.global_rank == 1:
+        if HOW == "exit":
+            sys.exit(3)
+        if HOW == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("exit", 3),
+        ("kill", 1),
+        ("all exit with 5", 5),
+        ("SIGTERM to rank 1", 143),
+    ],
+)
+def test_a_program_ends_with_the_code_of_the_process_that_did_not_end_well(
+    how: str, code: int, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(program), how], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    assert ("after fit" in done.stdout) == ("SIGTERM" not in how)
+    if how in ("exit", "kill"):
+        assert "the process of rank 1" in done.stderr
