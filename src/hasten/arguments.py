@@ -50,6 +50,7 @@ class Arguments:
     inference_mode: bool
     use_distributed_sampler: bool
     detect_anomaly: bool
+    on_bad_loss: str
     barebones: bool
     sync_batchnorm: bool
     reload_dataloaders_every_n_epochs: int
@@ -88,6 +89,7 @@ def check(
     inference_mode: Any,
     use_distributed_sampler: Any,
     detect_anomaly: Any,
+    on_bad_loss: Any,
     barebones: Any,
     sync_batchnorm: Any,
     reload_dataloaders_every_n_epochs: Any,
@@ -248,6 +250,7 @@ def check(
         inference_mode=inference_mode,
         use_distributed_sampler=use_distributed_sampler,
         detect_anomaly=detect_anomaly,
+        on_bad_loss=_on_bad_loss(on_bad_loss),
         barebones=barebones,
         sync_batchnorm=sync_batchnorm,
         reload_dataloaders_every_n_epochs=reload_every,
@@ -453,6 +456,14 @@ def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str | None:
             + did_you_mean(text.lower(), list(allowed))
         )
     return text.lower()
+
+
+def _on_bad_loss(value: Any) -> str:
+    allowed = ("warn", "stop", "skip", "rewind")
+    if value not in allowed:
+        hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
+        raise ValueError(f"Trainer(on_bad_loss={value!r}): use one of {', '.join(map(repr, allowed))}.{hint}")
+    return str(value)
 
 
 def _callbacks(callbacks: Any) -> tuple[Callback, ...]:

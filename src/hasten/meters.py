@@ -8,6 +8,7 @@ copy.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,6 +67,16 @@ class MetricSink(Protocol):
         """Flush if it is time to."""
 
 
+class BadLosses(Protocol):
+    """Hears of losses that have arrived on the host."""
+
+    def loss(self, value: float, step: int, epoch: int | None) -> None:
+        """Take the loss of a training step."""
+
+    def logged(self, hook: str, stage: str, name: str, value: float) -> None:
+        """Take a logged value that is called a loss and is not finite."""
+
+
 class Meters:
     """All values logged in a run, by stage and hook."""
 
@@ -84,6 +95,10 @@ class Meters:
         self._on_the_way: list[tuple[Arrival, list[tuple[Meter, str]], int, int | None]] = []
         self._bar_sent = time.monotonic()
         self._warned: set[str] = set()
+        # Who hears of losses; None outside of training.
+        self.report: BadLosses | None = None
+        self._loss = Meter("loss", self)
+        self._looked_at: int | None = None
 
     # -- where a value is logged
 
@@ -207,8 +222,16 @@ class Meters:
 
     # -- publishing
 
-    def publish_step(self, step: int, epoch: int, *, to_loggers: bool) -> None:
-        """Send the latest training values on their way to the host; ``step`` is the loggers' x axis."""
+    def publish_step(self, step: int, epoch: int, *, to_loggers: bool, loss: Tensor | None = None) -> None:
+        """Send the latest training values on their way to the host.
+
+        Args:
+            step: the loggers' x axis.
+            epoch: the epoch in hand.
+            to_loggers: for the loggers as well, not for the progress bar alone.
+            loss: the loss of the step, to be looked at when it has arrived.
+
+        """
         entries = [
             (meter, meter.step_name)
             for meter in self._stage("train")
@@ -218,9 +241,14 @@ class Meters:
         if not to_loggers:
             # Each process refreshes its bar by its own clock: nothing may be exchanged for that.
             entries = [entry for entry in entries if not self._is_shared(entry[0])]
-        if entries:
-            self._send(entries, step if to_loggers else -1, epoch)
+        if entries or (loss is not None and self.report is not None):
+            self._send(entries, step if to_loggers else -1, epoch, loss)
         self.deliver()
+
+    def look_at_loss(self, loss: Tensor | None, step: int, epoch: int) -> None:
+        """Send the loss of a step on its way to the host, unless it was published with the values of that step."""
+        if loss is not None and self.report is not None and step != self._looked_at:
+            self._send([], step, epoch, loss)
 
     def sync_step_values(self) -> None:
         """Reduce the latest values logged with ``sync_dist=True`` for who reads them now; all processes call it."""
@@ -253,9 +281,15 @@ class Meters:
         if len(self._on_the_way) > 64:
             self.deliver()
 
-    def _send(self, entries: list[tuple[Meter, str]], step: int, epoch: int | None) -> None:
+    def _send(
+        self, entries: list[tuple[Meter, str]], step: int, epoch: int | None, loss: Tensor | None = None
+    ) -> None:
         self._bar_sent = time.monotonic()
         values = [meter.step_value() for meter, _ in entries]
+        if loss is not None:
+            # First: what is logged is often the same.
+            entries, values = [(self._loss, "loss"), *entries], [loss.detach(), *values]
+            self._looked_at = step
         values = self._synchronised(values, [meter for meter, _ in entries])
         self._on_the_way.append((send_to_host(values), entries, step, epoch))
 
@@ -265,6 +299,8 @@ class Meters:
             arrival, entries, step, epoch = self._on_the_way.pop(0)
             log: dict[str, float] = {}
             for (meter, name), value in zip(entries, arrival.values(), strict=True):
+                if self.report is not None:
+                    self._look(self.report, meter, name, value, step, epoch)
                 if meter.prog_bar:
                     self.bar_values[name] = value
                 if meter.logger and step >= 0:
@@ -273,6 +309,17 @@ class Meters:
                     self.callback_values[meter.plain_name] = self.callback_values[name] = value
             if log:
                 self._log(log, step, epoch)
+
+    def _look(
+        self, report: BadLosses, meter: Meter, name: str, value: float, step: int, epoch: int | None
+    ) -> None:
+        if meter is self._loss:
+            report.loss(value, step, epoch)
+        elif not math.isfinite(value) and "loss" in name.lower():
+            rows = (c.row for c in self._contexts.values() if any(m is meter for m in c.all_meters()))
+            row = next(rows, None)
+            if row is not None:
+                report.logged(row.name, str(row.stage), name, value)
 
     def _log(self, values: dict[str, float], step: int, epoch: int | None) -> None:
         self.logged_values.update(values)
@@ -305,6 +352,8 @@ class Meters:
         loaders = max((index for index, _ in meters), default=0) + 1
         by_loader: list[dict[str, float]] = [{} for _ in range(loaders)]
         for (loader_idx, meter), value in zip(meters, values, strict=True):
+            if self.report is not None:
+                self._look(self.report, meter, meter.epoch_name, value, -1, None)
             for name in {meter.plain_name, meter.epoch_name}:
                 self.callback_values[name] = value
             if meter.prog_bar:

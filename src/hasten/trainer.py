@@ -101,6 +101,11 @@ class Trainer(TrainerView):
         inference_mode: evaluate in inference mode instead of ``no_grad``.
         use_distributed_sampler: give each process its own part of the data.
         detect_anomaly: ``torch.autograd.set_detect_anomaly`` during fit.
+        on_bad_loss: what to do about a loss that is nan or infinite: "warn" (default) says so at the next logging
+            interval and costs nothing. The others look at loss and gradients before each optimizer step, which on a
+            GPU means to wait for it once a step, and leave out the step of such a window: "stop" then ends the run
+            with an error that names the layer, "skip" goes on with the next batch, "rewind" goes on from the weights
+            and optimizer states of up to ``log_every_n_steps`` steps before. See docs/differences.md.
         barebones: switch off all that is not training.
         plugins: a Precision, CheckpointIO or ClusterEnvironment, or a list of them.
         sync_batchnorm: compute batch statistics over all processes.
@@ -173,6 +178,7 @@ class Trainer(TrainerView):
         use_distributed_sampler: bool = True,
         profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
+        on_bad_loss: str = "warn",
         barebones: bool = False,
         plugins: Plugin | list[Plugin] | None = None,
         sync_batchnorm: bool = False,
@@ -526,6 +532,7 @@ class Trainer(TrainerView):
 
     def _release(self, run: Run, status: str) -> None:
         self._meters.deliver(wait=True)
+        self._meters.report = None
         self._meters.leave()
         try:
             run.hooks.teardown(self.state.fn.value if self.state.fn else "")
@@ -536,6 +543,7 @@ class Trainer(TrainerView):
                 for logger in self._loggers:
                     logger.finalize(status)
             run.undo.close()
+            run.last_loss = None  # It holds the graph of a step.
             parts.to_host(run, failed=status != "success")
             self._runtime.teardown()
             parts.let_log(self._callbacks, None)
@@ -588,6 +596,9 @@ class Trainer(TrainerView):
         """Run backward for a module with manual optimisation, with its hooks."""
         run = self._run
         assert run is not None
+        run.last_loss = loss if loss.numel() == 1 else None
+        if run.guard is not None:
+            run.guard.check_manual(loss)
         run.hooks.on_before_backward(loss)
         run.runtime.strategy.prepare_backward(loss, run.wrapped)
         if overrides(run.module, LightningModule, "backward"):

@@ -1,4 +1,4 @@
-"""The one exception class of our own."""
+"""The exception classes of our own."""
 
 from __future__ import annotations
 
@@ -8,3 +8,7 @@ class MisconfigurationException(ValueError):
 
     It is a ``ValueError``, and has the field's name because programs catch it by that name.
     """
+
+
+class BadLossError(FloatingPointError):
+    """The run ended because a loss or its gradient is not finite; the weights are those before that step."""

@@ -11,6 +11,7 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
+from hasten._lib.errors import BadLossError
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callbacks.checkpoint_arguments import check_arguments, check_folder
 from hasten.callbacks.checkpoint_files import CheckpointFiles
@@ -314,7 +315,7 @@ class ModelCheckpoint(CheckpointFiles):
         if self._should_skip_saving_checkpoint(trainer) or trainer.total_batch_idx < 0:
             return
         here = self._here(trainer)
-        if isinstance(exception, (KeyboardInterrupt, SystemExit)):
+        if isinstance(exception, (KeyboardInterrupt, SystemExit, BadLossError)):
             if (
                 trainer.between_batches
                 and self._keeps_stopped_run(trainer)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from hasten.loops.books import Books
 from hasten.loops.contents import Contents
 from hasten.loops.run import Run
-from hasten.memory import may_have_changed
-from hasten.meter import Meter, is_metric
 from hasten.module import LightningModule
 
 # Of a module's parameters and attributes so much is copied before the first step has shown which of them it changes.
@@ -53,10 +49,7 @@ class Moment:
             for name, child in run.module.named_modules()
             if child not in seen.unchanged
         ]
-        self._owners = [child for child in run.module.modules() if child._buffers]
-        self._metrics = [child for child in run.module.modules() if is_metric(child)]
-        self._buffers: dict[tuple[int, str], tuple[nn.Module, str, Tensor, int, Tensor]] = {}
-        self._empty: list[tuple[nn.Module, str]] = []
+        self._books = Books(run)
 
     def keep(self, batch: Any, *, gradients: bool) -> None:
         """Remember the present state.
@@ -69,19 +62,7 @@ class Moment:
         run = self._run
         self._seen.batch.note([("batch", batch)])
         self._seen.module.note(self._roots)
-        self._random = _generator_states()
-        self._keep_buffers()
-        self._meters = {
-            meter: {
-                "value": meter.value,
-                "metric": meter.metric,
-                # These are added to in place.
-                "total": _copied(meter.total),
-                "weight": _copied(meter.weight),
-            }
-            for meter in self._all_meters()
-        }
-        self._metric_states = [(metric, _state_of(metric)) for metric in self._metrics]
+        self._books.keep()
         self._counts = (run.window_weight, run.skipped_batches)
         self._gradients = (
             [(p, None if p.grad is None else p.grad.clone()) for p in self._parameters()]
@@ -99,20 +80,7 @@ class Moment:
         run = self._run
         self._seen.batch.restore()
         self._seen.module.restore()
-        _set_generators(self._random)
-        for owner, name, tensor, version, copy in self._buffers.values():
-            if may_have_changed(owner, tensor, version):
-                tensor.detach().copy_(copy)
-            owner._buffers[name] = tensor
-        for owner, name in self._empty:
-            owner._buffers[name] = None
-        for meter in self._all_meters():
-            # One that came up in the attempt alone has gathered nothing.
-            for name, value in self._meters.get(meter, _NOTHING).items():
-                setattr(meter, name, _copied(value) if name in ("total", "weight") else value)
-        for metric, state in self._metric_states:
-            for name, value in state.items():
-                setattr(metric, name, _copied(value))
+        self._books.restore()
         run.window_weight, run.skipped_batches = self._counts
         if self._gradients is None:
             # The attempt's own gradients: the step begins with none.
@@ -144,64 +112,9 @@ class Moment:
             seen.unchanged.update(quiet)
             self._roots = [(name, child) for name, child in self._roots if child not in seen.unchanged]
 
-    def _keep_buffers(self) -> None:
-        # A copy stays good as long as nobody writes to its buffer: large ones that never change are copied once.
-        kept, self._buffers, self._empty = self._buffers, {}, []
-        for owner in self._owners:
-            for name, tensor in owner._buffers.items():
-                if tensor is None:
-                    self._empty.append((owner, name))
-                    continue
-                key = (id(owner), name)
-                before = kept.get(key)
-                if before is None or before[2] is not tensor or may_have_changed(owner, tensor, before[3]):
-                    before = (owner, name, tensor, tensor._version, tensor.detach().clone())
-                self._buffers[key] = before
-
-    def _all_meters(self) -> Iterator[Meter]:
-        yield from self._run.meters._stage("train")
-
     def _parameters(self) -> Iterator[Any]:
         for optimizer in self._run.optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
         if not self._run.optimizers:
             yield from self._run.module.parameters()
-
-
-_NOTHING = {"value": None, "total": None, "weight": 0, "metric": None}
-
-
-def _state_of(metric: Any) -> dict[str, Any]:
-    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
-    return {name: _copied(getattr(metric, name)) for name in names}
-
-
-def _generator_states() -> dict[str, Any]:
-    """Return the states of all random generators as they come: packed for a checkpoint they take four times as long."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    if torch.backends.mps.is_available():
-        states["mps"] = torch.mps.get_rng_state()
-    return states
-
-
-def _set_generators(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
-    if "mps" in states:
-        torch.mps.set_rng_state(states["mps"])
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    # The tensors in a list are never written to, but the list grows.
-    return list(value) if isinstance(value, list) else value

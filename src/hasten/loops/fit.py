@@ -15,7 +15,7 @@ from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import random_state
 from hasten.checkpoint.metrics import metric_states
 from hasten.hooks import STEPS, nothing, overrides
-from hasten.loops import micro, schedule
+from hasten.loops import bad_loss, micro, schedule
 from hasten.loops.compiled import compiled_step, recorded_steps
 from hasten.loops.evaluate import evaluate, sanity_check
 from hasten.loops.explain import add_place, check_some_loss, loss_of, with_batch_idx_if_taken
@@ -63,6 +63,8 @@ def fit(run: Run) -> None:
     if not run.progress.mid_epoch:
         # Now, not when the epoch starts: what on_train_start logs belongs to the first one.
         run.meters.start_epoch("train")
+    run.meters.report = bad_loss.Report(guarded=run.arguments.on_bad_loss != "warn")
+    run.guard = bad_loss.guard(run)
     run.hooks.on_train_start()
     with torch.enable_grad(), full_passes_once():
         while not run.finished():
@@ -104,6 +106,9 @@ def train_epoch(run: Run) -> None:
     if progress.last_batch:
         schedule.step_on_monitored(run, "epoch")
     meters.log_epoch(values, progress.updates - 1, progress.epoch)
+    meters.look_at_loss(run.last_loss, progress.updates - 1, progress.epoch)
+    if run.guard is not None:
+        run.guard.end_epoch()
     meters.start_epoch("train")
     progress.epoch_ended = progress.last_batch
     hooks.on_train_epoch_end_last()
@@ -122,6 +127,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     max_steps = run.max_steps
     several_processes = run.runtime.world_size > 1
     window_size, tail_size, tail_start = _plan_windows(run)
+    guard = run.guard
     follows_each = schedule.any_monitored(run, "step") or run.checks.asks_each
     next_validation = run.checks.next_at(run)
 
@@ -162,8 +168,10 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
 
         hooks.on_train_batch_end(outputs, batch, batch_idx)
         if closes and progress.updates % log_every_n_steps == 0:
-            meters.publish_step(progress.updates - 1, progress.epoch, to_loggers=True)
+            meters.publish_step(progress.updates - 1, progress.epoch, to_loggers=True, loss=run.last_loss)
         hooks.on_train_batch_end_last(outputs, batch, batch_idx)
+        if guard is not None:
+            guard.after_batch()
 
         if is_last and run.goes_on():
             run.train.begin_next(progress.epoch + 1)
@@ -235,10 +243,9 @@ def make_step(run: Run) -> Step:
 
 def _automatic_step(run: Run) -> Step:
     """Forward and backward on each batch; clip and step when the accumulation is complete."""
-    optimizer, progress = run.optimizers[0], run.progress
+    progress = run.progress
     forward_backward = _forward_backward(run)
-    finish_gradients = _finish_gradients(run)
-    step = run.runtime.make_step(optimizer)
+    finish_gradients, step = _finish_and_step(run)
 
     def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
         outputs = forward_backward(batch, batch_idx, opens, closes, divisor)
@@ -260,6 +267,9 @@ def _closure_step(run: Run) -> Step:
     # An optimizer_step of the user's decides when gradients are computed; an optimizer finds them there, as after
     # the backward of a loop by hand.
     beforehand = not overrides(module, LightningModule, "optimizer_step")
+    guard = run.guard
+    if guard is not None:
+        finish_gradients = guard.in_closure(optimizer, finish_gradients)
 
     def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
         outputs: Any = None
@@ -280,11 +290,18 @@ def _closure_step(run: Run) -> Step:
             unused = None
             return None if outputs is None else outputs["loss"]
 
+        def step() -> None:
+            nonlocal unused
+            if beforehand:
+                closure()
+                unused = _unchanged(optimizer)
+            module.optimizer_step(progress.epoch, batch_idx, wrapped, closure)
+
         done = progress.global_step
-        if beforehand:
-            closure()
-            unused = _unchanged(optimizer)
-        module.optimizer_step(progress.epoch, batch_idx, wrapped, closure)
+        if guard is None:
+            step()
+        else:
+            guard.one_step(optimizer, step)
         # One call is one step, whatever it did: limits and schedules count on it.
         progress.global_step = done + 1
         return outputs
@@ -333,10 +350,12 @@ def _manual_step(run: Run) -> Step:
 
 def _step_without_optimizer(run: Run) -> Step:
     """Forward and backward alone: configure_optimizers returned None."""
-    forward_backward, progress = _forward_backward(run), run.progress
+    forward_backward, progress, guard = _forward_backward(run), run.progress, run.guard
 
     def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
         outputs = forward_backward(batch, batch_idx, opens, closes, divisor)
+        if closes and guard is not None:
+            guard.judge_losses()
         progress.global_step += closes
         return outputs
 
@@ -357,6 +376,7 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
     # A resumed run may have to complete an accumulation before it goes on with single batches.
     weighs = weighs or run.progress.window > 0
     graphs = recorded_steps(run)
+    take_loss = None if run.guard is None else run.guard.take
 
     def forward_backward(
         batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
@@ -370,6 +390,7 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
                 graphs.begin()
             output = training_step(batch, batch_idx)
             loss = output if type(output) is Tensor else loss_of(output, run)
+            run.last_loss = loss
             if opens and graphs is None:
                 hooks.on_before_zero_grad(optimizer)
                 zero_grad()
@@ -377,6 +398,8 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
                 return None
             if weighs:
                 loss = _weighed(run, output, loss, divisor, opens)
+            if take_loss is not None:
+                take_loss(run.last_loss)
             hooks.on_before_backward(loss)
             backward(loss)
             if graphs is not None and (in_parts or not (opens and closes)):
@@ -392,10 +415,11 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
         detached = loss.detach()
         return {**output, "loss": detached} if isinstance(output, dict) else {"loss": detached}
 
+    watching = run.guard.watching if run.guard is not None else lambda function: function
     if in_parts:
-        return micro.in_parts(run, forward_backward)
+        return watching(micro.in_parts(run, forward_backward))
     if not runtime.syncs_gradients:
-        return forward_backward
+        return watching(forward_backward)
 
     def forward_backward_synced(
         batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
@@ -405,7 +429,7 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
         with runtime.no_sync(run.wrapped):
             return forward_backward(batch, batch_idx, opens, closes, divisor, keep_outputs)
 
-    return forward_backward_synced
+    return watching(forward_backward_synced)
 
 
 def _weighed(run: Run, output: Any, loss: Tensor, divisor: int, opens: bool) -> Tensor:
@@ -418,6 +442,12 @@ def _weighed(run: Run, output: Any, loss: Tensor, divisor: int, opens: bool) -> 
     run.window_weight = weight if run.window_weight is None else run.window_weight + weight
     weighed: Tensor = loss * weight
     return weighed
+
+
+def _finish_and_step(run: Run) -> tuple[Callable[[int], None], Callable[..., Any]]:
+    """Return what follows the last backward of a window: finish the gradients, then step."""
+    finish, step = _finish_gradients(run), run.runtime.make_step(run.optimizers[0])
+    return (finish, step) if run.guard is None else run.guard.around(run.optimizers[0], finish, step)
 
 
 def _finish_gradients(run: Run) -> Callable[[int], None]:
@@ -547,13 +577,17 @@ def _step_late(run: Run) -> None:
     progress, module, optimizer = run.progress, run.module, run.optimizers[0]
     if run.runtime.syncs_gradients:
         micro.sync_gradients(run)()
-    divisor = run.divisor_of(progress.batch - 1)
+    divisor, guard = run.divisor_of(progress.batch - 1), run.guard
     finish_gradients = _finish_gradients(run)
-    progress.window -= 1
     if not (overrides(module, LightningModule, "optimizer_step") or needs_closure(optimizer)):
+        finish_gradients, step_alone = _finish_and_step(run)
+        progress.window -= 1
         finish_gradients(divisor)
-        run.runtime.make_step(optimizer)(None)
+        step_alone(None)
         return
+    progress.window -= 1
+    if guard is not None:
+        finish_gradients = guard.in_closure(optimizer, finish_gradients)
     finished = False
 
     def closure() -> None:
@@ -566,8 +600,14 @@ def _step_late(run: Run) -> None:
         finish_gradients(divisor)
         finished = True
 
+    def step() -> None:
+        module.optimizer_step(progress.epoch, progress.batch - 1, run.wrapped_optimizers[0], closure)
+
     done = progress.global_step
-    module.optimizer_step(progress.epoch, progress.batch - 1, run.wrapped_optimizers[0], closure)
+    if guard is None:
+        step()
+    else:
+        guard.one_step(optimizer, step)
     progress.global_step = done
 
 

@@ -72,6 +72,11 @@ def check_in_backward(run: Run, optimizer: InBackward) -> None:
             f"Trainer(micro_batch={speed.micro_batch!r}): the parts of a batch would each step in backward. Leave it "
             f"out, or {instead}"
         )
+    elif arguments.on_bad_loss != "warn":
+        reason = (
+            f"Trainer(on_bad_loss={arguments.on_bad_loss!r}): whether all gradients are finite is known when backward "
+            f"is over, and by then each parameter has stepped. Use on_bad_loss='warn', or {instead}"
+        )
     elif speed.memory == "auto":
         reason = (
             "Trainer(memory='auto'): a step that runs out of memory is begun again, and by then some parameters have "

@@ -24,6 +24,7 @@ from hasten.optim.averaged import Averages
 
 if TYPE_CHECKING:
     from hasten.compile.model import CompiledModel
+    from hasten.loops.bad_loss import Guard
     from hasten.machine.signals import StopRequests
     from hasten.runtime import Runtime
     from hasten.speed.microbatch import Fit
@@ -88,6 +89,11 @@ class Run:
     batch_indices: list[int] = field(default_factory=list)
     epoch_batch_indices: list[list[list[int]]] = field(default_factory=list)
     skipped_batches: int = 0
+    # The latest loss, as training_step gave it: read when values are fetched anyway.
+    last_loss: Any = None
+    # Looks at loss and gradients before each step, where on_bad_loss asks for it; and what it knew when saved.
+    guard: Guard | None = None
+    resumed_guard: dict[str, Any] | None = None
     # How long the first batches were waited for.
     waiting: Waiting = field(default_factory=Waiting)
     # What micro_batch="auto" and memory="auto" found to fit into memory.

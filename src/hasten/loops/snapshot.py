@@ -96,6 +96,8 @@ class Snapshot:
         names = {id(child): name for name, child in run.module.named_modules()}
         # Values still on their way belong to the steps before this checkpoint.
         run.meters.deliver(wait=True)
+        if run.guard is not None:
+            run.guard.keep_state()
         return {
             "random": run.random_before_validation or contents.random_state(),
             "data": run.train.state_dict(run.progress.batch) if run.train.loaded else None,
@@ -104,6 +106,7 @@ class Snapshot:
             "window_divisor": run.window_divisor(),
             "toggled": _toggled(run.module),
             "metrics": self._metrics(),
+            "guard": None if run.guard is None else run.guard.state_dict(),
             "fits": None if run.fits is None else run.fits.state_dict(),
             "loggers": [
                 logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.meters.loggers
@@ -129,6 +132,7 @@ class Snapshot:
         rows = {row.name: row for row in HOOKS} | STEPS
         run.meters.load_state_dict(mine["values"], rows, run.module.get_submodule)
         run.window_weight, run.resumed_divisor = mine["window_weight"], mine.get("window_divisor")
+        run.resumed_guard = mine.get("guard")
         _toggle_again(run.module, mine.get("toggled") or {})
         if run.fits is not None and mine.get("fits") is not None:
             run.fits.load_state_dict(mine["fits"])

@@ -80,6 +80,11 @@ def check_call(arguments: Arguments, call: str, module: Any, datamodule: Any, *g
             "def configure_optimizers(self): return torch.optim.Adam(self.parameters(), lr=1e-3)"
         )
     if call == "fit" and not module.automatic_optimization:
+        if arguments.on_bad_loss in ("skip", "rewind"):
+            raise MisconfigurationException(
+                f"Trainer(on_bad_loss={arguments.on_bad_loss!r}): with manual optimisation your training_step decides "
+                "what a step is. Test the loss there before self.manual_backward(loss), or use on_bad_loss='stop'."
+            )
         if arguments.gradient_clip_val:
             raise MisconfigurationException(
                 f"Trainer(gradient_clip_val={arguments.gradient_clip_val}) does nothing with manual "
@@ -107,6 +112,11 @@ def check_fit(run: Run) -> None:
         if run.module.automatic_optimization:
             batches = run.accumulate_grad_batches
             check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
+    if not run.optimizers and run.arguments.on_bad_loss in ("skip", "rewind"):
+        raise MisconfigurationException(
+            f"Trainer(on_bad_loss={run.arguments.on_bad_loss!r}): configure_optimizers() returned no optimizer, so "
+            "there is no step to leave out. Use on_bad_loss='stop' or 'warn'."
+        )
     if not run.validation.is_off():
         run.validation.load()
         check_takes_loader(run.module, "validation", len(run.validation.loaders))

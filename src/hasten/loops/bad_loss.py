@@ -1,0 +1,518 @@
+"""A loss that is not finite: told of when values are fetched anyway, or kept away from the weights where asked for.
+
+Without being asked (``on_bad_loss="warn"``) nothing is done for it in a step: the latest loss travels with the values
+that the loggers get. Otherwise a ``Guard`` reads, before each optimizer step, whether loss and gradients are finite.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten._lib.errors import BadLossError
+from hasten._lib.kinds import by_kind
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten.checkpoint.contents import load_optimizer
+from hasten.loops.books import Books, generator_states, set_generators
+from hasten.loops.explain import with_batch_idx_if_taken
+
+if TYPE_CHECKING:
+    from hasten.loops.run import Run
+
+# Steps left out one after the other, and returns to the same state, after which the run ends.
+MOST_IN_A_ROW = 10
+MOST_RETURNS = 5
+# Optimizer steps between two states kept for "rewind", where no logging interval says.
+KEEP_EVERY = 50
+
+
+class LeftOut(BaseException):
+    """Leaves a closure whose loss is bad, and with it the step that called it.
+
+    A BaseException, so that no ``except Exception`` of a user on the way takes it for an error.
+    """
+
+
+class Report:
+    """Warns once of a loss that is not finite, and once of each stage's logged losses.
+
+    Args:
+        guarded: bad losses of training are dealt with before they do harm, and told of there.
+
+    """
+
+    def __init__(self, *, guarded: bool) -> None:
+        self._said: set[str] = {"train", "loss"} if guarded else set()
+        self._finite_at: int | None = None
+
+    def loss(self, value: float, step: int, epoch: int | None) -> None:
+        """Take the loss of a step, as ``training_step`` returned it."""
+        if math.isfinite(value):
+            self._finite_at = step
+        elif "loss" not in self._said:
+            self._said |= {"loss", "train"}
+            before = "" if self._finite_at is None else f"; at step {self._finite_at} it was finite"
+            rank_zero_warn(
+                f"The loss of training_step is {value} at step {step} (epoch {epoch}){before}. One such step can make "
+                "all weights nan. Trainer(on_bad_loss='stop') ends the run before it and names the layer, "
+                "on_bad_loss='skip' leaves it out."
+            )
+
+    def logged(self, hook: str, stage: str, name: str, value: float) -> None:
+        """Take a logged value that is called a loss and is not finite."""
+        if stage not in self._said:
+            self._said.add(stage)
+            rank_zero_warn(
+                f"{name!r}, logged in {hook}, is {value}. The usual causes are a mean over nothing, a division by 0 "
+                "and the logarithm of 0; or the weights are nan, as all outputs are then."
+            )
+
+
+class Guard:
+    """Lets an optimizer step only where loss and gradients are finite.
+
+    Before each step one number is read from the device, and with several processes one is exchanged, so that all leave
+    out the same steps. A step that is left out counts as one: schedules, limits and loggers go on.
+
+    Args:
+        run: the run.
+        mode: "stop", "skip" or "rewind".
+        state: of the run that is resumed, as ``state_dict`` returned it.
+
+    """
+
+    def __init__(self, run: Run, mode: str, state: dict[str, Any] | None) -> None:
+        self._run, self._mode = run, mode
+        self._every = run.arguments.log_every_n_steps or KEEP_EVERY
+        self._books = Books(run)
+        self._is_kept = False
+        self._batch: tuple[Any, int] = None, 0
+        self._losses: list[tuple[int, Tensor]] = []
+        self._passes = self._judged = True
+        self._versions: list[tuple[Tensor, int]] = []
+        self._end: BadLossError | None = None
+        self._last = ""
+        self._windows = self._left_out = self._in_a_row = self._returns = self._said = 0
+        self._state: _State | None = None
+        if state is not None:
+            self._windows, self._left_out, self._in_a_row = (
+                state[key] for key in ("windows", "left_out", "in_a_row")
+            )
+            self._said = state["left_out"]
+            self._losses = [(index, torch.tensor(value)) for index, value in state["losses"]]
+        # Of a resumed accumulation whose first batches may be bad: buffers before it.
+        self._buffers_before: dict[str, Tensor] = {} if state is None else state["buffers"]
+        self.keep_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, and the losses of the accumulation that is open."""
+        is_open = self._run.progress.window > 0
+        losses = self._losses if is_open else []
+        return {
+            "windows": self._windows,
+            "left_out": self._left_out,
+            "in_a_row": self._in_a_row,
+            "losses": [(index, float(loss)) for index, loss in losses],
+            "buffers": self._books.changed_buffers() if is_open else {},
+        }
+
+    def keep_state(self) -> None:
+        """Keep the present state to come back to, if that was asked for; a run resumed from here does the same."""
+        if self._mode == "rewind":
+            self._state = None  # Its memory first.
+            self._state, self._returns = _State(self._run), 0
+            if self._run.progress.window:
+                self._state.take_buffers(self._buffers_before or self._books.changed_buffers())
+
+    # -- around a step
+
+    def watching(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``forward_backward`` such that what it changes beside gradients can be taken back."""
+
+        def watched(batch: Any, batch_idx: int, opens: bool, *rest: Any, **options: Any) -> Any:
+            if opens:
+                self._losses.clear()
+            if opens or not self._is_kept:
+                self._books.keep()
+                if not opens:
+                    self._books.take_buffers(self._buffers_before)
+                self._is_kept, self._buffers_before = True, {}
+            self._batch = batch, batch_idx
+            return forward_backward(batch, batch_idx, opens, *rest, **options)
+
+        return watched
+
+    def take(self, loss: Tensor) -> None:
+        """Take a loss that is part of the next step."""
+        # A copy: a recorded graph writes the next one to the same place.
+        self._losses.append((self._batch[1], loss.detach().clone()))
+
+    def around(
+        self, optimizer: Any, finish: Callable[[int], None], step: Callable[..., Any]
+    ) -> tuple[Callable[[int], None], Callable[..., Any]]:
+        """Return ``finish`` and ``step`` such that they do nothing where the step is to be left out."""
+
+        def guarded_finish(divisor: int) -> None:
+            self._passes = self._judge(optimizer)
+            if self._passes:
+                finish(divisor)
+
+        def guarded_step(closure: Any = None) -> Any:
+            return step(closure) if self._passes else None
+
+        return guarded_finish, guarded_step
+
+    def in_closure(self, optimizer: Any, finish: Callable[[int], None]) -> Callable[[int], None]:
+        """Return ``finish`` such that it leaves the closure, by ``LeftOut``, where the step is to be left out.
+
+        Only the first time in a step: how an optimizer searches from there is its own business.
+        """
+
+        def guarded_finish(divisor: int) -> None:
+            judged, self._judged = self._judged, True
+            if not judged and not self._judge(optimizer):
+                raise LeftOut
+            finish(divisor)
+
+        return guarded_finish
+
+    def one_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
+        """Call ``step``, which calls a closure that may leave it by ``LeftOut``.
+
+        Raises:
+            RuntimeError: it did, and by then the weights were changed.
+
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # Those with 16 bits are written back in between by what keeps their small updates.
+        before = [(p, p._version) for p in parameters if p.dtype in (torch.float32, torch.float64)]
+        self._judged = False
+        try:
+            step()
+        except LeftOut:
+            if any(p._version != version for p, version in before):
+                raise RuntimeError(
+                    f"Trainer(on_bad_loss={self._mode!r}): the weights were changed before the closure of "
+                    f"{type(optimizer).__name__} was called, so the step cannot be left out. {self._last} Use "
+                    "on_bad_loss='warn'."
+                ) from None
+
+    def judge_losses(self) -> None:
+        """End the run if a loss was not finite, where no optimizer steps."""
+        self._judge(None)
+
+    def check_manual(self, loss: Tensor) -> None:
+        """Raise before the backward of a loss that is not finite, where the user's own code steps.
+
+        Raises:
+            FloatingPointError: it is not finite, on any process.
+
+        """
+        run = self._run
+        bad = torch.isfinite(loss.detach()).logical_not().any()
+        if run.runtime.world_size > 1:
+            bad = run.runtime.all_reduce(bad.float(), op="max")
+        if bad:
+            progress = run.progress
+            # In the middle of a batch: not an error after which the run could be saved and resumed.
+            raise FloatingPointError(
+                f"The loss given to manual_backward is {loss.detach().sum().item()} at step {progress.updates} (epoch "
+                f"{progress.epoch}, batch {progress.batch}), or not finite on another process. The run ends here "
+                "(on_bad_loss='stop')."
+            )
+
+    def after_batch(self) -> None:
+        """Do what is due between two batches.
+
+        Raises:
+            BadLossError: the run is to end.
+
+        """
+        if self._end is not None:
+            raise self._end
+        progress = self._run.progress
+        if progress.window == 0:
+            if progress.updates % self._every == 0:
+                self.say()
+            state = self._state
+            if state is not None and self._in_a_row == 0:
+                is_old = progress.updates - state.updates >= self._every
+                if is_old or state.is_of_other_groups():
+                    self.keep_state()
+
+    def end_epoch(self) -> None:
+        """Say what was left out.
+
+        Raises:
+            BadLossError: every step of the run so far was.
+
+        """
+        self.say()
+        if self._left_out and self._left_out >= self._windows:
+            raise BadLossError(
+                f"Trainer(on_bad_loss={self._mode!r}): each of the {self._windows} steps so far was left out, so "
+                f"nothing was trained. {self._last}"
+            )
+
+    def say(self) -> None:
+        """Say what was left out since the last time."""
+        new = self._left_out - self._said
+        if not new:
+            return
+        say = rank_zero_info if self._said else rank_zero_warn
+        self._said = self._left_out
+        went_back = " and went back to the state kept before" if self._mode == "rewind" else ""
+        say(
+            f"Trainer(on_bad_loss={self._mode!r}) left out {new} step{'s' if new > 1 else ''}{went_back} "
+            f"({self._left_out} of {self._windows} in this run). The last: {self._last}"
+        )
+
+    # -- inside
+
+    def _judge(self, optimizer: Any) -> bool:
+        """Say whether the step may be taken; if not, do what was asked for."""
+        run = self._run
+        self._windows += 1
+        # A scaled gradient that overflows is the scaler's business, which leaves out the step by itself.
+        gradients = [] if optimizer is None or run.runtime.scaler is not None else _gradients(optimizer)
+        finite = _are_finite([loss for _, loss in self._losses], gradients)
+        bad = [entry for entry, is_finite in zip(self._losses, finite, strict=False) if not is_finite]
+        mine = worst = 2 if bad else 0 if all(finite) else 1
+        if run.runtime.world_size > 1:
+            worst = int(run.runtime.all_reduce(torch.tensor(mine, device=run.runtime.device), op="max"))
+        if worst == 0:
+            self._in_a_row = 0
+            return True
+        self._left_out += 1
+        self._in_a_row += 1
+        run.window_weight = None
+        if optimizer is not None:
+            # Schedulers go on, and torch would warn them of an optimizer that never steps.
+            optimizer._opt_called = True
+        self._last = self._describe(mine, bad)
+        place = ""
+        if self._mode == "stop":
+            in_hand = worst == 1 or run.progress.window == 0 or (bool(bad) and bad[-1][0] == self._batch[1])
+            place = _first_bad(run, self._books, *self._batch, backward=worst == 1) if in_hand else ""
+        self._books.leave_out()
+        if self._mode == "stop":
+            self._end = BadLossError(
+                f"{self._last} {place}The step was not taken, and the run ends here (on_bad_loss='stop'). To go on "
+                "without that data, resume it, or use on_bad_loss='skip'."
+            )
+        elif self._in_a_row >= MOST_IN_A_ROW:
+            self._end = self._too_often(f"{self._in_a_row} steps in a row were left out")
+        elif self._mode == "rewind":
+            self._go_back()
+        return False
+
+    def _go_back(self) -> None:
+        self._returns += 1
+        if self._returns > MOST_RETURNS:
+            self._end = self._too_often(f"the run went back {MOST_RETURNS} times to the same state")
+            return
+        assert self._state is not None
+        self._state.restore()
+
+    def _too_often(self, what: str) -> BadLossError:
+        return BadLossError(
+            f"Trainer(on_bad_loss={self._mode!r}): {what}, so the data is not the cause. {self._last} Use "
+            "on_bad_loss='stop' to have the layer named, or a smaller learning rate."
+        )
+
+    def _describe(self, mine: int, bad: list[tuple[int, Tensor]]) -> str:
+        run = self._run
+        progress = run.progress
+        where = f"at step {progress.updates} (epoch {progress.epoch}, batch {self._batch[1]})"
+        if mine == 2:
+            index, loss = bad[0]
+            where = where.replace(f"batch {self._batch[1]})", f"batch {index})")
+            return f"The loss of training_step is {float(loss)} {where}."
+        if mine == 1:
+            names = [
+                name
+                for name, p in run.module.named_parameters()
+                if p.grad is not None and not all(_are_finite([], [_values(p.grad)]))
+            ]
+            of = f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
+            return f"The loss of training_step is finite and its gradient is not {where}{of}."
+        return f"On another process the loss of training_step or its gradient is not finite {where}."
+
+
+class _State:
+    """Weights, buffers, optimizer states and the scaler's, to come back to. Schedules and counters go on."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.updates = run.progress.updates
+        trained = [
+            p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]
+        ]
+        tensors = {id(tensor): tensor for tensor in [*run.module.parameters(), *trained]}
+        self._weights = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
+        self._buffers = [
+            (owner, name, owner._buffers[name].detach().clone())
+            for owner, name, _ in _named_buffers(run.module)
+        ]
+        self._groups = _group_sizes(run.optimizers)
+        self._optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers]
+        scaler = run.runtime.scaler
+        self._scaler = None if scaler is None else scaler.state_dict()
+
+    def take_buffers(self, copies: dict[str, Tensor]) -> None:
+        """Come back to other values of some buffers, by their names."""
+        names = {(id(owner), name): full for owner, name, full in _named_buffers(self._run.module)}
+        self._buffers = [
+            (owner, name, copies.get(names[id(owner), name], kept).to(kept))
+            for owner, name, kept in self._buffers
+        ]
+
+    def is_of_other_groups(self) -> bool:
+        """Say whether parameters were added to the optimizers, or replaced, since then."""
+        return self._groups != _group_sizes(self._run.optimizers)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back; learning rates and other options of the groups stay those of now."""
+        run = self._run
+        for tensor, kept in self._weights:
+            tensor.copy_(kept)
+        for owner, name, kept in self._buffers:
+            present = owner._buffers.get(name)
+            if present is not None and present.shape == kept.shape:
+                present.copy_(kept)
+            elif name in owner._buffers:
+                owner._buffers[name] = kept.clone()
+        for optimizer, state in zip(run.optimizers, self._optimizers, strict=True):
+            options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            load_optimizer(optimizer, copy.deepcopy(state))
+            for group, present_options in zip(optimizer.param_groups, options, strict=True):
+                group.update(present_options)
+        if run.runtime.scaler is not None and self._scaler is not None:
+            run.runtime.scaler.load_state_dict(self._scaler)
+
+
+def _named_buffers(module: nn.Module) -> Iterable[tuple[Any, str, str]]:
+    """Return of each buffer the layer that has it, its name there and its name in ``module``."""
+    for path, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield owner, name, f"{path}.{name}" if path else name
+
+
+def _group_sizes(optimizers: Iterable[Any]) -> list[list[int]]:
+    return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def _gradients(optimizer: Any) -> list[Tensor]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    values = [_values(p.grad) for p in parameters if p.grad is not None]
+    return [value for value in values if value.numel()]
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _are_finite(losses: list[Tensor], gradients: list[Tensor]) -> list[bool]:
+    """Return for each loss, and then for all gradients together, whether they are finite: one read from the device."""
+    flags: list[Tensor] = []
+    if losses:
+        device = losses[-1].device
+        flags.append(torch.isfinite(torch.stack([loss.reshape(()).to(device) for loss in losses])))
+    for alike in by_kind(gradients):
+        # The largest element: a sum of squares may overflow where no element is near to it.
+        largest = torch._foreach_norm(alike, math.inf)
+        flags.append(torch.isfinite(torch.stack(largest)).all().reshape(1))
+    if len(flags) > 1:
+        flags = [flag.to(flags[0].device) for flag in flags]
+        found: list[bool] = torch.cat(flags).tolist()
+    else:
+        found = flags[0].tolist() if flags else []
+    return [*found[: len(losses)], all(found[len(losses) :])]
+
+
+def guard(run: Run) -> Guard | None:
+    """Return what looks after the steps of a run; None where nothing was asked for."""
+    mode = run.arguments.on_bad_loss
+    return None if mode == "warn" else Guard(run, mode, run.resumed_guard)
+
+
+# -- which layer it was
+
+
+def _first_bad(run: Run, books: Books, batch: Any, batch_idx: int, *, backward: bool) -> str:
+    """Return a sentence that names what first was not finite when the batch is computed again; or nothing."""
+    found: list[str] = []
+    if (path := _bad_in(batch, "batch")) is not None:
+        found.append(f"{path} itself is not finite. ")
+    found += [
+        f"The parameter {name} was not finite before. "
+        for name, parameter in run.module.named_parameters()
+        if not all(_are_finite([], [parameter.detach()] if parameter.numel() else []))
+    ]
+    if found:
+        return found[0]
+
+    def look(name: str, layer: nn.Module, output: Any) -> None:
+        if not found and _bad_in(output, "") is not None:
+            found.append(f"First not finite: the output of {name} ({type(layer).__name__}). ")
+
+    # The names of layers whose calls end first come first: a part before the whole.
+    handles = [
+        layer.register_forward_hook(lambda layer, _, output, name=name: look(name, layer, output))
+        for name, layer in run.module.named_modules()
+        if name
+    ]
+    after = generator_states()
+    try:
+        books.draw_again()
+        step = with_batch_idx_if_taken(run.module.training_step)
+        step = run.runtime.bind(step, module=run.module, wrapped=run.module, training=True)
+        # On for forward as well, to have the line of the function shown.
+        with _uncompiled(), torch.enable_grad(), torch.autograd.set_detect_anomaly(backward):
+            output = step(batch, batch_idx)
+            if backward and not found:
+                loss = output if isinstance(output, Tensor) else output["loss"]
+                trained = [p for p in run.module.parameters() if p.requires_grad]
+                torch.autograd.grad(loss, trained, allow_unused=True)
+            if not backward and not found:
+                found.append("The output of every layer is finite: the loss itself is computed so. ")
+    except Exception as error:
+        # Anomaly mode ends with the name of the function; anything else is not the error to tell of.
+        if "returned nan values" in str(error):
+            found.append(f"{str(error).rstrip('.')}. ")
+    finally:
+        for handle in handles:
+            handle.remove()
+        set_generators(after)
+    return found[0] if found else ""
+
+
+def _uncompiled() -> Any:
+    """Return a context in which compiled layers run as they were written, and so call their hooks."""
+    from contextlib import nullcontext
+
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if set_stance is None else set_stance("force_eager")
+
+
+def _bad_in(thing: Any, path: str) -> str | None:
+    """Return where a structure has a number that is not finite, written as Python would reach it."""
+    if isinstance(thing, Tensor):
+        floats = thing.is_floating_point() or thing.is_complex()
+        return path if floats and thing.numel() and not bool(torch.isfinite(thing).all()) else None
+    if isinstance(thing, dict):
+        inside: Iterable[tuple[Any, Any]] = thing.items()
+    elif isinstance(thing, (list, tuple)):
+        inside = enumerate(thing)
+    else:
+        return None
+    return next(
+        (found for key, value in inside if (found := _bad_in(value, f"{path}[{key!r}]")) is not None), None
+    )

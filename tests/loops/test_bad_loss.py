@@ -1,0 +1,439 @@
+"""A loss that is not finite is told of, and with on_bad_loss its step is left out, exactly."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hasten as L
+from hasten.plugins import Precision
+from tests.models import Classifier, dataset, loader, quiet, same_weights
+
+BAD = 3
+
+
+def data(*bad: int, samples: int = 40, batch_size: int = 4, value: float = math.nan) -> DataLoader[Any]:
+    """Return batches of which those with the index ``bad`` hold ``value``."""
+    x, y = dataset(samples).tensors
+    for index in bad:
+        x[index * batch_size] = value
+    return DataLoader(TensorDataset(x, y), batch_size)
+
+
+class Net(Classifier):
+    """Has running statistics, momentum and weight decay: all that a step with zero gradients would change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 4), "interval": "step"},
+        }
+
+
+def by_hand(
+    net: Net, batches: Any, *, accumulate: int = 1, clip: float | None = None, epochs: int = 1
+) -> None:
+    """Train as a loop does that leaves out the step of a window whose loss is not finite."""
+    configured: Any = net.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    for _ in range(epochs):
+        listed = list(batches)
+        for start in range(0, len(listed), accumulate):
+            window = listed[start : start + accumulate]
+            buffers = copy.deepcopy(dict(net.named_buffers()))
+            losses = [net.loss(batch) for batch in window]
+            if all(math.isfinite(loss) for loss in losses):
+                optimizer.zero_grad()
+                for loss in losses:
+                    (loss / len(window)).backward()
+                if clip:
+                    nn.utils.clip_grad_norm_(net.parameters(), clip)
+                optimizer.step()
+            else:
+                for name, buffer in net.named_buffers():
+                    buffer.copy_(buffers[name])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                scheduler.step()
+
+
+# -- "warn"
+
+
+def test_a_bad_loss_is_told_of_once_with_step_and_cure() -> None:
+    trainer = quiet(max_epochs=2, log_every_n_steps=2)
+    with pytest.warns(UserWarning, match="loss") as said:
+        trainer.fit(Classifier(), data(BAD))
+    messages = [str(one.message) for one in said if "is nan" in str(one.message)]
+    assert len(messages) == 1
+    assert messages[0].startswith(
+        "The loss of training_step is nan at step 3 (epoch 0); at step 1 it was finite."
+    )
+    assert "on_bad_loss='stop'" in messages[0]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_bad_loss_is_told_of_at_the_end_of_an_epoch_without_any_interval(value: float) -> None:
+    class Silent(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": self.loss(batch) + (value if batch_idx == 9 else 0.0)}
+
+    with pytest.warns(UserWarning, match=f"training_step is {value} at step 9"):
+        L.Trainer(barebones=True, accelerator="cpu", max_epochs=1).fit(Silent(), loader())
+
+
+def test_a_bad_logged_loss_is_told_of_with_its_hook() -> None:
+    class Val(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch) * math.inf)
+            self.log("val_auc", math.nan)
+
+    with pytest.warns(UserWarning, match="'val_loss', logged in validation_step, is inf") as said:
+        quiet(max_epochs=2).fit(Val(), loader(), loader(8))
+    assert len([one for one in said if "logged in" in str(one.message)]) == 1
+
+
+def test_manual_optimisation_is_told_of_too() -> None:
+    class Manual(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+
+    with pytest.warns(UserWarning, match="training_step is nan"):
+        quiet().fit(Manual(), data(BAD))
+    with pytest.raises(FloatingPointError, match=r"manual_backward is nan at step 3 \(epoch 0, batch 3\)"):
+        quiet(on_bad_loss="stop").fit(Manual(), data(BAD))
+    with pytest.raises(ValueError, match="Test the loss there before"):
+        quiet(on_bad_loss="skip").fit(Manual(), data(BAD))
+
+
+def test_finite_losses_are_nothing_to_tell_of(recwarn: pytest.WarningsRecorder) -> None:
+    quiet(max_epochs=2, log_every_n_steps=1).fit(Classifier(), loader(), loader(8))
+    assert not [one for one in recwarn if "is nan" in str(one.message) or "left out" in str(one.message)]
+
+
+# -- "skip"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_step_left_out_changes_nothing(accumulate: int, clip: float | None, closure: bool) -> None:
+    class Closure(Net):
+        def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+            super().optimizer_step(*arguments, **options)
+
+    mine, plain = (Closure if closure else Net)(), Net()
+    batches = data(0, BAD, 7)
+    by_hand(plain, batches, accumulate=accumulate, clip=clip, epochs=2)
+    trainer = quiet(
+        max_epochs=2, accumulate_grad_batches=accumulate, gradient_clip_val=clip, on_bad_loss="skip"
+    )
+    with pytest.warns(UserWarning, match=r"on_bad_loss='skip'\) left out"):
+        trainer.fit(mine, batches)
+    assert same_weights(mine, plain)
+    assert trainer.global_step == 2 * math.ceil(10 / accumulate)
+    assert math.isfinite(trainer.callback_metrics["train_loss_epoch"])
+
+
+def test_a_bad_gradient_of_a_finite_loss_is_left_out() -> None:
+    class Zero(Net):
+        # The derivative of the root of 0 is infinite.
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss + torch.sqrt((self.layers[0].weight * 0).sum()) if batch_idx == BAD else loss
+
+    mine, plain = Zero(), Net()
+    listed = list(data())
+    quiet(on_bad_loss="skip").fit(mine, listed)
+    by_hand(plain, [*listed[:BAD], (listed[BAD][0] * math.nan, listed[BAD][1]), *listed[BAD + 1 :]])
+    assert same_weights(mine, plain)
+    says_where = pytest.warns(UserWarning, match="Error detected in MulBackward0")
+    with (
+        says_where,
+        pytest.raises(FloatingPointError, match=r"its gradient is not at step 3.*'MulBackward0'"),
+    ):
+        quiet(on_bad_loss="stop").fit(Zero(), listed)
+
+
+def test_what_is_left_out_is_counted_and_said_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO),
+        pytest.warns(UserWarning, match="left out 2 steps .2 of 5 in this run"),
+    ):
+        quiet(on_bad_loss="skip", log_every_n_steps=5).fit(Classifier(), data(1, 4, 6, value=math.inf))
+    assert (
+        "left out 1 step (3 of 10 in this run). The last: The loss of training_step is nan at step 6"
+        in caplog.text
+    )
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+def test_the_run_ends_when_too_many_steps_are_left_out(mode: str) -> None:
+    model = Classifier()
+    before = copy.deepcopy(model)
+    with pytest.raises(FloatingPointError, match="the data is not the cause"):
+        quiet(max_epochs=5, on_bad_loss=mode).fit(model, data(*range(10)))
+    assert same_weights(model, before)
+    with pytest.raises(FloatingPointError, match="each of the 4 steps so far was left out"):
+        quiet(on_bad_loss=mode).fit(Classifier(), data(*range(4), samples=16))
+
+
+def test_an_optimizer_step_that_changes_weights_before_the_loss_is_refused() -> None:
+    class Perturbs(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.add_(0.1)
+            return super().step(closure)
+
+    class Sam(Classifier):
+        def configure_optimizers(self) -> Any:
+            return Perturbs(self.parameters(), lr=0.1)
+
+    class OwnStep(Sam):
+        def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+            super().optimizer_step(*arguments, **options)
+
+    mine, plain = Sam(), Sam()
+    plain.load_state_dict(mine.state_dict())
+    quiet(on_bad_loss="skip").fit(mine, data(BAD))
+    quiet().fit(plain, [batch for index, batch in enumerate(data()) if index != BAD])
+    assert same_weights(mine, plain)
+    with pytest.raises(RuntimeError, match="changed before the closure of Perturbs was called"):
+        quiet(on_bad_loss="skip").fit(OwnStep(), data(BAD))
+
+
+def test_lbfgs_leaves_out_the_step_of_a_bad_loss() -> None:
+    class Lbfgs(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+    mine, plain = Lbfgs(), Lbfgs()
+    quiet(on_bad_loss="skip").fit(mine, data(BAD))
+    quiet().fit(plain, [batch for index, batch in enumerate(data()) if index != BAD])
+    assert same_weights(mine, plain)
+
+
+# -- "stop"
+
+
+def test_the_run_stops_before_the_step_and_names_the_layer(tmp_path: Path) -> None:
+    class Logs(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[3](self.layers[2](self.layers[1](torch.log(self.layers[0](x) + x[:, :1]))))
+
+    class Last(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * (math.inf if batch_idx == BAD else 1.0)
+
+    with pytest.raises(FloatingPointError, match=r"nan at step 0.*output of layers.1 \(BatchNorm1d\)"):
+        quiet(on_bad_loss="stop").fit(Logs(), data())
+    with pytest.raises(FloatingPointError, match=r"inf at step 3 .*every layer is finite: the loss itself"):
+        quiet(on_bad_loss="stop").fit(Last(), data())
+    with pytest.raises(
+        FloatingPointError, match=r"nan at step 3 \(epoch 0, batch 3\). batch\[0\] itself is not"
+    ):
+        quiet(on_bad_loss="stop").fit(Net(), data(BAD))
+
+
+def test_a_stopped_run_is_saved_and_goes_on_after_the_bad_batch(tmp_path: Path) -> None:
+    mine, plain = Net(), Net()
+    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 2}
+    with pytest.raises(FloatingPointError, match="The step was not taken"):
+        quiet(on_bad_loss="stop", **options).fit(mine, data(BAD))
+    (path,) = tmp_path.rglob("last*.ckpt")
+    resumed = Net()
+    quiet(on_bad_loss="skip", max_epochs=1).fit(resumed, data(BAD), ckpt_path=path)
+    by_hand(plain, data(BAD))
+    assert same_weights(resumed, plain)
+
+
+# -- "rewind"
+
+
+def test_a_run_goes_back_to_the_state_kept_before() -> None:
+    states: list[Any] = []
+
+    class Keeps(Net):
+        def on_train_batch_end(self, *_: Any) -> None:
+            states.append(copy.deepcopy((self.state_dict(), self.optimizers().state_dict()["state"])))
+
+    model = Keeps()
+    trainer = quiet(max_epochs=1, log_every_n_steps=4, on_bad_loss="rewind")
+    with pytest.warns(UserWarning, match="left out 1 step and went back to the state kept before"):
+        trainer.fit(model, data(6))
+    weights, moments = states[3]
+    assert all(torch.equal(weights[name], states[6][0][name]) for name in weights)
+    for index, kept in moments.items():
+        assert all(torch.equal(value, states[6][1][index][name]) for name, value in kept.items())
+    assert trainer.global_step == 10
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**2)
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_resumed_run_leaves_out_the_same(tmp_path: Path, mode: str, accumulate: int) -> None:
+    options: dict[str, Any] = {
+        "max_epochs": 2,
+        "on_bad_loss": mode,
+        "log_every_n_steps": 4,
+        "accumulate_grad_batches": accumulate,
+    }
+    save = L.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    whole, resumed = Net(), Net()
+    quiet(callbacks=[save], enable_checkpointing=True, **options).fit(whole, data(2, 5, 6))
+    first = min(tmp_path.glob("*.ckpt"), key=lambda path: torch.load(path)["global_step"])
+    again = L.callbacks.ModelCheckpoint(tmp_path / "again", every_n_train_steps=3, save_top_k=-1)
+    quiet(callbacks=[again], enable_checkpointing=True, **options).fit(
+        resumed, data(2, 5, 6), ckpt_path=first
+    )
+    assert same_weights(resumed, whole)
+
+
+# -- what cannot be asked for
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("skp", r"Trainer\(on_bad_loss='skp'\): use one of 'warn'.*Did you mean 'skip'"),
+        (None, "on_bad_loss=None"),
+        (True, "on_bad_loss=True"),
+    ],
+)
+def test_other_values_are_refused(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quiet(on_bad_loss=value)
+
+
+def test_optimizers_in_backward_and_absent_ones_are_refused() -> None:
+    class InBackward(Classifier):
+        def configure_optimizers(self) -> Any:
+            return L.optim.in_backward(torch.optim.SGD, self.parameters(), lr=0.1)
+
+    class Without(Classifier):
+        def configure_optimizers(self) -> None:
+            return None
+
+    with pytest.raises(ValueError, match=r"on_bad_loss='skip'\): whether all gradients are finite"):
+        quiet(on_bad_loss="skip").fit(InBackward(), data())
+    with pytest.raises(ValueError, match="no optimizer, so there is no step to leave out"):
+        quiet(on_bad_loss="rewind").fit(Without(), data())
+    with pytest.raises(FloatingPointError, match="nan at step 3"):
+        quiet(on_bad_loss="stop").fit(Without(), data(BAD))
+
+
+class Short:
+    """Promises more batches than it gives."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = list(batches)
+
+    def __len__(self) -> int:
+        return len(self.batches) + 3
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_window_that_the_end_of_the_data_closes_is_left_out_too(closure: bool) -> None:
+    class Closure(Net):
+        def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+            super().optimizer_step(*arguments, **options)
+
+    mine, plain = (Closure if closure else Net)(), Net()
+    quiet(on_bad_loss="skip", accumulate_grad_batches=4).fit(mine, Short(data(8)))
+    by_hand(plain, data(8), accumulate=4)
+    assert same_weights(mine, plain)
+
+
+# -- several processes
+
+
+class BadOnOne(Net):
+    """Has a bad loss on the second process alone, whose gradient is zero."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        bad = batch_idx == BAD and self.global_rank == 1
+        return loss + math.inf if bad else loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        total = torch.stack([parameter.detach().sum() for parameter in self.parameters()]).sum()
+        both = self.all_gather(total)
+        assert both[0] == both[1]
+        if self.trainer.fit_loop.batch_idx == BAD:
+            assert total == self.before
+        self.before = total
+
+
+@pytest.mark.parametrize("mode", ["skip", "stop"])
+def test_all_processes_leave_out_the_same_step(mode: str) -> None:
+    trainer = quiet(devices=2, strategy="ddp_fork", on_bad_loss=mode)
+    if mode == "skip":
+        trainer.fit(BadOnOne(), loader())
+        assert trainer.global_step == 5
+    else:
+        with pytest.raises(Exception, match=r"On another process the loss|is inf at step 3"):
+            trainer.fit(BadOnOne(), loader())
+
+
+# -- a gradient scaler
+
+
+class Scaled(Precision):
+    """32-bit numbers and a gradient scaler, which the CPU has too."""
+
+    def __init__(self, scale: float) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+
+@pytest.mark.parametrize("mode", ["skip", "rewind"])
+def test_steps_that_a_scaler_leaves_out_are_its_own_business(
+    mode: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Large(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return 100 * self.loss(batch)
+
+    precision = Scaled(2.0**127)
+    quiet(on_bad_loss=mode, plugins=precision).fit(Large(), data())
+    assert precision.scaler.get_scale() < 2.0**127
+    assert not [one for one in recwarn if "left out" in str(one.message)]
+
+
+def test_a_bad_loss_leaves_the_scaler_alone() -> None:
+    precision, plain = Scaled(1024.0), Net()
+    mine = Net()
+    quiet(on_bad_loss="skip", plugins=precision).fit(mine, data(BAD))
+    by_hand(plain, data(BAD))
+    assert precision.scaler.get_scale() == 1024.0
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(mine.parameters(), plain.parameters(), strict=True)
+    )
