@@ -34,7 +34,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"log_every_n_steps": -1}, "log_every_n_steps=-1"),
     ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0"),
     ({"accumulate_grad_batches": 2.0}, "accumulate_grad_batches=2"),
-    ({"accumulate_grad_batches": {0: 2}}, "on_train_epoch_start"),
+    ({"accumulate_grad_batches": {0: 2}}, "GradientAccumulationScheduler"),
     ({"gradient_clip_val": "1"}, "gradient_clip_val='1'"),
     ({"gradient_clip_val": -1.0}, "gradient_clip_val=-1.0"),
     ({"gradient_clip_algorithm": "norms"}, "Did you mean 'norm'"),

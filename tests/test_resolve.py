@@ -149,8 +149,10 @@ def test_an_accelerator_of_ones_own() -> None:
     ("arguments", "kind", "said"),
     [
         ({"accelerator": "cdua"}, ValueError, "(accelerator='cdua'): there is no such accelerator. Use one of"),
-        ({"accelerator": "cdua"}, ValueError, "Did you mean 'cuda'?"),
-        ({"accelerator": "tpu"}, ValueError, "not in this version of hasten"),
+        ({"accelerator": "cqu"}, ValueError, "Use one of 'auto', 'cpu'. Did you mean 'cpu'?"),
+        ({"accelerator": "tpu"}, ValueError, "not in this version of hasten. Write accelerator='auto'"),
+        ({"accelerator": "rocm"}, ValueError, "torch calls AMD GPUs 'cuda', and this machine has no CUDA device"),
+        ({"accelerator": "ddp_spawn"}, ValueError, "(strategy='ddp_spawn')."),
         ({"accelerator": "mps"}, MisconfigurationException, "Use accelerator='cpu'"),
         ({"accelerator": 1}, TypeError, "not int"),
         ({"accelerator": CPUAccelerator}, TypeError, "Write CPUAccelerator()"),
@@ -161,13 +163,18 @@ def test_an_accelerator_of_ones_own() -> None:
         ({"num_nodes": 0}, ValueError, "at least 1"),
         ({"num_nodes": 1.5}, TypeError, "not float"),
         ({"strategy": "dpp"}, ValueError, "Did you mean 'ddp'?"),
-        ({"strategy": "fsdp"}, ValueError, "not in this version of hasten. Use strategy='ddp'"),
+        ({"strategy": "fsdp"}, ValueError, "not in this version of hasten; DDP keeps the whole model"),
+        ({"strategy": "dp"}, ValueError, "it copies the model to each device in each step, from one process; DDP"),
+        ({"strategy": "dp"}, ValueError, "faster. Write strategy='ddp'."),
+        ({"strategy": "single_tpu"}, ValueError, "Write strategy='auto'"),
+        ({"strategy": "single_device", "devices": 2}, ValueError, "Use devices=1, or strategy='auto'"),
         ({"strategy": "deepspeed_stage_2"}, ValueError, "not in this version of hasten"),
         ({"strategy": DDPStrategy}, TypeError, "Write DDPStrategy()"),
         ({"strategy": 3}, TypeError, "not int"),
         ({"strategy": SingleDeviceStrategy(), "devices": 2}, ValueError, "one device cannot be 2"),
         ({"precision": "bf17"}, ValueError, "Did you mean 'bf16'?"),
-        ({"precision": 8}, ValueError, "there is no such precision. Did you mean 'fp8'?"),
+        ({"precision": 8}, ValueError, "there is no such precision. Use one of '64-true'"),
+        ({"precision": "amp"}, ValueError, "Did you mean 'bf16-mixed'?"),
         ({"precision": "bfloat16"}, ValueError, "there is no such precision. Did you mean 'bf16-mixed'?"),
         ({"precision": "fp16"}, ValueError, "(precision='fp16', accelerator='cpu')"),
         ({"precision": "nf4"}, ValueError, "plugins=BitsandbytesPrecision('nf4')"),
@@ -179,6 +186,7 @@ def test_an_accelerator_of_ones_own() -> None:
         ({"precision": 32, "plugins": [DoublePrecision()]}, ValueError, "Leave one out"),
         ({"plugins": [DoublePrecision(), DoublePrecision()]}, ValueError, "two of the kind Precision"),
         ({"plugins": 3}, TypeError, "3 is no plugin"),
+        ({"plugins": "ddp_spawn"}, TypeError, "Write strategy='ddp_spawn'"),
         ({"plugins": [TorchCheckpointIO]}, TypeError, "Write TorchCheckpointIO()"),
     ],
 )  # fmt: skip
@@ -189,6 +197,21 @@ def test_what_cannot_be_is_refused_with_what_can(
         runtime(**{"accelerator": "cpu", **arguments}, owner=owner)
     assert str(caught.value).startswith(f"{owner}(")
     assert said in str(caught.value)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_near_names_are_those_of_this_machine() -> None:
+    with pytest.raises(ValueError, match=r"Did you mean 'cuda'\?"):
+        runtime(accelerator="cdua")
+    with pytest.raises(ValueError, match="Write accelerator='cuda'"):
+        runtime(accelerator="rocm")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_single_device_is_the_first_one() -> None:
+    run = runtime(accelerator="gpu", strategy="single_device")
+    assert type(run.strategy) is SingleDeviceStrategy
+    assert (run.device, run.world_size) == (torch.device("cuda", 0), 1)
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

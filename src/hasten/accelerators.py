@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hasten._lib.absent import absent
@@ -11,17 +13,23 @@ __all__ = [
     "Accelerator",
     "CPUAccelerator",
     "CUDAAccelerator",
+    "HPUAccelerator",
+    "IPUAccelerator",
     "MPSAccelerator",
+    "TPUAccelerator",
     "XLAAccelerator",
     "find_usable_cuda_devices",
 ]
 
-XLAAccelerator = absent(
-    "XLAAccelerator",
-    Accelerator,
-    home="hasten.accelerators",
-    instead="Use accelerator='cuda', 'mps' or 'cpu'.",
-)
+
+def _absent(name: str) -> Any:
+    return absent(name, Accelerator, home="hasten.accelerators", instead="Write Trainer(accelerator='auto').")
+
+
+HPUAccelerator = _absent("HPUAccelerator")
+IPUAccelerator = _absent("IPUAccelerator")
+TPUAccelerator = _absent("TPUAccelerator")
+XLAAccelerator = _absent("XLAAccelerator")
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:

@@ -209,8 +209,8 @@ def check(
 
     if isinstance(accumulate_grad_batches, dict):
         raise TypeError(
-            "Trainer(accumulate_grad_batches={...}): give one number. "
-            "For a number that changes with the epoch set trainer.accumulate_grad_batches in on_train_epoch_start."
+            f"Trainer(accumulate_grad_batches={accumulate_grad_batches!r}): give one number. For one that changes with "
+            f"the epoch write Trainer(callbacks=[GradientAccumulationScheduler({accumulate_grad_batches!r})])."
         )
     accumulate_grad_batches = _integer("accumulate_grad_batches", accumulate_grad_batches, least=1)
 

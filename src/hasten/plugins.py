@@ -51,7 +51,7 @@ __all__ = [
     "XLAPrecision",
 ]
 
-_NUMBERS = "Use precision='bf16-mixed', '16-mixed', 'bf16-true', '16-true', '32-true' or '64-true'."
+_NUMBERS = "Write precision='bf16-mixed'."
 _TORCHRUN = "Start the program with torchrun, which hasten recognises, or subclass ClusterEnvironment."
 
 

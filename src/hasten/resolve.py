@@ -11,7 +11,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten.checkpoint.io import CheckpointIO
 from hasten.machine.cluster import ClusterEnvironment, TorchElasticEnvironment, find_cluster
-from hasten.machine.devices import ACCELERATORS, Accelerator, best_accelerator
+from hasten.machine.devices import ACCELERATORS, Accelerator, CPUAccelerator, best_accelerator
 from hasten.precision.base import Precision
 from hasten.precision.bitsandbytes import MODES
 from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
@@ -55,9 +55,27 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
         "_find_unused_parameters_false": {"find_unused_parameters": False},
     }.items()
 }
-# Names of the field for what this version does not have.
-_OTHER_STRATEGIES = ("fsdp", "deepspeed", "model_parallel", "xla", "hpu", "tpu", "single_xla")
-_OTHER_ACCELERATORS = ("tpu", "xla", "hpu", "ipu", "xpu")
+_SINGLE_DEVICE = "single_device"
+# Names of the field for what this version does not have, and what DDP is beside it.
+_THREADS = "it copies the model to each device in each step, from one process; DDP keeps a copy on each and is faster"
+_SHARDED = "DDP keeps the whole model on each device"
+_OTHER_STRATEGIES = {
+    "dp": _THREADS,
+    "ddp2": _THREADS,
+    "fsdp": _SHARDED,
+    "deepspeed": _SHARDED,
+    "model_parallel": _SHARDED,
+    "ddp_sharded": _SHARDED,
+    "ddp_fully_sharded": _SHARDED,
+    "colossalai": _SHARDED,
+    "horovod": "DDP exchanges gradients as well",
+    "bagua": "DDP exchanges gradients as well",
+    "ddp_cpu": "DDP runs on CPUs as well",
+}
+_NO_SUCH_DEVICE = ("xla", "hpu", "tpu", "ipu", "single_xla", "single_tpu", "single_hpu", "single_ipu")
+_OTHER_ACCELERATORS = ("tpu", "xla", "hpu", "ipu", "xpu", "npu")
+# AMD's GPUs, which torch calls by NVIDIA's name.
+_ROCM = ("rocm", "hip", "amd")
 
 
 def runtime(
@@ -74,7 +92,7 @@ def runtime(
 
     Args:
         accelerator: "auto", "cpu", "cuda", "gpu", "mps", or an Accelerator.
-        strategy: "auto", "ddp", "ddp_spawn", "ddp_notebook", ..., or a Strategy.
+        strategy: "auto", "single_device", "ddp", "ddp_spawn", "ddp_notebook", ..., or a Strategy.
         devices: how many (int, -1 for all, "auto") or which (list, "0,1") on each machine.
         num_nodes: how many machines.
         precision: "32-true" by default, "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8",
@@ -97,6 +115,8 @@ def runtime(
     num_nodes = _num_nodes(num_nodes, owner)
     cluster = cluster if cluster is not None else find_cluster()
     wanted, num_nodes = _devices(devices, num_nodes, chosen, cluster, owner)
+    if isinstance(strategy, str) and strategy.lower() == _SINGLE_DEVICE and devices in (None, "auto"):
+        wanted = wanted[:1]
     placed = _strategy(strategy, chosen, wanted, num_nodes, owner)
     checks_later = wanted[0].type == "cuda" and placed.copies_this_process and not torch.cuda.is_initialized()
     numbers = _precision(precision, precision_plugin, wanted[0], owner, check=not checks_later)
@@ -144,6 +164,8 @@ def _plugins(
         kind = next((kind for kind in found if isinstance(plugin, kind)), None)
         if kind is None:
             hint = f" Write {plugin.__name__}()." if isinstance(plugin, type) else ""
+            if isinstance(plugin, str) and plugin.lower() in STRATEGIES:
+                hint = f" Write strategy={plugin.lower()!r}."
             raise TypeError(
                 f"{owner}(plugins={plugins!r}): {plugin!r} is no plugin. Use objects of the classes in "
                 f"hasten.plugins: a Precision, a CheckpointIO or a ClusterEnvironment.{hint}"
@@ -161,7 +183,8 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
         return accelerator
     if accelerator is None:
         accelerator = "auto"
-    allowed = ("auto", "cpu", "cuda", "gpu", "mps")
+    present = [name for name, kind in ACCELERATORS.items() if kind.is_available()]
+    allowed = ("auto", *present, *(("gpu",) if {"cuda", "mps"} & set(present) else ()))
     if isinstance(accelerator, type) and issubclass(accelerator, Accelerator):
         raise TypeError(
             f"{owner}(accelerator={accelerator.__name__}): that is a class. Write {accelerator.__name__}()."
@@ -176,23 +199,36 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
         return best_accelerator()
     if name == "gpu":
         name = "mps" if ACCELERATORS["mps"].is_available() else "cuda"
+    if name in _ROCM:
+        raise ValueError(
+            f"{owner}(accelerator={accelerator!r}): torch calls AMD GPUs 'cuda'"
+            + (". Write accelerator='cuda'." if "cuda" in present else f", and {_none_here('CUDA')}")
+        )
+    if name in STRATEGIES:
+        raise ValueError(
+            f"{owner}(accelerator={accelerator!r}): that is a strategy. Write "
+            f"{owner}(strategy={'auto' if 'mps' in present else name!r})."
+        )
+    if name in _OTHER_ACCELERATORS:
+        raise ValueError(
+            f"{owner}(accelerator={accelerator!r}): not in this version of hasten. Write accelerator='auto'."
+        )
     if name not in ACCELERATORS:
-        if name in _OTHER_ACCELERATORS:
-            raise ValueError(
-                f"{owner}(accelerator={accelerator!r}): not in this version of hasten. Use one of {_listed(allowed)}."
-            )
         raise ValueError(
             f"{owner}(accelerator={accelerator!r}): there is no such accelerator. Use one of {_listed(allowed)}."
             + did_you_mean(name, allowed)
         )
     kind = ACCELERATORS[name]
     if not kind.is_available():
-        present = [other for other, candidate in ACCELERATORS.items() if candidate.is_available()]
-        raise MisconfigurationException(
-            f"{owner}(accelerator={accelerator!r}): this machine has no {name.upper()} device that torch "
-            f"{torch.__version__} can use. Use accelerator={present[0]!r}, or accelerator='auto'."
-        )
+        raise MisconfigurationException(f"{owner}(accelerator={accelerator!r}): {_none_here(name.upper())}")
     return kind()
+
+
+def _none_here(kind: str) -> str:
+    return (
+        f"this machine has no {kind} device that torch {torch.__version__} can use. Use accelerator='cpu', or "
+        "accelerator='auto'."
+    )
 
 
 def _num_nodes(num_nodes: Any, owner: str) -> int:
@@ -220,7 +256,8 @@ def _devices(
             return accelerator.get_parallel_devices(per_machine), num_nodes
         return accelerator.get_parallel_devices(accelerator.auto_device_count()), num_nodes
     if isinstance(devices, (bool, float)):
-        raise TypeError(f"{owner}(devices={devices!r}): use a number, a list of indices, '0,1', or 'auto'.")
+        indices = "" if isinstance(accelerator, CPUAccelerator) else ", a list of indices, '0,1',"
+        raise TypeError(f"{owner}(devices={devices!r}): use a number{indices} or 'auto'.")
     parsed = _say_whose(owner, accelerator.parse_devices, devices)
     found: list[torch.device] = _say_whose(owner, accelerator.get_parallel_devices, parsed)
     return found, num_nodes
@@ -229,11 +266,16 @@ def _devices(
 def _strategy(
     strategy: Any, accelerator: Accelerator, devices: list[torch.device], num_nodes: int, owner: str
 ) -> Strategy:
+    written = repr(strategy)
+    if isinstance(strategy, str) and strategy.lower() == _SINGLE_DEVICE:
+        strategy = SingleDeviceStrategy()
     if isinstance(strategy, Strategy):
         if isinstance(strategy, SingleDeviceStrategy) and len(devices) * num_nodes > 1:
+            several = f"devices={len(devices)}" + (f", num_nodes={num_nodes}" if num_nodes > 1 else "")
+            written = written if written == repr(_SINGLE_DEVICE) else "SingleDeviceStrategy(...)"
             raise MisconfigurationException(
-                f"{owner}(strategy=SingleDeviceStrategy(...), devices={len(devices)}): one device cannot be "
-                f"{len(devices) * num_nodes}. Use devices=1, or strategy='ddp'."
+                f"{owner}(strategy={written}, {several}): one device cannot be {len(devices) * num_nodes}. Use "
+                "devices=1, or strategy='auto'."
             )
         chosen = strategy
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
@@ -245,7 +287,7 @@ def _strategy(
             return SingleDeviceStrategy()
         chosen = DDPStrategy(start_method="fork" if _interactive() else "popen")
     elif isinstance(strategy, str):
-        chosen = _named_strategy(strategy, owner)
+        chosen = _named_strategy(strategy, devices[0], owner)
     else:
         raise TypeError(
             f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy, not "
@@ -259,17 +301,24 @@ def _strategy(
     return chosen
 
 
-def _named_strategy(strategy: str, owner: str) -> Strategy:
+def _named_strategy(strategy: str, device: torch.device, owner: str) -> Strategy:
     name = strategy.lower()
     if name in STRATEGIES:
         start_method, options = STRATEGIES[name]
         return DDPStrategy(start_method=start_method, **options)
-    allowed = ("auto", *STRATEGIES)
-    if name == "dp" or name.startswith(_OTHER_STRATEGIES):
+    if name.startswith(_NO_SUCH_DEVICE):
         raise ValueError(
-            f"{owner}(strategy={strategy!r}): not in this version of hasten. "
-            "Use strategy='ddp' for several devices, or 'auto'."
+            f"{owner}(strategy={strategy!r}): not in this version of hasten. Write strategy='auto'."
         )
+    # Of some there are variants: "fsdp_native", "deepspeed_stage_2".
+    other = next((o for o in _OTHER_STRATEGIES if name == o or (len(o) > 3 and name.startswith(o))), None)
+    if other is not None:
+        usable = "auto" if device.type == "mps" else "ddp"
+        raise ValueError(
+            f"{owner}(strategy={strategy!r}): not in this version of hasten; {_OTHER_STRATEGIES[other]}. "
+            f"Write strategy={usable!r}."
+        )
+    allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES)
     raise ValueError(
         f"{owner}(strategy={strategy!r}): there is no such strategy.{did_you_mean(name, allowed)} "
         f"Use one of {_listed(allowed)}."
@@ -280,7 +329,10 @@ def _precision(
     precision: Any, plugin: Precision | None, device: torch.device, owner: str, *, check: bool
 ) -> Precision:
     if plugin is not None:
-        if precision is not None and _precision_name(precision, owner) != plugin.precision:
+        if (
+            precision is not None
+            and _precision_name(precision, device, owner, check=check) != plugin.precision
+        ):
             raise MisconfigurationException(
                 f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both say in which numbers to "
                 "compute. Leave one out."
@@ -288,7 +340,7 @@ def _precision(
         if check:
             _say_whose(owner, plugin.check_device, device)
         return plugin
-    name = "32-true" if precision is None else _precision_name(precision, owner)
+    name = "32-true" if precision is None else _precision_name(precision, device, owner, check=check)
     if name == "32-true":
         return Precision()
     if name == "64-true":
@@ -314,26 +366,39 @@ def _precision(
     return made
 
 
-def _precision_name(precision: Any, owner: str) -> str:
-    allowed = [spelling for spellings in PRECISIONS.values() for spelling in spellings]
-    if isinstance(precision, bool) or not isinstance(precision, (str, int)):
-        raise TypeError(
-            f"{owner}(precision={precision!r}): use one of {_listed(PRECISIONS)}, 16, 32 or 64, not "
-            f"{type(precision).__name__}."
-        )
+def _precision_name(precision: Any, device: torch.device, owner: str, *, check: bool) -> str:
     text = str(precision).lower()
+    written = isinstance(precision, (str, int)) and not isinstance(precision, bool)
     for name, spellings in PRECISIONS.items():
-        if text in spellings:
+        if written and text in spellings:
             return name
+    usable = [name for name in PRECISIONS if _computes_in(name, device, check=check)]
+    if not written:
+        raise TypeError(
+            f"{owner}(precision={precision!r}): use one of {_listed(usable)}, not {type(precision).__name__}."
+        )
     if text in MODES:
         raise ValueError(
             f"{owner}(precision={precision!r}): quantized weights have options of their own. Use "
             f"plugins=BitsandbytesPrecision({text!r}) of hasten.plugins."
         )
-    hint = f" Did you mean {_MEANT[text]!r}?" if text in _MEANT else did_you_mean(text, allowed)
+    meant = _MEANT.get(text)
+    if meant == "16-mixed" and meant not in usable:
+        meant = "bf16-mixed"
+    allowed = [spelling for name in usable for spelling in PRECISIONS[name]]
+    hint = f" Did you mean {meant!r}?" if meant in usable else did_you_mean(text, allowed)
     raise ValueError(
         f"{owner}(precision={precision!r}): there is no such precision.{hint} Use one of {_listed(allowed)}."
     )
+
+
+def _computes_in(name: str, device: torch.device, *, check: bool) -> bool:
+    """Say whether a device computes in a precision, and the packages for it are there."""
+    try:
+        _precision(name, None, device, "", check=check)
+    except (ValueError, ImportError):
+        return False
+    return True
 
 
 def _interactive() -> bool:

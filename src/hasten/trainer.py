@@ -67,7 +67,7 @@ class Trainer(TrainerView):
 
     Args:
         accelerator: "auto", "cpu", "cuda", "gpu", "mps", or an Accelerator.
-        strategy: "auto", "ddp", "ddp_spawn", ..., or a Strategy.
+        strategy: "auto", "single_device", "ddp", "ddp_spawn", ..., or a Strategy.
         devices: how many (int, "auto", -1) or which (list, "0,1").
         num_nodes: machines in the run.
         precision: "32-true" (default), "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", or the
@@ -203,7 +203,7 @@ class Trainer(TrainerView):
     ) -> None:
         given = locals()
         if unknown:
-            refuse_unknown(unknown, Trainer.__init__, "Trainer")
+            refuse_unknown(unknown, Trainer.__init__, "Trainer", make=resolve_runtime)
         self.profiler = resolve_profiler(profiler)
         if barebones and profiler is not None:
             raise ValueError(

@@ -242,15 +242,21 @@ def test_install_after_lightning_was_imported_is_refused(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("home", "name", "base", "says"),
     [
-        ("strategies", "FSDPStrategy", "ParallelStrategy", "Use strategy='ddp'"),
-        ("strategies", "DeepSpeedStrategy", "ParallelStrategy", "Use strategy='ddp'"),
-        ("strategies", "ModelParallelStrategy", "Strategy", "Use strategy='ddp'"),
-        ("strategies", "XLAStrategy", "Strategy", "There is no TPU"),
-        ("plugins", "FSDPPrecision", "Precision", "Use precision='bf16-mixed'"),
+        ("strategies", "FSDPStrategy", "ParallelStrategy", "Write strategy='ddp'"),
+        ("strategies", "DeepSpeedStrategy", "ParallelStrategy", "Write strategy='ddp'"),
+        ("strategies", "ModelParallelStrategy", "Strategy", "Write strategy='ddp'"),
+        (
+            "strategies",
+            "XLAStrategy",
+            "Strategy",
+            r"hasten does not train on TPUs. Write Trainer\(accelerator='auto'\)",
+        ),
+        ("plugins", "FSDPPrecision", "Precision", "Write precision='bf16-mixed'"),
         ("plugins", "KubeflowEnvironment", "ClusterEnvironment", "Start the program with torchrun"),
         ("plugins", "XLACheckpointIO", "TorchCheckpointIO", "Use TorchCheckpointIO"),
         ("plugins", "TorchSyncBatchNorm", "LayerSync", r"Use Trainer\(sync_batchnorm=True\)"),
-        ("accelerators", "XLAAccelerator", "Accelerator", "Use accelerator='cuda'"),
+        ("accelerators", "XLAAccelerator", "Accelerator", r"Write Trainer\(accelerator='auto'\)"),
+        ("accelerators", "TPUAccelerator", "Accelerator", r"Write Trainer\(accelerator='auto'\)"),
         ("loggers", "LitLogger", "Logger", "There are CSVLogger"),
     ],
 )

@@ -23,6 +23,7 @@ ALTERNATIVES = {
     "fabric.utilities.load": "Use hasten.checkpoint.files.load, or fabric.load_raw.",
     "fabric.utilities.registry": "Pass objects instead of registered names.",
     "fabric.utilities.testing": "It is a helper of Lightning's own tests.",
+    "pytorch.accelerators.TPUAccelerator": "hasten does not train on TPUs: write Trainer(accelerator='auto').",
     "pytorch.demos.mnist_datamodule": "Use hasten.demos.BoringDataModule, or torchvision.datasets.MNIST.",
     "pytorch.lite": "Use hasten.Fabric.",
     "pytorch.loggers.LightningLoggerBase": "It was removed in Lightning 2.0: subclass Logger.",

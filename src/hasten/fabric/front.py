@@ -41,7 +41,7 @@ class Fabric(FabricView):
 
     Args:
         accelerator: "auto", "cpu", "cuda", "gpu", "mps", or an Accelerator.
-        strategy: "auto", "ddp", "ddp_spawn", "ddp_notebook", ..., or a Strategy.
+        strategy: "auto", "single_device", "ddp", "ddp_spawn", "ddp_notebook", ..., or a Strategy.
         devices: how many (int, -1 for all, "auto") or which (list, "0,1") on each machine.
         num_nodes: how many machines.
         precision: "32-true" (default), "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", or the short
@@ -89,7 +89,7 @@ class Fabric(FabricView):
         compile: bool | str | dict[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown, Fabric.__init__, "Fabric")
+        refuse_unknown(unknown, Fabric.__init__, "Fabric", make=resolve_runtime)
         self._runtime: Runtime = resolve_runtime(
             accelerator=accelerator,
             strategy=strategy,

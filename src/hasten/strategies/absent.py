@@ -8,8 +8,8 @@ from hasten._lib.absent import absent
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.single import SingleDeviceStrategy
 
-_SHARDED = "Use strategy='ddp', which keeps the whole model on each device."
-_TPU = "There is no TPU: use accelerator='cuda', 'mps' or 'cpu'."
+_SHARDED = "Write strategy='ddp', which keeps the whole model on each device."
+_TPU = "hasten does not train on TPUs. Write Trainer(accelerator='auto')."
 
 
 def _strategy(name: str, instead: str, base: type = ParallelStrategy) -> Any:
@@ -17,7 +17,7 @@ def _strategy(name: str, instead: str, base: type = ParallelStrategy) -> Any:
 
 
 DataParallelStrategy = _strategy(
-    "DataParallelStrategy", "Use strategy='ddp', which is faster on one machine too."
+    "DataParallelStrategy", "Write strategy='ddp', which does not copy the model to each device in each step."
 )
 DeepSpeedStrategy = _strategy("DeepSpeedStrategy", _SHARDED)
 FSDPStrategy = _strategy("FSDPStrategy", _SHARDED)

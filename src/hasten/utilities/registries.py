@@ -51,4 +51,4 @@ class Registry:
 
 
 AcceleratorRegistry = Registry("accelerator", sorted(ACCELERATORS))
-StrategyRegistry = Registry("strategy", [*STRATEGIES])
+StrategyRegistry = Registry("strategy", ["single_device", *STRATEGIES])

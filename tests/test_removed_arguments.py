@@ -1,0 +1,204 @@
+"""Arguments of older versions and of other libraries: each message has a line to write, and that line works."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import hasten
+import hasten as L
+from hasten.accelerators import CPUAccelerator, TPUAccelerator
+from hasten.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from hasten.strategies import SingleDeviceStrategy
+from tests.data.sequences import Padded
+from tests.models import Classifier, dataset, loader, quiet
+
+REMOVED: list[tuple[str, Any]] = [
+    ("gpus", -1), ("gpus", 0), ("gpus", 2), ("gpus", [0]), ("gpus", "0,1"), ("gpus", None), ("num_processes", 2),
+    ("tpu_cores", 8), ("ipus", 4), ("hpus", 1), ("amp_backend", "native"), ("amp_level", "O2"), ("use_amp", True),
+    ("auto_select_gpus", True), ("auto_select_gpus", False), ("distributed_backend", "ddp"),
+    ("distributed_backend", "dp"), ("nb_gpu_nodes", 1), ("auto_lr_find", True), ("auto_lr_find", "lr"),
+    ("auto_lr_find", False), ("auto_scale_batch_size", True), ("auto_scale_batch_size", "binsearch"),
+    ("automatic_optimization", False), ("checkpoint_callback", False), ("checkpoint_callback", True),
+    ("default_save_path", "here"), ("early_stop_callback", True), ("flush_logs_every_n_steps", 10),
+    ("gradient_clip", 0.5), ("log_gpu_memory", "all"), ("log_gpu_memory", None), ("max_nb_epochs", 3),
+    ("move_metrics_to_cpu", True), ("multiple_trainloader_mode", "max_size_cycle"), ("nb_sanity_val_steps", 1),
+    ("overfit_pct", 0.5), ("prepare_data_per_node", False), ("print_nan_grads", True), ("process_position", 1),
+    ("progress_bar_refresh_rate", 0), ("progress_bar_refresh_rate", 20), ("reload_dataloaders_every_epoch", True),
+    ("replace_sampler_ddp", False), ("resume_from_checkpoint", "some.ckpt"), ("row_log_interval", 10),
+    ("show_progress_bar", False), ("stochastic_weight_avg", True), ("stochastic_weight_avg", False),
+    ("terminate_on_nan", True), ("terminate_on_nan", False), ("track_grad_norm", 2), ("track_grad_norm", "inf"),
+    ("track_grad_norm", -1), ("train_percent_check", 0.5), ("val_percent_check", 0.5),
+    ("weights_save_path", "weights"), ("weights_summary", "full"), ("weights_summary", "top"),
+    ("weights_summary", None), ("fused", True), ("amp", True), ("bf16", True), ("fp16", True), ("tf32", True),
+    ("gradient_checkpointing", True), ("packing", True), ("group_by_length", True), ("torch_compile", True),
+    ("loggers", False),
+]  # fmt: skip
+
+OF_FABRIC: list[tuple[str, Any]] = [
+    ("gpus", 2), ("num_processes", 2), ("tpu_cores", 8), ("amp_backend", "native"), ("fused", True),
+    ("packed", True), ("dropout", "fast"), ("memory", "full"), ("batching", "length"), ("resident", True),
+    ("num_workers", 2), ("gradient_clip_val", 0.5), ("accumulate_grad_batches", 4), ("logger", []),
+    ("replace_sampler_ddp", False),
+]  # fmt: skip
+
+VALUES: list[dict[str, Any]] = [
+    {"accelerator": "tpu"}, {"accelerator": "rocm"}, {"accelerator": "ipu"}, {"accelerator": "hpu"},
+    {"accelerator": "ddp"}, {"accelerator": "gpu"}, {"accelerator": "mps"}, {"accelerator": CPUAccelerator},
+    {"strategy": "dp"}, {"strategy": "ddp2"}, {"strategy": "horovod"}, {"strategy": "fsdp"},
+    {"strategy": "deepspeed_stage_3"}, {"strategy": "tpu_spawn"}, {"strategy": "ddp_sharded"},
+    {"strategy": "single_device", "devices": 2}, {"strategy": "dpp"}, {"precision": "16-mixed"},
+    {"precision": "amp"}, {"precision": "fp8"}, {"precision": "bf17"}, {"precision": 8.0},
+    {"plugins": "ddp"}, {"devices": 0}, {"devices": True}, {"devices": [0]},
+    {"accumulate_grad_batches": {4: 2}},
+]  # fmt: skip
+
+
+def refusal_of(make: Any, **arguments: Any) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        make(**arguments)
+    text = str(caught.value)
+    assert len(text.splitlines()) <= 2
+    return text
+
+
+def line_in(text: str) -> str:
+    """Return the line that a message says to write; nothing where it says to leave the argument out."""
+    if "Leave it out." in text:
+        return ""
+    found = re.search(r"Write `?(.+?)`?(?:, with `.*| before .*| around .*| in .*| here\.|\.)$", text)
+    assert found is not None, text
+    return found.group(1)
+
+
+def trainer_on_cpu(**arguments: Any) -> L.Trainer:
+    return L.Trainer(**{"accelerator": "cpu", **arguments})
+
+
+class Searchable(Classifier):
+    """A module that every line of the messages can be tried on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr, self.batch_size = 0.1, 4
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        # Of several loaders: a batch of each.
+        return super().training_step(batch[0] if isinstance(batch[0], list) else batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(dataset(8), self.batch_size)
+
+
+def execute(text: str, **names: Any) -> Any:
+    """Execute the line in a message, with what the message imports for it."""
+    line, space = line_in(text), {"Trainer": trainer_on_cpu, "Fabric": L.Fabric, "hasten": hasten, **names}
+    for needed in re.findall(r"with `(from hasten[^`]*)`", text):
+        exec(needed, space)
+    if line.startswith("with "):
+        exec(f"{line}\n    pass", space)
+        return None
+    if line.startswith("self."):
+        exec(line, space)
+        return None
+    return eval(line or "Trainer()", space)
+
+
+@pytest.mark.parametrize(("name", "value"), REMOVED, ids=str)
+def test_the_line_for_an_argument_that_is_gone_works(
+    name: str, value: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = refusal_of(L.Trainer, **{name: value})
+    assert text.startswith(f"Trainer.__init__() got an unexpected keyword argument {name!r}")
+    model = Searchable()
+    if name == "resume_from_checkpoint":
+        trained = quiet()
+        trained.fit(Searchable())
+        trained.save_checkpoint("some.ckpt")
+    trainer = quiet(max_steps=40 if "lr_find" in name else 1, max_epochs=-1)
+    if name == "track_grad_norm" and "grad_norm(self" in text:
+
+        class Tracks(Searchable):
+            def on_before_optimizer_step(self, optimizer: Any) -> None:
+                execute(text, self=self)
+
+        trainer.fit(Tracks())
+        assert any("grad" in key for key in trainer.callback_metrics)
+        return
+    execute(text, trainer=trainer, model=model, loaders=[loader(), loader()], self=model)
+
+
+@pytest.mark.parametrize(("name", "value"), OF_FABRIC, ids=str)
+def test_the_line_for_an_argument_that_a_fabric_does_not_have_works(name: str, value: Any) -> None:
+    text = refusal_of(L.Fabric, **{name: value})
+    fabric = L.Fabric(accelerator="cpu")
+    network: nn.Module = nn.Linear(8, 2)
+    if name in ("packed", "dropout", "memory"):
+        network = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)
+    model, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(2, 3, 8)).sum())
+    names: dict[str, Any] = {"model": model, "optimizer": optimizer, "accumulating": True}
+    # Samples of different lengths, which lengths have to do with.
+    names["loader"] = DataLoader(Padded(), 4) if name == "batching" else loader()
+    execute(text, fabric=fabric, **names)
+
+
+@pytest.mark.parametrize("owner", [quiet, L.Fabric])
+@pytest.mark.parametrize("given", VALUES, ids=str)
+def test_whatever_a_message_recommends_is_accepted(owner: Any, given: dict[str, Any]) -> None:
+    if owner is L.Fabric and "accumulate_grad_batches" in given:
+        return
+    given = given if "accelerator" in given else {"accelerator": "cpu", **given}
+    text = refusal_of(owner, **given)
+    # The last sentences: what comes before says what is wrong.
+    advice = text[re.search(r"[Ww]rite|[Uu]se|Did you mean", text).start() :]  # type: ignore[union-attr]
+    tried = 0
+    lines = re.findall(r"[Ww]rite ((?:Trainer|Fabric)\(.*\))", advice)
+    for name, value in re.findall(r"(\w+)=('[^']*'|\d+)", "" if lines else advice):
+        owner(**{key: kept for key, kept in given.items() if key != "plugins"} | {name: eval(value)})
+        tried += 1
+    (first,) = [name for name in given if name != "accelerator"][:1] or ["accelerator"]
+    for value in re.findall(r"(?<![=\w])'([^']*)'", advice.partition("not ")[0]):
+        owner(**{**given, first: value})
+        tried += 1
+    for made in re.findall(r"Write (\w+\(\))", advice):
+        owner(**{**given, first: eval(made)})
+        tried += 1
+    for line in lines:
+        space = {
+            "Trainer": owner,
+            "Fabric": owner,
+            "GradientAccumulationScheduler": GradientAccumulationScheduler,
+        }
+        eval(line, space)
+        tried += 1
+    assert tried or re.search("use a number|use the number of processes", text), text
+
+
+def test_an_accelerator_that_is_not_here_says_what_is() -> None:
+    with pytest.raises(ValueError, match="TPUAccelerator is not in this version of hasten") as caught:
+        TPUAccelerator()
+    execute(str(caught.value))
+
+
+def test_a_callback_given_by_name_belongs_in_the_list() -> None:
+    for name, callback in (
+        ("checkpoint_callback", ModelCheckpoint()),
+        ("early_stop_callback", EarlyStopping("x")),
+    ):
+        text = refusal_of(L.Trainer, **{name: callback})
+        assert f"Give the {type(callback).__name__} in the list: Trainer(callbacks=[...])" in text
+        quiet(callbacks=[callback], enable_checkpointing=True)
+
+
+def test_a_single_device_can_be_asked_for_by_name() -> None:
+    trainer = quiet(strategy="single_device")
+    trainer.fit(Classifier(), loader(8))
+    assert type(trainer.strategy) is SingleDeviceStrategy
+    assert trainer.world_size == 1
