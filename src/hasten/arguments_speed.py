@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from hasten._lib.names import did_you_mean
 from hasten.compile.settings import CompileSettings, as_compile
 from hasten.data.batching import as_batching
+from hasten.data.sample_fields import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class SpeedArguments:
         fused_optimizer: True, False, or None to leave the user's optimizers as they are.
         batch_size: samples of a batch, on each process; None for what the loader says.
         micro_batch: samples computed at once: None for all, a number, or "auto".
+        shared_fields: of a batch that is split, the fields that belong to all samples; None to look at the data.
         memory: activation checkpointing: "auto" once memory runs out, "selective" or "full" from the start.
         dropout: "fast" for masks from random bytes; None for torch's own.
         allocator: "keep", "tcmalloc", "jemalloc"; None for the allocator as it is.
@@ -44,6 +47,7 @@ class SpeedArguments:
     fused_optimizer: bool | None = None
     batch_size: int | None = None
     micro_batch: int | str | None = None
+    shared_fields: frozenset[Any] | None = None
     memory: str | None = None
     dropout: str | None = None
     allocator: str | None = None
@@ -73,6 +77,12 @@ def check_speed(
         ValueError: an argument is out of range, or two of them contradict each other.
 
     """
+    shared_fields = None
+    if isinstance(micro_batch, MicroBatch):
+        shared_fields = _shared(owner, micro_batch.shared)
+        micro_batch = micro_batch.samples
+        if micro_batch is None:
+            raise TypeError(f"{owner}(micro_batch=MicroBatch(None)): use a number of samples or 'auto'.")
     if fused_optimizer is not None:
         _boolean(owner, "fused_optimizer", fused_optimizer)
     return SpeedArguments(
@@ -86,6 +96,7 @@ def check_speed(
         fused_optimizer=fused_optimizer,
         batch_size=_batch_size(owner, batch_size, as_batching(owner, batching)),
         micro_batch=_micro_batch(owner, micro_batch, batch_size),
+        shared_fields=shared_fields,
         memory=_word(owner, "memory", memory, ("auto", "selective", "full")),
         dropout=_word(owner, "dropout", dropout, ("fast",)),
         allocator=_word(owner, "allocator", allocator, ("keep", "tcmalloc", "jemalloc")),
@@ -181,6 +192,14 @@ def _micro_batch(owner: str, value: Any, batch_size: Any) -> int | str | None:
             f"micro_batch={batch_size} or less, or batch_size={samples}."
         )
     return samples
+
+
+def _shared(owner: str, names: Any) -> frozenset[Any]:
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise TypeError(
+            f"{owner}(micro_batch=MicroBatch(shared={names!r})): use a list of names or positions."
+        )
+    return frozenset(names)
 
 
 def _matmul_precision(owner: str, value: Any) -> str | None:

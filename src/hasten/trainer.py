@@ -20,6 +20,7 @@ from hasten.arguments_speed import SPEED_NAMES, check_speed
 from hasten.callback import Callback
 from hasten.checkpoint.io import CheckpointIO
 from hasten.checkpoint.migrate import from_lightning
+from hasten.data.sample_fields import MicroBatch
 from hasten.datamodule import LightningDataModule
 from hasten.hooks import Callbacks, Hooks, overrides
 from hasten.loggers.base import Logger
@@ -123,7 +124,8 @@ class Trainer(TrainerView):
         matmul_precision: "highest", "high" or "medium", for ``torch.set_float32_matmul_precision``.
         fused_optimizer: True to update all parameters in one kernel.
         batch_size: samples of a batch on each process, whatever the loader's batches are.
-        micro_batch: samples of a batch computed at once; "auto" shrinks when memory runs out.
+        micro_batch: samples of a batch computed at once; "auto" shrinks when memory runs out; or a
+            ``hasten.data.MicroBatch``.
         memory: "auto" to recompute activations once memory runs out; "selective" or "full" from the start.
         dropout: "fast" for masks from random bytes.
         allocator: "keep" not to return memory to the system between steps, "tcmalloc" or "jemalloc".
@@ -195,7 +197,7 @@ class Trainer(TrainerView):
         matmul_precision: str | None = None,
         fused_optimizer: bool | None = None,
         batch_size: int | None = None,
-        micro_batch: int | str | None = None,
+        micro_batch: int | str | MicroBatch | None = None,
         memory: str | None = None,
         dropout: str | None = None,
         allocator: str | None = None,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import sys
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+# "['x'][0].y": the steps of a place.
+_STEP = re.compile(r"(\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.(\w+))")
 
 _ADVICE = (
     "micro_batch splits a batch along the first dimension of each of its tensors. What is not one a sample belongs "
@@ -20,13 +24,124 @@ _ADVICE = (
 )
 
 
-def measure(batch: Any) -> tuple[int, bool]:
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """What is known about the elements of a loader's batches, by their places (``"['x'][0]"``).
+
+    Args:
+        over: tensors, arrays and lists with one element a sample.
+        shared: those that belong to all samples.
+        refused: those that cannot be split, with the reason.
+        pairs: dimensions of ``over`` that had one element a sample, too.
+        all_over: every tensor runs over samples, whatever its place.
+        shared_names: then, the keys, attributes or positions of those that do not.
+
+    """
+
+    over: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    pairs: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    all_over: bool = False
+    shared_names: frozenset[Any] = frozenset()
+
+    def inside(self, prefix: str) -> Fields:
+        """Return the same of a batch that lies within a larger one, at ``prefix``."""
+        return Fields(
+            frozenset(prefix + where for where in self.over),
+            frozenset(prefix + where for where in self.shared),
+            {prefix + where: why for where, why in self.refused.items()},
+            {prefix + where: dims for where, dims in self.pairs.items()},
+        )
+
+
+def joined(all_fields: Sequence[Fields]) -> Fields:
+    """Return what is known about a batch from what is known about its parts."""
+    return Fields(
+        frozenset().union(*(fields.over for fields in all_fields)),
+        frozenset().union(*(fields.shared for fields in all_fields)),
+        {where: why for fields in all_fields for where, why in fields.refused.items()},
+        {where: dims for fields in all_fields for where, dims in fields.pairs.items()},
+    )
+
+
+# What torch's default_collate makes.
+STACKED = Fields(all_over=True)
+
+
+def compare(many: Any, fewer: Any, count: int, fewer_count: int) -> Fields:
+    """Return which elements of a batch run over samples, from two batches of ``count`` and ``fewer_count`` samples.
+
+    Example::
+
+        >>> found = compare((torch.zeros(4, 2), torch.zeros(2)), (torch.zeros(2, 2), torch.zeros(2)), 4, 2)
+        >>> found.over, found.shared
+        (frozenset({'[0]'}), frozenset({'[1]'}))
+
+    """
+    over: set[str] = set()
+    shared: set[str] = set()
+    refused: dict[str, str] = {}
+    pairs: dict[str, tuple[int, ...]] = {}
+
+    def sizes(one: Any, other: Any, where: str) -> None:
+        one, other = tuple(one.shape), tuple(other.shape)
+        if len(one) != len(other):
+            refused[where] = "has another number of dimensions for other samples"
+            return
+        follow = [i for i, pair in enumerate(zip(one, other, strict=True)) if pair == (count, fewer_count)]
+        if 0 in follow:
+            over.add(where)
+            pairs.update({where: tuple(follow[1:])} if len(follow) > 1 else {})
+        elif follow:
+            refused[where] = f"has its samples along dimension {follow[0]}, not along the first"
+        elif one[:1] == other[:1]:
+            shared.add(where)
+        else:
+            refused[where] = "has neither one row a sample nor as many for any samples"
+
+    def visit(one: Any, other: Any, where: str) -> None:
+        if type(one) is not type(other):
+            refused[where] = "is of another type for other samples"
+        elif isinstance(one, Tensor) and (one.is_nested or one.layout != torch.strided):
+            over.add(where)  # Refused by its kind.
+        elif isinstance(one, Tensor) or _is_array(one):
+            sizes(one, other, where)
+        elif isinstance(one, (list, tuple)) and not isinstance(one, PackedSequence):
+            if (len(one), len(other)) == (count, fewer_count) and not hasattr(one, "_fields"):
+                over.add(where)
+            elif len(one) == len(other) and _is_collection(one):
+                children(one, other, where)
+            elif len(one) == len(other):
+                shared.add(where)
+            else:
+                refused[where] = "has neither one element a sample nor as many for any samples"
+        elif _is_collection(one):
+            children(one, other, where)
+        elif _holds_tensors_inside(one):
+            over.add(where)  # Refused by its kind.
+        else:
+            shared.add(where)
+
+    def children(one: Any, other: Any, where: str) -> None:
+        others = dict(_children(other))
+        for step, child in _children(one):
+            if step in others:
+                visit(child, others[step], where + step)
+
+    visit(many, fewer, "")
+    return Fields(frozenset(over), frozenset(shared), refused, pairs)
+
+
+def measure(batch: Any, fields: Fields | None = STACKED) -> tuple[int, bool]:
     """Return (how many samples a batch has, whether they are listed one by one).
 
     Args:
         batch: a tensor, or dicts, lists, tuples, named tuples and dataclasses of tensors ``(samples, ...)``. A tensor
             of one number, one with a first dimension of 1, numbers, strings and None belong to all samples. Where
             samples differ in shape, lists of one element a sample, as for object detection.
+        fields: which elements run over samples: by default all. None where nothing tells: then a batch of one tensor
+            can be split, and a pair of inputs and labels.
 
     Raises:
         ValueError: it cannot be split; the message names the element.
@@ -39,20 +154,89 @@ def measure(batch: Any) -> tuple[int, bool]:
         (2, True)
 
     """
+    if fields is not None and not fields.all_over:
+        return _samples_by(fields, batch), False
     lists = _lists(batch)
     if lists is not None and any(isinstance(item, Mapping) for one in lists for item in one):
         return len(lists[0]), True
     try:
-        return _samples_in(batch), False
+        samples = _samples_in(batch, frozenset() if fields is None else fields.shared_names)
     except ValueError:
         if lists is None or not all(_alike(one) for one in lists):
             raise
         return len(lists[0]), True
+    if fields is None:
+        _refuse_doubtful(batch, samples)
+    return samples, False
 
 
-def _samples_in(batch: Any) -> int:
+def _samples_by(fields: Fields, batch: Any) -> int:
+    """Return how many samples there are where it is known which elements run over them."""
+    found, size = "", -1
+    doubtful = []
+    for where, element in _elements(batch, fields):
+        if where in fields.refused:
+            raise ValueError(f"batch{where} {fields.refused[where]}. {_ADVICE}.")
+        if where in fields.shared:
+            continue
+        own = _first_dimension(element, where)
+        if where not in fields.over:
+            if own is not None:
+                doubtful.append(where)
+            continue
+        if own is None:
+            raise ValueError(f"batch{where} has no rows, and the samples of other batches had. {_ADVICE}.")
+        if size not in (-1, own):
+            raise ValueError(
+                f"batch{where}: its first dimension is {own}, and that of batch{found} is {size}. {_ADVICE}."
+            )
+        if any(element.shape[dim] == own > 1 for dim in fields.pairs.get(where, ())):
+            raise ValueError(
+                f"batch{where} has a value for each pair of samples, which parts do not have. {_ADVICE}."
+            )
+        found, size = where, own
+    if doubtful and size != 1:
+        raise _doubt(doubtful)
+    if size == -1:
+        raise ValueError(f"the batch, a {type(batch).__name__}, holds no tensor to split. {_ADVICE}.")
+    return size
+
+
+def _elements(data: Any, fields: Fields, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is split or not as a whole: a list of samples is one element."""
+    if where in fields.over or where in fields.refused or not _is_collection(data):
+        yield where, data
+        return
+    for step, child in _children(data):
+        yield from _elements(child, fields, where + step)
+
+
+def _refuse_doubtful(batch: Any, samples: int) -> None:
+    """Refuse several tensors of as many rows as there are samples: nothing tells which of them run over samples."""
+    rows = [(where, leaf) for where, leaf in _leaves(batch, "") if _first_dimension(leaf, where) == samples]
+    is_square = any(
+        getattr(leaf, "ndim", 0) > 1 and leaf.shape[1] == samples and samples > 1 for _, leaf in rows
+    )
+    plain = len(rows) == 1 or (type(batch) in (list, tuple) and len(batch) == len(rows) == 2)
+    if samples > 1 and (is_square or not plain):
+        raise _doubt([where for where, _ in rows])
+
+
+def _doubt(places: Sequence[str]) -> ValueError:
+    named = " and ".join(f"batch{where}" for where in places[:3]) + (" and others" if len(places) > 3 else "")
+    one = len(places) == 1
+    return ValueError(
+        f"micro_batch: nothing shows whether {named} {'has' if one else 'have'} one row a sample.\n"
+        "Write micro_batch=hasten.data.MicroBatch(size, shared=[...]) with the names of those that belong to all "
+        "samples, or shared=[]."
+    )
+
+
+def _samples_in(batch: Any, names: frozenset[Any]) -> int:
     found, size = "", -1
     for where, leaf in _leaves(batch, ""):
+        if names and _is_named(where, names):
+            continue
         own = _first_dimension(leaf, where)
         if own is None or (own == 1 and size > 1):
             continue
@@ -67,12 +251,22 @@ def _samples_in(batch: Any) -> int:
     return size
 
 
-def split(batch: Any, size: int) -> list[tuple[Any, int]]:
+def _is_named(where: str, names: frozenset[Any]) -> bool:
+    steps = _STEP.findall(where)
+    return any(
+        text in names or (index and int(index) in names and place == 0)
+        for place, (_, quoted, index, attribute) in enumerate(steps)
+        for text in (quoted or attribute,)
+    )
+
+
+def split(batch: Any, size: int, fields: Fields | None = STACKED) -> list[tuple[Any, int]]:
     """Return ``batch`` in parts of ``size`` samples with the samples of each; the last may have fewer.
 
     Args:
         batch: see ``measure``. Its tensors are not copied.
         size: at least 1.
+        fields: see ``measure``.
 
     Raises:
         ValueError: it cannot be split; the message names the element.
@@ -83,12 +277,13 @@ def split(batch: Any, size: int) -> list[tuple[Any, int]]:
         [([0, 1], 2), ([2, 3], 2), ([4], 1)]
 
     """
-    samples, listed = measure(batch)
+    samples, listed = measure(batch, fields)
     if size >= samples:
         return [(batch, samples)]
     starts = range(0, samples, size)
+    fields = STACKED if fields is None else fields
     return [
-        (_part(batch, start, min(start + size, samples), samples, listed), min(size, samples - start))
+        (_part(batch, start, min(start + size, samples), samples, listed, fields), min(size, samples - start))
         for start in starts
     ]
 
@@ -200,9 +395,33 @@ def _first_dimension(leaf: Any, where: str) -> int | None:
         return int(leaf.shape[0]) if leaf.ndim else None
     if isinstance(leaf, (list, tuple)) and not isinstance(leaf, PackedSequence):
         return len(leaf)
-    if isinstance(leaf, PackedSequence) or (hasattr(leaf, "to") and not isinstance(leaf, type)):
+    if (
+        isinstance(leaf, PackedSequence)
+        or (hasattr(leaf, "to") and not isinstance(leaf, type))
+        or _holds_tensors_inside(leaf)
+    ):
         raise ValueError(f"batch{where} is a {type(leaf).__name__}, which cannot be split. {_ADVICE}.")
     return None
+
+
+def _holds_tensors_inside(leaf: Any, depth: int = 2) -> bool:
+    """Say whether an object of another class holds tensors, which would go to each part as a whole."""
+    if isinstance(leaf, (bool, int, float, str, bytes, type(None), type)):
+        return False
+    if isinstance(leaf, Tensor) or _is_array(leaf):
+        return True
+    held: list[Any] = list(getattr(leaf, "__dict__", {}).values())
+    held += [getattr(leaf, name, None) for kind in type(leaf).__mro__ for name in _slots(kind)]
+    if isinstance(leaf, (set, frozenset, list, tuple, deque)):
+        held += leaf
+    elif isinstance(leaf, Mapping):
+        held += leaf.values()
+    return depth > 0 and any(_holds_tensors_inside(each, depth - 1) for each in held[:100])
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -226,37 +445,42 @@ def _alike(items: Sequence[Any]) -> bool:
     return len(kinds) == 1
 
 
-def _part(data: Any, start: int, stop: int, samples: int, listed: bool) -> Any:
+def _part(
+    data: Any, start: int, stop: int, samples: int, listed: bool, fields: Fields, where: str = ""
+) -> Any:
     if listed:
-        return _rebuilt(data, lambda value: value[start:stop])
-    if isinstance(data, Tensor):
-        # A first dimension of 1 is one for all.
-        return data[start:stop] if data.dim() and data.shape[0] == samples else data
-    if _is_collection(data):
-        return _rebuilt(data, lambda value: _part(value, start, stop, samples, False))
-    if (isinstance(data, (list, tuple)) and len(data) == samples) or (
-        _is_array(data) and data.ndim and data.shape[0] == samples
-    ):
+        return _rebuilt(data, lambda step, value: value[start:stop])
+    if where in fields.over:
         return data[start:stop]
-    return data
+    if fields.shared_names and _is_named(where, fields.shared_names):
+        return data
+    if _is_collection(data):
+        return _rebuilt(
+            data, lambda step, value: _part(value, start, stop, samples, False, fields, where + step)
+        )
+    # A first dimension of 1 is one for all.
+    is_split = fields.all_over and _first_dimension(data, where) == samples
+    return data[start:stop] if is_split else data
 
 
-def _rebuilt(data: Any, function: Callable[[Any], Any]) -> Any:
-    if type(data) is dict:
-        return {key: function(value) for key, value in data.items()}
-    if isinstance(data, (dict, UserDict)):
-        # A copy keeps what a subclass has beside its items: a default factory, the encodings of a tokenizer.
-        new = copy.copy(data)
-        for key, value in data.items():
-            new[key] = function(value)
-        return new
-    if isinstance(data, Mapping):
-        return type(data)({key: function(value) for key, value in data.items()})  # type: ignore[call-arg]
+def _rebuilt(data: Any, function: Callable[[str, Any], Any]) -> Any:
+    """Return a collection of the same kind; ``function`` is given each step into it and what is there."""
+    children = [function(step, child) for step, child in _children(data)]
+    if isinstance(data, (Mapping, UserDict)):
+        items = dict(zip(data, children, strict=True))
+        if type(data) is dict:
+            return items
+        if isinstance(data, (dict, UserDict)):
+            # A copy keeps what a subclass has beside its items: a default factory, the encodings of a tokenizer.
+            new = copy.copy(data)
+            for key, value in items.items():
+                new[key] = value
+            return new
+        return type(data)(items)  # type: ignore[call-arg]
     if isinstance(data, (list, tuple)):
-        items = [function(value) for value in data]
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+        return type(data)(*children) if hasattr(data, "_fields") else type(data)(children)
     new = copy.copy(data)
-    for field in dataclasses.fields(data):
+    for field, value in zip(dataclasses.fields(data), children, strict=True):
         # Past a frozen dataclass, whose copy is ours.
-        object.__setattr__(new, field.name, function(getattr(data, field.name, None)))
+        object.__setattr__(new, field.name, value)
     return new

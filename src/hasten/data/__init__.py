@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hasten.data.preloaded import preload as preload
     from hasten.data.resident_loader import ResidentLoader as ResidentLoader
     from hasten.data.resident_loader import resident as resident
+    from hasten.data.sample_fields import MicroBatch as MicroBatch
     from hasten.data.worker_count import auto_workers as auto_workers
     from hasten.data.worker_count import with_workers as with_workers
 
@@ -30,6 +31,7 @@ _FILES = {
     "CombinedLoader": "combined",
     "LengthBatchSampler": "lengths",
     "LengthBatching": "batching",
+    "MicroBatch": "sample_fields",
     "PackCollator": "packing",
     "PackedBatchSampler": "packing",
     "PadCollator": "padding",
@@ -51,6 +53,7 @@ __all__ = [
     "CombinedLoader",
     "LengthBatchSampler",
     "LengthBatching",
+    "MicroBatch",
     "PackCollator",
     "PackedBatchSampler",
     "PadCollator",

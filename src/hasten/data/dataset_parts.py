@@ -49,7 +49,7 @@ def own_generators(dataset: Any) -> dict[int, Any]:
         False
 
     """
-    return {id(part): state for _, part in _parts(dataset) if (state := _state(part)) is not _MARK}
+    return {id(part): state for _, part in parts(dataset) if (state := _state(part)) is not _MARK}
 
 
 def fingerprint(dataset: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def fingerprint(dataset: Any) -> dict[str, Any]:
 
     """
     found: dict[str, Any] = {}
-    for place, part in _parts(dataset):
+    for place, part in parts(dataset):
         if _state(part) is _MARK:
             found[place] = _value(part)
     return found
@@ -154,7 +154,7 @@ def _value(part: Any) -> Any:
     return type(part).__qualname__, id(part) if not isinstance(part, types.MethodType) else id(part.__func__)
 
 
-def _parts(dataset: Any) -> Iterator[tuple[str, Any]]:
+def parts(dataset: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a dataset is made of, each with its place, nearest first."""
     seen: dict[int, Any] = {}
     waiting: deque[tuple[str, Any, int, frozenset[str]]] = deque([("", dataset, 0, frozenset())])

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from hasten._lib.memory import give_back_memory, is_out_of_memory
 from hasten._lib.rank_zero import rank_zero_info, warn_once
-from hasten._lib.split import join, measure, split
+from hasten._lib.split import Fields, join, measure, split
+from hasten.datamodule import DataHooks
+from hasten.hooks import overrides
 from hasten.loops.attempt import Moment, Seen
 from hasten.loops.explain import MEMORY_NOTE
 from hasten.loops.run import Run
@@ -71,7 +73,7 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
         batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
     ) -> Any:
         # Asked of the first batch, too, which may fit as a whole: whether it can be split is known before long.
-        samples = measure(batch)[0] if fit.shrinks else 1
+        samples = measure(batch, parts.fields)[0] if fit.shrinks else 1
         moment.keep(batch, gradients=not opens)
         failed = False
         while True:
@@ -114,6 +116,12 @@ def _seen(fit: Fit) -> Seen:
     return fit.seen
 
 
+def _hooks_change_batches(run: Run) -> bool:
+    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    owners = [owner for owner in (run.train.datamodule, run.module) if owner is not None]
+    return any(overrides(owner, DataHooks, name) for owner in owners for name in names)
+
+
 class _Parts:
     """Computes the parts of a batch, one after the other.
 
@@ -130,6 +138,11 @@ class _Parts:
         self._holds_back = run.runtime.syncs_gradients and not self._alone
         self._weighs = run.accumulate_grad_batches > 1 or run.runtime.world_size > 1
         self.any_loss = False
+
+    @functools.cached_property
+    def fields(self) -> Fields | None:
+        """Which elements of a batch run over samples; None where nothing tells."""
+        return _fit(self._run).fields_of(self._run.train, _hooks_change_batches(self._run))
 
     def attempt(self, *step: Any) -> tuple[Any, Exception | None]:
         """Compute the parts; return (outputs, None), or (None, error) where memory ran out."""
@@ -156,7 +169,7 @@ class _Parts:
         run, once, meters = self._run, self._once, self._run.meters
         # An attempt that failed was in the middle of its parts.
         meters.batch, meters.batch_size = batch, 0
-        parts = [(batch, 1)] if size is None else split(batch, size)
+        parts = [(batch, 1)] if size is None else split(batch, size, self.fields)
         skipped = run.skipped_batches
         if len(parts) == 1:
             with self._exchange(closes):

@@ -13,6 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_debug
+from hasten._lib.split import Fields
+from hasten.data.sample_fields import fields_of
 from hasten.data.sources import with_attributes
 from hasten.loops.states import TrainerFn
 from hasten.memory import nothing_repeated, recomputed, repeated_blocks
@@ -20,6 +22,7 @@ from hasten.memory import nothing_repeated, recomputed, repeated_blocks
 if TYPE_CHECKING:
     from hasten.loops.attempt import Seen
     from hasten.loops.run import Run
+    from hasten.loops.sources import Source
 
 
 def rebatched(loader: Any, batch_size: int, *, name: str = "the train dataloader") -> Any:
@@ -131,8 +134,26 @@ class Fit:
         self.samples: int | None = speed.micro_batch if isinstance(speed.micro_batch, int) else None
         self.memory: str | None = None
         self._blocks = 0
+        self._shared = speed.shared_fields
+        # Of the loaders read last.
+        self._fields: tuple[Any, Fields | None] | None = None
         # What a step changes beside the weights; see loops/attempt.py.
         self.seen: Seen | None = None
+
+    def fields_of(self, source: Source, changed_later: bool) -> Fields | None:
+        """Return which fields of the batches run over samples: as the user said, or as the data shows.
+
+        Args:
+            source: the training data.
+            changed_later: whether hooks may change a batch before it is computed.
+
+        """
+        if self._shared is not None:
+            return Fields(all_over=True, shared_names=self._shared)
+        loaders = source.loaders[0]
+        if self._fields is None or self._fields[0] is not loaders:
+            self._fields = loaders, fields_of(loaders, changed_later=changed_later)
+        return self._fields[1]
 
     @property
     def may_fail(self) -> bool:

@@ -1,0 +1,244 @@
+"""Which elements of a batch run over samples: shown by the data, said by the user, or refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+import hasten as L
+from hasten.data import MicroBatch
+from tests.models import Classifier, dataset, quiet
+from tests.speed.test_microbatch import assert_same, fresh
+
+SIZE = 8
+WEIGHTS = torch.linspace(0.5, 2.0, SIZE)
+TABLE = torch.linspace(-1, 1, SIZE * 8).view(SIZE, 8)
+
+
+def pairs(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    x, y = zip(*samples, strict=True)
+    return torch.stack(x), torch.stack(y)
+
+
+class Eight(Classifier):
+    """Uses as many class weights, and as long a table, as a batch has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, SIZE))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self(batch["x"] @ batch["table"].T)
+        # A mean over samples, so that parts are the whole.
+        return (
+            nn.functional.cross_entropy(scores, batch["y"], reduction="none") * batch["w"][batch["y"]]
+        ).mean()
+
+
+def with_weights(samples: list[Any]) -> dict[str, Any]:
+    x, y = pairs(samples)
+    return {"x": x, "y": y, "w": WEIGHTS.clone(), "table": TABLE.clone()}
+
+
+def trained(kind: type[Any], data: Any, **arguments: Any) -> Any:
+    model = fresh(kind)
+    L.seed_everything(1, verbose=False)
+    quiet(**arguments).fit(model, data)
+    return model
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_merely_has_as_many_rows_goes_to_every_part(workers: int) -> None:
+    def data() -> Any:
+        return DataLoader(dataset(40), SIZE, collate_fn=with_weights, num_workers=workers)
+
+    assert_same(trained(Eight, data()), trained(Eight, data(), micro_batch=2))
+
+
+def test_fields_that_only_a_step_later_has_as_many_rows_of() -> None:
+    """The last batch is smaller: what has as many rows in it, or in all others, is no other thing."""
+    whole = trained(Eight, DataLoader(dataset(36), SIZE, collate_fn=with_weights))
+    assert_same(whole, trained(Eight, DataLoader(dataset(36), SIZE, collate_fn=with_weights), micro_batch=3))
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (lambda x: x @ x.T, r"batch\['more'\] has a value for each pair of samples"),
+        (lambda x: x.T.contiguous(), r"batch\['more'\] has its samples along dimension 1"),
+        (
+            lambda x: torch.zeros(8 if len(x) == 8 else len(x) * 3 + 1, 2),
+            r"batch\['more'\] has neither one row a sample",
+        ),
+        (lambda x: Boxes(x), r"batch\['more'\] is a Boxes, which cannot be split"),
+        (lambda x: {1: Boxes(x)}, r"batch\['more'\]\[1\] is a Boxes"),
+    ],
+    ids=["pairs", "second-dimension", "neither", "object", "object-inside"],
+)
+@pytest.mark.parametrize("micro_batch", [2, "auto"])
+def test_what_cannot_be_split_is_named_before_the_first_step(
+    extra: Callable[[Tensor], Any], said: str, micro_batch: Any
+) -> None:
+    class Never(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError("the step ran")
+
+    def join(samples: list[Any]) -> dict[str, Any]:
+        x, y = pairs(samples)
+        return {"x": x, "y": y, "more": extra(x)}
+
+    with pytest.raises(ValueError, match=said):
+        trained(Never, DataLoader(dataset(40), SIZE, collate_fn=join), micro_batch=micro_batch)
+
+
+class Boxes:
+    def __init__(self, x: Tensor) -> None:
+        self.corners = x
+
+
+def test_images_of_one_size_in_lists_are_samples_and_their_channels_are_not() -> None:
+    class Lists(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            images, labels = batch
+            sizes.append(len(images))
+            return self.loss((torch.stack(images).mean((2, 3)).repeat(1, 4)[:, :8], torch.stack(labels)))
+
+    data = [(torch.randn(3, 2, 2), torch.tensor(index % 2)) for index in range(12)]
+
+    def loader() -> Any:
+        return DataLoader(data, 6, collate_fn=lambda samples: tuple(map(list, zip(*samples, strict=True))))
+
+    sizes: list[int] = []
+    whole = trained(Lists, loader())
+    sizes.clear()
+    assert_same(whole, trained(Lists, loader(), micro_batch=4))
+    assert sizes == [4, 2, 4, 2]
+
+
+class Adds(Classifier):
+    """A hook adds what belongs to all samples."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"x": batch[0], "y": batch[1], "shift": torch.linspace(0, 1, SIZE)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss((batch["x"] + batch["shift"], batch["y"]))
+
+
+def test_what_a_hook_adds_has_to_be_said() -> None:
+    data = DataLoader(dataset(40), SIZE)
+    with pytest.raises(ValueError, match=r"nothing shows.*\n.*MicroBatch\(size, shared=\[\.\.\.\]\)"):
+        trained(Adds, data, micro_batch=2)
+    whole = trained(Adds, data)
+    assert_same(whole, trained(Adds, data, micro_batch=MicroBatch(2, shared=["shift"])))
+
+
+def test_one_field_that_a_hook_adds_is_named() -> None:
+    class One(Classifier):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [*batch, torch.ones(SIZE)]
+
+    with pytest.raises(ValueError, match=r"nothing shows whether batch\[2\] has one row a sample"):
+        trained(One, DataLoader(dataset(40), SIZE), micro_batch="auto")
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        data = dataset(40)
+        return (data[index] for index in range(40))
+
+
+def test_a_stream_with_a_function_of_its_own_has_to_be_said() -> None:
+    data = DataLoader(Stream(), SIZE, collate_fn=with_weights)
+    with pytest.raises(
+        ValueError, match=r"batch\['x'\] and batch\['y'\] and batch\['w'\] and others have one row"
+    ):
+        trained(Eight, data, micro_batch=2)
+    whole = trained(Eight, data)
+    assert_same(whole, trained(Eight, data, micro_batch=MicroBatch(2, shared=("w", "table"))))
+    # Without such fields: everything runs over samples.
+    simple = DataLoader(Stream(), 5, collate_fn=pairs)
+    assert_same(trained(Classifier, simple), trained(Classifier, simple, micro_batch=3))
+
+
+def test_positions_can_be_named() -> None:
+    class Three(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss((batch[0] + batch[2], batch[1]))
+
+    data = [[*dataset(40)[start : start + 8], torch.linspace(0, 1, 8)] for start in range(0, 40, 8)]
+    with pytest.raises(ValueError, match=r"batch\[0\] and batch\[1\] and batch\[2\] have"):
+        trained(Three, data, micro_batch=3)
+    assert_same(trained(Three, data), trained(Three, data, micro_batch=MicroBatch(3, shared=[2])))
+
+
+class Noisy(Dataset[Any]):
+    """Draws from a generator of its own, and counts."""
+
+    def __init__(self) -> None:
+        self.random, self.torch = random.Random(0), torch.Generator().manual_seed(0)
+        self.read: list[int] = []
+        self.data = dataset(40)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        x, y = self.data[index]
+        return x * self.random.random() + torch.rand(8, generator=self.torch) + torch.rand(8), y
+
+
+def test_looking_at_samples_leaves_no_trace_in_the_dataset() -> None:
+    models, reads = [], []
+    for micro_batch in (None, 4):
+        data = Noisy()
+        part = Subset(data, range(32))
+        models.append(
+            trained(
+                Classifier, DataLoader(part, SIZE, shuffle=True, collate_fn=pairs), micro_batch=micro_batch
+            )
+        )
+        reads.append(data.read)
+    assert reads[0] == reads[1]
+    assert_same(*models)
+
+
+def test_joined_loaders() -> None:
+    class Two(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss(batch["plain"]) + super().loss(
+                (batch["own"]["x"] + batch["own"]["shift"], batch["own"]["y"])
+            )
+
+    def own(samples: list[Any]) -> dict[str, Any]:
+        x, y = pairs(samples)
+        return {"x": x, "y": y, "shift": torch.linspace(0, 1, SIZE)}
+
+    def data() -> Any:
+        return {
+            "plain": DataLoader(dataset(40), SIZE),
+            "own": DataLoader(dataset(40, seed=1), SIZE, collate_fn=own),
+        }
+
+    assert_same(trained(Two, data()), trained(Two, data(), micro_batch=3))
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "said"),
+    [
+        (MicroBatch(0), ValueError, "at least 1"),
+        (MicroBatch("atuo"), ValueError, "Did you mean 'auto'"),
+        (MicroBatch(2, shared="w"), TypeError, r"shared='w'\)\): use a list"),
+        (MicroBatch(None), TypeError, "number of samples or 'auto'"),
+    ],
+)
+def test_wrong_arguments(value: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        quiet(micro_batch=value)
