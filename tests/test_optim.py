@@ -424,6 +424,19 @@ def test_accumulated_gradients_are_changed_by_an_optimizers_own_step() -> None:
     assert same_weights(model, expected)
 
 
+def test_an_optimizer_that_is_given_32_bit_weights_finds_its_gradients_with_them() -> None:
+    class Forgets(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad.zero_()
+            return super().step(closure)
+
+    model = With(lambda parameters: Forgets(parameters, lr=0.1))
+    before = copy.deepcopy(model).bfloat16()
+    quiet(precision="bf16-true").fit(model, loader())
+    assert same_weights(model, before)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 from hasten._lib.patched import follow
 from hasten.callback import Callback
@@ -246,62 +245,3 @@ def overrides(owner: object, base: type, name: str) -> bool:
     if base_function is None:
         return True
     return getattr(own, "__func__", own) is not base_function
-
-
-class Callbacks(list[Callback]):
-    """The callbacks of a Trainer: a list that says when it changes."""
-
-    def __init__(self, callbacks: Iterable[Callback], changed: Callable[[], None]) -> None:
-        super().__init__(callbacks)
-        self._changed = changed
-
-    def append(self, callback: Callback) -> None:
-        super().append(callback)
-        self._changed()
-
-    def extend(self, callbacks: Iterable[Callback]) -> None:
-        super().extend(callbacks)
-        self._changed()
-
-    def insert(self, index: SupportsIndex, callback: Callback) -> None:
-        super().insert(index, callback)
-        self._changed()
-
-    def remove(self, callback: Callback) -> None:
-        super().remove(callback)
-        self._changed()
-
-    def pop(self, index: SupportsIndex = -1) -> Callback:
-        callback = super().pop(index)
-        self._changed()
-        return callback
-
-    def clear(self) -> None:
-        super().clear()
-        self._changed()
-
-    def reverse(self) -> None:
-        super().reverse()
-        self._changed()
-
-    def sort(self, **options: Any) -> None:
-        super().sort(**options)
-        self._changed()
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(index, value)
-        self._changed()
-
-    def __delitem__(self, index: SupportsIndex | slice) -> None:
-        super().__delitem__(index)
-        self._changed()
-
-    def __iadd__(self, callbacks: Iterable[Callback]) -> Self:  # type: ignore[override,misc]
-        self.extend(callbacks)
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> list[Callback]:
-        return [copy.deepcopy(callback, memo) for callback in self]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (list, (list(self),))

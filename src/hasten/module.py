@@ -281,6 +281,7 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
     @automatic_optimization.setter
     def automatic_optimization(self, automatic: bool) -> None:
         self.__dict__["_automatic_optimization"] = automatic
+        replaced(self)
 
     @property
     def strict_loading(self) -> bool:
@@ -542,7 +543,7 @@ _HOOKS = frozenset(
         ("on_", "configure_", "optimizer_", "lr_scheduler_step", "transfer_", "setup", "teardown")
     )
     or name.endswith(("_step", "_dataloader"))
-    or name in ("backward", "prepare_data")
+    or name in ("backward", "clip_gradients", "prepare_data")
 )
 
 _warned: weakref.WeakSet[type] = weakref.WeakSet()

@@ -16,13 +16,14 @@ from hasten import trainer_copies as copies
 from hasten import trainer_parts as parts
 from hasten._lib.argument_names import refuse_unknown
 from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.watched import WatchedList
 from hasten.arguments_speed import SPEED_NAMES, check_speed
 from hasten.callback import Callback
 from hasten.checkpoint.io import CheckpointIO
 from hasten.checkpoint.migrate import from_lightning
 from hasten.data.sample_fields import MicroBatch
 from hasten.datamodule import LightningDataModule
-from hasten.hooks import Callbacks, Hooks, overrides
+from hasten.hooks import Hooks, overrides
 from hasten.loggers.base import Logger
 from hasten.loops.checks import ValidationChecks
 from hasten.loops.evaluate import evaluate_and_print
@@ -238,7 +239,7 @@ class Trainer(TrainerView):
         self._should_stop = False
         self._accumulate_grad_batches = self._arguments.accumulate_grad_batches
         self._loggers = parts.loggers(self._arguments)
-        self._callbacks = Callbacks(parts.callbacks(self._arguments), self._callbacks_changed)
+        self._callbacks = WatchedList(parts.callbacks(self._arguments), self._callbacks_changed)
         self._module: LightningModule | None = None
         self._datamodule: LightningDataModule | None = None
         self._reads_datamodule = False
@@ -410,6 +411,7 @@ class Trainer(TrainerView):
         module, runtime = self._module, self._runtime
         assert module is not None
         parts.attach(self, module, self._datamodule)
+        runtime.strategy._trainer = self
         self._meters.forget_callback_values()
         several = runtime.world_size > 1
         parts.settle_loggers(self._loggers, runtime)
@@ -557,7 +559,7 @@ class Trainer(TrainerView):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._callbacks = Callbacks(self._callbacks, self._callbacks_changed)
+        self._callbacks = WatchedList(self._callbacks, self._callbacks_changed)
 
     def export_results(self) -> dict[str, Any]:
         """Return what the process that started the copies must learn of the run."""

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 class TrainerSettings:
-    """The arguments; one that is assigned is checked as in ``Trainer(...)`` and counts from the next call on.
+    """The arguments; one that is assigned is checked as in ``Trainer(...)``.
 
-    ``max_epochs`` and its like, and ``accumulate_grad_batches``, also count for the run in hand, from the next epoch.
+    During fit it counts from the next batch on; only how much data there is (``limit_..._batches``,
+    ``overfit_batches``, ``num_sanity_val_steps``, ``fast_dev_run``) is settled when a call begins.
     """
 
     _arguments: Arguments
@@ -26,7 +27,7 @@ class TrainerSettings:
     def _change(self, name: str, value: Any) -> None:
         self._arguments = checks.changed(self._arguments, name, value)
         if self._run is not None:
-            self._run.arguments = self._arguments
+            self._run.change_arguments(self._arguments)
 
     @property
     def max_epochs(self) -> int | None:
@@ -169,7 +170,7 @@ class TrainerSettings:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Batches an optimizer step; a change takes effect at the next epoch."""
+        """Batches whose gradients an optimizer step takes."""
         return self._accumulate_grad_batches
 
     @accumulate_grad_batches.setter

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.watched import WatchedList
 from hasten.callback import Callback
-from hasten.hooks import Callbacks
 from hasten.loops.states import RunningStage, TrainerState, TrainerStatus
 from hasten.trainer_loops import EvaluationLoop, FitLoop, PredictionLoop
 from hasten.trainer_settings import TrainerSettings
@@ -35,7 +35,7 @@ class TrainerView(TrainerSettings):
     _runtime: Runtime
     _progress: Progress
     _meters: Meters
-    _callbacks: Callbacks
+    _callbacks: WatchedList[Callback]
     _loggers: list[Any]
     _module: LightningModule | None
     _datamodule: LightningDataModule | None

@@ -195,7 +195,7 @@ def test_an_optimizer_that_computes_its_loss_again_says_why_it_cannot() -> None:
             return Twice(self.parameters(), lr=0.1)
 
     with pytest.raises(RuntimeError, match=r"Twice: its step computes the loss again.*Batches.*__len__"):
-        quiet(accumulate_grad_batches=4).fit(Model(), Batches(6, 7, draws=True))
+        quiet(accumulate_grad_batches=4).fit(Model(), Batches(2, 3, draws=True))
 
 
 def test_evaluation_and_prediction_read_every_sample() -> None:

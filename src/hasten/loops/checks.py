@@ -23,9 +23,13 @@ class ValidationChecks:
     """
 
     def __init__(self, interval: int | float | Interval, every_n_epochs: int | None) -> None:
+        self._last_seconds = time.monotonic()
+        self.change(interval, every_n_epochs)
+
+    def change(self, interval: int | float | Interval, every_n_epochs: int | None) -> None:
+        """Validate at other times from now on."""
         self._interval = interval
         self._every_n_epochs = every_n_epochs
-        self._last_seconds = time.monotonic()
         # What cannot be told in batches is asked after each of them.
         self.asks_each = isinstance(interval, Interval)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hasten.loops import bad_loss, micro, schedule
 from hasten.loops.compiled import compiled_step, recorded_steps
 from hasten.loops.evaluate import evaluate, sanity_check
 from hasten.loops.explain import add_place, check_some_loss, loss_of, with_batch_idx_if_taken
-from hasten.loops.numbers import check_in_backward
+from hasten.loops.numbers import follow_arguments
 from hasten.loops.run import Run, Stopped
 from hasten.loops.states import RunningStage
 from hasten.loops.together import agree_on_end, batch_by_batch
@@ -119,21 +120,12 @@ def train_epoch(run: Run) -> None:
 def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     """Train on each batch: the loop itself."""
     progress, hooks, meters, stop = run.progress, run.hooks, run.meters, run.stop
-    train_step = run.watch("run_training_batch", make_step(run))
-    transfer = make_transfer(run, run.train)
-    step_schedulers = run.watch("lr_scheduler_step", schedule.step)
-    # 0 means never: no count is a multiple of infinity.
-    log_every_n_steps = run.arguments.log_every_n_steps or math.inf
-    max_steps = run.max_steps
     several_processes = run.runtime.world_size > 1
-    window_size, tail_size, tail_start = _plan_windows(run)
-    guard = run.guard
-    follows_each = schedule.any_monitored(run, "step") or run.checks.asks_each
-    next_validation = run.checks.next_at(run)
+    plan, guard = _make_plan(run), run.guard
 
     if not progress.followed:
         follow_batch(run)
-        next_validation = run.checks.next_at(run)
+        plan.next_validation = run.checks.next_at(run)
 
     if progress.last_batch or _enough(run):
         return
@@ -141,17 +133,19 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     for batch, is_last in run.waiting.watched(run, batches):
         batch_idx = progress.batch
         run.is_last_batch = is_last
-        if transfer is not None:
-            batch = transfer(batch)
+        if plan.transfer is not None:
+            batch = plan.transfer(batch)
         meters.batch, meters.batch_size = batch, 0
         if hooks.on_train_batch_start(batch, batch_idx) == -1:
-            progress.last_batch = True
+            _skip_rest_of_epoch(run)
             return
+        if run.changed:
+            plan = _make_plan(run)
 
         opens = progress.window == 0
-        closes = is_last or progress.window + 1 >= window_size
-        divisor = window_size if batch_idx < tail_start else tail_size
-        outputs = train_step(batch, batch_idx, opens, closes, divisor)
+        closes = is_last or progress.window + 1 >= plan.window_size
+        divisor = plan.window_size if batch_idx < plan.tail_start else plan.tail_size
+        outputs = plan.train_step(batch, batch_idx, opens, closes, divisor)
 
         # The counters move before on_train_batch_end: a checkpoint taken there is complete.
         progress.batch = batch_idx + 1
@@ -164,10 +158,10 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
         else:
             progress.window += 1
         if run.schedulers:
-            step_schedulers(run, stepped=closes)
+            plan.step_schedulers(run, stepped=closes)
 
         hooks.on_train_batch_end(outputs, batch, batch_idx)
-        if closes and progress.updates % log_every_n_steps == 0:
+        if closes and progress.updates % plan.log_every_n_steps == 0:
             meters.publish_step(progress.updates - 1, progress.epoch, to_loggers=True, loss=run.last_loss)
         hooks.on_train_batch_end_last(outputs, batch, batch_idx)
         if guard is not None:
@@ -175,14 +169,16 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
 
         if is_last and run.goes_on():
             run.train.begin_next(progress.epoch + 1)
-        if is_last or progress.total_batches >= next_validation or follows_each or run.should_stop:
+        if is_last or progress.total_batches >= plan.next_validation or plan.follows_each or run.should_stop:
             follow_batch(run)
-            next_validation = run.checks.next_at(run)
+            plan.next_validation = run.checks.next_at(run)
         progress.followed = True
+        if run.changed:
+            plan = _make_plan(run)
 
         if stop.signal is not None or several_processes:
             _raise_if_stopped(run)
-        if progress.global_step >= max_steps or (run.should_stop and run.may_stop_early()):
+        if progress.global_step >= plan.max_steps or (run.should_stop and run.may_stop_early()):
             return
 
     if not progress.last_batch:
@@ -222,7 +218,55 @@ def _may_release_gradients(module: LightningModule) -> bool:
     )
 
 
-# -- one training step, chosen once
+# -- what a batch needs, chosen once, and again when somebody changed something
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What the loop asks for at each batch, decided beforehand.
+
+    Args:
+        train_step: trains on a batch.
+        transfer: brings a batch to the device; None where it stays as it is.
+        step_schedulers: steps the schedulers that a batch completes.
+        window_size: batches of an accumulation.
+        tail_size: batches of the epoch's last accumulation.
+        tail_start: index of its first batch.
+        log_every_n_steps: optimizer steps between two rows of the loggers; infinite for none.
+        max_steps: optimizer steps to train.
+        follows_each: whether something may follow any batch.
+        next_validation: batches of the run after which validation may be due.
+
+    """
+
+    train_step: Step
+    transfer: Callable[[Any], Any] | None
+    step_schedulers: Callable[..., None]
+    window_size: int
+    tail_size: int
+    tail_start: float
+    log_every_n_steps: float
+    max_steps: float
+    follows_each: bool
+    next_validation: float
+
+
+def _make_plan(run: Run) -> _Plan:
+    run.changed = False
+    window_size, tail_size, tail_start = _plan_windows(run)
+    return _Plan(
+        train_step=run.watch("run_training_batch", make_step(run)),
+        transfer=make_transfer(run, run.train),
+        step_schedulers=run.watch("lr_scheduler_step", schedule.step),
+        window_size=window_size,
+        tail_size=tail_size,
+        tail_start=tail_start,
+        # 0 means never: no count is a multiple of infinity.
+        log_every_n_steps=run.arguments.log_every_n_steps or math.inf,
+        max_steps=run.max_steps,
+        follows_each=schedule.any_monitored(run, "step") or run.checks.asks_each,
+        next_validation=run.checks.next_at(run),
+    )
 
 
 def make_step(run: Run) -> Step:
@@ -233,7 +277,7 @@ def make_step(run: Run) -> Step:
         return _step_without_optimizer(run)
     optimizer = run.optimizers[0]
     if isinstance(optimizer, InBackward):
-        check_in_backward(run, optimizer)  # Again: a callback may have asked for accumulation meanwhile.
+        follow_arguments(run, optimizer)  # Again: a callback may have changed them meanwhile.
     batches = run.accumulate_grad_batches
     check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
     if overrides(run.module, LightningModule, "optimizer_step") or needs_closure(optimizer):
@@ -294,7 +338,8 @@ def _closure_step(run: Run) -> Step:
             nonlocal unused
             if beforehand:
                 closure()
-                unused = _unchanged(optimizer)
+                # Who steps copies of the parameters asks for it: see precision/small_updates.py.
+                unused = closure.has_gradients = _unchanged(optimizer)  # type: ignore[attr-defined]
             module.optimizer_step(progress.epoch, batch_idx, wrapped, closure)
 
         done = progress.global_step
@@ -325,9 +370,8 @@ def _unchanged(optimizer: Any) -> Callable[[], bool]:
 
 def _manual_step(run: Run) -> Step:
     """The user's training_step does all of it."""
-    meters, context = run.meters, run.meters.context_of(STEPS["training_step"])
+    hooks, meters, context = run.hooks, run.meters, run.meters.context_of(STEPS["training_step"])
     training_step = _training_step(run)
-    wants_outputs = _wants_outputs(run)
     graphs = recorded_steps(run)
 
     def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
@@ -339,7 +383,7 @@ def _manual_step(run: Run) -> Step:
         except Exception as error:
             add_place(error, "training_step", run.module, batch, batch_idx)
             raise
-        if not wants_outputs or output is None:
+        if output is None or hooks.on_train_batch_end is hooks.on_train_batch_end_last is nothing:
             return {}
         if isinstance(output, Tensor):
             return {"loss": output.detach()}
@@ -371,7 +415,6 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
     optimizer = run.optimizers[0] if run.optimizers else None
     zero_grad = _zero_grad(run, optimizer)
     backward = _backward(run)
-    wants_outputs = _wants_outputs(run)
     weighs = run.accumulate_grad_batches > 1 or runtime.world_size > 1 or in_parts
     # A resumed run may have to complete an accumulation before it goes on with single batches.
     weighs = weighs or run.progress.window > 0
@@ -410,7 +453,8 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
             raise
         if not in_parts:
             hooks.on_after_backward()
-        if not wants_outputs and not keep_outputs:
+        # Asked when they are there: a callback may have been appended since the batch began.
+        if not keep_outputs and hooks.on_train_batch_end is hooks.on_train_batch_end_last is nothing:
             return None
         detached = loss.detach()
         return {**output, "loss": detached} if isinstance(output, dict) else {"loss": detached}
@@ -506,7 +550,7 @@ def _training_step(run: Run) -> Callable[..., Any]:
 def _zero_grad(run: Run, optimizer: Any) -> Callable[[], None]:
     module, progress = run.module, run.progress
     if optimizer is None:
-        return module.zero_grad
+        return lambda: module.zero_grad()
     if overrides(module, LightningModule, "optimizer_zero_grad"):
         return lambda: module.optimizer_zero_grad(progress.epoch, progress.batch, optimizer)
     return run.runtime.make_zero_grad(optimizer)
@@ -519,10 +563,6 @@ def _backward(run: Run) -> Callable[[Tensor], None]:
     if scaler is None:
         return module.backward
     return lambda loss: module.backward(scaler.scale(loss))
-
-
-def _wants_outputs(run: Run) -> bool:
-    return run.hooks.on_train_batch_end is not nothing or run.hooks.on_train_batch_end_last is not nothing
 
 
 # -- the edges of an epoch
@@ -554,6 +594,14 @@ def _tail(length: float, window_size: int) -> tuple[int, float]:
         return window_size, math.inf
     size = int(length) % window_size
     return size, length - size
+
+
+def _skip_rest_of_epoch(run: Run) -> None:
+    """End the epoch before its data does: on_train_batch_start said -1. An open accumulation is dropped."""
+    run.progress.last_batch = True
+    run.window_weight = None
+    if run.schedulers:
+        schedule.step(run, stepped=False)
 
 
 def _loader_ended_early(run: Run) -> None:
@@ -589,18 +637,25 @@ def _step_late(run: Run) -> None:
     if guard is not None:
         finish_gradients = guard.in_closure(optimizer, finish_gradients)
     finished = False
+    unused: Callable[[], bool] | None = None
 
     def closure() -> None:
-        nonlocal finished
-        if finished:
+        nonlocal finished, unused
+        if not finished:
+            finish_gradients(divisor)
+            finished = True
+        elif unused is None or not unused():
             raise RuntimeError(
                 f"{type(optimizer).__name__}: its step computes the loss again, and the epoch ended before the length "
                 f"of the train dataloader ({type(run.train.loaders[0]).__name__}) said. Correct its __len__."
             )
-        finish_gradients(divisor)
-        finished = True
+        unused = None
 
     def step() -> None:
+        nonlocal unused
+        if not overrides(module, LightningModule, "optimizer_step"):
+            closure()
+            unused = _unchanged(optimizer)
         module.optimizer_step(progress.epoch, progress.batch - 1, run.wrapped_optimizers[0], closure)
 
     done = progress.global_step

@@ -45,13 +45,23 @@ def step_in_backward(run: Run, optimizers: list[Any]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, InBackward):
             run.undo.callback(optimizer.stop)
-            check_in_backward(run, optimizer)
-            clip_value = run.arguments.gradient_clip_val
-            optimizer.clip_value = float(clip_value) if clip_value else None
+            follow_arguments(run, optimizer)
             optimizer.start()
 
 
-def check_in_backward(run: Run, optimizer: InBackward) -> None:
+def follow_arguments(run: Run, optimizer: InBackward) -> None:
+    """Have an optimizer that steps in backward clip as the arguments say.
+
+    Raises:
+        ValueError: something of the run needs gradients after backward.
+
+    """
+    _check_in_backward(run, optimizer)
+    clip_value = run.arguments.gradient_clip_val
+    optimizer.clip_value = float(clip_value) if clip_value else None
+
+
+def _check_in_backward(run: Run, optimizer: InBackward) -> None:
     """Check that nothing of the run needs gradients after backward.
 
     Raises:

@@ -11,6 +11,7 @@ import torch
 from hasten import optim
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.garbage import collect_earlier_models
+from hasten._lib.watched import WatchedList
 from hasten.callback import Callback
 from hasten.checkpoint import contents
 from hasten.checkpoint.metrics import remember_metrics
@@ -28,6 +29,7 @@ from hasten.loops.verify import check_fit, check_parameters
 from hasten.module import LightningModule
 from hasten.optim import HastenOptimizer
 from hasten.optim.averaged import Averages
+from hasten.optim.backward import InBackward
 
 # () -> (checkpoint, where it came from), or (None, None) to start from the beginning
 Read = Callable[[], tuple[dict[str, Any] | None, str | None]]
@@ -141,10 +143,34 @@ def configure_optimizers(run: Run) -> None:
 
 
 def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:
-    """Have a run train with these optimizers and schedulers."""
-    run.optimizers, run.schedulers, run.averages = optimizers, schedulers, Averages(optimizers)
-    run.undo.callback(run.averages.show_for_good)
+    """Have a run train with these optimizers and schedulers; with others from when their lists change."""
+
+    def schedulers_changed() -> None:
+        run.changed = True
+
+    run.optimizers = WatchedList(optimizers, lambda: _optimizers_changed(run))
+    run.schedulers = WatchedList(schedulers, schedulers_changed)
+    run.averages = Averages(optimizers)
+    run.undo.callback(lambda: run.averages.show_for_good())
     run.wrapped_optimizers = [_counted(run, optimizer) for optimizer in optimizers]
+    run.changed = True
+
+
+def _optimizers_changed(run: Run) -> None:
+    """Go on with the optimizers that are in the list now."""
+    before = {id(wrapped.optimizer): wrapped for wrapped in run.wrapped_optimizers}
+    optim.check_assigned(run.optimizers, automatic=run.module.automatic_optimization)
+    new = change_optimizers(run, [one for one in run.optimizers if id(one) not in before])
+    gone = before.keys() - {id(one) for one in run.optimizers}
+    for key in gone:
+        if isinstance(optimizer := before[key].optimizer, InBackward):
+            optimizer.stop()
+    if new or gone:
+        # The weights in the module stay: training goes on from them.
+        run.averages = Averages(run.optimizers)
+        run.averages.go_on_with(None)
+    run.wrapped_optimizers = [before.get(id(one)) or _counted(run, one) for one in run.optimizers]
+    run.changed = True
 
 
 def _counted(run: Run, optimizer: Any) -> HastenOptimizer:

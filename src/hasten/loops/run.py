@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hasten._lib.patched import follow
 from hasten.arguments import Arguments
 from hasten.hooks import Hooks
 from hasten.loops.checks import ValidationChecks
@@ -46,7 +47,7 @@ class Stopped(BaseException):
         self.signal_number = signal_number
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """The actors of a run, named once; loops see this and never a Trainer."""
 
@@ -72,6 +73,8 @@ class Run:
     # Which weights are in the module where optimizers train with others than they evaluate with.
     averages: Averages = field(default_factory=lambda: Averages(()))
     accumulate_grad_batches: int = 1
+    # Something was changed that the loop had decided upon: it decides again before the next batch.
+    changed: bool = False
     should_stop: bool = False
     resumed: bool = False
     skip_sanity: bool = False
@@ -104,6 +107,21 @@ class Run:
     host_group: Any = None
     # Takes back what was changed about the user's module for this run.
     undo: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        follow(self)
+
+    def replaced(self, owner: object) -> None:
+        """Have the loop look again at ``owner``, if it takes part: a method was set or removed, or an entry."""
+        if owner is self.module or owner is self.train.datamodule or any(owner is c for c in self.schedulers):
+            self.changed = True
+
+    def change_arguments(self, arguments: Arguments) -> None:
+        """Go on with other arguments, from the next batch."""
+        self.arguments = arguments
+        self.checks.change(arguments.val_check_interval, arguments.check_val_every_n_epoch)
+        self.train.reload_every_n_epochs = arguments.reload_dataloaders_every_n_epochs
+        self.changed = True
 
     @property
     def max_epochs(self) -> float:

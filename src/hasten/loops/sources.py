@@ -79,7 +79,7 @@ class Source:
         self._cap = math.inf
         self._sampler_kwargs = sampler_kwargs
         self._overfit = overfit
-        self._reload_every_n_epochs = reload_every_n_epochs
+        self.reload_every_n_epochs = reload_every_n_epochs
         self._streams: list[Stream | CombinedStream] | None = None
         self._loaded_at_epoch = 0
         self._resume_state: list[dict[str, Any]] | None = None
@@ -206,7 +206,7 @@ class Source:
 
     def begin_next(self, epoch: int) -> None:
         """Have living workers begin the next epoch while this one's validation runs, where nobody can tell."""
-        stream, every = self._only(), self._reload_every_n_epochs
+        stream, every = self._only(), self.reload_every_n_epochs
         if isinstance(stream, Stream) and not (every and epoch - self._loaded_at_epoch >= every):
             stream.begin_next(epoch)
 
@@ -217,7 +217,7 @@ class Source:
 
     def reload_if_due(self, epoch: int) -> None:
         """Ask for the loaders again where ``reload_dataloaders_every_n_epochs`` says so."""
-        every = self._reload_every_n_epochs
+        every = self.reload_every_n_epochs
         if every and self._streams is not None and epoch - self._loaded_at_epoch >= every:
             self.close()
             self._streams = None
@@ -225,7 +225,7 @@ class Source:
 
     def loaded_in(self, epoch: int) -> None:
         """Take it that the loaders are those asked for when ``epoch`` needed new ones; for a resumed run."""
-        every = self._reload_every_n_epochs
+        every = self.reload_every_n_epochs
         self._loaded_at_epoch = epoch - epoch % every if every else 0
 
     def state_dict(self, consumed: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from hasten.optim.configure import (
     LRSchedulerConfig,
     check,
     check_accumulation,
+    check_assigned,
     no_accumulation,
     parse,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "adamw",
     "check",
     "check_accumulation",
+    "check_assigned",
     "in_backward",
     "muon",
     "needs_closure",

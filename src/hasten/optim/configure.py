@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from hasten._lib.durations import parse_interval
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean, nearest
+from hasten._lib.patched import replaced
 from hasten._lib.rank_zero import rank_zero_warn
 
 
@@ -38,6 +39,10 @@ class LRSchedulerConfig:
     reduce_on_plateau: bool = False
     monitor: str | None = None
     strict: bool = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        replaced(self)
 
 
 _SCHEDULER_KEYS = [field.name for field in fields(LRSchedulerConfig)]
@@ -195,6 +200,21 @@ def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic:
         )
 
 
+def check_assigned(optimizers: list[Any], *, automatic: bool) -> None:
+    """Check the optimizers that somebody gave a run to go on with.
+
+    Raises:
+        MisconfigurationException: one of them is not an optimizer, or there are several where one is stepped.
+
+    """
+    _check_optimizers(optimizers, "trainer.optimizers = [...]: the list", "holds")
+    if automatic and len(optimizers) > 1:
+        raise MisconfigurationException(
+            f"trainer.optimizers = [...]: {len(optimizers)} optimizers, and automatic optimisation steps one. Assign "
+            "one, or set self.automatic_optimization = False in __init__ and step them in training_step."
+        )
+
+
 def check_accumulation(optimizer: Any, batches: int, argument: str) -> None:
     """Refuse an optimizer of torch's that computes the loss several times a step where batches are accumulated.
 
@@ -281,11 +301,11 @@ def _is_optimizer(thing: Any) -> bool:
     )
 
 
-def _check_optimizers(optimizers: list[Any], where: str) -> None:
+def _check_optimizers(optimizers: list[Any], where: str, verb: str = "returned") -> None:
     for optimizer in optimizers:
         if not _is_optimizer(optimizer):
             raise MisconfigurationException(
-                f"{where} returned {_describe(optimizer)} where an optimizer is expected."
+                f"{where} {verb} {_describe(optimizer)} where an optimizer is expected."
             )
 
 

@@ -64,6 +64,8 @@ class _FullSteps:
         # (lists of the groups with what they hold otherwise, their parameters with 32-bit stand-ins)
         self._inside: tuple[list[tuple[list[Tensor], list[Tensor]]], list[tuple[Tensor, Tensor]]] | None
         self._inside = None
+        # The stand-ins' versions when they took their places.
+        self._versions: list[int] = []
         self._loading: dict[str, Any] | None = None
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -75,9 +77,11 @@ class _FullSteps:
     # -- around a step
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if self._inside is not None and getattr(closure, "_stands_in", None) is self:
+            return None  # A step that calls its base's: the stand-ins are there.
         self.leave()
         self.follow(optimizer)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         # What has a gradient is known when the closure has run.
         self.enter(every=closure is not None)
         if closure is None:
@@ -92,12 +96,16 @@ class _FullSteps:
         """Return ``closure`` such that it sees the model's own parameters, not their stand-ins."""
 
         def watched() -> Any:
+            if self._as_they_came() and getattr(closure, "has_gradients", bool)():
+                # The stand-ins have them, too, with what the optimizer may have done to them.
+                return closure()
             self.leave()
             result = closure()
             # From the parameters as they are now: an optimizer may have stepped them within the closure's backward.
             self.enter(every=True)
             return result
 
+        watched._stands_in = self  # type: ignore[attr-defined]
         return watched
 
     def follow(self, optimizer: Any) -> None:
@@ -142,6 +150,14 @@ class _FullSteps:
             if parameter in self._state:
                 self._state[full] = self._state.pop(parameter)
         self._inside = before, pairs
+        self._versions = [full._version for _, full in pairs]
+
+    def _as_they_came(self) -> bool:
+        """Say whether the stand-ins have the values and all the gradients that they came with."""
+        return self._inside is not None and all(
+            full._version == version and (full.grad is None) == (parameter.grad is None)
+            for version, (parameter, full) in zip(self._versions, self._inside[1], strict=True)
+        )
 
     @torch.no_grad()
     def leave(self) -> list[tuple[Tensor, Tensor]]:

@@ -11,8 +11,19 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from typing import Protocol
+
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+
+    class Trains(Protocol):
+        """Whoever has the optimizers and schedulers of a run: a Trainer."""
+
+        optimizers: list[Any]
+
+        @property
+        def lr_scheduler_configs(self) -> list[Any]:
+            """The schedulers and when they step."""
 
 
 class Strategy(ABC):
@@ -27,6 +38,9 @@ class Strategy(ABC):
 
     # Whether backward exchanges gradients, so that a loop that accumulates should enter ``no_sync``.
     syncs_gradients: bool = False
+
+    # The Trainer that runs with this strategy.
+    _trainer: Trains | None = None
 
     def __init__(self) -> None:
         self.accelerator: Accelerator | None = None
@@ -96,6 +110,29 @@ class Strategy(ABC):
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """``num_replicas`` and ``rank`` where each process reads its own part of the data, else None."""
         return None
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers of the Trainer's run; a list that is assigned counts from the next batch on."""
+        return [] if self._trainer is None else self._trainer.optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        self._with_trainer("optimizers").optimizers = optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers of the Trainer's run; a list that is assigned counts from the next batch on."""
+        return [] if self._trainer is None else self._trainer.lr_scheduler_configs
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[Any]) -> None:
+        self._with_trainer("lr_scheduler_configs").lr_scheduler_configs[:] = configs
+
+    def _with_trainer(self, name: str) -> Trains:
+        if self._trainer is None:
+            raise AttributeError(f"{type(self).__name__}.{name} = ...: only during a Trainer's fit.")
+        return self._trainer
 
     # -- once
 

@@ -14,8 +14,8 @@ import torch
 from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.memory import is_out_of_memory
+from hasten._lib.watched import WatchedList
 from hasten.callback import Callback
-from hasten.hooks import Callbacks
 from hasten.loggers.base import DummyLogger
 from hasten.loops.evaluate import evaluate
 from hasten.loops.fit import train_epoch
@@ -75,7 +75,7 @@ def quietly(trainer: Trainer) -> None:
             num_sanity_val_steps=0,
             max_epochs_assumed=False,
         ),
-        _callbacks=Callbacks([], lambda: None),
+        _callbacks=WatchedList([], lambda: None),
         # There is a logger where the program expects one.
         _loggers=[DummyLogger() for _ in trainer._loggers],
         _meters=Meters(trainer._runtime),
