@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,9 @@ import torch
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_only
 from hasten.machine import collectives
-from hasten.machine.launch import Launcher, RunScriptAgain
+from hasten.machine.cluster import LightningEnvironment
+from hasten.machine.launch import Launcher, RunScriptAgain, command_of_this_program
+from hasten.machine.meeting import said_aloud
 from hasten.machine.spawn import StartCopies
 from hasten.strategies.base import Strategy
 
@@ -145,15 +149,39 @@ class ParallelStrategy(Strategy):
         device = self.root_device
         assert self.accelerator is not None
         self.accelerator.setup_device(device)
-        collectives.join(
-            backend=self.process_group_backend,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            device=device,
-            timeout=self._timeout,
-            store=store,
-        )
+        with self._meeting(store) as place:
+            collectives.join(
+                backend=self.process_group_backend,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                device=device,
+                timeout=self._timeout,
+                store=place,
+            )
         return function(*args, **kwargs)
+
+    def _meeting(self, store: Any) -> AbstractContextManager[Any]:
+        """Return a context that gives the store where the processes meet; None for the one torch makes."""
+        # torchrun has brought its processes together before they start.
+        if (
+            self.num_nodes == 1
+            or store is not None
+            or collectives.joined()
+            or "TORCHELASTIC_RUN_ID" in os.environ
+        ):
+            return nullcontext(store)
+        command = None
+        if isinstance(self.cluster_environment, LightningEnvironment):
+            with suppress(RuntimeError):  # a session, which has no command
+                command = command_of_this_program()
+        return said_aloud(
+            command,
+            node_rank=self.node_rank,
+            num_nodes=self.num_nodes,
+            num_processes=self.num_processes,
+            local_rank=self.local_rank,
+            timeout=self._timeout,
+        )
 
     # -- between processes
 
