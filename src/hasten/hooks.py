@@ -199,6 +199,11 @@ class Hooks:
             else:
                 setattr(self, row.name, self._caller(row, everyone, self._module))
 
+    def owners(self) -> list[object]:
+        """Return everyone who may have hooks: callbacks, module and datamodule."""
+        everyone = (*self._callbacks, self._module, self._datamodule)
+        return [owner for owner in everyone if owner is not None]
+
     def replaced(self, owner: object) -> None:
         """Look for listeners again if ``owner``, one of whose hooks was replaced, takes part here."""
         mine = owner is self._module or owner is self._datamodule

@@ -28,6 +28,7 @@ from hasten.loggers.base import Logger
 from hasten.loops.checks import ValidationChecks
 from hasten.loops.evaluate import evaluate_and_print
 from hasten.loops.fit import fit
+from hasten.loops.inside_batch import as_saved
 from hasten.loops.numbers import collect
 from hasten.loops.predict import predict
 from hasten.loops.prepare import prepare
@@ -364,8 +365,13 @@ class Trainer(TrainerView):
             weights_only: leave out what only training needs.
             storage_options: passed to the file system of a URL.
 
+        Inside a batch (in ``training_step`` or ``on_after_backward``, say) the checkpoint is that of the moment when
+        the batch began, and a resumed run computes the batch again. States of callbacks are those of now.
+
         Raises:
             OSError: the file could not be written; the previous one is untouched.
+            RuntimeError: a batch has begun, and the run could not go on exactly: the optimizer has stepped in it, or
+                the Trainer could not see beforehand that one of the run's hooks saves inside a batch.
 
         """
         run = self._run
@@ -573,7 +579,9 @@ class Trainer(TrainerView):
 
     def _checkpoint(self, run: Run, *, weights_only: bool) -> dict[str, Any]:
         snapshot = Snapshot(run, self._callbacks, self._datamodule)
-        checkpoint = collect(run, snapshot, weights_only=weights_only or not run.optimizers)
+        weights_only = weights_only or not run.optimizers
+        with as_saved(run, weights_only=weights_only):
+            checkpoint = collect(run, snapshot, weights_only=weights_only)
         assert self._hooks is not None
         self._hooks.on_save_checkpoint(checkpoint)
         return checkpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hasten.data.combined import CombinedLoader, joint_length
@@ -132,11 +132,21 @@ class CombinedStream:
         self._handed, self._at_end = state["consumed"], state["ended"]
         self._resumes = not state["ended"]
 
-    def state_dict(self, consumed: int) -> dict[str, Any]:
+    @property
+    def handed(self) -> int:
+        """How many joint batches of the epoch were handed out."""
+        return self._handed
+
+    def replace_held(self, change: Callable[[Any], Any]) -> None:
+        """Keep ``change`` of the batches handed out last as those that are to come again."""
+        for reader in self._readers:
+            reader.stream.replace_held(change)
+
+    def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
         """Return the place after ``consumed`` batches of this epoch, as plain data; see ``Stream.state_dict``."""
         if self._loaded is not None:
             return self._loaded
-        again = not (self._at_end and consumed == 0) and consumed == self._handed - 1
+        again = again or (not (self._at_end and consumed == 0) and consumed == self._handed - 1)
         if not again and consumed != self._handed and not self._at_end:
             raise ValueError(
                 f"{self.name}: state_dict(consumed={consumed}), but {self._handed} batches were handed out."
@@ -253,7 +263,9 @@ class _Reader:
     def state_dict(self, again: bool) -> dict[str, Any]:
         """Return the stream's place; ``again``: before the last joint batch."""
         back = again and self.took
-        stream = self.stream.state_dict(self.count - back) if self.count else self.stream.state_dict(0)
+        stream = (
+            self.stream.state_dict(self.count - back, again=back) if self.count else self.stream.state_dict(0)
+        )
         return {
             "stream": stream,
             "at_end": self.at_end and not back,

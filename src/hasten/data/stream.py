@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -299,7 +299,16 @@ class Stream:
             self._at_end = True
             self._leave()
 
-    def state_dict(self, consumed: int) -> dict[str, Any]:
+    @property
+    def handed(self) -> int:
+        """How many batches of its epoch were handed out."""
+        return self._handed
+
+    def replace_held(self, change: Callable[[Any], Any]) -> None:
+        """Keep ``change`` of the batch handed out last as the one that is to come again."""
+        self._held = change(self._held)
+
+    def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
         """Return the place after ``consumed`` batches of this epoch, as plain data.
 
         Args:
@@ -324,7 +333,7 @@ class Stream:
         }
         if self._start is None:
             return {**state, "source": self._source.between_epochs()}
-        again = not (self._at_end and consumed == 0) and consumed == self._handed - 1
+        again = again or (not (self._at_end and consumed == 0) and consumed == self._handed - 1)
         if not again and consumed != self._handed and not self._at_end:
             raise ValueError(
                 f"{self.name}: state_dict(consumed={consumed}), but {self._handed} batches were handed out. "

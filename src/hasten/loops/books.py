@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +58,31 @@ class Books:
             for name, value in self._meters.get(meter, _NOTHING).items():
                 setattr(meter, name, _copied(value) if name in ("total", "weight") else value)
         self._restore_metrics()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Have the run look as ``keep`` found it, and then as it does now; no tensor is written to."""
+        random = generator_states()
+        places = [(owner, name) for owner, name, *_ in self._buffers.values()] + self._empty
+        buffers = [(owner, name, owner._buffers[name]) for owner, name in places]
+        meters = {meter: {name: getattr(meter, name) for name in _NOTHING} for meter in self._all_meters()}
+        self.draw_again()
+        for owner, name, tensor, version, copy in self._buffers.values():
+            owner._buffers[name] = copy if may_have_changed(owner, tensor, version) else tensor
+        for owner, name in self._empty:
+            owner._buffers[name] = None
+        for meter in meters:
+            for name, value in self._meters.get(meter, _NOTHING).items():
+                setattr(meter, name, value)
+        try:
+            yield
+        finally:
+            set_generators(random)
+            for owner, name, present in buffers:
+                owner._buffers[name] = present
+            for meter, values in meters.items():
+                for name, value in values.items():
+                    setattr(meter, name, value)
 
     def leave_out(self) -> None:
         """Take back what the batches since ``keep`` added to buffers, metrics and the means over the epoch.

@@ -20,6 +20,7 @@ from hasten.loops import bad_loss, micro, schedule
 from hasten.loops.compiled import compiled_step, recorded_steps
 from hasten.loops.evaluate import evaluate, sanity_check
 from hasten.loops.explain import add_place, check_some_loss, loss_of, with_batch_idx_if_taken
+from hasten.loops.inside_batch import batch_start
 from hasten.loops.numbers import follow_arguments
 from hasten.loops.run import Run, Stopped
 from hasten.loops.states import RunningStage
@@ -130,7 +131,11 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     if progress.last_batch or _enough(run):
         return
 
-    for batch, is_last in run.waiting.watched(run, batches):
+    batches = run.waiting.watched(run, batches)
+    run.batch_start = batch_start(run)
+    if run.batch_start is not None:
+        batches = run.batch_start.kept(batches)
+    for batch, is_last in batches:
         batch_idx = progress.batch
         run.is_last_batch = is_last
         if plan.transfer is not None:

@@ -20,6 +20,7 @@ class Progress:
         followed: what follows a batch (validation, schedulers on a monitored value) was done for the last one.
         epoch_ended: the epoch in hand is complete, its last hooks included.
         last_batch: the last batch of the epoch is done.
+        begun: the epoch has begun, though maybe no batch of it is done; only set in checkpoints taken inside a batch.
 
     """
 
@@ -32,6 +33,7 @@ class Progress:
     followed: bool = True
     epoch_ended: bool = False
     last_batch: bool = False
+    begun: bool = False
 
     # Between the first and the last hook of an epoch; no counter, since checkpoints do not need it.
     in_epoch = False
@@ -43,7 +45,7 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what ``state_dict`` returned."""
         for field in fields(self):
-            setattr(self, field.name, state[field.name])
+            setattr(self, field.name, state.get(field.name, field.default))
 
     @property
     def epochs_done(self) -> int:
@@ -53,17 +55,17 @@ class Progress:
     @property
     def current_epoch(self) -> int:
         """Index of the epoch in hand; between epochs, and after the last, of the one that would come next."""
-        begun = self.batch > 0 or self.last_batch or self.epoch_ended
+        begun = self.batch > 0 or self.last_batch or self.epoch_ended or self.begun
         return self.epoch + 1 if begun and not self.in_epoch else self.epoch
 
     @property
     def mid_epoch(self) -> bool:
         """Whether batches of an epoch are done whose end is not."""
-        return not self.epoch_ended and (self.batch > 0 or self.last_batch)
+        return not self.epoch_ended and (self.batch > 0 or self.last_batch or self.begun)
 
     def next_epoch(self) -> None:
         """Begin the epoch after the one that ended."""
         if self.epoch_ended:
             self.epoch += 1
         self.batch, self.window = 0, 0
-        self.epoch_ended, self.last_batch, self.followed = False, False, True
+        self.epoch_ended, self.last_batch, self.followed, self.begun = False, False, True, False

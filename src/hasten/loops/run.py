@@ -26,6 +26,7 @@ from hasten.optim.averaged import Averages
 if TYPE_CHECKING:
     from hasten.compile.model import CompiledModel
     from hasten.loops.bad_loss import Guard
+    from hasten.loops.inside_batch import BatchStart
     from hasten.machine.signals import StopRequests
     from hasten.runtime import Runtime
     from hasten.speed.microbatch import Fit
@@ -86,6 +87,8 @@ class Run:
     # By what the checkpoint's run divided each batch of the window it left open.
     resumed_divisor: int | None = None
     random_before_validation: dict[str, Any] | None = None
+    # Where hooks of this run save checkpoints inside a batch.
+    batch_start: BatchStart | None = None
     metrics_before_validation: dict[str, Any] | None = None
     kept_predictions: Any = None
     keeps_predictions: bool = False
@@ -132,6 +135,11 @@ class Run:
     def max_steps(self) -> float:
         """Optimizer steps to train for; infinite when there is no limit."""
         return _limit(self.arguments.max_steps)
+
+    @property
+    def training(self) -> bool:
+        """Whether the loop is in an epoch of training, its validation not counted."""
+        return self.progress.in_epoch and self.state.stage == RunningStage.TRAINING
 
     def divisor_of(self, batch_idx: int) -> int:
         """Return by what the loss of a batch is divided: the number of batches in its accumulation."""

@@ -16,6 +16,7 @@ from hasten.datamodule import LightningDataModule
 from hasten.hooks import HOOKS, STEPS
 from hasten.hparams import pickled, plain_hparams
 from hasten.loggers.base import Logger
+from hasten.loops.inside_batch import is_inside
 from hasten.loops.run import Run
 from hasten.loops.states import TrainerFn
 from hasten.module import LightningModule
@@ -100,7 +101,7 @@ class Snapshot:
             run.guard.keep_state()
         return {
             "random": run.random_before_validation or contents.random_state(),
-            "data": run.train.state_dict(run.progress.batch) if run.train.loaded else None,
+            "data": self._place() if run.train.loaded else None,
             "values": run.meters.state_dict(lambda metric: names.get(id(metric))),
             "window_weight": run.window_weight,
             "window_divisor": run.window_divisor(),
@@ -115,6 +116,10 @@ class Snapshot:
                 source.stage: source.evaluations() for source in (run.validation,) if source.loaded
             },
         }
+
+    def _place(self) -> dict[str, Any]:
+        progress = self._run.progress
+        return self._run.train.state_dict(progress.batch, again=progress.begun and is_inside(self._run))
 
     def _metrics(self) -> dict[str, Any]:
         run = self._run

@@ -228,9 +228,17 @@ class Source:
         every = self.reload_every_n_epochs
         self._loaded_at_epoch = epoch - epoch % every if every else 0
 
-    def state_dict(self, consumed: int) -> dict[str, Any]:
-        """Return where the training data is, ``consumed`` batches into the epoch."""
-        return self._only().state_dict(consumed)
+    def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
+        """Return where the training data is, ``consumed`` batches into the epoch; ``again``: before the one in hand."""
+        return self._only().state_dict(consumed, again=again)
+
+    def is_in_hand(self, consumed: int) -> bool:
+        """Say whether one batch more than ``consumed`` of this epoch was handed out."""
+        return self.loaded and self._only().handed == consumed + 1
+
+    def replace_held(self, change: Callable[[Any], Any]) -> None:
+        """Have ``state_dict(again=True)`` give ``change`` of the batch that was handed out last."""
+        self._only().replace_held(change)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where ``state_dict`` was."""
