@@ -116,20 +116,76 @@ def test_wider_signatures_and_mocks_are_fine() -> None:
     model.on_train_epoch_end.assert_called_once_with()
 
 
-def test_a_method_named_almost_like_a_hook_is_told() -> None:
-    class Slip(Classifier):
-        def on_train_epoch_ends(self) -> None:
-            raise AssertionError("called")
+class StepSlip(Classifier):
+    def validation_stepp(self, batch: Any, batch_idx: int) -> None: ...
 
-        def validation_stpe(self, batch, batch_idx):
-            raise AssertionError("called")
+    validation_step = L.LightningModule.validation_step
 
-        validation_step = L.LightningModule.validation_step
 
+class HookSlip(Classifier):
+    def on_train_epoch_endd(self) -> None: ...
+
+
+class CallbackSlip(L.Callback):
+    def on_trian_epoch_end(self, trainer: Any, pl_module: Any) -> None: ...
+
+
+class DataSlip(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def val_dataloder(self) -> Any:
+        return loader()
+
+
+@pytest.mark.parametrize(
+    ("fit", "message"),
+    [
+        (
+            lambda: quiet().fit(StepSlip(), loader()),
+            r"^StepSlip.validation_stepp\(\) would never be called: .*Rename it",
+        ),
+        (lambda: quiet().fit(HookSlip(), loader()), r"the hook is on_train_epoch_end\(\)"),
+        (lambda: quiet(callbacks=[CallbackSlip()]).fit(Classifier(), loader()), "to on_train_epoch_end"),
+        (lambda: quiet().fit(Classifier(), datamodule=DataSlip()), "to val_dataloader"),
+    ],
+)
+def test_what_can_only_be_a_misspelt_hook_is_refused(fit: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit()
+
+
+class Scheme:
+    """Not of this library: what it defines may be for another one."""
+
+    def on_train_batch_ends(self) -> None: ...
+
+
+class Helpers(Scheme, Classifier):
+    def on_train_epoch_ends(self) -> None:
+        """Is called by name further down in this file."""
+
+    def on_train_epoch_end_(self) -> None:
+        """Is switched off by its name."""
+
+    def test_steps(self, count: int) -> None:
+        """Takes something else than the hook."""
+
+    def validation_steps(self, batch: Any, batch_idx: int) -> None:
+        """Is reached by getattr."""
+
+    def on_fit_start(self) -> None:
+        assert getattr(self, "validation_steps")  # noqa: B009
+
+    test_step = L.LightningModule.test_step
+    validation_step = L.LightningModule.validation_step
+
+
+def test_a_method_named_almost_like_a_hook_is_warned_of_where_it_may_be_a_helper() -> None:
     with pytest.warns(UserWarning, match="named almost like") as said:
-        quiet().fit(Slip(), loader())
+        quiet().fit(Helpers(), loader())
     messages = " ".join(str(one.message) for one in said)
-    assert "Slip.on_train_epoch_ends() is named almost like the hook on_train_epoch_end()" in messages
+    assert "Helpers.on_train_epoch_ends() is named almost like the hook on_train_epoch_end()" in messages
     assert "Rename it to validation_step" in messages
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -39,7 +41,8 @@ def check_signatures(
     """Check every hook and step that is overridden.
 
     Raises:
-        MisconfigurationException: a method takes too few or too many arguments; the message has the line to write.
+        MisconfigurationException: a method takes too few or too many arguments, or is a misspelt hook; the message has
+            the line to write.
 
     """
     for owner, base, names in (
@@ -55,27 +58,87 @@ def check_signatures(
             if overrides(owner, base, name):
                 _check(owner, name, _arguments(base, name))
         if not ours:
-            _warn_of_misspelt(owner, base, [*names, *_STEPS] if base is LightningModule else names)
+            _check_spelling(owner, base, [*names, *_STEPS] if base is LightningModule else names)
     for name, arguments in _STEPS.items():
         if overrides(module, LightningModule, name):
             _check_step(module, name, arguments)
 
 
-def _warn_of_misspelt(owner: object, base: type, hooks: list[str]) -> None:
-    """Warn of a method that is named almost like a hook which is not there: nothing would ever call it."""
+def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
+    """Refuse a method that can only be a misspelt hook, and warn of one that is named almost like a hook.
+
+    Raises:
+        MisconfigurationException: the name is one letter off that of a hook which is not there, the arguments are the
+            hook's, and nothing in the files of its classes calls it.
+
+    """
     kind = type(owner)
     for name in dir(kind):
         if name.startswith("_") or hasattr(base, name):
             continue
-        if not inspect.isfunction(inspect.getattr_static(kind, name)):
+        method = inspect.getattr_static(kind, name)
+        if not inspect.isfunction(method):
             continue
         close = get_close_matches(name, hooks, n=1, cutoff=_ALIKE)
         # Beside the hook itself it is a helper of its own.
-        if close and not overrides(owner, base, close[0]):
-            rank_zero_warn(
-                f"{kind.__name__}.{name}() is named almost like the hook {close[0]}(), and is none: nothing calls it "
-                f"but your own code. Rename it to {close[0]} if it was meant to be called, or to something less alike."
+        if not close or overrides(owner, base, close[0]):
+            continue
+        hook = close[0]
+        if (
+            _is_one_letter_off(name, hook)
+            and _has_arguments_of(method, base, hook)
+            and _is_unused(kind, base, name)
+        ):
+            raise MisconfigurationException(
+                f"{kind.__name__}.{name}() would never be called: the hook is {hook}(). Rename it to {hook}."
             )
+        rank_zero_warn(
+            f"{kind.__name__}.{name}() is named almost like the hook {hook}(), and is none: nothing calls it "
+            f"but your own code. Rename it to {hook} if it was meant to be called, or to something less alike."
+        )
+
+
+def _is_one_letter_off(name: str, hook: str) -> bool:
+    """Say whether one letter too many, too few, or another one makes the difference, or two that changed places."""
+    if name[-1] in "_0123456789":
+        return False  # Hooks are switched off by such names.
+    longer, shorter = sorted((name, hook), key=len, reverse=True)
+    at = next((i for i, (a, b) in enumerate(zip(longer, shorter, strict=False)) if a != b), len(shorter))
+    if len(longer) == len(shorter):
+        swapped = longer[:at] + longer[at : at + 2][::-1] + longer[at + 2 :]
+        return longer[at + 1 :] == shorter[at + 1 :] or swapped == shorter
+    return len(longer) == len(shorter) + 1 and longer[at + 1 :] == shorter[at:]
+
+
+def _has_arguments_of(method: Any, base: type, hook: str) -> bool:
+    given = tuple(inspect.signature(method).parameters)[1:]
+    if hook in _STEPS:
+        return len(given) > 0 and given == _STEPS[hook][: len(given)]
+    return given == tuple(inspect.signature(getattr(base, hook)).parameters)[1:]
+
+
+def _is_unused(kind: type, base: type, name: str) -> bool:
+    """Say whether no file with a class of ``kind`` mentions the method, beside where it is defined."""
+    for one in kind.__mro__:
+        if issubclass(base, one) or one.__module__.startswith(("hasten.", "builtins")):
+            continue
+        if name in vars(one) and not issubclass(one, base):
+            return False  # A class for other uses as well.
+        try:
+            tree = ast.parse(inspect.getsource(sys.modules[one.__module__]))
+        except (OSError, TypeError, KeyError, SyntaxError):
+            return False  # Typed in somewhere: what else is there cannot be seen.
+        for node in ast.walk(tree):
+            if (
+                (isinstance(node, ast.Attribute) and node.attr == name)
+                or (isinstance(node, ast.Name) and node.id == name)
+                or (
+                    isinstance(node, ast.Call)
+                    and any(isinstance(word, ast.Constant) and word.value == name for word in node.args)
+                )
+            ):
+                return False
+    return True
 
 
 def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> None:
