@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -113,3 +114,51 @@ def test_skipped_batches_are_told_once(skipped: set[int], monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match="returned None: the batch is skipped") as caught:
         quiet().fit(Skips(), loader())
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (-1, r"'loss_weight': -1\}\. Use how many samples"),
+        (math.nan, "'loss_weight': nan"),
+        (torch.tensor(-1.0), r"'loss_weight': tensor\(-1\.\)"),
+        (torch.ones(2), r"'loss_weight': a tensor of shape \(2,\)"),
+        ("mean", "'loss_weight': 'mean'"),
+    ],
+)
+def test_a_weight_that_is_none(weight: Any, message: str) -> None:
+    class Weighted(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": self.loss(batch), "loss_weight": weight}
+
+    with pytest.raises(ValueError, match=message):
+        quiet(accumulate_grad_batches=2).fit(Weighted(), loader())
+
+
+@pytest.mark.parametrize("weighed", [0, 1])
+def test_a_weight_for_some_batches_only(weighed: int) -> None:
+    class Sometimes(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            return {"loss": loss, "loss_weight": 3} if batch_idx % 2 == weighed else loss
+
+    with pytest.raises(ValueError, match="for some batches of an accumulation and not for others"):
+        quiet(accumulate_grad_batches=2).fit(Sometimes(), loader())
+
+
+def test_weights_beside_batches_without_a_loss_are_fine() -> None:
+    class Skips(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            # Windows of (weight, none), (none, weight), (none, none).
+            return [
+                {"loss": loss, "loss_weight": 3},
+                None,
+                None,
+                {"loss": loss, "loss_weight": 3},
+                None,
+                None,
+            ][batch_idx % 6]
+
+    with pytest.warns(UserWarning, match="returned None: the batch is skipped"):
+        quiet(accumulate_grad_batches=2, limit_train_batches=6).fit(Skips(), loader())

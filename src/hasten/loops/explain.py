@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,40 @@ def loss_of(output: Any, run: Run) -> Tensor | None:
         )
     run.skipped_batches += 1
     return None
+
+
+def check_weight(weight: Any, run: Run) -> None:
+    """Check what ``training_step`` returned as ``loss_weight``; one on a device is not waited for.
+
+    Raises:
+        MisconfigurationException: it is no number, negative, or not finite.
+
+    """
+    if isinstance(weight, Tensor):
+        if weight.numel() == 1 and (not weight.is_cpu or 0 <= weight < math.inf):
+            return
+    elif isinstance(weight, (int, float)):
+        if 0 <= weight < math.inf:
+            return
+    elif hasattr(weight, "__float__") and 0 <= float(weight) < math.inf:
+        return
+    said = (
+        f"a tensor of shape {tuple(weight.shape)}"
+        if isinstance(weight, Tensor) and weight.dim()
+        else repr(weight)
+    )
+    raise MisconfigurationException(
+        f"{type(run.module).__name__}.training_step returned {{'loss_weight': {said}}}. Use how many samples or tokens "
+        "the loss is the mean of: a number of at least 0, or a tensor of one element."
+    )
+
+
+def weights_are_missing(run: Run) -> MisconfigurationException:
+    """Return the error for an accumulation of which some batches have a ``loss_weight`` and some have none."""
+    return MisconfigurationException(
+        f"{type(run.module).__name__}.training_step returned 'loss_weight' for some batches of an accumulation and not "
+        "for others, so there is no mean over them. Return it for every batch, or for none."
+    )
 
 
 def check_some_loss(run: Run) -> None:

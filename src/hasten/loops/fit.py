@@ -19,7 +19,14 @@ from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro, schedule
 from hasten.loops.compiled import compiled_step, recorded_steps
 from hasten.loops.evaluate import evaluate, sanity_check
-from hasten.loops.explain import add_place, check_some_loss, loss_of, with_batch_idx_if_taken
+from hasten.loops.explain import (
+    add_place,
+    check_some_loss,
+    check_weight,
+    loss_of,
+    weights_are_missing,
+    with_batch_idx_if_taken,
+)
 from hasten.loops.inside_batch import batch_start
 from hasten.loops.numbers import follow_arguments
 from hasten.loops.run import Run, Stopped
@@ -443,6 +450,8 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
                 hooks.on_before_zero_grad(optimizer)
                 zero_grad()
             if loss is None:
+                if opens:
+                    run.window_is_unweighed = False
                 return None
             if weighs:
                 loss = _weighed(run, output, loss, divisor, opens)
@@ -485,9 +494,15 @@ def _weighed(run: Run, output: Any, loss: Tensor, divisor: int, opens: bool) -> 
     """Return the loss such that the accumulated gradient is that of the mean over the whole window."""
     weight = output.get("loss_weight") if isinstance(output, dict) else None
     if opens:
-        run.window_weight = None
+        run.window_weight, run.window_is_unweighed = None, False
     if weight is None:
+        if run.window_weight is not None:
+            raise weights_are_missing(run)
+        run.window_is_unweighed = True
         return loss / divisor if divisor != 1 else loss
+    if run.window_is_unweighed:
+        raise weights_are_missing(run)
+    check_weight(weight, run)
     run.window_weight = weight if run.window_weight is None else run.window_weight + weight
     weighed: Tensor = loss * weight
     return weighed

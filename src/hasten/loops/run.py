@@ -82,6 +82,8 @@ class Run:
     on_resumed: Callable[[], None] | None = None
     is_last_batch: bool = False
     window_weight: Any = None
+    # Whether a batch of the accumulation had a loss and no weight.
+    window_is_unweighed: bool = False
     # Size of an accumulation, size of the epoch's last one, and where that begins.
     windows: tuple[int, int, float] | None = None
     # By what the checkpoint's run divided each batch of the window it left open.
