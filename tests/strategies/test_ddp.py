@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models import loader, quiet
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+import hasten as L
 from hasten.resolve import runtime
 from hasten.runtime import Runtime
 from hasten.strategies import DDPStrategy
@@ -157,3 +159,96 @@ def test_one_process_can_be_a_run_of_ddp() -> None:
 def test_what_ddp_does_not_take(arguments: dict[str, Any], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         DDPStrategy(**arguments)
+
+
+# -- what trains changes in the middle of a run
+
+
+class Grows(L.LightningModule):
+    """Trains its head, and by callbacks more than that; each process has data of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.body.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(batch[0]).relu()), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Changes(L.Callback):
+    """Unfreezes, freezes or replaces a part, after a batch or where an epoch starts."""
+
+    def __init__(self, what: str, moment: str) -> None:
+        self.what, self.moment = what, moment
+
+    def _change(self, model: Grows) -> None:
+        if self.what == "unfreeze":
+            model.body.requires_grad_(True)
+        elif self.what == "freeze":
+            model.body.requires_grad_(True)
+            model.head.weight.requires_grad = False
+        else:
+            # All processes go on with that of the first.
+            torch.manual_seed(model.global_rank)
+            model.head = nn.Linear(8, 2)
+            model.trainer.optimizers[0].add_param_group({"params": list(model.head.parameters())})
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1 and self.moment == "epoch":
+            self._change(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.current_epoch == 0 and batch_idx == 2 and self.moment == "batch":
+            self._change(pl_module)
+
+
+def joint(change: Changes, accumulate: int) -> Grows:
+    """Train on the batches of both processes at once."""
+    model = Grows()
+    batches = list(loader(40))
+    pairs = zip(batches[::2], batches[1::2], strict=True)
+    both = [[torch.cat(parts) for parts in zip(*pair, strict=True)] for pair in pairs]
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=accumulate, callbacks=[change])
+    trainer.fit(model, both)
+    return model
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("moment", ["batch", "epoch"])
+@pytest.mark.parametrize("what", ["unfreeze", "freeze", "replace"])
+def test_parameters_that_come_to_train_in_mid_run_are_exchanged(
+    what: str, moment: str, accumulate: int
+) -> None:
+    expected = joint(Changes(what, moment), accumulate)
+    model = Grows()
+    trainer = quiet(
+        devices=2, strategy="ddp", max_epochs=2, accumulate_grad_batches=accumulate,
+        callbacks=[Changes(what, moment)], use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(model, list(loader(40))[trainer.global_rank :: 2])
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.world_size(2)
+def test_a_change_on_one_process_alone_is_an_error_that_names_the_ranks() -> None:
+    class OnOne(Changes):
+        def _change(self, model: Grows) -> None:
+            if model.global_rank == 1:
+                model.body.weight.requires_grad = True
+            else:
+                model.body.bias.requires_grad = True
+
+    trainer = quiet(devices=2, strategy="ddp", max_epochs=2, callbacks=[OnOne("unfreeze", "batch")])
+    with pytest.raises(
+        RuntimeError, match=r"Rank 0 and rank 1 train different parameters of Grows: body\.bias"
+    ):
+        trainer.fit(Grows(), loader(40))

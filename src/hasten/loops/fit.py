@@ -106,6 +106,9 @@ def train_epoch(run: Run) -> None:
     if each_agreed and not progress.last_batch:
         batches = batch_by_batch(run, batches)
 
+    if run.runtime.syncs_gradients and run.wrapped is run.module:
+        # Nothing was to be trained when the run began; a callback may have unfrozen something since.
+        run.wrapped = run.runtime.wrap(run.module)
     run.watch("run_training_epoch", train_batches)(run, batches)
     check_some_loss(run)
 

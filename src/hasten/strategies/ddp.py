@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import operator
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -10,9 +12,11 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.modules import module as registration
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten._lib.names import did_you_mean
+from hasten.machine import agreement, collectives
 from hasten.strategies.parallel import ParallelStrategy
 
 
@@ -36,6 +40,144 @@ class _Routed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function that is due."""
         return self.__dict__["function"](*args, **kwargs)
+
+
+_trains = operator.attrgetter("requires_grad")
+
+
+class _Registrations:
+    """Counts the modules and parameters that were made a part of another module, by whom and where ever."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watches = False
+
+    def watch(self) -> None:
+        """Begin to count, once a process."""
+        if not self._watches:
+            self._watches = True
+            registration.register_module_module_registration_hook(self._note)
+            registration.register_module_parameter_registration_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        self.count += 1
+
+
+_registrations = _Registrations()
+
+
+class _Live:
+    """The DDP that trains a module now; another one as soon as other parameters train.
+
+    DDP exchanges the gradients of those parameters that trained when it was made. A callback may unfreeze others, or
+    put a new head in the place of the old one.
+
+    Args:
+        module: the user's.
+        make: makes a DDP of it.
+
+    """
+
+    def __init__(self, module: nn.Module, make: Callable[[], DistributedDataParallel]) -> None:
+        self._module, self._make = module, make
+        self._made = 0
+        self._exchanged: list[nn.Parameter] = []
+        self.ddp: DistributedDataParallel | None = None
+        _registrations.watch()
+        self._parameters = list(module.parameters())
+        self._known: list[nn.Parameter] = []
+        self._flags: list[bool] = []
+        self._count = 0
+        self._renew()
+
+    def current(self) -> DistributedDataParallel:
+        """Return the DDP for the step to come."""
+        if _registrations.count != self._count:
+            self._count = _registrations.count
+            self._parameters = list(self._module.parameters())
+        if self._parameters is not self._known or list(map(_trains, self._parameters)) != self._flags:
+            self._follow()
+        assert self.ddp is not None
+        return self.ddp
+
+    def _follow(self) -> None:
+        """Exchange what trains now, if that is not what is exchanged."""
+        assert self.ddp is not None
+        training = [parameter for parameter in self._parameters if parameter.requires_grad]
+        exchanged, now = set(map(id, self._exchanged)), set(map(id, training))
+        # Those that DDP looks for in vain are no harm where it expects that some are not used.
+        if training and (now - exchanged or (exchanged - now and not self.ddp.find_unused_parameters)):
+            self._agree(training)
+            for parameter in self._exchanged:
+                if id(parameter) not in now and parameter.grad is not None:
+                    # An accumulation that is open has added to it on each process alone, and steps with it.
+                    parameter.grad = collectives.all_reduce(
+                        parameter.grad, "mean", device=parameter.grad.device
+                    )
+            self._renew()
+        else:
+            self._remember()
+
+    def _agree(self, training: list[nn.Parameter]) -> None:
+        if collectives.world_size() == 1:
+            return
+        chosen = set(map(id, training))
+        names = [name for name, parameter in self._module.named_parameters() if id(parameter) in chosen]
+        said = agreement.require_all(
+            f"ddp/{self._made}",
+            f"Other parameters of {type(self._module).__name__} train from now on (unfrozen, frozen or replaced)",
+            names,
+            "Change them on all processes at the same batch.",
+        )
+        for rank, theirs in enumerate(said):
+            if theirs != said[0]:
+                different = sorted(set(theirs) ^ set(said[0])) or theirs
+                raise RuntimeError(
+                    f"Rank 0 and rank {rank} train different parameters of {type(self._module).__name__}: "
+                    f"{', '.join(different[:5])}. Change requires_grad alike on all processes."
+                )
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Say whether ``module`` is the one that is trained."""
+        return self._module is module
+
+    def end(self) -> None:
+        """Exchange nothing any more, whoever still holds on to the DDP."""
+        if self.ddp is not None:
+            self.ddp._remove_autograd_hooks()
+            # The two know each other: neither would go before the garbage collector comes.
+            self.ddp.__dict__.pop("live", None)
+
+    def _renew(self) -> None:
+        if self.ddp is not None:
+            # Somebody may hold on to the old one, and it must not exchange gradients any more.
+            self.ddp._remove_autograd_hooks()
+        held: list[nn.Parameter] = []
+        if self.ddp is not None and self.ddp.find_unused_parameters:
+            # Those that train in turns, such as a generator and its critic, are exchanged from their first turn on.
+            own = set(map(id, self._parameters))
+            held = [p for p in self._exchanged if id(p) in own and not p.requires_grad]
+        for parameter in held:
+            parameter.requires_grad = True
+        self._exchanged = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self.ddp = self._make()
+        for parameter in held:
+            parameter.requires_grad = False
+        # Whoever has an older one finds this one there.
+        self.ddp.__dict__["live"] = self
+        self._made += 1
+        self._remember()
+
+    def _remember(self) -> None:
+        self._count = _registrations.count
+        self._known = self._parameters
+        self._flags = list(map(_trains, self._parameters))
+
+
+def _current(wrapped: DistributedDataParallel) -> DistributedDataParallel:
+    """Return the DDP that has taken the place of ``wrapped``, or ``wrapped``."""
+    live = wrapped.__dict__.get("live")
+    return wrapped if live is None else live.ddp
 
 
 @final
@@ -92,6 +234,7 @@ class DDPStrategy(ParallelStrategy):
         self._comm_hook = ddp_comm_hook
         self._comm_state = ddp_comm_state
         self._comm_wrapper = ddp_comm_wrapper
+        self._lives: dict[int, Callable[[], _Live | None]] = {}
         self.name = "ddp" if start_method == "popen" else f"ddp_{start_method}"
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -103,13 +246,35 @@ class DDPStrategy(ParallelStrategy):
         if _is_manual(module) and not kwargs.get("static_graph"):
             # Each backward of manual optimisation may reach other parameters (a GAN's generator, then its critic).
             kwargs = {"find_unused_parameters": True, **kwargs}
-        # No device_ids: the batch is on the device already, and DDP need not walk it to move it again.
-        wrapped = DistributedDataParallel(_Routed(module), **kwargs)
-        if self._comm_hook is not None:
-            hook = self._comm_hook if self._comm_wrapper is None else self._comm_wrapper(self._comm_hook)
-            wrapped.register_comm_hook(self._comm_state, hook)
-        self.model = wrapped
-        return wrapped
+
+        def make() -> DistributedDataParallel:
+            # No device_ids: the batch is on the device already, and DDP need not walk it to move it again.
+            wrapped = DistributedDataParallel(_Routed(module), **kwargs)
+            if self._comm_hook is not None:
+                hook = self._comm_hook if self._comm_wrapper is None else self._comm_wrapper(self._comm_hook)
+                wrapped.register_comm_hook(self._comm_state, hook)
+            self.model = wrapped
+            return wrapped
+
+        self._end(module)
+        live = _Live(module, make)
+        self._lives[id(module)] = weakref.ref(live)
+        assert live.ddp is not None
+        return live.ddp
+
+    def teardown(self) -> None:
+        """Let go of the module; nothing is exchanged any more."""
+        if self.model is not None:
+            self._end(
+                self.model.module.module if isinstance(self.model, DistributedDataParallel) else self.model
+            )
+        super().teardown()
+
+    def _end(self, module: nn.Module) -> None:
+        """Have an earlier DDP of ``module`` exchange nothing any more."""
+        live = self._lives.pop(id(module), lambda: None)()
+        if live is not None and live.is_of(module):
+            live.end()
 
     def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
         """Return ``function`` such that DDP sees its call."""
@@ -117,16 +282,19 @@ class DDPStrategy(ParallelStrategy):
             return function
         inner = wrapped.module
         assert isinstance(inner, _Routed)
-        target = inner.__dict__
+        live: _Live = wrapped.__dict__["live"]
 
         def routed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 # Nothing to prepare. DDP would exchange buffers, and wait for processes that have fewer batches.
                 return function(*args, **kwargs)
-            target["function"] = function
+            wrapped = live.current()
+            wrapped.module.__dict__["function"] = function
             return wrapped(*args, **kwargs)
 
         def routed_manual(*args: Any, **kwargs: Any) -> Any:
+            wrapped = live.current()
+
             def unprepared(*args: Any, **kwargs: Any) -> Any:
                 try:
                     return function(*args, **kwargs)
@@ -134,7 +302,7 @@ class DDPStrategy(ParallelStrategy):
                     # Each backward prepared itself and is over: DDP must not wait for another one.
                     wrapped.require_backward_grad_sync = False
 
-            target["function"] = unprepared
+            wrapped.module.__dict__["function"] = unprepared
             try:
                 return wrapped(*args, **kwargs)
             finally:
@@ -144,7 +312,10 @@ class DDPStrategy(ParallelStrategy):
 
     def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:
         """Make DDP exchange the gradients of the backward of ``loss``, which runs before its forward returns."""
-        if isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync:
+        if not isinstance(wrapped, DistributedDataParallel):
+            return
+        wrapped = _current(wrapped)
+        if wrapped.require_backward_grad_sync:
             searches = wrapped.find_unused_parameters and not wrapped.static_graph
             wrapped.reducer.prepare_for_backward([loss] if searches else [])
 
@@ -154,7 +325,7 @@ class DDPStrategy(ParallelStrategy):
             raise TypeError(
                 f"no_backward_sync got a {type(wrapped).__name__}: pass the module that setup() returned."
             )
-        return wrapped.no_sync()
+        return _current(wrapped).no_sync()
 
 
 def _is_manual(module: nn.Module) -> bool:

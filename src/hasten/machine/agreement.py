@@ -1,0 +1,95 @@
+"""What processes tell each other outside of collectives: each writes it down, and looks what the others wrote.
+
+For moments that come seldom and that one process may come to alone: a collective would then wait for the others, which
+wait in another one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# Processes that train together are never farther apart than a step and what one of them does alone after it.
+PATIENCE_SECONDS = 30.0
+_LOOK_SECONDS = 0.002
+
+
+# torch's type hints leave the stores out, and it has no public name for the place where the processes met.
+_torch: Any = distributed_c10d
+
+
+def _store() -> Any:
+    return _torch.PrefixStore("hasten-agreement", _torch._get_default_store())
+
+
+def exchange(place: str, mine: Any, *, patience_seconds: float = PATIENCE_SECONDS) -> list[Any]:
+    """Return what each process says at ``place``, plain data, by rank; None for those that do not come in time.
+
+    Args:
+        place: a name for this moment, the same on all processes, used once.
+        mine: what this process says; not None.
+        patience_seconds: how long to wait for the others.
+
+    """
+    store, size = _store(), dist.get_world_size()
+    store.set(f"{place}/{dist.get_rank()}", json.dumps(mine))
+    keys = [f"{place}/{rank}" for rank in range(size)]
+    deadline = time.monotonic() + patience_seconds
+    while not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+    return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
+
+
+def all_at(place: str, *, patience_seconds: float) -> bool:
+    """Say whether all processes come to ``place`` in time; those that do get the same answer."""
+    store, size = _store(), dist.get_world_size()
+    decision = f"{place}/decision"
+    if store.add(f"{place}/count", 1) == size:
+        return bool(store.compare_set(decision, "", "all") == b"all")
+    deadline = time.monotonic() + patience_seconds
+    while not store.check([decision]):
+        if time.monotonic() > deadline:
+            return bool(store.compare_set(decision, "", "some") == b"all")
+        time.sleep(_LOOK_SECONDS)
+    return bool(store.get(decision) == b"all")
+
+
+def counted(place: str) -> int:
+    """Say that this process was at ``place``, and return how many were by now."""
+    return int(_store().add(f"{place}/count", 1))
+
+
+def count(place: str) -> int:
+    """Return how many processes were at ``place`` by now."""
+    return int(_store().add(f"{place}/count", 0))
+
+
+def require_all(place: str, what: str, mine: Any, advice: str) -> list[Any]:
+    """Return what each process says at ``place``.
+
+    Raises:
+        RuntimeError: not all processes come there; it names the ranks.
+
+    """
+    said = exchange(place, mine)
+    absent = [rank for rank, each in enumerate(said) if each is None]
+    if absent:
+        present = [rank for rank, each in enumerate(said) if each is not None]
+        raise RuntimeError(f"{what} on {ranks(present)} and not on {ranks(absent)}. {advice}")
+    return said
+
+
+def ranks(numbers: list[int]) -> str:
+    """Return ranks as text.
+
+    Example::
+
+        >>> ranks([0]), ranks([1, 2])
+        ('rank 0', 'ranks 1, 2')
+
+    """
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
