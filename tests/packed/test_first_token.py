@@ -123,7 +123,7 @@ def test_a_mask_is_looked_at_once_as_long_as_it_stays(monkeypatch: pytest.Monkey
         lambda mask: bool(looked.append(mask) or mask[0, 1] == -torch.inf),
     )
     encoder = FirstReader().reader.encoder.train()
-    begin = _Begin(encoder, Stack(list(encoder.layers), "packed=True"))
+    begin = _Begin(encoder, Stack(list(encoder.layers), encoder.layers, "packed=True"))
     mask = nn.Transformer.generate_square_subsequent_mask(WIDTH)
     words = torch.randn(2, WIDTH, 16)
     for _ in range(3):

@@ -332,6 +332,59 @@ def test_hooks_inside_blocks_are_refused_also_later() -> None:
     assert kept.seen == []
 
 
+def _mixing(encoder: Any) -> None:
+    encoder.layers[1].linear2 = nn.Sequential(encoder.layers[1].linear2, Roll())
+
+
+def _other_attention(encoder: Any) -> None:
+    encoder.layers[0].self_attn = OwnAttention(16, 2, batch_first=True)
+
+
+def _other_block(encoder: Any) -> None:
+    encoder.layers[1] = Conv(16, 2, 32, batch_first=True)
+
+
+def _other_forward(encoder: Any) -> None:
+    block = encoder.layers[1]
+    forward = block.forward
+    block.forward = lambda x, *args, **kwargs: forward(x, *args, **kwargs).flip(1)
+
+
+class Roll(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(1, 1)
+
+
+class Changed(L.Callback):
+    """Changes the encoder after two batches."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self.change = change
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            self.change(pl_module.encoder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_mixing, r"block 1 \(TransformerEncoderLayer\) mixes tokens"),
+        (
+            _other_attention,
+            r"block 0 \(TransformerEncoderLayer\) computes attention by code of its own, OwnAttention",
+        ),
+        (_other_block, r"block 1 was replaced by a Conv after packing had begun"),
+        (_other_forward, r"block 1 \(TransformerEncoderLayer\) mixes tokens"),
+    ],
+)
+def test_blocks_that_are_changed_in_a_run_are_tried_again(change: Any, said: str) -> None:
+    with pytest.raises(MisconfigurationException, match=said):
+        quiet(max_epochs=1, packed=True, callbacks=[Changed(change)]).fit(Net(), loader())
+
+
 def test_hooks_on_the_whole_encoder_see_each_call_once_and_padded() -> None:
     padded, packed = Net(), Net()
     counts = []
@@ -375,7 +428,6 @@ def test_the_trial_before_training_leaves_no_trace() -> None:
         assert (int(block.calls), block.count, block.widths) == (1, 1, [23])
         assert block.last.shape == (1, 23, 16)
         assert all(one.grad is None for one in module.parameters())
-        assert "forward" not in vars(module.encoder)
 
 
 # -- models of transformers

@@ -49,7 +49,7 @@ def packed_encoder(encoder: nn.TransformerEncoder, asked: str, first_token: bool
     norm: Any = encoder.norm if type(encoder.norm) in _TOKEN_BY_TOKEN else None
     if norm is not None and "forward" in vars(norm):
         norm = None
-    stack = Stack(blocks, asked, first_token=first_token, norm=norm)
+    stack = Stack(blocks, encoder.layers, asked, first_token=first_token, norm=norm)
     begin = _Begin(encoder, stack)
     finish = Hook(lambda _module, _args, output: stack.finish(output))
     with ExitStack() as changed:
@@ -112,7 +112,9 @@ class _Begin:
     def __call__(self, encoder: nn.Module, args: Any, kwargs: Any) -> None:
         stack = self._stack
         given = self.signature.bind_partial(*args, **kwargs).arguments
-        if given["src"].dim() != 3 or not torch.is_grad_enabled():
+        if given["src"].dim() != 3:
+            stack.begin(None)
+        elif not torch.is_grad_enabled():
             stack.without_gradients = True
             stack.begin(None)
         elif not encoder.training and not _computes_gradients(encoder, given["src"]):

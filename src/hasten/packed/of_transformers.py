@@ -36,12 +36,12 @@ def is_packable(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind) and bool(_lists_of_blocks(module))
 
 
-def _lists_of_blocks(model: nn.Module) -> list[list[nn.Module]]:
+def _lists_of_blocks(model: nn.Module) -> list[nn.ModuleList]:
     """Return the repeated blocks of a model, but not those of a model within it."""
     transformers = sys.modules["transformers"]
     inner = [child for child in model.children() if not isinstance(child, transformers.PreTrainedModel)]
     return [
-        list(child)
+        child
         for candidate in [model, *inner]
         for child in candidate.children()
         if isinstance(child, nn.ModuleList)
@@ -70,7 +70,8 @@ def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
     from transformers import AttentionInterface  # type: ignore[import-untyped,unused-ignore]
 
     AttentionInterface.register(ATTENTION, _attention)
-    (blocks,) = _lists_of_blocks(model)
+    (container,) = _lists_of_blocks(model)
+    blocks = list(container)
     causal = any(getattr(one, "is_causal", False) for one in blocks[0].modules())
     if causal and first_token:
         raise MisconfigurationException(f"{asked}: {LOOKS_BACK}")
@@ -91,7 +92,7 @@ def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
         finally:
             config._attn_implementation = packed
 
-    stack = Stack(blocks, asked, causal, first_token, unpatched=unpatched)
+    stack = Stack(blocks, container, asked, causal, first_token, unpatched=unpatched)
     inside = [one for block in blocks for one in block.modules()]
     signature = inspect.signature(model.forward)
 

@@ -56,7 +56,7 @@ class Probe:
     """
 
     tainted: bool = False
-    # The output of each block, in the order of the calls.
+    # The output of each block, in the order of the calls, and what becomes the padded batch again.
     outputs: list[tuple[nn.Module, Any]] = field(default_factory=list)
     # Blocks that were computed without calling the packed attention.
     idle: list[nn.Module] = field(default_factory=list)
@@ -95,6 +95,7 @@ class Stack:
 
     Args:
         blocks: in their order.
+        container: holds them, and is looped over.
         asked: how packing was asked for, and for what, for the messages.
         causal: whether a token sees only those before it.
         first_token: compute the last block for the first token of each sequence only.
@@ -106,6 +107,7 @@ class Stack:
     def __init__(
         self,
         blocks: list[nn.Module],
+        container: nn.Module,
         asked: str,
         causal: bool = False,
         first_token: bool = False,
@@ -132,21 +134,14 @@ class Stack:
         # Whether a call was packed, and whether one was not for want of gradients.
         self.used = self.without_gradients = False
         self._reads = _PaddingUnread(asked)
-        self._hooks = [
-            (kind, hooks, len(hooks))
-            for block in [*blocks, *([] if norm is None else [norm])]
-            for kind in block.modules()
-            for hooks in (kind._forward_pre_hooks, kind._forward_hooks)
-        ]
-        for kind, hooks, _ in self._hooks:
-            _check_hooks(asked, kind, hooks)
+        self._parts = _Parts(asked, blocks, container, norm)
 
     def begin(self, layout: Layout | None) -> None:
         """Begin a call of the whole stack, packed or, without a layout, padded.
 
         Raises:
-            MisconfigurationException: hooks were registered inside the blocks meanwhile; or the loss of the last
-                backward reads what packing leaves out.
+            MisconfigurationException: blocks were replaced or hooks registered inside them meanwhile; or the loss of
+                the last backward reads what packing leaves out.
 
         """
         self.call, self.inside = Call(layout), False
@@ -155,10 +150,9 @@ class Stack:
         if self.probe is None:
             self.used = True
             self._reads.confirm()
-            for place, (kind, hooks, known) in enumerate(self._hooks):
-                if len(hooks) != known:
-                    _check_hooks(self.asked, kind, hooks)
-                    self._hooks[place] = kind, hooks, len(hooks)
+            if self._parts.changed():
+                self._parts.look()
+                self.verified = False
         if self.first is not None:
             self.first.confirm()
 
@@ -300,7 +294,9 @@ class Stack:
                     kwargs["hidden_states"] = firsts
         return args, {**kwargs, _CALL: call}
 
-    def _unpack(self, _: nn.Module, args: Any, output: Any) -> Any:
+    def _unpack(self, end: nn.Module, args: Any, output: Any) -> Any:
+        if self.probe is not None and self.call is not None:
+            self.probe.outputs.append((end, output[0] if isinstance(output, tuple) else output))
         if self.call is None or self.call.layout is None:
             return output
         layout, self.inside = self.call.layout, False
@@ -314,6 +310,82 @@ class Stack:
             return batch
 
         return (padded(output[0]), *output[1:]) if isinstance(output, tuple) else padded(output)
+
+
+class _Parts:
+    """The modules inside the blocks: whether any was changed since it was looked at, in a run for instance.
+
+    Args:
+        asked: how packing was asked for, and for what, for the messages.
+        blocks: in their order.
+        container: holds them.
+        norm: behind the last block, if packing ends there.
+
+    """
+
+    def __init__(
+        self, asked: str, blocks: list[nn.Module], container: nn.Module, norm: nn.Module | None
+    ) -> None:
+        self._asked, self._blocks, self._container = asked, blocks, container
+        self._owners = blocks if norm is None else [*blocks, norm]
+        self._seen: list[tuple[dict[str, Any], tuple[Any, ...], int, int, Any, bool]] = []
+        self.check()
+
+    def changed(self) -> bool:
+        """Say whether a module has other parts, another forward, more hooks or another mode than when looked at."""
+        for own, parts, before, after, forward, training in self._seen:
+            if (
+                tuple(own["_modules"].values()) != parts
+                or len(own["_forward_pre_hooks"]) != before
+                or len(own["_forward_hooks"]) != after
+                or own.get("forward") is not forward
+                or own["training"] is not training
+            ):
+                return True
+        return not self._seen
+
+    def look(self) -> None:
+        """Remember the modules as they are now.
+
+        Raises:
+            MisconfigurationException: see ``check``.
+
+        """
+        self.check()
+        self._seen = []
+        for module in [
+            self._container,
+            *dict.fromkeys(part for one in self._owners for part in one.modules()),
+        ]:
+            own = vars(module)
+            hooks = len(own["_forward_pre_hooks"]), len(own["_forward_hooks"])
+            parts = tuple(own["_modules"].values())
+            self._seen.append((own, parts, *hooks, own.get("forward"), own["training"]))
+
+    def check(self) -> None:
+        """Look for what cannot be packed.
+
+        Raises:
+            MisconfigurationException: a block is not one of those that were packed; or a hook inside the blocks is the
+                user's, and would be given rows of tokens, not the padded batch.
+
+        """
+        asked = self._asked
+        for place, block in enumerate(self._container.children()):
+            if block not in self._blocks:
+                raise MisconfigurationException(
+                    f"{asked}: block {place} was replaced by a {type(block).__name__} after packing had begun. Replace "
+                    "it before training, or leave packed out."
+                )
+        for module in (part for owner in self._owners for part in owner.modules()):
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                if is_of_user(hook):
+                    kind, name = type(module).__name__, getattr(hook, "__name__", type(hook).__name__)
+                    raise MisconfigurationException(
+                        f"{asked}: the forward hook {name} on {kind}, inside the blocks, would be given one row of "
+                        "real tokens, not (samples, tokens, features). Register it on the whole model, or leave "
+                        "packed out."
+                    )
 
 
 class _PaddingUnread:
@@ -381,17 +453,6 @@ def is_of_user(hook: Any) -> bool:
     function = getattr(hook, "func", hook)
     owner = getattr(function, "__module__", None) or type(function).__module__
     return owner.partition(".")[0] not in ("torch", "transformers", "hasten")
-
-
-def _check_hooks(asked: str, module: nn.Module, hooks: Any) -> None:
-    """Refuse the user's hooks inside blocks: they would be given rows of tokens, not the padded batch."""
-    for hook in hooks.values():
-        if is_of_user(hook):
-            kind, name = type(module).__name__, getattr(hook, "__name__", type(hook).__name__)
-            raise MisconfigurationException(
-                f"{asked}: the forward hook {name} on {kind}, inside the blocks, would be given one row of real "
-                "tokens, not (samples, tokens, features). Register it on the whole model, or leave packed out."
-            )
 
 
 def _tainted(args: Any, kwargs: Any, layout: Layout) -> tuple[Any, Any]:

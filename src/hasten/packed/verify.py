@@ -84,7 +84,7 @@ class Given:
 
 
 class Verified(Method):
-    """The forward of a model that is packed: its first packed call is preceded by ``verify``.
+    """The forward of a model that is packed: its first call, and the first with other parts, begins with ``verify``.
 
     Args:
         model: whose forward.
@@ -103,6 +103,8 @@ class Verified(Method):
     ) -> None:
         super().__init__(model)
         self._stack, self._signature, self._layout = stack, signature, layout
+        # For those who look what they may pass.
+        self.__signature__ = signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack, call = self._stack, self._stack.call
@@ -110,8 +112,6 @@ class Verified(Method):
             given = Given(args, kwargs, self._signature)
             if verify(self.module, self.before, stack, given, self._layout):
                 stack.verified = True
-                if vars(self.module).get("forward") is self:
-                    self.take_away()
             stack.begin(call.layout)
         return self.before(*args, **kwargs)
 
@@ -133,7 +133,7 @@ def verify(
         layout: which tokens are real, of arguments by their names.
 
     Returns:
-        False where the batch has no real token, and nothing could be compared.
+        False where nothing could be compared: the batch has no real token, or its outputs are not numbers.
 
     Raises:
         MisconfigurationException: packing would change what the model computes; says which block does what.
@@ -154,6 +154,8 @@ def verify(
             padded = trial(few, packed=False)
         packed = _or_refused(stack, lambda: trial(few, packed=True))
         _check_attention(stack, packed.probe)
+        if not all(bool(output.isfinite().all()) for _, output in packed.probe.outputs):
+            return False
         try:
             tainted = trial(again, packed=True, tainted=True)
         except MisconfigurationException:
