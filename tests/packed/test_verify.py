@@ -323,11 +323,14 @@ def test_hooks_inside_blocks_are_refused_also_later() -> None:
     for inner in (lambda net: net.encoder.layers[0], lambda net: net.encoder.layers[1].self_attn):
         module = Net()
         inner(module).register_forward_hook(kept.keep)
-        refused(module, "the forward hook keep on .*, inside the blocks, would be given one row")
+        refused(module, "the hook keep on .*, inside the blocks, would be given one row")
     module = Net()
     module.encoder.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * 2,))
-    refused(module, "the forward hook <lambda> on TransformerEncoderLayer")
-    with pytest.raises(MisconfigurationException, match="the forward hook keep on Linear"):
+    refused(module, "the hook <lambda> on TransformerEncoderLayer")
+    module = Net()
+    module.encoder.layers[1].norm2.register_full_backward_hook(lambda *given: None)
+    refused(module, "the hook <lambda> on LayerNorm")
+    with pytest.raises(MisconfigurationException, match="the hook keep on Linear"):
         quiet(max_epochs=1, packed=True, callbacks=[kept]).fit(Net(), loader())
     assert kept.seen == []
 
@@ -404,10 +407,12 @@ class Counting(nn.TransformerEncoderLayer):
         super().__init__(*args, **kwargs)
         self.register_buffer("calls", torch.zeros(()))
         self.count, self.widths = 0, []  # type: ignore[var-annotated]
+        self.total = torch.zeros(())
 
     def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.calls += 1
         self.count += 1
+        self.total += src.shape[1]
         self.widths.append(src.shape[1])
         self.last = src.detach()
         return super().forward(src, *args, **kwargs)
@@ -425,7 +430,7 @@ def test_the_trial_before_training_leaves_no_trace() -> None:
         assert torch.equal(torch.rand(1), expected)
         assert random.getstate() == there
         block: Any = module.encoder.layers[1]
-        assert (int(block.calls), block.count, block.widths) == (1, 1, [23])
+        assert (int(block.calls), block.count, int(block.total), block.widths) == (1, 1, 23, [23])
         assert block.last.shape == (1, 23, 16)
         assert all(one.grad is None for one in module.parameters())
 
@@ -604,3 +609,18 @@ def test_dropout_of_single_elements_is_not_mistaken_for_one_of_samples(name: str
     model, batch = model_of(name, dropout=dropout), batch_of([7, 3, WIDTH, 1])
     with packed_blocks(model):
         assert model(**batch).logits.isfinite().all()
+
+
+# -- with others
+
+
+def test_the_advisor_refuses_packing_where_it_mixes_samples() -> None:
+    module = Net(GatedConv)
+    # Trials are copies of this process then, which start sooner.
+    module.unpicklable = lambda: None  # type: ignore[assignment]
+    found = quiet(max_epochs=5).advise(
+        module, loader(), levers=["packed tokens"], rounds=1, steps=2, warm_up=1, combine=False, verbose=False
+    )
+    row = found.row("packed tokens")
+    assert (row.verdict, found.winners) == ("refused", [])
+    assert "block 0 (GatedConv) mixes tokens of different samples" in row.reason

@@ -312,6 +312,9 @@ class Stack:
         return (padded(output[0]), *output[1:]) if isinstance(output, tuple) else padded(output)
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 class _Parts:
     """The modules inside the blocks: whether any was changed since it was looked at, in a run for instance.
 
@@ -328,16 +331,16 @@ class _Parts:
     ) -> None:
         self._asked, self._blocks, self._container = asked, blocks, container
         self._owners = blocks if norm is None else [*blocks, norm]
-        self._seen: list[tuple[dict[str, Any], tuple[Any, ...], int, int, Any, bool]] = []
+        # (its attributes, its parts, its hooks, how many, its own forward, its mode)
+        self._seen: list[tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...], int, Any, bool]] = []
         self.check()
 
     def changed(self) -> bool:
         """Say whether a module has other parts, another forward, more hooks or another mode than when looked at."""
-        for own, parts, before, after, forward, training in self._seen:
+        for own, parts, (first, second, third, fourth), count, forward, training in self._seen:
             if (
                 tuple(own["_modules"].values()) != parts
-                or len(own["_forward_pre_hooks"]) != before
-                or len(own["_forward_hooks"]) != after
+                or len(first) + len(second) + len(third) + len(fourth) != count
                 or own.get("forward") is not forward
                 or own["training"] is not training
             ):
@@ -358,9 +361,9 @@ class _Parts:
             *dict.fromkeys(part for one in self._owners for part in one.modules()),
         ]:
             own = vars(module)
-            hooks = len(own["_forward_pre_hooks"]), len(own["_forward_hooks"])
+            hooks = tuple(own[name] for name in _HOOKS)
             parts = tuple(own["_modules"].values())
-            self._seen.append((own, parts, *hooks, own.get("forward"), own["training"]))
+            self._seen.append((own, parts, hooks, sum(map(len, hooks)), own.get("forward"), own["training"]))
 
     def check(self) -> None:
         """Look for what cannot be packed.
@@ -378,13 +381,12 @@ class _Parts:
                     "it before training, or leave packed out."
                 )
         for module in (part for owner in self._owners for part in owner.modules()):
-            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            for hook in (hook for name in _HOOKS for hook in vars(module)[name].values()):
                 if is_of_user(hook):
                     kind, name = type(module).__name__, getattr(hook, "__name__", type(hook).__name__)
                     raise MisconfigurationException(
-                        f"{asked}: the forward hook {name} on {kind}, inside the blocks, would be given one row of "
-                        "real tokens, not (samples, tokens, features). Register it on the whole model, or leave "
-                        "packed out."
+                        f"{asked}: the hook {name} on {kind}, inside the blocks, would be given one row of real "
+                        "tokens, not (samples, tokens, features). Register it on the whole model, or leave packed out."
                     )
 
 
@@ -449,7 +451,7 @@ def name_of(blocks: list[nn.Module], block: nn.Module) -> str:
 
 
 def is_of_user(hook: Any) -> bool:
-    """Say whether a forward hook is the user's, and may read samples and tokens."""
+    """Say whether a hook of a module is the user's, and may read samples and tokens."""
     function = getattr(hook, "func", hook)
     owner = getattr(function, "__module__", None) or type(function).__module__
     return owner.partition(".")[0] not in ("torch", "transformers", "hasten")

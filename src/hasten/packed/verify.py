@@ -278,13 +278,14 @@ def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Leave random generators, buffers and attributes of modules afterwards as they were before."""
     modules = list(model.modules())
-    buffers = [
-        (owner, name, tensor, tensor.clone())
-        for owner in modules
-        for name, tensor in owner._buffers.items()
-        if tensor is not None
-    ]
+    buffers = [(owner, owner._buffers.copy()) for owner in modules]
     attributes = [(owner, dict(vars(owner))) for owner in modules]
+    tensors = [
+        (tensor.detach(), tensor.detach().clone())
+        for _, each in [*buffers, *attributes]
+        for tensor in each.values()
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided
+    ]
     gathered = [
         (value, value.copy())
         for _, each in attributes
@@ -320,10 +321,12 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 each.clear()
                 each.extend(values) if isinstance(each, list) else each.update(values)
             with torch.no_grad():
-                for owner, name, tensor, copy in buffers:
+                for tensor, copy in tensors:
                     if not torch.equal(tensor, copy):
                         tensor.copy_(copy)
-                    owner._buffers[name] = tensor
+            for owner, names in buffers:
+                owner._buffers.clear()
+                owner._buffers.update(names)
 
 
 # -- which samples
