@@ -30,6 +30,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _OF_A_RUN = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what thousands of random combinations are asked for with."""
+    parser.addoption(
+        "--combinations", type=int, default=60, help="how many random combinations to train (tests/story)"
+    )
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the garbage collector away from what was imported: its full passes would look through all of it."""
     gc.collect()

@@ -1,0 +1,361 @@
+"""Random combinations of everything a run can be made of, each beside the loop written by hand.
+
+A combination is drawn from a seed. It is trained twice: by the Trainer (or with Fabric) and by ``ByHand``, which knows
+nothing of hasten. The weights must be equal, bit for bit where the maths is the same and within the rounding of float64
+elsewhere; or the combination is refused before the first training step, with a reason that is expected.
+
+    python -m tests.story.check_combinations --count 1000 --jobs 2
+
+prints a table of how often each choice was drawn and what came of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hasten as L
+from hasten.callbacks import GradientAccumulationScheduler
+from hasten.optim import in_backward
+from tests.story.by_hand import ByHand
+from tests.story.combinations import (
+    Combination,
+    Model,
+    draw,
+    loader_of,
+    model_of,
+    optimizer_of,
+    validation_of,
+)
+
+
+class Change(L.Callback):
+    """Does the change of a combination at its batch."""
+
+    def __init__(self, c: Combination) -> None:
+        self.c, self.outputs = c, [] if c.change == "callback" else None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+        c = self.c
+        if (trainer.current_epoch, batch_idx) != c.change_at:
+            return None
+        if c.change == "skip_epoch":
+            return -1
+        if c.change == "lr":
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.03
+        elif c.change == "clip":
+            trainer.gradient_clip_val = 0.001
+        elif c.change == "step":
+            step = module.training_step
+
+            def patched(batch: Any, batch_idx: int) -> Any:
+                module.factor = 3.0
+                return step(batch, batch_idx)
+
+            module.training_step = patched
+        elif c.change == "optimizer":
+            trainer.optimizers = [torch.optim.SGD(module.parameters(), lr=0.02)]
+        elif c.change == "freeze":
+            next(module.parameters()).requires_grad_(False)
+        elif c.change == "callback":
+            trainer.callbacks.append(Outputs(self.outputs))
+        elif c.change == "stop":
+            trainer.should_stop = True
+        elif c.change == "hook":
+            previous = module.on_before_optimizer_step
+
+            def doubling(optimizer: Any) -> None:
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(2)
+                previous(optimizer)
+
+            module.on_before_optimizer_step = doubling
+        elif c.change == "scheduler_off":
+            trainer.lr_scheduler_configs.clear()
+        return None
+
+
+class Outputs(L.Callback):
+    """Notes what each batch gave."""
+
+    def __init__(self, seen: Any) -> None:
+        self.seen = seen
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((batch_idx, outputs))
+
+
+class Saves(L.Callback):
+    """Saves a checkpoint after one batch."""
+
+    def __init__(self, at: tuple[int, int], path: Path) -> None:
+        self.at, self.path = at, path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == self.at:
+            trainer.save_checkpoint(self.path)
+
+
+def trainer_of(c: Combination, callbacks: list[Any]) -> L.Trainer:
+    arguments: dict[str, Any] = {
+        "fused": {"fused_optimizer": True},
+        "resident": {"resident": True},
+        "memory": {"memory": "full"},
+        "micro_batch": {"micro_batch": 1},
+        "compile": {"compile": {"backend": "aot_eager"}},
+        "packed": {"packed": True},
+    }.get(c.lever, {})
+    if c.clip != "none" and c.engine == "trainer":
+        arguments |= {"gradient_clip_val": 0.05, "gradient_clip_algorithm": c.clip}
+    if c.validation == "every2":
+        arguments["val_check_interval"] = 2
+    if c.limit is not None:
+        arguments["limit_train_batches"] = c.limit
+    if c.grows:
+        callbacks = [*callbacks, GradientAccumulationScheduler({1: c.accumulate})]
+    elif c.engine == "trainer":
+        arguments["accumulate_grad_batches"] = c.accumulate
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        max_epochs=c.epochs,
+        max_steps=c.max_steps,
+        precision=c.precision,
+        callbacks=callbacks,
+        **arguments,
+    )
+
+
+class Refused(Exception):
+    """hasten refused the combination before a training step."""
+
+
+def fit(c: Combination, model: Model, callbacks: list[Any], ckpt_path: Path | None) -> L.Trainer:
+    loaders = [loader_of(c)] + ([validation_of(c)] if c.validation != "none" else [])
+    trainer = trainer_of(c, callbacks)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    torch.manual_seed(c.seed if ckpt_path is None else c.seed + 1)
+    try:
+        trainer.fit(model, *loaders, ckpt_path=ckpt_path)
+    except (ValueError, TypeError, RuntimeError) as error:
+        untouched = ckpt_path is not None or all(
+            torch.equal(a.double(), b.double()) for a, b in zip(before, model.parameters(), strict=True)
+        )
+        if model.steps == 0 and untouched:
+            raise Refused(str(error)) from error
+        raise
+    return trainer
+
+
+def train_with_fabric(c: Combination) -> Model:
+    model = model_of(c)
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=c.precision)
+    if c.lever == "in_backward":
+        plain: Any = in_backward(torch.optim.AdamW, model.parameters(), lr=0.01)
+    else:
+        plain = optimizer_of(c, model)
+    module, optimizer = fabric.setup(model, plain)
+    module.mark_forward_method("loss")
+    loader = fabric.setup_dataloaders(loader_of(c))
+    torch.manual_seed(c.seed)
+    for _ in range(c.epochs):
+        batches = list(loader)
+        for index, batch in enumerate(batches):
+            start = index - index % c.accumulate
+            size = min(c.accumulate, len(batches) - start)
+            closes = index + 1 == start + size
+
+            def forward_backward(batch: Any = batch, opens: bool = index == start, size: int = size) -> Any:
+                loss = module.loss(batch)
+                if opens:
+                    optimizer.zero_grad()
+                fabric.backward(loss / size if size > 1 else loss)
+                return loss
+
+            def finish() -> None:
+                if c.clip == "norm":
+                    fabric.clip_gradients(module, optimizer, max_norm=0.05)
+                elif c.clip == "value":
+                    fabric.clip_gradients(module, optimizer, clip_val=0.05)
+
+            if c.optimizer == "lbfgs" and closes:
+
+                def closure(forward_backward: Any = forward_backward, finish: Any = finish) -> Any:
+                    loss = forward_backward(opens=True)
+                    finish()
+                    return loss
+
+                optimizer.step(closure)
+                continue
+            with fabric.no_backward_sync(module, enabled=not closes):
+                forward_backward()
+            if closes:
+                finish()
+                optimizer.step()
+    return model
+
+
+# -- the comparison
+
+
+# What may be refused, and a word of the reason.
+REFUSALS: list[tuple[Callable[[Combination], bool], str]] = [
+    (lambda c: c.optimizer == "lbfgs" and c.accumulate > 1, "accumulat"),
+    (lambda c: c.lever == "in_backward", "in_backward"),
+    (lambda c: c.lever == "micro_batch", "micro_batch"),
+    (lambda c: c.validation == "every2", "val_check_interval"),
+    (lambda c: c.lever == "packed" and c.engine == "manual", "packed"),
+]
+
+
+def check(c: Combination) -> str:
+    """Return "equal", "resumed equal" or "refused: ..."; raise AssertionError where the weights differ."""
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        try:
+            return _compare(c, Path(folder) / "a.ckpt")
+        except Refused as refused:
+            for applies, word in REFUSALS:
+                if applies(c) and word.lower() in str(refused).lower():
+                    return f"refused: {str(refused).splitlines()[0][:70]}"
+            raise AssertionError(f"refused without an expected reason: {refused}\n{c}") from refused
+
+
+def _compare(c: Combination, path: Path) -> str:
+    if c.engine == "fabric":
+        hand = ByHand(c)
+        hand.train()
+        _same(c, hand.model, train_with_fabric(c), "with Fabric")
+        return "equal"
+    model, change = model_of(c), Change(c)
+    callbacks: list[Any] = [change] if c.change != "none" else []
+    saves = [] if c.resume_at is None else [Saves(c.resume_at, path)]
+    trainer = fit(c, model, [*callbacks, *saves], None)
+    hand = ByHand(c)
+    hand.train()
+    expected = hand.model
+    _same(c, expected, model, "in one go")
+    _same_values(c, hand, trainer)
+    if change.outputs is not None and c.engine == "trainer":
+        missing = [index for index, outputs in change.outputs if outputs is None and not _skips(c, index)]
+        assert not missing, f"a callback added in mid-run got no outputs of batches {missing}\n{c}"
+    if not path.exists():
+        return "equal"
+    resumed, change = model_of(c), Change(c)
+    with torch.no_grad():
+        for parameter in resumed.parameters():
+            parameter.zero_()  # Whatever is right afterwards came from the checkpoint.
+    trainer = fit(c, resumed, [change] if c.change != "none" else [], path)
+    _same(c, expected, resumed, "resumed")
+    _same_values(c, hand, trainer)
+    return "resumed equal"
+
+
+def _skips(c: Combination, index: int) -> bool:
+    return c.output == "none" and index % 4 == 1
+
+
+def _same(c: Combination, expected: Model, model: Model, how: str) -> None:
+    one, other = expected.state_dict(), model.state_dict()
+    for key, value in one.items():
+        got = other[key]
+        if c.close:
+            same = torch.allclose(value.double(), got.double(), rtol=1e-7, atol=1e-9)
+        else:
+            same = torch.equal(value, got)
+        distance = (value.double() - got.double()).abs().max().item()
+        assert same, f"{how}: {key} differs from the loop by hand by {distance:.3g}\n{c}"
+
+
+def _same_values(c: Combination, hand: ByHand, trainer: L.Trainer) -> None:
+    if c.engine != "trainer" or not hand.samples or hand.stops or c.change == "skip_epoch":
+        return
+    logged = trainer.callback_metrics["loss_epoch"].double()
+    mean = hand.mean_loss().double()
+    assert torch.allclose(logged, mean, rtol=1e-5), (
+        f"loss_epoch: {logged} was logged, by hand it is {mean}\n{c}"
+    )
+
+
+# -- many of them
+
+
+def outcome_of(seed: int) -> tuple[int, str]:
+    torch.set_num_threads(1)
+    try:
+        return seed, check(draw(seed))
+    except AssertionError as error:
+        return seed, f"WRONG: {error}"
+    except Exception:
+        return seed, f"ERROR: {draw(seed)}\n{traceback.format_exc(limit=-4)}"
+
+
+def table(outcomes: dict[int, str]) -> str:
+    """Return how often each choice was drawn, and what came of it."""
+    kinds = ("equal", "resumed equal", "refused", "WRONG", "ERROR")
+    counts: dict[tuple[str, Any], collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for seed, outcome in outcomes.items():
+        kind = next(k for k in reversed(kinds) if outcome.startswith(k))
+        c = draw(seed)
+        chosen = {
+            name: getattr(c, name)
+            for name in (
+                "engine", "network", "optimizer", "scheduler", "loader", "workers", "accumulate", "clip",
+                "lever", "subclass", "output", "change", "validation",
+            )
+        }  # fmt: skip
+        chosen["max_steps"] = "no" if c.max_steps < 0 else "yes"
+        chosen["accumulation grows"] = c.grows
+        chosen["resumed"] = "no" if c.resume_at is None else "in mid-run"
+        chosen["all"] = ""
+        for item in chosen.items():
+            counts[item][kind] += 1
+    lines = ["| choice | value | " + " | ".join(kinds) + " |", "|---|---|" + "---:|" * len(kinds)]
+    for (name, value), found in sorted(counts.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+        lines.append(f"| {name} | {value} | " + " | ".join(str(found[kind]) for kind in kinds) + " |")
+    reasons = collections.Counter(o for o in outcomes.values() if o.startswith("refused"))
+    lines += ["", *(f"{number} x {reason}" for reason, number in reasons.most_common())]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=1000, help="how many combinations")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
+    options = parser.parse_args()
+    seeds = range(options.first, options.first + options.count)
+    if options.jobs == 1:
+        outcomes = dict(map(outcome_of, seeds))
+    else:
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            outcomes = dict(pool.map(outcome_of, seeds, chunksize=8))
+    for seed, outcome in outcomes.items():
+        if outcome.startswith(("WRONG", "ERROR")):
+            print(f"seed {seed}: {outcome}\n")
+    print(table(outcomes))
+    return any(outcome.startswith(("WRONG", "ERROR")) for outcome in outcomes.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
