@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
+from torch.utils.data import DataLoader
 
 import hasten as L
 from tests.models import Classifier, loader, quiet
@@ -52,6 +54,16 @@ class Logs(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class LoadersApart(Logs):
+    """Knows in ``index`` from which loader a validation batch comes."""
+
+    index = 0
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.index = dataloader_idx
+        self.validation_log(self, batch, batch_idx)
+
+
 class Validates(Logs):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         if self.validation_log is not None:
@@ -89,6 +101,48 @@ def test_reductions(reduce: Any, expected: float) -> None:
     assert trainer.callback_metrics["x"].item() == pytest.approx(expected)
     assert trainer.callback_metrics["x_epoch"].item() == pytest.approx(expected)
     assert trainer.callback_metrics["x_step"].item() == 2.0
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        (0, torch.tensor(2.7), torch.tensor(1)),
+        (torch.tensor(3), 2.5, torch.tensor(True)),
+        (torch.tensor(0.5, dtype=torch.float16), 2**24 + 1, torch.tensor(-(2**24) - 1)),
+        (0.1, torch.tensor(0.5), torch.tensor(0.25, dtype=torch.float64)),
+    ],
+)
+def test_extremes_of_mixed_types_are_those_of_their_numbers(values: tuple[Any, ...], reduce: str) -> None:
+    def log(m: Any, b: Any, i: int) -> None:
+        m.log("x", values[i], on_step=False, on_epoch=True, reduce_fx=reduce)
+
+    trainer, pick = quiet(), max if reduce == "max" else min
+    trainer.fit(Logs(log), BATCHES)
+    assert trainer.callback_metrics["x"].item() == pytest.approx(float(pick(map(float, values))), rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (torch.tensor(2**24), torch.tensor(1), torch.tensor(1)),
+        (2**24, torch.tensor(1), 1),
+        (torch.tensor(2**24, dtype=torch.int32), 1, torch.tensor(1, dtype=torch.uint8)),
+        (torch.tensor(True), 2**24, torch.tensor(True)),
+        (torch.tensor(2**24), torch.tensor(1.0), torch.tensor(1)),
+    ],
+)
+def test_sums_of_counts_are_exact(values: tuple[Any, ...]) -> None:
+    logger = Rows()
+
+    def log(m: Any, b: Any, i: int) -> None:
+        m.log("x", values[i], on_step=False, on_epoch=True, reduce_fx="sum")
+
+    trainer = quiet(logger=logger)
+    trainer.fit(Logs(log), BATCHES)
+    assert trainer.callback_metrics["x"].item() == 2**24 + 2
+    assert trainer.logged_metrics["x"].item() == 2**24 + 2
+    assert logger.of("x") == [(2, 2**24 + 2)]
 
 
 @pytest.mark.parametrize("as_number", [True, False])
@@ -148,6 +202,36 @@ def test_several_validation_loaders_get_suffixes() -> None:
     assert results[0]["v/dataloader_idx_0"] == 1.0
     assert results[1]["v/dataloader_idx_1"] == 2.0
     assert results[0]["plain"] == 1.0
+
+
+PAIR = [DataLoader(torch.full((2, 1), value), 2) for value in (1.0, 11.0)]  # type: ignore[arg-type,var-annotated]
+
+
+def test_loaders_that_log_one_name_are_refused() -> None:
+    def log(m: Any, b: Any, i: int) -> None:
+        m.log("x", float(b.mean()), add_dataloader_idx=False)
+
+    module = LoadersApart(validation=log)
+    with pytest.raises(ValueError, match=r"dataloaders 0 and 1 both log 'x'.*add_dataloader_idx"):
+        quiet().fit(module, BATCHES, PAIR)
+    # It is found before anything is trained.
+    assert module.trainer.global_step == 0
+    with pytest.raises(ValueError, match="both log 'x'"):
+        quiet().validate(LoadersApart(validation=log), PAIR, verbose=False)
+
+
+def test_loaders_may_share_a_metric_or_use_names_of_their_own() -> None:
+    def log(m: Any, b: Any, i: int) -> None:
+        m.shared.update(b.mean())
+        m.log("shared", m.shared, add_dataloader_idx=False)
+        m.log(f"own{m.index}", float(m.index), add_dataloader_idx=False)
+
+    module = LoadersApart(validation=log)
+    module.shared = torchmetrics.MeanMetric()
+    trainer = quiet(max_epochs=2)
+    trainer.fit(module, BATCHES, PAIR)
+    values = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert values == {"shared": 6.0, "own0": 0.0, "own1": 1.0}
 
 
 def test_prog_bar_values_are_on_the_host() -> None:
@@ -237,7 +321,12 @@ def test_accumulation_logs_each_optimizer_step() -> None:
 @pytest.mark.parametrize(
     ("log", "words"),
     [
-        (lambda m, b, i: m.log("x", torch.ones(3)), "one element"),
+        (
+            lambda m, b, i: m.log("x", torch.ones(3)),
+            r"'x', ...\).*one element, got a tensor of shape \(3,\).*mean\(\)",
+        ),
+        (lambda m, b, i: m.log("x", np.ones((2, 2))), r"'x', ...\).*ndarray of shape \(2, 2\).*mean\(\)"),
+        (lambda m, b, i: m.log("x", [1.0, 2.0]), "cannot log a value of type list"),
         (lambda m, b, i: m.log("x", "text"), "cannot log a value of type str"),
         (lambda m, b, i: m.log(3, 1.0), "must be a str"),
         (lambda m, b, i: m.log("x", 1.0, on_step=False, on_epoch=False), "goes nowhere"),

@@ -90,10 +90,7 @@ class Meter:
         """Take one value; it stays on its device."""
         if isinstance(value, Tensor):
             if value.numel() != 1:
-                raise ValueError(
-                    f"self.log({self.name!r}, ...): a logged value must have one element, got a tensor of shape "
-                    f"{tuple(value.shape)}. Reduce it first, for instance value.mean()."
-                )
+                raise _not_scalar(self.name, value)
             # A copy: the caller may change the tensor in place before it is published.
             value = value.clone() if self.enable_graph else value.detach().clone()
             if value.dim():
@@ -129,7 +126,7 @@ class Meter:
         ):
             total.add_(value, alpha=batch_size)
         else:
-            self.total = total + value * batch_size
+            self.total = total + _first(value, batch_size, reduce)
 
     def _unusual(self, value: Any) -> Any:
         if is_metric(value):
@@ -144,6 +141,8 @@ class Meter:
             self.value = value
             self.weight = 1
             return None
+        if getattr(value, "size", 1) != 1:
+            raise _not_scalar(self.name, value)
         if isinstance(value, bool) or hasattr(value, "__float__"):
             return float(value)
         raise ValueError(
@@ -220,8 +219,13 @@ class Context:
 
 def _first(value: Any, weight: Any, reduce: str) -> Any:
     if isinstance(value, Tensor):
-        # At least single precision: a sum of thousands of half-precision values stops growing.
-        start = value if value.dtype in (torch.float32, torch.float64) else value.to(torch.float32)
+        start = value
+        if not value.is_floating_point():
+            # Counts stay exact, where the device has doubles.
+            start = value.to(_widest(value))
+        elif value.dtype not in (torch.float32, torch.float64):
+            # At least single precision: a sum of thousands of half-precision values stops growing.
+            start = value.to(torch.float32)
         return start * weight if reduce == "mean" else start.clone()
     return value * weight
 
@@ -229,9 +233,31 @@ def _first(value: Any, weight: Any, reduce: str) -> Any:
 def _extreme(total: Any, value: Any, reduce: str) -> Any:
     if isinstance(total, Tensor) or isinstance(value, Tensor):
         pick = torch.maximum if reduce == "max" else torch.minimum
-        total, value = torch.as_tensor(total), torch.as_tensor(value)
-        return pick(total.to(value.device), value.to(total.dtype))
+        device = value.device if isinstance(value, Tensor) else total.device
+        return pick(_comparable(total, device), _comparable(value, device))
     return max(total, value) if reduce == "max" else min(total, value)
+
+
+def _comparable(value: Any, device: torch.device) -> Tensor:
+    """Return a number, or a tensor of whole numbers, such that a fraction beside it keeps its value, and it too."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(device)
+    return torch.as_tensor(
+        value, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
+    )
+
+
+def _widest(value: Tensor) -> torch.dtype:
+    return torch.float32 if value.device.type == "mps" else torch.float64
+
+
+def _not_scalar(name: str, value: Any) -> ValueError:
+    kind = "a tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    return ValueError(
+        f"self.log({name!r}, ...): a logged value must have one element, got {kind}{shape}. Reduce it first, for "
+        f"instance self.log({name!r}, value.mean()), or log each element under a name of its own."
+    )
 
 
 def is_metric(value: Any) -> bool:

@@ -192,6 +192,8 @@ class Meters:
         meter.zero_only = bool(options[ZERO_ONLY])
         if context.loader_idx is not None and options[ADD_LOADER]:
             meter.loader_suffix = f"/dataloader_idx_{context.loader_idx}"
+        elif context.loader_idx is not None:
+            _check_loaders_apart(context, name, value, where)
         if is_metric(value):
             meter.metric = value
         elif self.collectives.world_size > 1 and on_epoch and not options[SYNC] and not options[ZERO_ONLY]:
@@ -450,23 +452,23 @@ class Meters:
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of every name as tensors; reading one of them may wait for the device."""
-        metrics = {name: torch.tensor(value) for name, value in self.callback_values.items()}
+        metrics = {name: _metric(value) for name, value in self.callback_values.items()}
         for meter in self._stage("train"):
             value = meter.step_value() if meter.on_step and meter.weight is not None else None
             if value is not None and not (self._is_shared(meter) and meter.plain_name in metrics):
-                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+                tensor = value if isinstance(value, Tensor) else _metric(value)
                 metrics[meter.plain_name] = metrics[meter.step_name] = tensor
         return metrics
 
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of everything meant for the loggers; reading one may wait for the device."""
-        metrics = {name: torch.tensor(value) for name, value in self.logged_values.items()}
+        metrics = {name: _metric(value) for name, value in self.logged_values.items()}
         for meter in self._stage("train"):
             value = (
                 meter.step_value() if meter.logger and meter.on_step and meter.weight is not None else None
             )
             if value is not None:
-                tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+                tensor = value if isinstance(value, Tensor) else _metric(value)
                 metrics[meter.step_name] = tensor
         return metrics
 
@@ -527,6 +529,26 @@ class Meters:
             meter = context.meters[kept["name"]] = Meter(kept["name"], self)
             metric = None if kept["metric"] is None else metric_at(kept["metric"])
             meter.load_state_dict(kept, metric, device)
+
+
+def _metric(value: float) -> Tensor:
+    """Return a value as a tensor; in double precision where it is a count that single precision cannot hold."""
+    count = abs(value) > 2**24 and float(value).is_integer()
+    return torch.tensor(float(value), dtype=torch.float64 if count else None)
+
+
+def _check_loaders_apart(context: Context, name: str, value: Any, where: str) -> None:
+    """Raise if another dataloader's values have this name, unless both are gathered in one metric."""
+    for loader_idx, meters in context.by_loader.items():
+        other = meters.get(name)
+        if loader_idx in (None, context.loader_idx) or other is None or other.value is None:
+            continue
+        if not other.loader_suffix and not (is_metric(value) and other.metric is value):
+            raise MisconfigurationException(
+                f"{where}: with add_dataloader_idx=False the dataloaders {loader_idx} and {context.loader_idx} both "
+                f"log {name!r}, and one value would replace the other. Leave add_dataloader_idx out, or give each "
+                f"dataloader a name of its own, for instance f'{name}_{{dataloader_idx}}'."
+            )
 
 
 class _Nowhere:
