@@ -261,6 +261,17 @@ def test_the_run_stops_before_the_step_and_names_the_layer(tmp_path: Path) -> No
         quiet(on_bad_loss="stop").fit(Net(), data(BAD))
 
 
+def test_anomaly_mode_names_the_layer_too() -> None:
+    class Logs(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[3](self.layers[2](self.layers[1](torch.log(self.layers[0](x) + x[:, :1]))))
+
+    shown = pytest.warns(UserWarning, match="Error detected in")
+    with shown, pytest.raises(RuntimeError, match="returned nan values") as caught:
+        quiet(detect_anomaly=True).fit(Logs(), data())
+    assert "First not finite: the output of layers.1 (BatchNorm1d)." in caught.value.__notes__
+
+
 def test_a_stopped_run_is_saved_and_goes_on_after_the_bad_batch(tmp_path: Path) -> None:
     mine, plain = Net(), Net()
     options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 2}
@@ -293,6 +304,18 @@ def test_a_run_goes_back_to_the_state_kept_before() -> None:
         assert all(torch.equal(value, states[6][1][index][name]) for name, value in kept.items())
     assert trainer.global_step == 10
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**2)
+
+
+def test_a_run_goes_back_with_the_optimizer_that_took_the_place_of_another() -> None:
+    class Replaced(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)]
+
+    model = Replaced()
+    with pytest.warns(UserWarning, match="left out 1 step and went back"):
+        quiet(on_bad_loss="rewind").fit(model, data(6))
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("mode", ["skip", "rewind"])

@@ -152,3 +152,8 @@ def test_copies_that_are_stepped_on_purpose_are_not_refused() -> None:
     before = model.layers[0].weight.detach().clone()
     quiet(limit_train_batches=1).fit(model, loader())
     assert not torch.equal(before, model.layers[0].weight)
+
+
+def test_parameters_whose_gradients_would_not_be_averaged_are_refused() -> None:
+    with pytest.raises(Exception, match="their gradients would not be averaged over the processes"):
+        quiet(devices=2, strategy="ddp_fork").fit(Partly(), loader())

@@ -277,6 +277,9 @@ _OTHERWISE: dict[tuple[str, str], _Instead] = {
         "Write hasten.data.auto_workers(loader) before setup_dataloaders."
     ),
     ("Fabric", "fused"): _renamed("fused_optimizer"),
+    ("Fabric", "on_bad_loss"): lambda asked: (
+        "Write `if torch.isfinite(loss):` before fabric.backward(loss) and optimizer.step() in the loop."
+    ),
     ("Fabric", "micro_batch"): lambda asked: (
         "Compute parts of the batch in the loop, with fabric.no_backward_sync(model) for all but the last."
     ),

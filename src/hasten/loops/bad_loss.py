@@ -359,6 +359,7 @@ class _State:
             (owner, name, owner._buffers[name].detach().clone())
             for owner, name, _ in _named_buffers(run.module)
         ]
+        self._of = list(run.optimizers)
         self._groups = _group_sizes(run.optimizers)
         self._optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers]
         scaler = run.runtime.scaler
@@ -373,8 +374,10 @@ class _State:
         ]
 
     def is_of_other_groups(self) -> bool:
-        """Say whether parameters were added to the optimizers, or replaced, since then."""
-        return self._groups != _group_sizes(self._run.optimizers)
+        """Say whether there are other optimizers since then, or parameters were added to them."""
+        present = self._run.optimizers
+        same = len(present) == len(self._of) and all(a is b for a, b in zip(present, self._of, strict=True))
+        return not same or self._groups != _group_sizes(present)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -446,7 +449,16 @@ def guard(run: Run) -> Guard | None:
 # -- which layer it was
 
 
-def _first_bad(run: Run, books: Books, batch: Any, batch_idx: int, *, backward: bool) -> str:
+def add_layer(error: BaseException, run: Run, batch: Any, batch_idx: int) -> None:
+    """Add to an error of ``detect_anomaly=True`` which layer it was."""
+    # On several processes the others are not here, and the step may wait for them.
+    if "returned nan values" in str(error) and run.runtime.world_size == 1:
+        note = _first_bad(run, None, batch, batch_idx, backward=False)
+        if note:
+            error.add_note(note.strip())
+
+
+def _first_bad(run: Run, books: Books | None, batch: Any, batch_idx: int, *, backward: bool) -> str:
     """Return a sentence that names what first was not finite when the batch is computed again; or nothing."""
     found: list[str] = []
     if (path := _bad_in(batch, "batch")) is not None:
@@ -471,7 +483,8 @@ def _first_bad(run: Run, books: Books, batch: Any, batch_idx: int, *, backward: 
     ]
     after = generator_states()
     try:
-        books.draw_again()
+        if books is not None:
+            books.draw_again()
         step = with_batch_idx_if_taken(run.module.training_step)
         step = run.runtime.bind(step, module=run.module, wrapped=run.module, training=True)
         # On for forward as well, to have the line of the function shown.

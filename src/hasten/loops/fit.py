@@ -467,6 +467,7 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
                 graphs.keep_gradients()
         except Exception as error:
             add_place(error, "training_step", module, batch, batch_idx)
+            bad_loss.add_layer(error, run, batch, batch_idx)
             raise
         if not in_parts:
             hooks.on_after_backward()
