@@ -110,12 +110,12 @@ def test_unknown_argument_through_a_subclass() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "said"),
     [
-        (L.Trainer, "gpus", "Use accelerator='gpu', devices="),
-        (L.Trainer, "fused", "Use fused_optimizer=True"),
-        (L.Trainer, "gradient_checkpointing", "Use memory='full'"),
+        (L.Trainer, "gpus", r"Trainer\(accelerator='gpu', devices="),
+        (L.Trainer, "fused", r"Write Trainer\(fused_optimizer=True\)"),
+        (L.Trainer, "gradient_checkpointing", r"Write Trainer\(memory='full'\)"),
         (L.Fabric, "packed", "packed_blocks"),
         (L.Fabric, "batching", "hasten.data.rebatch"),
-        (L.Fabric, "max_epochs", "a loop of your own"),
+        (L.Fabric, "max_epochs", "The loop over the epochs is yours"),
         (L.Fabric, "acelerator", "Did you mean 'accelerator'"),
     ],
 )
