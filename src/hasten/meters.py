@@ -247,6 +247,10 @@ class Meters:
             self._send(entries, step if to_loggers else -1, epoch, loss)
         self.deliver()
 
+    def logged_on_steps(self) -> list[str]:
+        """Return the names of the training values meant for the loggers' rows of steps."""
+        return [meter.plain_name for meter in self._stage("train") if meter.on_step and meter.logger]
+
     def look_at_loss(self, loss: Tensor | None, step: int, epoch: int) -> None:
         """Send the loss of a step on its way to the host, unless it was published with the values of that step."""
         if loss is not None and self.report is not None and step != self._looked_at:

@@ -337,7 +337,7 @@ def test_the_best_is_used_for_the_test(tmp_path: Path) -> None:
 
 def test_fit_can_be_called_again(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, "{step}", save_last=True)
-    trainer = quiet(callbacks=[checkpoint], enable_checkpointing=True, num_sanity_val_steps=0)
+    trainer = quiet(callbacks=[checkpoint], enable_checkpointing=True, limit_val_batches=0)
     module = Scripted()
     trainer.fit(module, BATCHES)
     with warnings.catch_warnings():

@@ -109,8 +109,10 @@ def train_epoch(run: Run) -> None:
     if run.runtime.syncs_gradients and run.wrapped is run.module:
         # Nothing was to be trained when the run began; a callback may have unfrozen something since.
         run.wrapped = run.runtime.wrap(run.module)
+    run.first_epoch.begins(run)
     run.watch("run_training_epoch", train_batches)(run, batches)
     check_some_loss(run)
+    run.first_epoch.ends(run)
 
     _, values = meters.close_epoch("train")
     hooks.on_train_epoch_end()

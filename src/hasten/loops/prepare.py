@@ -20,9 +20,9 @@ from hasten.hooks import overrides
 from hasten.hparams import logged_hparams
 from hasten.loops.compiled import check_compile, compile_module
 from hasten.loops.numbers import go_on_with_training_weights, set_matmul_precision
+from hasten.loops.oversights import warn_about_missing_parts
 from hasten.loops.run import Run
 from hasten.loops.snapshot import Snapshot
-from hasten.loops.sources import warn_about_missing_parts
 from hasten.loops.speedups import change_module, change_optimizers
 from hasten.loops.states import TrainerFn
 from hasten.loops.verify import check_fit, check_parameters
@@ -55,7 +55,7 @@ def prepare(
     check_compile(run)
     if fitting:
         collect_earlier_models(module)
-        warn_about_missing_parts(run.validation, module)
+        warn_about_missing_parts(run.validation, module, wanted=run.arguments.limit_val_batches != 0)
     {"fit": run.train, "validate": run.validation, "test": run.test, "predict": run.predict}[fn].require()
     for logger in run.meters.loggers:
         # One that cannot write says so now, and paths that hold its version are known from here on.

@@ -14,6 +14,7 @@ from hasten._lib.patched import follow
 from hasten.arguments import Arguments
 from hasten.hooks import Hooks
 from hasten.loops.checks import ValidationChecks
+from hasten.loops.oversights import FirstEpoch
 from hasten.loops.progress import Progress
 from hasten.loops.sources import Source
 from hasten.loops.states import RunningStage, TrainerState
@@ -104,6 +105,7 @@ class Run:
     resumed_guard: dict[str, Any] | None = None
     # How long the first batches were waited for.
     waiting: Waiting = field(default_factory=Waiting)
+    first_epoch: FirstEpoch = field(default_factory=FirstEpoch)
     # What micro_batch="auto" and memory="auto" found to fit into memory.
     fits: Fit | None = None
     # What the compiler made of the module; None where nothing is compiled.

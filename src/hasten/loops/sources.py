@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.rank_zero import rank_zero_warn
 from hasten.data.combined import CombinedLoader, is_collection
 from hasten.data.combined_stream import CombinedStream
 from hasten.data.loaders import prepare
@@ -403,16 +402,6 @@ class Source:
                 f"Use at least {argument}={1 / length:.4g}, or a number of batches."
             )
         return batches
-
-
-def warn_about_missing_parts(validation: Source, module: LightningModule) -> None:
-    """Warn where only one of validation data and ``validation_step`` is there."""
-    has_step = overrides(module, LightningModule, "validation_step")
-    if validation.has_data() and not has_step:
-        rank_zero_warn(
-            f"There is validation data but {type(module).__name__} has no validation_step(): no validation runs. "
-            "Define it, or leave the data out."
-        )
 
 
 def _whole(limit: float) -> int | None:

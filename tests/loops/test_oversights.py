@@ -1,0 +1,197 @@
+"""What a program probably forgot is said once, with the line to write; a program that means it hears nothing."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import hasten as L
+from tests.models import Classifier, loader, quiet
+
+
+@contextmanager
+def nothing_said() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def said(fit: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit()
+    return [str(one.message) for one in caught]
+
+
+class Body(nn.Module):
+    """A part with layers of its own, as from_pretrained() returns it: in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)])
+        self.eval()
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Tuned(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+
+    validation_step = L.LightningModule.validation_step  # type: ignore[assignment]
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(self.body(x))
+
+
+EVAL_MODE = r"Tuned has parts \(body\) that are in eval mode while training"
+
+
+def test_a_part_in_eval_mode_is_named_once_and_the_line_mends_it() -> None:
+    model = Tuned()
+    (text,) = said(lambda: quiet(max_epochs=3).fit(model, loader()))
+    assert re.match(EVAL_MODE, text)
+    line = re.search(r"Write (.+?) before fit", text)
+    assert line is not None
+    assert line.group(1) == "model.body.train()"
+    eval(line.group(1))
+    with nothing_said():
+        quiet().fit(model, loader())
+    assert model.body.training
+
+
+def test_a_whole_model_in_eval_mode_is_said() -> None:
+    model = Tuned().eval()
+    (text,) = said(lambda: quiet().fit(model, loader()))
+    assert text.startswith("Tuned is in eval mode while training")
+    assert "Write model.train() before fit" in text
+    assert not model.training, "the mode is the user's"
+
+
+def test_many_parts_are_counted() -> None:
+    class Many(Tuned):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bodies = nn.ModuleList([Body() for _ in range(4)])
+            self.bodies.training = True
+
+    (text,) = said(lambda: quiet().fit(Many(), loader()))
+    assert "(body, bodies.0, bodies.1 and 2 more)" in text
+    assert "Write model.train() before fit" in text
+
+
+def test_parts_in_lists_have_lines_that_run() -> None:
+    class Two(Classifier):
+        validation_step = L.LightningModule.validation_step  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.bodies = nn.ModuleList([Body(), Body()])
+            self.bodies.training = True
+
+    model = Two()
+    (text,) = said(lambda: quiet().fit(model, loader()))
+    assert "Write model.bodies[0].train(), model.bodies[1].train() before fit" in text
+
+
+def frozen(model: Tuned) -> Tuned:
+    model.body.requires_grad_(False)
+    return model
+
+
+class SwitchesIt(Tuned):
+    def on_train_epoch_start(self) -> None:
+        self.train()
+
+
+class KeepsStatistics(Tuned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.train()
+        self.body.layers[1].eval()
+
+
+class EvalEachEpoch(Tuned):
+    """Switches a frozen part off itself, each epoch, as the field's tutorials do."""
+
+    def on_train_epoch_start(self) -> None:
+        self.train()
+        self.body.requires_grad_(False)
+        self.body.eval()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: frozen(Tuned()), SwitchesIt, KeepsStatistics, EvalEachEpoch, lambda: Tuned().train()]
+)
+def test_what_is_meant_is_not_said(make: Any) -> None:
+    with nothing_said():
+        quiet(max_epochs=2).fit(make(), loader())
+
+
+def test_a_validation_step_without_data_is_said_and_either_line_ends_it() -> None:
+    (text,) = said(lambda: quiet(max_epochs=2).fit(Classifier(), loader()))
+    assert text.startswith("Classifier has a validation_step() but there is no validation data")
+    assert "trainer.fit(model, train_dataloaders, val_dataloaders)" in text
+    with nothing_said():
+        quiet().fit(Classifier(), loader(), loader())
+        quiet(limit_val_batches=0).fit(Classifier(), loader())
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+def test_a_datamodule_may_lack_it_too() -> None:
+    (text,) = said(lambda: quiet().fit(Classifier(), datamodule=Data()))
+    assert "define val_dataloader()" in text
+
+
+class LogsSteps(Classifier):
+    validation_step = L.LightningModule.validation_step  # type: ignore[assignment]
+
+
+class LogsEpochs(LogsSteps):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_an_epoch_shorter_than_the_logging_interval_is_said_once(tmp_path: Path) -> None:
+    def fit(**options: Any) -> None:
+        quiet(logger=True, default_root_dir=tmp_path, max_epochs=3, **options).fit(LogsSteps(), loader(40))
+
+    (text,) = said(fit)
+    assert text.startswith("Values logged on steps (train_loss) go to the loggers every 50 steps")
+    assert "the first epoch had 10" in text
+    line = re.search(r"Trainer\((log_every_n_steps)=(\d+)\)", text)
+    assert line is not None
+    with nothing_said():
+        fit(log_every_n_steps=int(line.group(2)))
+        fit(log_every_n_steps=10)
+        fit(log_every_n_steps=0)
+    rows = (tmp_path / "lightning_logs" / "version_1" / "metrics.csv").read_text().splitlines()
+    assert len(rows) == 31
+
+
+@pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": True, "logger": True}], ids=str)
+def test_without_loggers_nothing_is_missed(options: dict[str, Any], tmp_path: Path) -> None:
+    with nothing_said():
+        quiet(default_root_dir=tmp_path, **options).fit(LogsSteps(), loader())
+
+
+def test_values_of_epochs_arrive(tmp_path: Path) -> None:
+    with nothing_said():
+        quiet(logger=True, default_root_dir=tmp_path).fit(LogsEpochs(), loader())
