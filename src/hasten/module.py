@@ -91,7 +91,8 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
             kwargs: not used.
 
         A dict may also hold ``"loss_weight"``: how many samples or tokens the loss is the mean of. Then
-        gradients accumulated over several batches (and processes) are those of the mean over all of them.
+        gradients accumulated over several batches (and processes) are those of the mean over all of them. A
+        batch of weight 0 adds nothing.
         Return None to skip a batch.
         """
         raise NotImplementedError(f"{type(self).__name__} has no training_step().")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import hasten as L
+from hasten.compile.regions import SETS_OF_HOOKS
 from tests.models import loader, quiet, same_weights
 
 # Traces as every backend does, and computes with torch's own operations: quick, and equal bit for bit.
@@ -319,6 +320,67 @@ def test_regional_compiles_repeated_blocks_once() -> None:
     assert (report.graphs, report.recompiles) == (2, ())
     assert losses == plain_losses
     assert same_weights(module, plain)
+
+
+class Hooked(L.Callback):
+    """Adds a hook in the middle of each epoch but the first, and removes it when the epoch ends."""
+
+    def __init__(self, part_of: Callable[[Any], nn.Module], kind: str) -> None:
+        self.part_of, self.kind = part_of, kind
+        self.handle: Any = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch and batch_idx == 2:
+            part = self.part_of(module)
+            if self.kind == "forward":
+                self.handle = part.register_forward_hook(lambda part, args, output: output * 2)
+            elif self.kind == "forward_pre":
+                self.handle = part.register_forward_pre_hook(lambda part, args: (args[0] * 2,))
+            else:
+                self.handle = part.register_full_backward_hook(
+                    lambda part, inputs, outputs: tuple(None if one is None else one * 2 for one in inputs)
+                )
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "part_of", "kind"),
+    [
+        (Net, {}, lambda module: module.net[3], "forward"),
+        (Manual, {}, lambda module: module.net, "forward_pre"),
+        (Deep, {"regional": True}, lambda module: module.blocks[2], "backward"),
+    ],
+    ids=["step", "parts", "regional"],
+)
+def test_hooks_added_and_removed_in_the_middle_of_a_run_are_heard(
+    make: Any, options: Any, part_of: Any, kind: str
+) -> None:
+    runs = []
+    for arguments in ({}, {"compile": {**TRACED, **options}}):
+        losses = Losses()
+        hooked = Hooked(part_of, kind)
+        runs.append(
+            fitted(make, max_epochs=3, limit_train_batches=4, callbacks=[losses, hooked], **arguments)[0]
+        )
+    assert same_weights(*runs)
+
+
+def test_hooks_that_change_all_the_time_are_heard_without_a_graph_for_each() -> None:
+    heard: list[int] = []
+
+    class Registers(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            self.handle = module.net[0].register_forward_hook(lambda *_: heard.append(batch_idx))
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.handle.remove()
+
+    fitted(compile=TRACED, max_epochs=1, limit_val_batches=0, callbacks=Registers())
+    assert heard == list(range(11))
+    assert graphs() == SETS_OF_HOOKS
 
 
 def test_a_module_compiled_by_the_user_is_trained_compiled() -> None:

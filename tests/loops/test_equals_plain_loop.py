@@ -195,6 +195,70 @@ def test_losses_weighted_by_tokens_equal_the_full_batch() -> None:
         torch.testing.assert_close(a, b)
 
 
+class Masked(Classifier):
+    """The mean over the samples that count: NaN where none does, with a gradient that is NaN, too."""
+
+    def __init__(self, kind: Any = torch.tensor) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, counts = batch
+        losses = torch.nn.functional.cross_entropy(self(x), y, reduction="none") * counts
+        return {"loss": losses.sum() / counts.sum(), "loss_weight": self.kind(float(counts.sum()))}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def masked(*counts: int) -> list[Any]:
+    """Return batches of four samples, of which so many count."""
+    return [
+        (x, y, (torch.arange(4) < count).float())
+        for (x, y), count in zip(loader(4 * len(counts)), counts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, float])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_without_weight_count_for_nothing(accumulate: int, kind: Any) -> None:
+    model, twin, batches = Masked(kind), Masked(), masked(2, 4, 0, 0, 0, 3, 1, 0)
+    trainer = quiet(accumulate_grad_batches=accumulate)
+    trainer.fit(model, batches)
+    optimizer = twin.configure_optimizers()
+    for start in range(0, 8, accumulate):
+        x, y, counts = (torch.cat(parts) for parts in zip(*batches[start : start + accumulate], strict=True))
+        if counts.sum():
+            losses = torch.nn.functional.cross_entropy(twin(x), y, reduction="none") * counts
+            optimizer.zero_grad()
+            (losses.sum() / counts.sum()).backward()
+            optimizer.step()
+    assert trainer.global_step == 8 // accumulate
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class MaskedByRank(Masked):
+    """As functions of torch do, it gives the sum of nothing where nothing counts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, counts = (part[self.global_rank :: 2] for part in batch)
+        losses = torch.nn.functional.cross_entropy(self(x), y, reduction="none") * counts
+        return {"loss": losses.sum() / counts.sum().clamp(min=1), "loss_weight": counts.sum()}
+
+
+def test_a_window_without_weight_on_all_processes_changes_nothing() -> None:
+    model, twin = MaskedByRank(), Masked()
+    # One process alone counts in the first batch, none in the two that follow.
+    batches = masked(1, 4, 0, 0, 3, 4)
+    trainer = quiet(accumulate_grad_batches=2, devices=2, strategy="ddp_fork", use_distributed_sampler=False)
+    trainer.fit(model, batches)
+    quiet(accumulate_grad_batches=2).fit(twin, batches)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_tail_of_a_loader_without_length_is_normalised_by_what_was_accumulated() -> None:
     class Endless(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch.utils.hooks import RemovableHandle
 
 from hasten._lib.rank_zero import warn_once
 from hasten.compile.graphs import kept_outputs
@@ -60,6 +61,46 @@ def must_stay_python() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
 
 
+class Hooks:
+    """The hooks on a module and its parts, followed: a graph is for those it was made with.
+
+    The compiler does not ask again which hooks there are, so a graph would pass by one that was added later, and go
+    on with one that was removed. Torch counts the hooks that are added, so where there are none one comparison says
+    that there are still none.
+
+    Args:
+        module: the module.
+
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # How many hooks the program had added when these were looked at.
+        self.added = -1
+        self.there: tuple[int, ...] = ()
+
+    def look(self) -> None:
+        """Find the hooks that are there now; their numbers are of the whole program."""
+        self.added = RemovableHandle.next_id
+        found = [number for table in _global_hooks() for number in table]
+        for part in self._module.modules():
+            own = part.__dict__
+            for name in _HOOKS:
+                if table := own.get(name):
+                    found += table
+        self.there = tuple(found)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# For how many sets of hooks graphs are made; with more, the module computes in Python while it has any.
+SETS_OF_HOOKS = 4
+
+
+def _global_hooks() -> Iterator[dict[int, Any]]:
+    for name in _HOOKS:
+        yield getattr(nn.modules.module, f"_global{name}", {})
+
+
 class Region:
     """The compiled call of one module, or of several alike: training and evaluation apart.
 
@@ -76,18 +117,25 @@ class Region:
         self._settings = settings
         self._watch = watch
         self._dims = settings.dynamic_dims(dims)
-        self._phases: dict[tuple[bool, bool], tuple[Callable[..., Any], int | None]] = {}
+        self._phases: dict[tuple[bool, bool, tuple[int, ...]], tuple[Callable[..., Any], int | None]] = {}
+        self._sets_of_hooks: set[tuple[int, ...]] = set()
         self.failed = False
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``module`` compiled."""
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Hooks) -> Any:
+        """Call ``module``, which has these hooks, compiled."""
         if self.failed or self._watch.paused or must_stay_python():
             return module._call_impl(*args, **kwargs)
         # Apart, so that what one phase fixes (dropout, statistics, gradients) never undoes the other's graph.
-        phase = (module.training, torch.is_grad_enabled())
+        if hooks.added != RemovableHandle.next_id or hooks.there:
+            hooks.look()
+        phase = (module.training, torch.is_grad_enabled(), hooks.there)
         made = self._phases.get(phase)
         size = batch_size(args) if args else batch_size(kwargs)
         if made is None:
+            self._sets_of_hooks.add(hooks.there)
+            if hooks.there and len(self._sets_of_hooks) > SETS_OF_HOOKS:
+                with self._watch.pause():
+                    return module._call_impl(*args, **kwargs)
             made = self._phases[phase] = (self._settings.compile(own_code(_call, self.name)), size)
         compiled, first_size = made
         if size != first_size and (size == 1 or self._settings.one_size):
@@ -160,9 +208,10 @@ class _InPlace:
     def __init__(self, module: nn.Module, region: Region) -> None:
         self._module = module
         self._region = region
+        self._hooks = Hooks(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._region(self._module, args, kwargs)
+        return self._region(self._module, args, kwargs, self._hooks)
 
 
 class Place:

@@ -12,10 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch.utils.hooks import RemovableHandle
 
 from hasten._lib.rank_zero import warn_once
 from hasten.compile.graphs import kept_outputs
-from hasten.compile.regions import batch_size, mark_dynamic, must_stay_python, own_code, tell_recompiles
+from hasten.compile.regions import (
+    SETS_OF_HOOKS,
+    Hooks,
+    batch_size,
+    mark_dynamic,
+    must_stay_python,
+    own_code,
+    tell_recompiles,
+)
 from hasten.compile.report import Watch, brief
 from hasten.compile.settings import CompileSettings
 
@@ -65,8 +74,10 @@ class Step:
         self._dims = settings.dynamic_dims(dims)
         self._loggers = _loggers_of(module)
         self._parts = [part for part in module.modules() if hasattr(part, "config")]
-        # One for each number of arguments: the loader's index comes where there are several loaders.
-        self._traced: dict[int, _Traced] = {}
+        # One for each number of arguments (the loader's index comes where there are several loaders) and the hooks.
+        self._traced: dict[tuple[int, tuple[int, ...]], _Traced] = {}
+        self._hooks = Hooks(module)
+        self._sets_of_hooks: set[tuple[int, ...]] = set()
         self._label = f"{type(module).__name__}.{name}"
         reason = _python_only(getattr(module, name, function))
         self._left = reason is not None
@@ -77,16 +88,23 @@ class Step:
         """Take the step."""
         if self._left or must_stay_python():
             return self._function(*args)
-        settings, watch, size = self._settings, self._watch, batch_size(args[0])
-        traced = self._traced.get(len(args))
+        settings, watch, size, hooks = self._settings, self._watch, batch_size(args[0]), self._hooks
+        if hooks.added != RemovableHandle.next_id or hooks.there:
+            hooks.look()
+        key = (len(args), hooks.there)
+        traced = self._traced.get(key)
         if traced is None:
+            self._sets_of_hooks.add(hooks.there)
+            if hooks.there and len(self._sets_of_hooks) > SETS_OF_HOOKS:
+                with watch.pause():
+                    return self._function(*args)
             reason = _not_only_tensors(args[0])
             if reason is not None:
                 self._leave(reason)
                 return self._function(*args)
             settle_lazily(self._parts, args[0])
             code = own_code(_calling(self._function), self.name)
-            traced = self._traced[len(args)] = _Traced(settings.compile(code, whole=True), size)
+            traced = self._traced[key] = _Traced(settings.compile(code, whole=True), size)
         elif size != traced.size and (size == 1 or settings.one_size):
             # See Region: the odd batch at the end is not worth another graph.
             with watch.pause():

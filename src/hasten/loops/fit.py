@@ -435,6 +435,8 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
     weighs = run.accumulate_grad_batches > 1 or runtime.world_size > 1 or in_parts
     # A resumed run may have to complete an accumulation before it goes on with single batches.
     weighs = weighs or run.progress.window > 0
+    # Other processes wait for the gradients of each last batch.
+    alone = runtime.world_size == 1
     graphs = recorded_steps(run)
     take_loss = None if run.guard is None else run.guard.take
 
@@ -460,6 +462,10 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
                 return None
             if weighs:
                 loss = _weighed(run, output, loss, divisor, opens)
+            if alone and type(output) is not Tensor and _counts_for_nothing(output):
+                # The mean over nothing adds nothing, and its gradient may not be finite.
+                run.last_loss = None
+                return {**output, "loss": torch.zeros_like(loss)}
             if take_loss is not None:
                 take_loss(run.last_loss)
             hooks.on_before_backward(loss)
@@ -514,6 +520,16 @@ def _weighed(run: Run, output: Any, loss: Tensor, divisor: int, opens: bool) -> 
     return weighed
 
 
+def _counts_for_nothing(output: Any) -> bool:
+    """Say whether the batch has a ``loss_weight`` of 0 that is known here: no device is waited for."""
+    weight = output.get("loss_weight") if isinstance(output, dict) else None
+    return weight is not None and _on_host(weight) and not weight
+
+
+def _on_host(weight: Any) -> bool:
+    return not isinstance(weight, Tensor) or weight.device.type == "cpu"
+
+
 def _finish_and_step(run: Run) -> tuple[Callable[[int], None], Callable[..., Any]]:
     """Return what follows the last backward of a window: finish the gradients, then step."""
     finish, step = _finish_gradients(run), run.runtime.make_step(run.optimizers[0])
@@ -538,7 +554,7 @@ def _finish_gradients(run: Run) -> Callable[[int], None]:
             weight = run.window_weight
             if runtime.world_size > 1:
                 weight = runtime.all_reduce(torch.as_tensor(weight, device=runtime.device), op="mean")
-            _scale_gradients(optimizer, 1.0 / weight)
+            _divide_gradients(optimizer, weight)
             run.window_weight = None
         elif progress.window + 1 != divisor:
             # The window has another number of batches than each was divided by: the data ended unforeseen, or the
@@ -559,6 +575,18 @@ def _finish_gradients(run: Run) -> Callable[[int], None]:
             )
 
     return finish_gradients
+
+
+def _divide_gradients(optimizer: Any, weight: Any) -> None:
+    """Divide the gradients of a window by its weight; the mean over nothing has none, or zeros on a device."""
+    if not _on_host(weight):
+        _scale_gradients(optimizer, torch.where(weight == 0, 0.0, 1.0 / weight))
+    elif weight:
+        _scale_gradients(optimizer, 1.0 / weight)
+    else:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def _scale_gradients(optimizer: Any, factor: Any) -> None:
