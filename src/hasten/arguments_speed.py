@@ -28,7 +28,7 @@ class SpeedArguments:
             it can be; False leaves the loaders as they are.
         matmul_precision: for ``torch.set_float32_matmul_precision``; None leaves it.
         fused_optimizer: True, False, or None to leave the user's optimizers as they are.
-        batch_size: samples of a batch, on each process; None for what the loader says.
+        batch_size: samples of a batch, on each process; None for what the loader says, "auto" until it was found.
         micro_batch: samples computed at once: None for all, a number, or "auto".
         shared_fields: of a batch that is split, the fields that belong to all samples; None to look at the data.
         memory: activation checkpointing: "auto" once memory runs out, "selective" or "full" from the start.
@@ -45,7 +45,7 @@ class SpeedArguments:
     resident: bool | str = False
     matmul_precision: str | None = None
     fused_optimizer: bool | None = None
-    batch_size: int | None = None
+    batch_size: int | str | None = None
     micro_batch: int | str | None = None
     shared_fields: frozenset[Any] | None = None
     memory: str | None = None
@@ -94,7 +94,7 @@ def check_speed(
         resident=_resident(owner, resident, as_batching(owner, batching)),
         matmul_precision=_matmul_precision(owner, matmul_precision),
         fused_optimizer=fused_optimizer,
-        batch_size=_batch_size(owner, batch_size, as_batching(owner, batching)),
+        batch_size=_batch_size(owner, batch_size, as_batching(owner, batching), micro_batch, memory),
         micro_batch=_micro_batch(owner, micro_batch, batch_size),
         shared_fields=shared_fields,
         memory=_word(owner, "memory", memory, ("auto", "selective", "full")),
@@ -167,11 +167,26 @@ def _resident(owner: str, value: Any, batching: Any) -> bool | str:
     return value
 
 
-def _batch_size(owner: str, value: Any, batching: Any) -> int | None:
-    samples = _samples(owner, "batch_size", value)
+def _batch_size(owner: str, value: Any, batching: Any, micro_batch: Any, memory: Any) -> int | str | None:
+    samples: int | str | None
+    if value == "auto":
+        samples = "auto"
+        for name, other in (("micro_batch", micro_batch), ("memory", memory)):
+            if other is not None and (name == "micro_batch" or other == "auto"):
+                raise ValueError(
+                    f"{owner}(batch_size='auto', {name}={other!r}): with {name} memory does not run out, so no largest "
+                    f"size shows. Give batch_size a number, or leave {name} out."
+                )
+    elif isinstance(value, str):
+        raise TypeError(
+            f"{owner}(batch_size={value!r}): use a number of samples, at least 1, or 'auto', not str."
+            + did_you_mean(value, ("auto",))
+        )
+    else:
+        samples = _samples(owner, "batch_size", value, "auto")
     if samples is not None and getattr(batching, "max_tokens", None) is not None:
         raise ValueError(
-            f"{owner}(batch_size={samples}, batching=...): with max_tokens={batching.max_tokens} the tokens say how "
+            f"{owner}(batch_size={samples!r}, batching=...): with max_tokens={batching.max_tokens} the tokens say how "
             "large a batch is. Leave one of them out."
         )
     return samples
@@ -186,7 +201,7 @@ def _micro_batch(owner: str, value: Any, batch_size: Any) -> int | str | None:
             )
         return value
     samples = _samples(owner, "micro_batch", value, "auto")
-    if samples is not None and batch_size is not None and samples > batch_size:
+    if samples is not None and isinstance(batch_size, int) and samples > batch_size:
         raise ValueError(
             f"{owner}(batch_size={batch_size}, micro_batch={samples}): a micro-batch is a part of a batch. Use "
             f"micro_batch={batch_size} or less, or batch_size={samples}."

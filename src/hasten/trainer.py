@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import signal as signals
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -126,7 +127,8 @@ class Trainer(TrainerView):
         resident: True to hold the data in memory and index whole batches; "auto" where it fits.
         matmul_precision: "highest", "high" or "medium", for ``torch.set_float32_matmul_precision``.
         fused_optimizer: True to update all parameters in one kernel.
-        batch_size: samples of a batch on each process, whatever the loader's batches are.
+        batch_size: samples of a batch on each process, whatever the loader's batches are; "auto" tries which is the
+            largest that trains.
         micro_batch: samples of a batch computed at once; "auto" shrinks when memory runs out; or a
             ``hasten.data.MicroBatch``.
         memory: "auto" to recompute activations once memory runs out; "selective" or "full" from the start.
@@ -199,7 +201,7 @@ class Trainer(TrainerView):
         resident: bool | str = False,
         matmul_precision: str | None = None,
         fused_optimizer: bool | None = None,
-        batch_size: int | None = None,
+        batch_size: int | str | None = None,
         micro_batch: int | str | MicroBatch | None = None,
         memory: str | None = None,
         dropout: str | None = None,
@@ -282,7 +284,10 @@ class Trainer(TrainerView):
         model = parts.inner_model(model)
         check_call(self._arguments, "fit", model, datamodule, train_dataloaders, val_dataloaders)
         given = {"train": train_dataloaders, "validate": val_dataloaders}
-        with choose_speed(self, model, train_dataloaders, datamodule):
+        with (
+            choose_speed(self, model, train_dataloaders, datamodule),
+            self._batch_size_found(model, given, datamodule, ckpt_path),
+        ):
             self._call(TrainerFn.FITTING, model, datamodule, given, ckpt_path, weights_only, _fit)
 
     def validate(
@@ -386,6 +391,22 @@ class Trainer(TrainerView):
             self._runtime.save(filepath, checkpoint, storage_options=storage_options)
 
     # -- one call, from beginning to end
+
+    @contextmanager
+    def _batch_size_found(
+        self, model: LightningModule, given: dict[str, Any], datamodule: Any, ckpt_path: Any
+    ) -> Iterator[None]:
+        if self._arguments.speed.batch_size != "auto":
+            yield
+            return
+        from hasten.tuner.automatic import find_batch_size, set_batch_size
+
+        find_batch_size(self, model, given, datamodule, ckpt_path)
+        try:
+            yield
+        finally:
+            # Another fit tries again: its model may be another.
+            set_batch_size(self, "auto")
 
     def _call(
         self,

@@ -23,7 +23,7 @@ from hasten.loops.numbers import go_on_with_training_weights, set_matmul_precisi
 from hasten.loops.oversights import warn_about_missing_parts
 from hasten.loops.run import Run
 from hasten.loops.snapshot import Snapshot
-from hasten.loops.speedups import change_module, change_optimizers
+from hasten.loops.speedups import change_module, change_optimizers, go_on_with_batch_size
 from hasten.loops.states import TrainerFn
 from hasten.loops.verify import check_fit, check_parameters
 from hasten.module import LightningModule
@@ -76,6 +76,8 @@ def prepare(
     checkpoint, path = read_checkpoint()
     if checkpoint is not None:
         hooks.on_load_checkpoint(checkpoint)
+        if fitting and run.arguments.speed.batch_size == "auto":
+            go_on_with_batch_size(run, checkpoint, datamodule)
         snapshot = Snapshot(run, callbacks, datamodule)
         contents.restore_model(snapshot, checkpoint, strict=module.strict_loading, source=str(path))
         # Before on_fit_start: what a callback changes there may depend on what it knew. Also where nothing is

@@ -108,6 +108,7 @@ class Snapshot:
             "toggled": _toggled(run.module),
             "metrics": self._metrics(),
             "guard": None if run.guard is None else run.guard.state_dict(),
+            "batch_size": run.arguments.speed.batch_size,
             "fits": None if run.fits is None else run.fits.state_dict(),
             "loggers": [
                 logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.meters.loggers

@@ -159,6 +159,11 @@ class Source:
         self.close()
         self._streams = None
 
+    def remake_with(self, remake: Callable[[Any, str, str], Any]) -> None:
+        """Make the loaders with another function, when they are asked for next."""
+        self.reload()
+        self._remake = remake
+
     def load(self) -> None:
         """Ask for the loaders now, so that what is wrong with them shows before anything starts."""
         self._loaded()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments_speed import SpeedArguments
 from hasten.data.batching import rebatch
 from hasten.data.resident_loader import is_resident, resident
@@ -16,6 +19,7 @@ from hasten.loops.run import Run
 from hasten.loops.states import TrainerFn
 from hasten.machine import allocator
 from hasten.speed import microbatch
+from hasten.tuner import attributes
 
 
 def remake_loader(
@@ -31,7 +35,8 @@ def remake_loader(
         device: where the run computes.
 
     """
-    if speed.batch_size is not None and stage == "train":
+    # "auto" is a number once it was found; until then the size is the loader's.
+    if isinstance(speed.batch_size, int) and stage == "train":
         loader = microbatch.rebatched(loader, speed.batch_size, name=name)
     if isinstance(speed.num_workers, int):
         loader = with_workers(loader, speed.num_workers, stage=stage, name=name)
@@ -84,6 +89,21 @@ def change_dropout(run: Run) -> None:
             f"Trainer(dropout='fast'): {type(run.module).__name__} has no nn.Dropout layer. Leave it out; dropout "
             "within attention is made cheap by packed=True."
         )
+
+
+def go_on_with_batch_size(run: Run, checkpoint: dict[str, Any], datamodule: Any) -> None:
+    """Give a run with ``batch_size="auto"`` the size of its checkpoint, before its loaders are made."""
+    ranks = (checkpoint.get("hasten") or {}).get("ranks") or [{}]
+    size = ranks[min(run.runtime.global_rank, len(ranks) - 1)].get("batch_size")
+    if not isinstance(size, int):
+        rank_zero_info(
+            "Trainer(batch_size='auto'): the checkpoint has no batch size; it stays that of the loader."
+        )
+        return
+    speed = dataclasses.replace(run.arguments.speed, batch_size=size)
+    run.arguments = dataclasses.replace(run.arguments, speed=speed)
+    run.train.remake_with(functools.partial(remake_loader, speed, device=run.runtime.device))
+    attributes.put(run.module, datamodule, "batch_size", size)
 
 
 def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:

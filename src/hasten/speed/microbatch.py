@@ -45,18 +45,8 @@ def rebatched(loader: Any, batch_size: int, *, name: str = "the train dataloader
         [[0, 1, 2], [3, 4]]
 
     """
-    if not isinstance(loader, DataLoader):
-        raise MisconfigurationException(
-            f"Trainer(batch_size={batch_size}): {name} is a {type(loader).__name__}, which makes its batches itself. "
-            "Give a DataLoader, or leave batch_size out; micro_batch alone splits the batches that come."
-        )
+    check_rebatched(loader, batch_size, name=name)
     batches: Any = loader.batch_sampler
-    if type(batches) is not BatchSampler:
-        what = "batch_size=None" if batches is None else f"the batch sampler {type(batches).__name__}"
-        raise MisconfigurationException(
-            f"Trainer(batch_size={batch_size}): {name} has {what}, which decides what a batch is. Set the size there "
-            "and leave batch_size out; micro_batch alone splits the batches that come."
-        )
     if batches.batch_size == batch_size:
         return loader
     return with_attributes(
@@ -64,6 +54,27 @@ def rebatched(loader: Any, batch_size: int, *, name: str = "the train dataloader
         batch_size=batch_size,
         batch_sampler=BatchSampler(batches.sampler, batch_size, batches.drop_last),
     )
+
+
+def check_rebatched(loader: Any, batch_size: int | str, *, name: str) -> None:
+    """Check that a loader's batches can have another size.
+
+    Raises:
+        MisconfigurationException: something else than the loader decides how large its batches are.
+
+    """
+    if not isinstance(loader, DataLoader):
+        raise MisconfigurationException(
+            f"Trainer(batch_size={batch_size!r}): {name} is a {type(loader).__name__}, which makes its batches itself. "
+            "Give a DataLoader, or leave batch_size out; micro_batch alone splits the batches that come."
+        )
+    batches: Any = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        what = "batch_size=None" if batches is None else f"the batch sampler {type(batches).__name__}"
+        raise MisconfigurationException(
+            f"Trainer(batch_size={batch_size!r}): {name} has {what}, which decides what a batch is. Set the size there "
+            "and leave batch_size out; micro_batch alone splits the batches that come."
+        )
 
 
 def change_module(run: Run) -> None:

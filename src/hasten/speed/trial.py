@@ -192,6 +192,9 @@ class Trial:
             **_on_one_device(given),
         )
         new.pop("speed")
+        if given.get("batch_size") == "auto":
+            # Levers are compared with the loader's own batches: the search would be part of each trial.
+            new["batch_size"] = None
         if given.get("barebones"):
             # It allows none of these to be asked for.
             new.update(barebones=False, logger=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -83,7 +84,7 @@ def search(
     before = attributes.get(trial.module, trial.datamodule, name)
     undo = attributes.remember(trial.module, trial.datamodule, name)
     try:
-        size = _Search(trial, method, steps_per_trial, name, max_val).run(mode, init_val, max_trials, margin)
+        size = Search(trial, method, steps_per_trial, name, max_val).run(mode, init_val, max_trials, margin)
     except BaseException:
         undo()
         raise
@@ -92,9 +93,34 @@ def search(
     return size
 
 
-class _Search:
-    def __init__(self, trial: Trial, method: str, steps: int, name: str, max_val: int) -> None:
+class Search:
+    """Tries sizes in a trial.
+
+    Args:
+        trial: the run to try sizes in.
+        method: "fit", "validate", "test" or "predict".
+        steps: steps with each size.
+        name: the attribute that holds the size.
+        max_val: no larger size is tried.
+        say: what each size tried is said with.
+        put: sets a size; by default the attribute.
+
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        method: str,
+        steps: int,
+        name: str,
+        max_val: int,
+        *,
+        say: Callable[[str], None] = rank_zero_info,
+        put: Callable[[int], None] | None = None,
+    ) -> None:
         self._trial, self._method, self._steps, self._name, self._most = trial, method, steps, name, max_val
+        self._say = say
+        self._put = self._put_attribute if put is None else put
         self._left = 0
         # Whether a loader says which size it has; if not, only the batches tell.
         self._is_said = False
@@ -105,6 +131,7 @@ class _Search:
         self._before: tuple[int, int] | None = None
 
     def run(self, mode: str, first: int, max_trials: int, margin: float) -> int:
+        """Return the largest size that trained."""
         self._left = max_trials
         self._limit_to_the_data(first)
         good, bad = self._double(first if first <= self._most else self._capped())
@@ -152,7 +179,7 @@ class _Search:
 
     def _capped(self) -> int:
         why = f"there are {self._samples} samples" if self._most == self._samples else "that is max_val"
-        rank_zero_info(f"scale_batch_size: no size above {self._most} is tried: {why}.")
+        self._say(f"scale_batch_size: no size above {self._most} is tried: {why}.")
         return self._most
 
     def _with_margin(self, good: int, margin: float) -> int:
@@ -161,9 +188,7 @@ class _Search:
         while 0 < reduced < good:
             trained = self._trained_with(reduced)
             if trained:
-                rank_zero_info(
-                    f"scale_batch_size: {good} fits; with a margin of {margin:.1%} that is {trained}."
-                )
+                self._say(f"scale_batch_size: {good} fits; with a margin of {margin:.1%} that is {trained}.")
                 return trained
             reduced //= 2
         return good
@@ -176,7 +201,7 @@ class _Search:
         if largest is None or self._trial.run.runtime.device.type != "cpu":
             # What a trial left for the garbage collector would count for the next one.
             give_back_memory()
-        rank_zero_info(f"scale_batch_size: {size} {'does not fit' if largest is None else 'fits'}.")
+        self._say(f"scale_batch_size: {size} {'does not fit' if largest is None else 'fits'}.")
         return 0 if largest is None else self._size_of_batches(size, largest)
 
     def _size_of_batches(self, size: int, largest: int) -> int:
@@ -202,26 +227,27 @@ class _Search:
             )
         return size
 
-    def _put(self, size: int) -> None:
+    def _put_attribute(self, size: int) -> None:
         attributes.put(self._trial.module, self._trial.datamodule, self._name, size)
 
     def _check(self, size: int, loaders: list[Any]) -> None:
         """See that a loader follows the attribute, and how many samples there are."""
         loaders = [loader for loader in loaders if isinstance(loader, DataLoader)]
-        said = {_size_of(loader) for loader in loaders} - {None}
+        said = {size_of(loader) for loader in loaders} - {None}
         self._is_said = bool(said)
         if said and size not in said:
             raise MisconfigurationException(
                 f"scale_batch_size: {self._name} is {size}, and the loader's batch_size is {said.pop()}. Make the "
                 f"loader with batch_size=self.{self._name}, anew in each call of the hook."
             )
-        numbers = [_samples_of(loader) for loader in loaders if not said or _size_of(loader) == size]
+        numbers = [_samples_of(loader) for loader in loaders if not said or size_of(loader) == size]
         known = [number for number in numbers if number is not None]
         if known and len(known) == len(numbers):
             self._samples = max(known)
 
 
-def _size_of(loader: DataLoader[Any]) -> int | None:
+def size_of(loader: DataLoader[Any]) -> int | None:
+    """Return the size of a loader's batches; None where its batch sampler does not say."""
     size = loader.batch_size
     return size if size is not None else getattr(loader.batch_sampler, "batch_size", None)
 
