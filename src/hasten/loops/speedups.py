@@ -19,7 +19,6 @@ from hasten.loops.run import Run
 from hasten.loops.states import TrainerFn
 from hasten.machine import allocator
 from hasten.speed import microbatch
-from hasten.tuner import attributes
 
 
 def remake_loader(
@@ -93,6 +92,8 @@ def change_dropout(run: Run) -> None:
 
 def go_on_with_batch_size(run: Run, checkpoint: dict[str, Any], datamodule: Any) -> None:
     """Give a run with ``batch_size="auto"`` the size of its checkpoint, before its loaders are made."""
+    from hasten.tuner import attributes
+
     ranks = (checkpoint.get("hasten") or {}).get("ranks") or [{}]
     size = ranks[min(run.runtime.global_rank, len(ranks) - 1)].get("batch_size")
     if not isinstance(size, int):
