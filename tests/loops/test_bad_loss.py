@@ -247,12 +247,23 @@ def test_the_run_stops_before_the_step_and_names_the_layer(tmp_path: Path) -> No
         def forward(self, x: Tensor) -> Tensor:
             return self.layers[3](self.layers[2](self.layers[1](torch.log(self.layers[0](x) + x[:, :1]))))
 
+    class Sqrt(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sqrt()
+
+    class Roots(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[1] = Sqrt()
+
     class Last(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss(batch) * (math.inf if batch_idx == BAD else 1.0)
 
-    with pytest.raises(FloatingPointError, match=r"nan at step 0.*output of layers.1 \(BatchNorm1d\)"):
+    with pytest.raises(FloatingPointError, match=r"nan at step 0.*the input of layers.1 \(BatchNorm1d\)"):
         quiet(on_bad_loss="stop").fit(Logs(), data())
+    with pytest.raises(FloatingPointError, match=r"the output of layers.1 \(Sqrt\)"):
+        quiet(on_bad_loss="stop").fit(Roots(), data())
     with pytest.raises(FloatingPointError, match=r"inf at step 3 .*every layer is finite: the loss itself"):
         quiet(on_bad_loss="stop").fit(Last(), data())
     with pytest.raises(
@@ -269,7 +280,7 @@ def test_anomaly_mode_names_the_layer_too() -> None:
     shown = pytest.warns(UserWarning, match="Error detected in")
     with shown, pytest.raises(RuntimeError, match="returned nan values") as caught:
         quiet(detect_anomaly=True).fit(Logs(), data())
-    assert "First not finite: the output of layers.1 (BatchNorm1d)." in caught.value.__notes__
+    assert "First not finite: the input of layers.1 (BatchNorm1d)." in caught.value.__notes__
 
 
 def test_a_stopped_run_is_saved_and_goes_on_after_the_bad_batch(tmp_path: Path) -> None:
@@ -287,10 +298,15 @@ def test_a_stopped_run_is_saved_and_goes_on_after_the_bad_batch(tmp_path: Path) 
 # -- "rewind"
 
 
-def test_a_run_goes_back_to_the_state_kept_before() -> None:
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_run_goes_back_to_the_state_kept_before(closure: bool) -> None:
     states: list[Any] = []
 
-    class Keeps(Net):
+    class Closure(Net):
+        def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+            super().optimizer_step(*arguments, **options)
+
+    class Keeps(Closure if closure else Net):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any) -> None:
             states.append(copy.deepcopy((self.state_dict(), self.optimizers().state_dict()["state"])))
 
@@ -304,6 +320,26 @@ def test_a_run_goes_back_to_the_state_kept_before() -> None:
         assert all(torch.equal(value, states[6][1][index][name]) for name, value in kept.items())
     assert trainer.global_step == 10
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**2)
+
+
+def test_an_optimizer_of_ones_own_goes_back_too() -> None:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+    class Plain(Classifier):
+        def configure_optimizers(self) -> Any:
+            return Own(self.parameters())
+
+    model = Plain()
+    with pytest.warns(UserWarning, match="left out 2 steps and went back"):
+        quiet(on_bad_loss="rewind").fit(model, data(BAD, 7))
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
 def test_a_run_goes_back_with_the_optimizer_that_took_the_place_of_another() -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from hasten._lib.errors import BadLossError
 from hasten._lib.kinds import by_kind
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.checkpoint.contents import load_optimizer
 from hasten.loops.books import Books, generator_states, set_generators
 from hasten.loops.explain import with_batch_idx_if_taken
 
@@ -161,6 +160,8 @@ class Guard:
             self._passes = self._judge(optimizer)
             if self._passes:
                 finish(divisor)
+            else:
+                self._go_back()
 
         def guarded_step(closure: Any = None) -> Any:
             return step(closure) if self._passes else None
@@ -201,6 +202,8 @@ class Guard:
                     f"{type(optimizer).__name__} was called, so the step cannot be left out. {self._last} Use "
                     "on_bad_loss='warn'."
                 ) from None
+            # Now, not within the closure: the optimizer was in the middle of its step.
+            self._go_back()
 
     def judge_losses(self) -> None:
         """End the run if a loss was not finite, where no optimizer steps."""
@@ -307,11 +310,11 @@ class Guard:
             )
         elif self._in_a_row >= MOST_IN_A_ROW:
             self._end = self._too_often(f"{self._in_a_row} steps in a row were left out")
-        elif self._mode == "rewind":
-            self._go_back()
         return False
 
     def _go_back(self) -> None:
+        if self._mode != "rewind" or self._end is not None:
+            return
         self._returns += 1
         if self._returns > MOST_RETURNS:
             self._end = self._too_often(f"the run went back {MOST_RETURNS} times to the same state")
@@ -393,7 +396,7 @@ class _State:
                 owner._buffers[name] = kept.clone()
         for optimizer, state in zip(run.optimizers, self._optimizers, strict=True):
             options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            load_optimizer(optimizer, copy.deepcopy(state))
+            optimizer.load_state_dict(copy.deepcopy(state))
             for group, present_options in zip(optimizer.param_groups, options, strict=True):
                 group.update(present_options)
         if run.runtime.scaler is not None and self._scaler is not None:
@@ -471,13 +474,17 @@ def _first_bad(run: Run, books: Books | None, batch: Any, batch_idx: int, *, bac
     if found:
         return found[0]
 
-    def look(name: str, layer: nn.Module, output: Any) -> None:
-        if not found and _bad_in(output, "") is not None:
-            found.append(f"First not finite: the output of {name} ({type(layer).__name__}). ")
+    def look(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+        if found or _bad_in(output, "") is None:
+            return
+        side = "output" if _bad_in(inputs, "") is None else "input"
+        found.append(f"First not finite: the {side} of {name} ({type(layer).__name__}). ")
 
-    # The names of layers whose calls end first come first: a part before the whole.
+    # Calls that end first are looked at first: a part before the whole.
     handles = [
-        layer.register_forward_hook(lambda layer, _, output, name=name: look(name, layer, output))
+        layer.register_forward_hook(
+            lambda layer, inputs, output, name=name: look(name, layer, inputs, output)
+        )
         for name, layer in run.module.named_modules()
         if name
     ]
