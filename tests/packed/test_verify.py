@@ -75,6 +75,22 @@ class DropPathOfTorchvision(DropPath):
         )
 
 
+class DropPathOfPython(DropPath):
+    def _ff_block(self, x: Tensor) -> Tensor:
+        kept = torch.tensor([random.random() > 0.3 for _ in x])
+        return nn.TransformerEncoderLayer._ff_block(self, x) * kept[:, None, None]
+
+
+class DropPathOfItsOwn(DropPath):
+    """Draws from a generator of its own."""
+
+    generator = torch.Generator()
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        kept = torch.rand(len(x), 1, 1, generator=self.generator) > 0.3
+        return nn.TransformerEncoderLayer._ff_block(self, x) * kept
+
+
 class Statistics(nn.TransformerEncoderLayer):
     """Normalises over the batch."""
 
@@ -202,6 +218,8 @@ MIXES = r"Trainer\(packed=True\): TransformerEncoder: block 0 \({}\) mixes token
         (Places, r"block 0 \(Places\) gives real tokens other numbers"),
         (DropPath, r"draw 1 random number for \d+ tokens.*stochastic depth"),
         (DropPathOfTorchvision, r"draw 1 random number for \d+ tokens.*stochastic depth"),
+        (DropPathOfPython, "draw from the random generator of Python or NumPy"),
+        (DropPathOfItsOwn, r"draw 1 random number for \d+ tokens.*stochastic depth"),
         (Window, r"Window attends with a mask of its own, of shape \(\d+, \d+\)"),
         (WithOwnAttention, "the forward of its OwnAttention is not torch's own"),
         (Patched, "the forward of its MultiheadAttention is not torch's own"),

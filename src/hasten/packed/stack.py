@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -61,6 +63,17 @@ class Probe:
     # Blocks that were computed without calling the packed attention.
     idle: list[nn.Module] = field(default_factory=list)
     attended: int = 0
+    # The states of the generators that torch does not know when the blocks began, and whether they drew from them.
+    states: tuple[Any, ...] | None = None
+    drew: bool = False
+
+
+def _generators() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return (
+        random.getstate(),
+        None if numpy is None else numpy.random.get_state(legacy=False)["state"]["pos"],
+    )
 
 
 class _Block(Method):
@@ -273,6 +286,8 @@ class Stack:
                     f"{self.asked}: {name_of(self.blocks, block)} was called before the first block (whole layers "
                     f"dropped, or another order), where packing begins. {INSTEAD}"
                 )
+            if not self.inside and self.probe is not None:
+                self.probe.states = _generators()
             self.inside = True
         # The hidden states are a row already but for the first block; what comes along never is.
         keep = 0 if first else 1
@@ -297,6 +312,7 @@ class Stack:
     def _unpack(self, end: nn.Module, args: Any, output: Any) -> Any:
         if self.probe is not None and self.call is not None:
             self.probe.outputs.append((end, output[0] if isinstance(output, tuple) else output))
+            self.probe.drew |= self.probe.states is not None and self.probe.states != _generators()
         if self.call is None or self.call.layout is None:
             return output
         layout, self.inside = self.call.layout, False
