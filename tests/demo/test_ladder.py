@@ -15,6 +15,7 @@ from hasten.demo.imdb import Imdb
 from hasten.demo.models import find
 from hasten.demo.task import Ladder, Row, Switches, Task
 from hasten.demo.vit import Vit
+from hasten.speed.safety import Safety
 
 
 def weights_after(task: Digits, switches: Switches) -> list[Tensor]:
@@ -43,7 +44,9 @@ class Slow(Digits):
         self.train_data = DigitDataset(self.train_data.images[:120], self.train_data.labels[:120])
         rows = Ladder("loss.backward()")
         for number in range(1, len(seconds)):
-            rows.add(f"switch {number}", f"--{number}", hasten=True, max_length=number)
+            # Samples are as long as they were: max_length only says which time they take.
+            changes = {"hasten": True, "max_length": number}
+            rows.rows.append(Row(f"switch {number}", f"--{number}", changes, Safety.SAME_BITS))
         self.rows = rows.rows
         self.seconds = seconds
         self.now = 0.0
@@ -191,7 +194,7 @@ def test_where_it_is_not_clear_at_once_the_switch_and_its_absence_take_turns() -
 @pytest.mark.usefixtures("clock")
 def test_what_changes_the_maths_is_not_the_row_whose_accuracy_is_compared() -> None:
     task = Slow(0.004, 0.002, 0.0005)
-    task.rows[2] = Row(task.rows[2].name, task.rows[2].line, task.rows[2].changes, same_maths=False)
+    task.rows[2] = Row(task.rows[2].name, task.rows[2].line, task.rows[2].changes, Safety.OTHER_MATHS)
     first, same, other = ladder.climb(task, row_seconds=0.05, rounds=1, seeds=2, say=lambda line: None)
     assert len(first.accuracies) == len(same.accuracies) == 2
     assert first.accuracy == pytest.approx(sum(first.accuracies) / 2)
@@ -242,6 +245,16 @@ def test_each_switch_is_the_argument_its_row_prints(archive, tmp_path) -> None:
                 assert row.line in (f"L.Trainer({name}={value!r})", f'L.Trainer({name}="{value}")')
             else:
                 assert not arguments
+
+
+def test_the_class_of_a_row_is_that_of_its_lever(archive, tmp_path) -> None:
+    found = {row.name: row.safety for task in tasks(archive, tmp_path) for row in task.rows}
+    assert found["the same in hasten"] == found["pages kept"] == found["data in memory"] == Safety.SAME_BITS
+    assert found["fused AdamW"] == Safety.ROUNDING
+    assert found["packed"] == found["cheap dropout masks"] == found["compiled"] == Safety.OTHER_DRAWS
+    assert found["batches by length"] == Safety.OTHER_BATCHES
+    assert found["bf16"] == found["TF32"] == Safety.LOWER_PRECISION
+    assert found["no attention dropout"] == found["lower half frozen"] == Safety.OTHER_MATHS
 
 
 def test_on_a_gpu_packed_rows_come_last_and_are_not_recorded(archive, tmp_path) -> None:

@@ -38,7 +38,6 @@ def results() -> list[Result]:
     rows.add(
         "a switch with a name that is long",
         "from_pretrained(..., attention_probs_dropout_prob=0.0)",
-        same_maths=False,
         attention_dropout=False,
     )
     rows.add("a switch that loses", "L.Trainer(precision='bf16-mixed')", precision="bf16-mixed")

@@ -13,8 +13,9 @@ import pytest
 
 from hasten.speed import advisor, budget, race, turns
 from hasten.speed.advice import Advice
-from hasten.speed.levers import SAME, Lever
+from hasten.speed.levers import Lever
 from hasten.speed.plan import Plan
+from hasten.speed.safety import Safety
 
 
 def nothing(trainer: Any, model: Any) -> None:
@@ -22,7 +23,7 @@ def nothing(trainer: Any, model: Any) -> None:
 
 
 def lever(name: str) -> Lever:
-    return Lever(name, f"{name}()", SAME, {name: True}, change=nothing)
+    return Lever(name, f"{name}()", Safety.SAME_BITS, {name: True}, change=nothing)
 
 
 class FakeTrials:

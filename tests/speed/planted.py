@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import hasten as L
-from hasten.speed.levers import ROUNDING, SAME, Lever
+from hasten.speed.levers import Lever
 from hasten.speed.race import Turn, Variant
+from hasten.speed.safety import Safety
 
 # Steps that sleep differ by a factor that no busy machine hides.
 NAP_SECONDS = 0.02
@@ -75,13 +76,13 @@ def become_nan(trainer: Any, model: Any) -> None:
     _with_step(model, lambda step, batch, batch_idx: step(batch, batch_idx) * float("nan"))
 
 
-SLOW = Lever("slow", "slow()", SAME, change=sleep_more)
-QUICK = Lever("quick", "quick()", SAME, change=sleep_never)
-LIAR = Lever("liar", "liar()", ROUNDING, change=sleep_never_and_lie)
-LATE = Lever("late", "late()", SAME, change=start_slowly)
-REFUSING = Lever("refusing", "refusing()", SAME, change=refuse)
-DYING = Lever("dying", "dying()", SAME, change=die)
-NAN = Lever("nan", "nan()", ROUNDING, change=become_nan)
+SLOW = Lever("slow", "slow()", Safety.SAME_BITS, change=sleep_more)
+QUICK = Lever("quick", "quick()", Safety.SAME_BITS, change=sleep_never)
+LIAR = Lever("liar", "liar()", Safety.ROUNDING, change=sleep_never_and_lie)
+LATE = Lever("late", "late()", Safety.SAME_BITS, change=start_slowly)
+REFUSING = Lever("refusing", "refusing()", Safety.SAME_BITS, change=refuse)
+DYING = Lever("dying", "dying()", Safety.SAME_BITS, change=die)
+NAN = Lever("nan", "nan()", Safety.ROUNDING, change=become_nan)
 
 
 def halve(trainer: Any, model: Any) -> None:
@@ -93,6 +94,75 @@ class Masked(Sleeper):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+
+class Texts(Sleeper):
+    """Reads the tokens of a text that its mask names; the loss of a text is that of no other."""
+
+    def __init__(self, nap_seconds: float = NAP_SECONDS, dropout: float = 0.0) -> None:
+        super().__init__(nap_seconds)
+        self.embedding = nn.Embedding(100, 8)
+        self.dropout = nn.Dropout(dropout)
+
+    def of_texts(self, batch: Any) -> Tensor:
+        mask = batch["attention_mask"][..., None].float()
+        return (self.embedding(batch["input_ids"]) * mask).sum(1) / mask.sum(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((self.dropout(self.of_texts(batch)), batch["y"]), batch_idx)
+
+
+class Leaking(Texts):
+    """Mixes a little of each text into the others, which its loss hardly shows."""
+
+    def of_texts(self, batch: Any) -> Tensor:
+        return _leaked(super().of_texts(batch))
+
+
+class Padded(Texts):
+    """Divides by the width of the batch, padding and all."""
+
+    def of_texts(self, batch: Any) -> Tensor:
+        mask = batch["attention_mask"][..., None].float()
+        return (self.embedding(batch["input_ids"]) * mask).mean(1)
+
+
+def _leaked(texts: Tensor) -> Tensor:
+    return texts + 0.05 * (texts.roll(1, 0) - texts)
+
+
+def leak(trainer: Any, model: Any) -> None:
+    model.nap_seconds = 0.0
+    of_texts = model.of_texts
+    model.of_texts = lambda batch: _leaked(of_texts(batch))
+
+
+def change_gradients(trainer: Any, model: Any) -> None:
+    model.nap_seconds = 0.0
+    weight = model.layer.weight
+    # The loss is the same to the last bit.
+    _with_step(model, lambda step, batch, i: step(batch, i) + 0.1 * (weight.sum() - weight.sum().detach()))
+
+
+def leaking(safety: Safety, redraws: str = "") -> Lever:
+    """Return a lever that is fast, says so much of itself, and lets texts affect one another."""
+    return Lever(f"leak: {safety}", "leak()", safety, change=leak, redraws=redraws)
+
+
+def texts() -> Any:
+    """Return a loader of 64 short and long texts, padded to 32 tokens: 14 % of them are text."""
+    numbers = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([2, 3, 4, 5] * 14 + [22] * 8)
+    data = [
+        {
+            "x": torch.randn(8, generator=numbers),
+            "input_ids": torch.randint(1, 100, (32,), generator=numbers) * (torch.arange(32) < length),
+            "attention_mask": (torch.arange(32) < length).long(),
+            "y": torch.tensor(index % 2),
+        }
+        for index, length in enumerate(lengths)
+    ]
+    return torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)  # type: ignore[arg-type]
 
 
 class Broken(Sleeper):

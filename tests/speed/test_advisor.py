@@ -20,8 +20,9 @@ from hasten.seed import collect_rng_state
 from hasten.speed import changes, levers, live, race, remembered
 from hasten.speed.advice import Advice
 from hasten.speed.figures import figures
-from hasten.speed.levers import ROUNDING, Lever, choose
+from hasten.speed.levers import Lever, choose
 from hasten.speed.plan import Plan
+from hasten.speed.safety import Safety
 from tests.models import Classifier, loader, quiet, same_weights
 from tests.speed import planted
 
@@ -90,8 +91,8 @@ def test_planted_levers_get_their_verdicts_and_nothing_is_left(
 
 
 def test_winners_are_combined_and_the_safest_line_comes_first() -> None:
-    asks = Lever("asks", "asks()", levers.CONSENT, change=planted.sleep_never)
-    halved = Lever("halved", "halved()", levers.SAME, change="tests.speed.planted:halve")
+    asks = Lever("asks", "asks()", Safety.OTHER_MATHS, change=planted.sleep_never)
+    halved = Lever("halved", "halved()", Safety.SAME_BITS, change="tests.speed.planted:halve")
     found = advise(planted.Sleeper(), [asks, halved, planted.SLOW])
     assert [line.line for line in found.lines] == ["halved()", "halved(); asks()"]
     assert found.lines[0].speed < found.lines[1].speed
@@ -102,7 +103,9 @@ def test_winners_are_combined_and_the_safest_line_comes_first() -> None:
 
 def test_compile_loses_on_a_tiny_model() -> None:
     # The eager backend spares the test a compiler; tracing alone costs more than ten tiny steps.
-    compiled = Lever("compile", "L.Trainer(..., compile=True)", ROUNDING, {"compile": {"backend": "eager"}})
+    compiled = Lever(
+        "compile", "L.Trainer(..., compile=True)", Safety.ROUNDING, {"compile": {"backend": "eager"}}
+    )
     model = Classifier()
     model.__dict__["unpicklable"] = lambda: None
     found = advise(model, [compiled])
@@ -193,7 +196,7 @@ def test_what_takes_many_times_as_long_is_given_up_after_one_turn() -> None:
     given_up, kept = planted.variants([0.1, 0.1, 0.1], [1.0]), planted.variants([0.1, 0.1], [0.3, 0.3])
     assert [len(costs) for costs in race.costs(*given_up)] == [1, 1]
     assert race.costs(*kept) == ([0.05, 0.05], [0.15, 0.15])
-    crawl = Lever("crawl", "crawl()", levers.SAME, change=planted.sleep_much_more)
+    crawl = Lever("crawl", "crawl()", Safety.SAME_BITS, change=planted.sleep_much_more)
     found = advise(planted.Sleeper(0.01), [crawl], rounds=3, combine=False)
     assert found.row("crawl").verdict == "slower"
     # 3 turns of 3 steps would have given the quartiles of three.
@@ -214,7 +217,7 @@ def test_a_share_above_the_peak_is_not_shown() -> None:
 
 
 def test_a_budget_that_the_first_look_spends_measures_nothing() -> None:
-    every = [Lever(f"halved {n}", "halved()", levers.SAME, change=planted.halve) for n in range(3)]
+    every = [Lever(f"halved {n}", "halved()", Safety.SAME_BITS, change=planted.halve) for n in range(3)]
     found = advise(planted.Sleeper(), every, budget_seconds=0.01, rounds=3, steps=5, warm_up=2)
     assert {row.verdict for row in found.rows} == {"no time"}
     assert found.unchanged.step_seconds is not None
@@ -263,7 +266,11 @@ def test_a_broken_program_says_why_before_any_lever_is_measured() -> None:
         ({"given": [3]}, TypeError, "names of levers"),
         ({"given": [planted.SLOW, planted.SLOW]}, ValueError, "twice"),
         ({"given": ["compile"], "rounds": 0}, ValueError, "rounds=0"),
-        ({"given": [Lever("l", "l", ROUNDING, change=lambda *_: None)]}, ValueError, "top of a module"),
+        (
+            {"given": [Lever("l", "l", Safety.ROUNDING, change=lambda *_: None)]},
+            ValueError,
+            "top of a module",
+        ),
     ],
 )
 def test_wrong_use_is_told_before_anything_starts(options: Any, error: Any, text: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import hasten as L
 from hasten.speed import look, remembered
 from hasten.speed.advice import Advice, Line, Row
-from hasten.speed.levers import ROUNDING
+from hasten.speed.safety import Safety
 from tests.models import Classifier, loader, quiet
 
 
@@ -23,8 +23,8 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def remember(winners: list[str], model: Any) -> None:
     """Keep a verdict for the Trainer and the model of these tests."""
     key = look.key_of(quiet(speed="auto")._given, model, torch.device("cpu"))
-    unchanged = Row("unchanged", "", "same maths", "reference", speed=1.0)
-    lines = [Line(ROUNDING, "all of it", winners, 3.0)]
+    unchanged = Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0)
+    lines = [Line(Safety.ROUNDING, "all of it", winners, 3.0)]
     assert (
         remembered.remember(key, Advice("train.py", unchanged, [], lines=lines, winners=winners)) is not None
     )
@@ -40,13 +40,10 @@ class Watches(Classifier):
 
 def test_arguments_are_those_a_user_would_write(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    remember(["fused optimizer", "bf16 products"], model := Watches())
+    remember(["fused optimizer", "resident data"], model := Watches())
     quiet(speed="auto").fit(model, loader())
-    assert (model.arguments.fused_optimizer, model.arguments.matmul_precision) == (True, "medium")
-    assert (
-        '3.00x with L.Trainer(..., fused_optimizer=True, matmul_precision="medium") (remembered)'
-        in caplog.text
-    )
+    assert (model.arguments.fused_optimizer, model.arguments.resident) == (True, True)
+    assert "3.00x with L.Trainer(..., fused_optimizer=True, resident=True) (remembered)" in caplog.text
 
 
 def test_words_are_checked_as_those_of_a_user() -> None:

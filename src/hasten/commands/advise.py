@@ -166,7 +166,11 @@ def _names(text: str) -> list[str]:
 
 def _list() -> int:
     from hasten.speed.levers import known_levers
+    from hasten.speed.safety import Safety
 
     for lever in known_levers():
-        print(f"{lever.name:<22}{lever.safety:<34}{lever.line}")
+        print(f"{lever.name:<22}{lever.safety:<31}{lever.line}")
+    print()
+    for safety in Safety:
+        print(f"{safety.words}: {safety.means}")
     return 0

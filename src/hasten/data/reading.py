@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,19 @@ class _Watch:
         # Found each time: some datasets make their generator with the first sample.
         own, self._own = self._own, own_generators(self._dataset)
         return before != self._last or any(own.get(key) != state for key, state in self._own.items())
+
+
+def is_random(dataset: Any, read: Callable[[], Any]) -> bool:
+    """Say whether what is read from a dataset is random: generators move for it, or it is another the second time.
+
+    Args:
+        dataset: with ``__getitem__``; its own generators and those of the program are watched.
+        read: reads from it.
+
+    """
+    watch = _Watch(dataset)
+    kept = copy.deepcopy(read())
+    return watch.drawn() or not same(kept, read())
 
 
 def random_samples(dataset: Any, asked: str, name: str, index: int | None = None) -> ValueError:

@@ -161,7 +161,6 @@ class Digits(Task):
         ladder.add(
             "no attention dropout",
             "nn.MultiheadAttention(dropout=0.0)",
-            same_maths=False,
             attention_dropout=False,
         )
         return ladder

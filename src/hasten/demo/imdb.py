@@ -112,15 +112,13 @@ class Imdb(Task):
         ladder.add(
             "no attention dropout",
             f"from_pretrained(..., {self.source.attention_dropout_field}=0.0)",
-            same_maths=False,
             attention_dropout=False,
         )
-        ladder.add("lower half frozen", self.source.freezing, same_maths=False, frozen=True)
+        ladder.add("lower half frozen", self.source.freezing, frozen=True)
         shorter = self.max_length // 2
         ladder.add(
             f"{shorter} tokens at most",
             f"tokenizer(..., max_length={shorter})",
-            same_maths=False,
             max_length=shorter,
         )
         return ladder

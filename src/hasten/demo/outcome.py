@@ -18,6 +18,7 @@ import torch
 
 from hasten._lib.optional import need
 from hasten._lib.version import VERSION
+from hasten.speed.safety import Safety
 
 if TYPE_CHECKING:
     from hasten.demo.arithmetic import Arithmetic
@@ -125,6 +126,18 @@ def _mark(result: Result) -> str:
     return ("" if result.row.same_maths else " *") + ("" if result.kept else " -")
 
 
+def _classes(results: Sequence[Result]) -> list[str]:
+    """Return a sentence on rows that change more than rounding and less than the maths."""
+    found: dict[Safety, list[str]] = {}
+    for number, result in enumerate(results, start=1):
+        if result.row.same_maths and not result.row.safety.is_automatic:
+            found.setdefault(result.row.safety, []).append(str(number))
+    each = [
+        f"{safety} in row{'s' * (len(rows) > 1)} {', '.join(rows)}" for safety, rows in sorted(found.items())
+    ]
+    return [f"More than rounding: {'; '.join(each)}."] if each else []
+
+
 def _figures(result: Result, first: Result) -> str:
     if result.refused is not None:
         return f"{'refused':>{SECONDS}}"
@@ -172,6 +185,7 @@ def _legend(results: Sequence[Result]) -> list[str]:
             "* changes the maths: not the same training, check the accuracy. The rows below it keep the "
             "change."
         )
+    notes += _classes(results)
     left_out = [
         str(number)
         for number, result in enumerate(results, start=1)
@@ -318,6 +332,7 @@ def _as_row(result: Result, speed: float, all_in: float) -> dict[str, Any]:
         "refused": result.refused,
         "sampled": result.sampled,
         "same_maths": result.row.same_maths,
+        "safety": result.row.safety,
         "kept": result.kept,
         "steps": result.steps,
         "step_seconds": [round(seconds, 4) for seconds in result.step_seconds],

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 from hasten.data import LengthBatching, rebatch
 from hasten.data.widths import rounded_up
+from hasten.speed.levers import LEVERS
+from hasten.speed.safety import Safety
 
 if TYPE_CHECKING:
     from hasten.demo.plain import Batch
@@ -90,14 +92,19 @@ class Row:
         name: for the table.
         line: the line that makes the difference.
         changes: the switches it turns, on top of those of the rows above that paid.
-        same_maths: False when the switch changes what is computed, not only how (up to rounding).
+        safety: what the switch may change at most.
 
     """
 
     name: str
     line: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    same_maths: bool = True
+    safety: Safety = Safety.SAME_BITS
+
+    @property
+    def same_maths(self) -> bool:
+        """Whether the model trained is the one of the plain loop; rounding, draws and batches may be others."""
+        return self.safety != Safety.OTHER_MATHS
 
     def on(self, switches: Switches) -> Switches:
         """Return ``switches`` with those of this row turned as well.
@@ -107,6 +114,22 @@ class Row:
         turned = replace(switches, **self.changes)
         packs = "packed" in self.changes or "first_token" in self.changes
         return replace(turned, graphs=False) if packs else turned
+
+
+def _safety_of(changes: Mapping[str, Any]) -> Safety:
+    """Return the class of switches: that of the least safe lever they turn on."""
+    arguments = replace(Switches(), **changes).arguments()
+    # The models of the demo have dropout; their data has no augmentation.
+    known = {"step_draws": True, "samples_draw": False}
+    classes = [
+        lever.safety_in(known)
+        for lever in LEVERS
+        for name, value in arguments.items()
+        if lever.arguments.get(name) == value
+    ]
+    if not classes:
+        return Safety.SAME_BITS if set(changes) <= {"hasten"} else Safety.OTHER_MATHS
+    return max(classes)
 
 
 @dataclass
@@ -129,9 +152,9 @@ class Ladder:
     def __post_init__(self) -> None:
         self.rows.append(Row("plain PyTorch loop", self.first_line))
 
-    def add(self, name: str, line: str, *, same_maths: bool = True, **changes: Any) -> None:
-        """Append a row that turns these switches."""
-        self.rows.append(Row(name, line, changes, same_maths))
+    def add(self, name: str, line: str, **changes: Any) -> None:
+        """Append a row that turns these switches: of the class of its lever; what is not a lever changes the maths."""
+        self.rows.append(Row(name, line, changes, _safety_of(changes)))
 
     def add_smaller_and_compiled(self) -> None:
         """Append the rows of bf16 and of the compiler."""

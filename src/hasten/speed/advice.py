@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from hasten._lib.optional import need
-from hasten.speed.levers import CONSENT, SAFETY, Lever
+from hasten.speed.levers import Lever
+from hasten.speed.safety import Safety
 
 WIDTH = 100
 # What a row may say, best first.
 WINS, NO_GAIN, SLOWER, NEVER_PAYS = "wins", "no gain", "slower", "pays back too late"
 WRONG, REFUSED, FAILED, NOT_HERE, ALREADY_ON = "wrong", "refused", "failed", "not here", "already on"
-NEEDED, NO_TIME, UNCLEAR = "needed", "no time", "unclear"
-_COLOURS = {WINS: "#2f6fb5", CONSENT: "#c98b2b"}
+NEEDED, NO_TIME, UNCLEAR, NOT_TRIED = "needed", "no time", "unclear", "not tried"
+_COLOURS = {WINS: "#2f6fb5"}
+_NEEDS_CONSENT = "#c98b2b"
 _GREY = "#8a8f98"
 _MIB = 2**20
 
@@ -31,11 +33,12 @@ class Row:
     Args:
         name: of the lever; several are joined by " + ".
         line: what to write.
-        safety: "same maths", "same up to rounding" or "changes the maths: needs consent".
-        verdict: "wins", "no gain", "slower", "pays back too late", "wrong" (its losses are not those of the
-            unchanged program), "refused" (it cannot be on here), "failed", "not here", "already on", "needed"
-            (nothing runs without it), "no time" (the budget was spent) or "unclear" (faster, but not by more than
-            what the unchanged program differs from itself, or measured in too few steps).
+        safety: its class in this program; of several levers that of the least safe.
+        verdict: "wins", "no gain", "slower", "pays back too late", "wrong" (its losses or gradients are further from
+            the unchanged program's than its class allows), "refused" (it cannot be on here), "failed", "not here",
+            "already on", "needed" (nothing runs without it), "no time" (the budget was spent), "not tried" (it needs
+            consent, which was not given) or "unclear" (faster, but not by more than what the unchanged program differs
+            from itself, or measured in too few steps).
         reason: more about the verdict.
         speed: how many times as fast as the unchanged program; None where it was not measured.
         low: lower quartile of the turns.
@@ -55,7 +58,7 @@ class Row:
 
     name: str
     line: str
-    safety: str
+    safety: Safety
     verdict: str
     reason: str = ""
     speed: float | None = None
@@ -90,7 +93,7 @@ class Line:
 
     """
 
-    safety: str
+    safety: Safety
     line: str
     levers: list[str]
     speed: float
@@ -118,8 +121,8 @@ class Advice:
 
     Example::
 
-        >>> unchanged = Row("unchanged", "", "same maths", "reference", speed=1.0)
-        >>> row = Row("compile", "L.Trainer(..., compile=True)", "same up to rounding", "slower", speed=0.8)
+        >>> unchanged = Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0)
+        >>> row = Row("compile", "L.Trainer(..., compile=True)", Safety.ROUNDING, "slower", speed=0.8)
         >>> advice = Advice("train.py", unchanged, [row])
         >>> advice.line
         ''
@@ -147,8 +150,8 @@ class Advice:
 
     def __repr__(self) -> str:
         """Return one line; ``print(advice)`` shows the whole table."""
-        safe = [found for found in self.lines if found.safety != CONSENT]
-        found = f"{safe[-1].speed:.2f}x with {safe[-1].line}" if safe else "nothing pays"
+        best = self.automatic
+        found = "nothing pays" if best is None else f"{best.speed:.2f}x with {best.line}"
         return f"<Advice on {self.program}: {found}>"
 
     def __str__(self) -> str:
@@ -163,7 +166,12 @@ class Advice:
     @property
     def line(self) -> str:
         """The best line that needs no consent; empty if nothing pays."""
-        return next((found.line for found in reversed(self.lines) if found.safety != CONSENT), "")
+        return "" if self.automatic is None else self.automatic.line
+
+    @property
+    def automatic(self) -> Line | None:
+        """The best line that needs no consent; None if nothing pays."""
+        return next((found for found in reversed(self.lines) if found.safety.is_automatic), None)
 
     def row(self, name: str) -> Row:
         """Return the row of a lever.
@@ -194,12 +202,12 @@ class Advice:
             found = json.loads(text)
             found.pop("line", None)
             for name in ("rows", "combinations"):
-                found[name] = [Row(**row) for row in found[name]]
+                found[name] = [_classed(Row, row) for row in found[name]]
             return cls(
                 **{
                     **found,
-                    "unchanged": Row(**found["unchanged"]),
-                    "lines": [Line(**line) for line in found["lines"]],
+                    "unchanged": _classed(Row, found["unchanged"]),
+                    "lines": [_classed(Line, line) for line in found["lines"]],
                 }
             )
         except (AttributeError, KeyError, TypeError) as error:
@@ -271,8 +279,8 @@ class Advice:
             axes.spines[side].set_visible(False)
         notes = [
             self._hardware(),
-            "orange: changes the maths",
-            *(f"write, {line.safety}, {_times(line.speed)}: {line.line}" for line in self.lines),
+            "orange: needs consent, as it changes more than rounding",
+            *(f"write, {line.safety.words}, {_times(line.speed)}: {line.line}" for line in self.lines),
         ]
         figure.supxlabel(
             "\n".join(part for note in notes for part in textwrap.wrap(note, 125)),
@@ -303,7 +311,7 @@ class Advice:
 
     def _ordered(self, rows: Iterable[Row]) -> list[Row]:
         """Return rows safest first; the order in which they were tried within a class."""
-        return sorted(rows, key=lambda row: SAFETY.index(row.safety))
+        return sorted(rows, key=lambda row: row.safety)
 
     def _title(self) -> str:
         each = f"{self.rounds} turns of {self.steps} steps each"
@@ -341,7 +349,7 @@ class Advice:
         lines = ["Write, safest first:"]
         for found in self.lines:
             lines += [
-                f"  {_times(found.speed)} {found.safety}:",
+                f"  {_times(found.speed)} {found.safety.words}:",
                 *_wrapped(f"      {found.line}", "          "),
             ]
         return lines
@@ -377,9 +385,13 @@ def _times(speed: float) -> str:
     return f"{speed:.{2 if speed < 10 else 1 if speed < 100 else 0}f}x"
 
 
+def _classed(kind: type[Any], values: dict[str, Any]) -> Any:
+    return kind(**{**values, "safety": Safety(values["safety"])})
+
+
 def _colour(row: Row) -> str:
-    if row.safety == CONSENT and row.wins:
-        return _COLOURS[CONSENT]
+    if row.wins and not row.safety.is_automatic:
+        return _NEEDS_CONSENT
     return _COLOURS.get(row.verdict, _GREY)
 
 

@@ -14,13 +14,25 @@ from hasten.speed.advice import Advice, Line, Row, composed
 from hasten.speed.budget import Estimate, Progress, Turns, fit
 from hasten.speed.changes import usable_cores
 from hasten.speed.figures import figures, one_time_seconds
-from hasten.speed.levers import CONSENT, FITTING, ROUNDING, SAFETY, SAME, Lever, choose
+from hasten.speed.levers import FITTING, Lever, choose
 from hasten.speed.notes import notes
 from hasten.speed.plan import AdviceError, Plan, by_promise
 from hasten.speed.race import LateError, Start, TrialError, Variant, costs, scratch_folder
+from hasten.speed.safety import Safety
 from hasten.speed.turns import Races
-from hasten.speed.verdict import Speed, compare, judge_losses, noise_of, too_few, verdict_on_speed
+from hasten.speed.verdict import (
+    Speed,
+    compare,
+    judge_gradients,
+    judge_losses,
+    judge_without_draws,
+    noise_of,
+    too_few,
+    verdict_on_speed,
+)
 
+# Classes whose losses differ by chance: a leak between samples would hide in that.
+_LOOKED_INTO = (Safety.OTHER_DRAWS, Safety.OTHER_BATCHES)
 # A lever that loses alone may win beside others, unless it loses by more than this.
 HOPELESS = 0.5
 # Seconds a turn lasts, unless told otherwise, and the steps it then may have.
@@ -32,6 +44,8 @@ _ONE_TIME_SECONDS = 0.2
 # Share of the free memory that trials held at once may fill.
 _OF_FREE_MEMORY = 0.6
 _MOST_TOGETHER = 8
+# Lines to write at the end are measured once more: seldom of more classes than these.
+_MOST_LINES = 3
 # Share of a budget for levers one by one; the rest is for those that won, together.
 _FOR_LEVERS_ALONE = 0.65
 
@@ -100,7 +114,8 @@ class _Advisor:
         self._steps_planned: float | None = None
         self._steps = plan.steps or _FEWEST
         self._noise = 0.0
-        self._other_losses: list[list[float]] = []
+        # The unchanged program run again, and with other seeds.
+        self._again, self._by_seed = Variant(), list[Variant]()
         self._combinations: list[Row] = []
         # The unchanged program as it was measured first, and how much faster the levers kept are by now.
         self._unchanged, self._speed_so_far = Variant(), 1.0
@@ -122,10 +137,12 @@ class _Advisor:
         if self._plan.combine:
             kept = self._combine(by_name, rows)
         else:
-            best = [row for row in rows.values() if row.wins and row.safety != CONSENT]
-            kept = [by_name[row.name] for row in sorted(best, key=_by_speed)[:1]]
+            best = sorted((row for row in rows.values() if row.wins), key=_by_speed)
+            best = [row for row in best if row.safety.is_automatic] or best
+            kept = [by_name[row.name] for row in best[:1]]
         lines, kept = self._lines(kept, rows)
-        safe = [*self._races.always, *(lever for lever in kept if lever.safety != CONSENT)]
+        automatic = next((line.levers for line in reversed(lines) if line.safety.is_automatic), [])
+        safe = [lever for lever in (*self._races.always, *kept) if lever.name in automatic]
         plain = self._unchanged_row(unchanged)
         return Advice(
             program=self._program,
@@ -225,7 +242,8 @@ class _Advisor:
         ordered = by_promise(levers, starts_count=found.levers < len(levers))
         for lever in ordered[found.levers :]:
             reason = found.left_out(budget)
-            rows[lever.name] = Row(lever.name, lever.line, lever.safety, words.NO_TIME, reason)
+            safety = lever.safety_in(self._facts)
+            rows[lever.name] = Row(lever.name, lever.line, safety, words.NO_TIME, reason)
         return ordered[: found.levers]
 
     def _run(self, variants: Sequence[Variant]) -> None:
@@ -241,7 +259,7 @@ class _Advisor:
 
     def _unfit(self, lever: Lever) -> Row | None:
         """Return the row of a lever that need not be measured; None for the others."""
-        row = Row(lever.name, lever.line, lever.safety, words.NOT_HERE)
+        row = Row(lever.name, lever.line, lever.safety_in(self._facts), words.NOT_HERE)
         if lever in self._races.always:
             reason = "the unchanged program runs out of memory: all others are measured with it"
             return dataclasses.replace(row, verdict=words.NEEDED, reason=reason)
@@ -253,13 +271,21 @@ class _Advisor:
                 row, verdict=words.ALREADY_ON if same else words.NOT_HERE, reason=f"the program says {shown}"
             )
         why = lever.applies(self._facts)
-        return None if why is None else dataclasses.replace(row, reason=why)
+        if why is not None:
+            return dataclasses.replace(row, reason=why)
+        meet = self._facts.get("not_apart")
+        if row.safety == Safety.OTHER_BATCHES and meet:
+            reason = f"the samples of a batch affect one another in this model, so other batches train another: {meet}"
+            return dataclasses.replace(row, verdict=words.REFUSED, reason=reason)
+        if not self._plan.consent and not row.safety.is_automatic:
+            return dataclasses.replace(row, verdict=words.NOT_TRIED, reason=row.safety.words)
+        return None
 
     # -- levers one by one
 
     def _race_alone(self, levers: Sequence[Lever], rows: dict[str, Row]) -> Variant:
         """Measure each lever by itself; add its row."""
-        first, again = Variant(), Variant()
+        first, again = self._variant(), self._variant()
         seeds = [Variant(seed=seed) for seed in range(1, self._seeds + 1)]
         # The noise is for levers to be judged by.
         lot = [first, again, *seeds] if levers else [first]
@@ -269,13 +295,13 @@ class _Advisor:
         unchanged = first
         while lot or waiting:
             if not lot:
-                unchanged = Variant()
+                unchanged = self._variant()
                 lot = [unchanged]
             room = max(1, self._races.together - len(lot))
             if unchanged is first and len(lot) >= self._races.together:
                 room = 0
             for lever in waiting[:room]:
-                variant = Variant(levers=(lever,))
+                variant = self._variant(lever)
                 lot.append(variant)
                 pairs.append((unchanged, lever, variant))
             del waiting[:room]
@@ -292,7 +318,7 @@ class _Advisor:
         self._tokens_per_sample = tokens / samples if tokens and samples else None
         if again.turns and again.error is None and first.turns:
             self._noise = noise_of(compare(*costs(first, again)))
-        self._other_losses = [each.losses for each in (again, *seeds) if each.error is None and each.losses]
+        self._again, self._by_seed = again, seeds
         for beside, lever, variant in pairs:
             rows[lever.name] = self._judge(variant, beside)
         return first
@@ -310,14 +336,28 @@ class _Advisor:
             speed: how many times as fast as the unchanged program, where it was measured beside another variant.
 
         """
-        safety = max((lever.safety for lever in variant.levers), key=SAFETY.index, default=SAME)
+        classes = [lever.safety_in(self._facts) for lever in variant.levers]
+        safety = max(classes, default=Safety.SAME_BITS)
         row = Row(variant.name, composed(variant.levers), safety, words.FAILED)
         if variant.error is not None:
             if isinstance(variant.error, LateError):
                 return dataclasses.replace(row, verdict=words.NO_TIME, reason=variant.error.text)
             verdict = words.REFUSED if variant.error.refused else words.FAILED
             return dataclasses.replace(row, verdict=verdict, reason=variant.error.text)
-        losses = judge_losses(unchanged.losses, self._other_losses, variant.losses, safety=safety)
+        # What draws by itself draws others in another type.
+        alike = all(each.keeps_batches for each in classes) and not (
+            Safety.LOWER_PRECISION in classes and self._facts.get("step_draws", True)
+        )
+        again, coarse = self._again, bool(self._facts.get("coarse"))
+        losses = judge_losses(
+            unchanged.losses,
+            variant.losses,
+            safety=safety,
+            again=[] if again.error else again.losses,
+            seeds=[each.losses for each in self._by_seed if each.error is None],
+            alike=alike,
+            coarse=coarse,
+        )
         if speed is None:
             speed = compare(*costs(unchanged, variant))
         row = dataclasses.replace(
@@ -330,8 +370,17 @@ class _Advisor:
             loss_deviation=losses.deviation,
             loss_noise=losses.allowed,
         )
-        if not losses.ok:
-            return dataclasses.replace(row, verdict=words.WRONG, reason=losses.reason)
+        wrong = losses.reason
+        if not wrong and alike:
+            wrong = judge_gradients(
+                unchanged.gradients, variant.gradients, safety=safety, again=again.gradients, coarse=coarse
+            )
+        if not wrong and not alike and all(lever.keeps_first_batch(self._facts) for lever in variant.levers):
+            wrong = judge_without_draws(unchanged.without_draws, variant.without_draws, coarse=coarse)
+        if not wrong and variant.not_apart and not self._facts.get("not_apart"):
+            wrong = f"with it the samples of a batch affect one another: {variant.not_apart}"
+        if wrong:
+            return dataclasses.replace(row, verdict=words.WRONG, reason=wrong)
         verdict = verdict_on_speed(speed, self._noise)
         reason = ""
         both = variant.turns[: len(unchanged.turns)]
@@ -366,7 +415,7 @@ class _Advisor:
         return figures(variant, self._facts, self._given, self._tokens_per_sample)
 
     def _unchanged_row(self, unchanged: Variant) -> Row:
-        row = Row("unchanged", "", SAME, "reference", speed=1.0, **self._figures(unchanged))
+        row = Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0, **self._figures(unchanged))
         return dataclasses.replace(row, low=1.0 / (1.0 + self._noise), high=1.0 + self._noise)
 
     # -- levers together
@@ -375,7 +424,7 @@ class _Advisor:
         """Add winner after winner, the best first, then what lost alone; keep what gains on top of the others."""
         measured = [row for row in rows.values() if row.speed is not None and row.name in by_name]
         winners = sorted((row for row in measured if row.wins), key=_by_speed)
-        safe = [by_name[row.name] for row in winners if row.safety != CONSENT]
+        safe = [by_name[row.name] for row in winners if row.safety.is_automatic]
         kept = safe[:1]
         if kept:
             self._speed_so_far = rows[kept[0].name].speed or 1.0
@@ -388,16 +437,22 @@ class _Advisor:
                 for row in sorted(measured, key=_by_speed)
                 if row.verdict in (words.NO_GAIN, words.SLOWER, words.UNCLEAR)
                 and (row.speed or 0.0) > HOPELESS
-                and row.safety != CONSENT
+                and row.safety.is_automatic
             ]
             kept = self._with(kept, others)
         if self._plan.consent:
-            asking = [row for row in measured if row.safety == CONSENT and (row.speed or 0.0) > HOPELESS]
-            for row in sorted(asking, key=_by_speed):
+            asking = sorted((row for row in measured if not row.safety.is_automatic), key=_by_speed)
+            asking = [row for row in asking if (row.speed or 0.0) > HOPELESS and row.verdict != words.WRONG]
+            # What trains another model comes after what trains this one.
+            for group in (
+                [row for row in asking if row.safety != Safety.OTHER_MATHS],
+                [row for row in asking if row.safety == Safety.OTHER_MATHS],
+            ):
+                if not kept and group and group[0].wins:
+                    kept, self._speed_so_far = [by_name[group[0].name]], group[0].speed or 1.0
+                    group = group[1:]
                 if kept:
-                    kept = self._with(kept, [by_name[row.name]])
-                elif row.wins:
-                    kept, self._speed_so_far = [by_name[row.name]], row.speed or 1.0
+                    kept = self._with(kept, [by_name[row.name] for row in group])
         return kept
 
     def _with(self, kept: list[Lever], candidates: Sequence[Lever]) -> list[Lever]:
@@ -408,15 +463,15 @@ class _Advisor:
         """
         possible = [lever for lever in candidates if not _in_conflict(lever, kept)]
         # Each time the last race, too: it measures what is to be written.
-        while possible and self._has_time(2, len(SAFETY)):
+        while possible and self._has_time(2, _MOST_LINES):
             base = Variant(levers=tuple(kept))
-            tried = {lever.name: Variant(levers=(*kept, lever)) for lever in possible}
+            tried = {lever.name: self._variant(*kept, lever) for lever in possible}
             self._say("measuring " + " + ".join([*base.name.split(" + "), " or ".join(tried)]))
             gains: dict[str, float] = {}
             waiting = list(tried.values())
-            while waiting and self._has_time(2, len(SAFETY)):
+            while waiting and self._has_time(2, _MOST_LINES):
                 room = max(1, self._races.together - 1)
-                while room > 1 and not self._has_time(1 + min(room, len(waiting)), len(SAFETY)):
+                while room > 1 and not self._has_time(1 + min(room, len(waiting)), _MOST_LINES):
                     room = min(room, len(waiting)) - 1
                 lot, waiting = waiting[:room], waiting[room:]
                 if base.turns:
@@ -457,22 +512,22 @@ class _Advisor:
 
     def _lines(self, kept: Sequence[Lever], rows: dict[str, Row]) -> tuple[list[Line], list[Lever]]:
         """Measure what is to be written, safest first, against the unchanged program; drop what then does not win."""
-        ordered = sorted(kept, key=lambda lever: SAFETY.index(lever.safety))
+        ordered = sorted(kept, key=lambda lever: lever.safety_in(self._facts))
         sets: list[list[Lever]] = []
-        for safety in (SAME, ROUNDING, CONSENT):
-            upto = [lever for lever in ordered if SAFETY.index(lever.safety) <= SAFETY.index(safety)]
+        for safety in Safety:
+            upto = [lever for lever in ordered if lever.safety_in(self._facts) <= safety]
             if upto and upto not in sets:
                 sets.append(upto)
         always = self._races.always
-        needed = [_line_of(always, 1.0)] if always else []
+        needed = [self._line_of(always, 1.0)] if always else []
         if not sets:
             return needed, []
         if len(sets) == 1 and len(sets[0]) == 1:
             # Measured already, by itself.
-            return [_line_of([*always, *sets[0]], rows[sets[0][0].name].speed or 1.0)], list(sets[0])
+            return [self._line_of([*always, *sets[0]], rows[sets[0][0].name].speed or 1.0)], list(sets[0])
         if not self._has_time(1 + len(sets)):
             return self._best_alone(kept, rows)
-        plain, variants = Variant(), [Variant(levers=tuple(levers)) for levers in sets]
+        plain, variants = self._variant(), [self._variant(*levers) for levers in sets]
         self._say("measuring what to write against the unchanged program")
         self._run([plain, *variants])
         self._require(plain)
@@ -482,18 +537,32 @@ class _Advisor:
             row = self._judge(variant, plain)
             self._combinations.append(row)
             if row.wins and row.speed is not None and (not lines or row.speed > lines[-1].speed):
-                lines.append(_line_of([*always, *levers], row.speed))
+                lines.append(self._line_of([*always, *levers], row.speed))
                 written = levers
         if not written and any(isinstance(variant.error, LateError) for variant in variants):
             return self._best_alone(kept, rows)
         return lines or needed, written
 
+    def _variant(self, *levers: Lever) -> Variant:
+        """Return a variant with these levers, and with what else is computed where losses alone cannot be compared."""
+        classes = {lever.safety_in(self._facts) for lever in levers}
+        return Variant(
+            levers=levers,
+            compares=bool(self._facts.get("step_draws"))
+            and not any("compile" in lever.arguments for lever in levers),
+            checks_samples=not classes.isdisjoint(_LOOKED_INTO),
+        )
+
+    def _line_of(self, levers: Sequence[Lever], speed: float) -> Line:
+        safety = max(lever.safety_in(self._facts) for lever in levers)
+        return Line(safety, composed(levers), [lever.name for lever in levers], speed)
+
     def _best_alone(self, kept: Sequence[Lever], rows: dict[str, Row]) -> tuple[list[Line], list[Lever]]:
         """Return the line of the best lever, which was measured beside the unchanged program by itself."""
         always, best = self._races.always, kept[0]
         if rows[best.name].wins:
-            return [_line_of([*always, best], rows[best.name].speed or 1.0)], [best]
-        return [_line_of(always, 1.0)] if always else [], []
+            return [self._line_of([*always, best], rows[best.name].speed or 1.0)], [best]
+        return [self._line_of(always, 1.0)] if always else [], []
 
 
 def _by_speed(row: Row) -> float:
@@ -507,8 +576,3 @@ def _in_conflict(lever: Lever, kept: Sequence[Lever]) -> bool:
         or not set(lever.arguments).isdisjoint(other.arguments)
         for other in kept
     )
-
-
-def _line_of(levers: Sequence[Lever], speed: float) -> Line:
-    safety = max((lever.safety for lever in levers), key=SAFETY.index)
-    return Line(safety, composed(levers), [lever.name for lever in levers], speed)

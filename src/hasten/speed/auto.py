@@ -1,10 +1,10 @@
-"""``Trainer(speed="auto")``: measure the safe levers before training, keep those that win, remember them."""
+"""``Trainer(speed="auto")``: measure levers before training, keep those that win and change rounding at most."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,9 +14,9 @@ from hasten.machine.allocator import preloaded
 from hasten.meters import Meters
 from hasten.resolve import runtime as resolve_runtime
 from hasten.speed import live, look, remembered
-from hasten.speed.advice import Advice, composed
+from hasten.speed.advice import NOT_TRIED, Advice, composed
 from hasten.speed.advisor import AdviceError, Plan, measure
-from hasten.speed.levers import CONSENT, Lever, change_at, known_levers
+from hasten.speed.levers import Lever, change_at, known_levers
 from hasten.speed.plan import TooShortError
 
 # What training before training may cost: fewer turns than the advisor takes when it is asked.
@@ -31,8 +31,10 @@ _CHANGES = "_speed_changes"
 def choose_speed(trainer: Any, model: Any, train_dataloaders: Any, datamodule: Any) -> Iterator[None]:
     """Switch on what pays for this training, and say so in one line; what is no argument is off again afterwards.
 
-    Levers that change the maths are never among them. A verdict remembered from an earlier run, or from
-    ``hasten advise``, is used as it is. What cannot be measured trains unchanged, and one line says why.
+    Only levers of the classes that ``Safety.is_automatic`` names are among them: the same maths up to rounding. What
+    else was measured, or would be worth measuring, is named in a line with its class. A verdict remembered from an
+    earlier run, or from ``hasten advise``, is used as it is. What cannot be measured trains unchanged, and one line
+    says why.
 
     Args:
         trainer: the Trainer; its arguments change.
@@ -72,12 +74,13 @@ def _choose(trainer: Any, model: Any, train_dataloaders: Any, datamodule: Any) -
         what = "fast_dev_run" if trainer.fast_dev_run else f"max_steps={trainer.max_steps}"
         rank_zero_info(f"speed='auto': {what} ends before anything could be measured: it goes on unchanged.")
         return []
-    levers = [lever for lever in known_levers() if _can_be_switched_on(lever)]
+    levers = [lever for lever in known_levers() if lever.preload in (None, preloaded())]
+    automatic = sum(lever.safety.is_automatic for lever in levers)
     share = (
         f" for at most {PLAN.share_of_training:.0%} of the time it takes" if PLAN.share_of_training else ""
     )
     rank_zero_info(
-        f"speed='auto': measuring{share} which of {len(levers)} levers pay; training begins after that."
+        f"speed='auto': measuring{share} which of {automatic} levers pay; training begins after that."
     )
     try:
         start = live.make_start(trainer, model, train_dataloaders, datamodule)
@@ -100,25 +103,44 @@ def _choose(trainer: Any, model: Any, train_dataloaders: Any, datamodule: Any) -
     )
 
 
-def _can_be_switched_on(lever: Lever) -> bool:
+def _can_be_switched_on(lever: Lever, facts: Mapping[str, Any]) -> bool:
     """Say whether a lever needs neither consent nor a process that was started for it."""
-    return lever.safety != CONSENT and lever.preload in (None, preloaded())
+    return lever.safety_in(facts).is_automatic and lever.preload in (None, preloaded())
 
 
 def _apply(trainer: Any, advice: Advice, origin: str) -> list[str]:
     by_name = {lever.name: lever for lever in known_levers()}
     # Consent was not given, whatever is in the file; and a lever may be gone.
     levers = [by_name[name] for name in advice.winners if name in by_name]
-    levers = [lever for lever in levers if _can_be_switched_on(lever)]
+    levers = [lever for lever in levers if _can_be_switched_on(lever, advice.facts)]
     if not levers:
         rank_zero_info(f"speed='auto': nothing pays here, training goes on unchanged ({origin}).")
-        return []
-    _set_arguments(trainer, levers)
-    speed = max((line.speed for line in advice.lines if line.safety != CONSENT), default=1.0)
-    # Without one of those measured it is another speed.
-    factor = f"{speed:.2f}x with " if len(levers) == len(advice.winners) else ""
-    rank_zero_info(f"speed='auto': {factor}{composed(levers)} ({origin}).")
+    else:
+        _set_arguments(trainer, levers)
+        # Without one of those measured it is another speed.
+        known = advice.automatic is not None and len(levers) == len(advice.winners)
+        factor = f"{advice.automatic.speed:.2f}x with " if known and advice.automatic is not None else ""
+        rank_zero_info(f"speed='auto': {factor}{composed(levers)} ({origin}).")
+    _recommend(advice)
     return [place for lever in levers if (place := lever.place) is not None]
+
+
+def _recommend(advice: Advice) -> None:
+    """Name what is not switched on because it changes more than rounding, with its class."""
+    measured = [line for line in advice.lines if not line.safety.is_automatic]
+    if measured:
+        more = "; ".join(f"{line.speed:.2f}x with {line.line} ({line.safety})" for line in measured)
+        rank_zero_info(f"speed='auto' leaves out what changes more than rounding. Measured were {more}.")
+        return
+    left = [row for row in advice.rows if row.verdict == NOT_TRIED]
+    if left:
+        more = ", ".join(
+            f"{row.line.removeprefix('L.Trainer(..., ').removesuffix(')')} ({row.safety})" for row in left
+        )
+        rank_zero_info(
+            f"speed='auto' leaves out what changes more than rounding: {more}. `hasten advise program.py` measures "
+            "them."
+        )
 
 
 def _set_arguments(trainer: Any, levers: list[Lever]) -> None:

@@ -12,18 +12,16 @@ from torch import nn
 
 from hasten._lib.names import did_you_mean
 from hasten.machine.allocator import file_of
-
-SAME = "same maths"
-ROUNDING = "same up to rounding"
-CONSENT = "changes the maths: needs consent"
-
-# Safest first: the order in which levers are recommended.
-SAFETY = (SAME, ROUNDING, CONSENT)
+from hasten.speed.safety import Safety
 
 # (trainer, module) -> what takes it back, or None; called right before a training begins
 Change = Callable[[Any, nn.Module], Callable[[], None] | None]
 # what is known of device, model and data -> why the lever cannot pay there; None where it may
 Applies = Callable[[Mapping[str, Any]], str | None]
+
+
+# What tells that a step, or the samples, draw random numbers.
+_DRAWS = {"step": "step_draws", "samples": "samples_draw"}
 
 
 def _anywhere(facts: Mapping[str, Any]) -> str | None:
@@ -37,20 +35,23 @@ class Lever:
     Args:
         name: what tables call it.
         line: what to write, word for word.
-        safety: ``SAME``, ``ROUNDING`` or ``CONSENT``.
+        safety: its class, what it may change at most; or the name of one, such as "same maths up to rounding".
+        redraws: "step" where it draws other random numbers in a step that draws any (dropout), "samples" where it does
+            so for samples that are drawn (augmentation): then its class is at least ``Safety.OTHER_DRAWS``.
         arguments: the Trainer's arguments that switch it on; plain values, as JSON has them.
         change: what it does to Trainer and module instead, or besides: a function at the top of a module, or its
             place as "package.module:function".
         preload: an allocator that the program is started with, "tcmalloc" or "jemalloc"; None for the C library's.
         conflicts: names of levers that cannot be on beside it.
         applies: says why it cannot pay on a device, a model or data; None where it may.
+        splits_batches: it computes a batch in parts, of which batch normalization takes the statistics.
 
     Raises:
-        ValueError: ``safety`` is none of these, or the lever does nothing.
+        ValueError: ``safety`` or ``redraws`` is none of these, or the lever does nothing.
 
     Example::
 
-        >>> lever = Lever("fused optimizer", "L.Trainer(..., fused_optimizer=True)", ROUNDING,
+        >>> lever = Lever("fused optimizer", "L.Trainer(..., fused_optimizer=True)", Safety.ROUNDING,
         ...               {"fused_optimizer": True})
         >>> lever.applies({"device": "cpu"}) is None
         True
@@ -59,20 +60,57 @@ class Lever:
 
     name: str
     line: str
-    safety: str
+    safety: Safety
     arguments: Mapping[str, Any] = field(default_factory=dict)
     change: Change | str | None = None
     preload: str | None = None
     conflicts: tuple[str, ...] = ()
     applies: Applies = _anywhere
+    redraws: str = ""
+    splits_batches: bool = False
 
     def __post_init__(self) -> None:
-        if self.safety not in SAFETY:
-            raise ValueError(f"Lever(safety={self.safety!r}): use one of {', '.join(map(repr, SAFETY))}.")
+        try:
+            object.__setattr__(self, "safety", Safety(self.safety))
+        except ValueError:
+            allowed = ", ".join(repr(str(each)) for each in Safety)
+            raise ValueError(f"Lever(safety={self.safety!r}): use one of {allowed}.") from None
+        if self.redraws not in ("", "step", "samples"):
+            raise ValueError(f"Lever(redraws={self.redraws!r}): use 'step', 'samples' or ''.")
         if not self.arguments and self.change is None:
             raise ValueError(
                 f"Lever({self.name!r}): it does nothing. Give Trainer arguments, or a function as change."
             )
+
+    def safety_in(self, facts: Mapping[str, Any]) -> Safety:
+        """Return its class in a program; what is not known of the program is taken for the worse.
+
+        Args:
+            facts: what is known of device, model and data.
+
+        Example::
+
+            >>> (compiled,) = (lever for lever in LEVERS if lever.name == "compile")
+            >>> [str(compiled.safety_in({"step_draws": draws})) for draws in (False, True)]
+            ['same maths up to rounding', 'other random draws']
+
+        """
+        found = self.safety
+        if self.redraws and facts.get(_DRAWS[self.redraws], True):
+            found = max(found, Safety.OTHER_DRAWS)
+        if self.splits_batches and facts.get("batch_norm", True):
+            found = Safety.OTHER_MATHS
+        return found
+
+    def keeps_first_batch(self, facts: Mapping[str, Any]) -> bool:
+        """Say whether the first batch, without dropout, is computed as without the lever: only its draws are others.
+
+        Args:
+            facts: what is known of device, model and data.
+
+        """
+        draws = self.redraws == "samples" and facts.get("samples_draw", True)
+        return self.safety.keeps_batches and not draws
 
     @property
     def place(self) -> str | None:
@@ -225,7 +263,7 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         "kept memory",
         'L.Trainer(..., allocator="keep")',
-        SAME,
+        Safety.SAME_BITS,
         {"allocator": "keep"},
         applies=_only_on("cpu", "only training on the CPU asks the operating system for fresh memory"),
     ),
@@ -233,7 +271,7 @@ LEVERS: tuple[Lever, ...] = (
         Lever(
             name,
             f'LD_PRELOAD={file_name} python ..., L.Trainer(..., allocator="{name}")',
-            SAME,
+            Safety.SAME_BITS,
             {"allocator": name},
             preload=name,
             applies=_installed(name),
@@ -247,15 +285,16 @@ LEVERS: tuple[Lever, ...] = (
         "loader workers",
         'L.Trainer(..., num_workers="auto")',
         # Augmentations that workers draw come from other seeds.
-        ROUNDING,
+        Safety.SAME_BITS,
         {"num_workers": "auto"},
+        redraws="samples",
         conflicts=("resident data",),
         applies=_reads_a_loader,
     ),
     Lever(
         "resident data",
         "L.Trainer(..., resident=True)",
-        SAME,
+        Safety.SAME_BITS,
         {"resident": True},
         conflicts=("loader workers",),
         applies=_reads_a_loader,
@@ -263,16 +302,21 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         "data on the device",
         'L.Trainer(..., resident="device")',
-        SAME,
+        Safety.SAME_BITS,
         {"resident": "device"},
         conflicts=("loader workers", "batches by length"),
         applies=_reads_a_loader_for_cuda,
     ),
-    Lever("fused optimizer", "L.Trainer(..., fused_optimizer=True)", ROUNDING, {"fused_optimizer": True}),
+    Lever(
+        "fused optimizer",
+        "L.Trainer(..., fused_optimizer=True)",
+        Safety.ROUNDING,
+        {"fused_optimizer": True},
+    ),
     Lever(
         "one thread",
         "torch.set_num_threads(1)",
-        ROUNDING,
+        Safety.ROUNDING,
         change="hasten.speed.changes:one_thread",
         conflicts=("half the threads", "a thread a core"),
         applies=_threads_at_least(2),
@@ -280,7 +324,7 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         "half the threads",
         "torch.set_num_threads(torch.get_num_threads() // 2)",
-        ROUNDING,
+        Safety.ROUNDING,
         change="hasten.speed.changes:half_the_threads",
         conflicts=("one thread", "a thread a core"),
         applies=_threads_at_least(4),
@@ -288,7 +332,7 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         "a thread a core",
         "hasten.speed.changes.a_thread_a_core()",
-        ROUNDING,
+        Safety.ROUNDING,
         change="hasten.speed.changes:a_thread_a_core",
         conflicts=("one thread", "half the threads"),
         applies=_threads_differ,
@@ -296,84 +340,102 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         "TF32 products",
         'L.Trainer(..., matmul_precision="high")',
-        ROUNDING,
+        Safety.LOWER_PRECISION,
         {"matmul_precision": "high"},
         applies=_only_on("cuda", "TF32 is a format of CUDA devices"),
     ),
     Lever(
         "bf16 products",
         'L.Trainer(..., matmul_precision="medium")',
-        ROUNDING,
+        Safety.LOWER_PRECISION,
         {"matmul_precision": "medium"},
         applies=_computes_bf16_on_the_host,
     ),
     Lever(
         "bf16 autocast",
         'L.Trainer(..., precision="bf16-mixed")',
-        ROUNDING,
+        Safety.LOWER_PRECISION,
         {"precision": "bf16-mixed"},
         applies=_computes_bf16,
     ),
-    Lever("packed tokens", "L.Trainer(..., packed=True)", ROUNDING, {"packed": True}, applies=_can_pack),
+    Lever(
+        "packed tokens",
+        "L.Trainer(..., packed=True)",
+        Safety.ROUNDING,
+        {"packed": True},
+        applies=_can_pack,
+        redraws="step",
+    ),
     Lever(
         "packed first token",
         'L.Trainer(..., packed="first_token")',
-        ROUNDING,
+        Safety.ROUNDING,
         {"packed": "first_token"},
         applies=_reads_the_first_token,
+        redraws="step",
     ),
     Lever(
         "batches by length",
         'L.Trainer(..., batching="length")',
-        ROUNDING,
+        Safety.OTHER_BATCHES,
         {"batching": "length"},
         applies=_has_padding,
     ),
     Lever(
         "fast dropout masks",
         'L.Trainer(..., dropout="fast")',
-        ROUNDING,
+        Safety.OTHER_DRAWS,
         {"dropout": "fast"},
         applies=_has_dropout,
     ),
-    Lever("compile", "L.Trainer(..., compile=True)", ROUNDING, {"compile": True}),
+    Lever("compile", "L.Trainer(..., compile=True)", Safety.ROUNDING, {"compile": True}, redraws="step"),
     Lever(
         "compile by blocks",
         'L.Trainer(..., compile="regional")',
-        ROUNDING,
+        Safety.ROUNDING,
         {"compile": "regional"},
         applies=_repeats_blocks,
+        redraws="step",
     ),
     Lever(
         "CUDA graphs",
         "L.Trainer(..., compile={'mode': 'reduce-overhead'})",
-        ROUNDING,
+        Safety.ROUNDING,
         {"compile": {"mode": "reduce-overhead"}},
         applies=_only_on("cuda", "they are of CUDA devices"),
+        redraws="step",
     ),
     # Never faster than a batch that fits: the advisor takes it where nothing runs without, and measures against that.
     Lever(
         "micro-batches",
         'L.Trainer(..., micro_batch="auto")',
-        ROUNDING,
+        Safety.ROUNDING,
         {"micro_batch": "auto"},
         applies=_memory_ran_out,
+        redraws="step",
+        splits_batches=True,
     ),
     Lever(
         "recomputed activations",
         'L.Trainer(..., memory="auto")',
-        ROUNDING,
+        Safety.SAME_BITS,
         {"memory": "auto"},
         applies=_memory_ran_out,
     ),
     Lever(
         "no attention dropout",
         "hasten.speed.changes.no_attention_dropout(model)",
-        CONSENT,
+        Safety.OTHER_MATHS,
         change="hasten.speed.changes:take_attention_dropout_off",
         applies=_has_attention_dropout,
     ),
-    Lever("fp8", 'L.Trainer(..., precision="fp8")', CONSENT, {"precision": "fp8"}, applies=_has_fp8),
+    Lever(
+        "fp8",
+        'L.Trainer(..., precision="fp8")',
+        Safety.LOWER_PRECISION,
+        {"precision": "fp8"},
+        applies=_has_fp8,
+    ),
 )
 # The one without which a batch that does not fit cannot be measured.
 FITTING = next(lever for lever in LEVERS if lever.name == "micro-batches")

@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.version import VERSION
 from hasten.arguments_speed import SPEED_NAMES
+from hasten.data.reading import is_random
 from hasten.precision.matmul import matmul_precision as float32_products
+from hasten.seed import isolate_rng
 from hasten.speed.changes import attention_dropouts, usable_cores
 
 # Large enough that a matrix product reaches the peak of its device, small enough that nobody waits.
@@ -39,6 +42,9 @@ class Examined:
 
     def __init__(self) -> None:
         self.shapes: set[tuple[int, ...]] = set()
+        # Whether a step has moved torch's generators.
+        self.draws = False
+        self._generators: list[Tensor] = []
         self.useful = self.tokens = 0
         self.flops: int | None = None
         self.samples_counted = 0
@@ -47,6 +53,7 @@ class Examined:
 
     def before(self, batch: Any) -> None:
         """A step begins."""
+        self._generators = _generator_states()
         if self.count_next:
             self._counter = flop_counter()
             self._counter.__enter__()
@@ -58,6 +65,10 @@ class Examined:
             self.flops = int(self._counter.get_total_flops())
             self._counter, self.count_next, self.counted = None, False, True
             self.samples_counted = batch_size_of(batch)[0]
+        states = _generator_states()
+        self.draws = self.draws or any(
+            not torch.equal(one, other) for one, other in zip(self._generators, states, strict=False)
+        )
         self.shapes.update(tuple(tensor.shape[1:]) for tensor in _tensors(batch))
         mask = mask_of(batch)
         if mask is not None:
@@ -114,6 +125,10 @@ def facts(examined: Examined, trainer: Any, module: nn.Module) -> dict[str, Any]
         "map_style": loader is not None and not isinstance(dataset, IterableDataset),
         "useful_tokens": examined.useful_share,
         "shapes_vary": len(examined.shapes) > len(_shapes_of_one_batch(examined)),
+        "step_draws": examined.draws,
+        "samples_draw": loader is not None and samples_draw(loader),
+        "batch_norm": any(isinstance(child, _BatchNorm) for child in module.modules()),
+        "coarse": is_coarse(run.runtime, module),
         "dropout": any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules()),
         "reads_first_token": reads_first_token(module),
         "not_packed": None if run.arguments.speed.packed else why_not_packed(module),
@@ -126,6 +141,31 @@ def facts(examined: Examined, trainer: Any, module: nn.Module) -> dict[str, Any]
         "page_bytes": resource.getpagesize(),
         "key": key_of(trainer.__dict__.get("_given", {}), module, device),
     }
+
+
+def is_coarse(runtime: Any, module: nn.Module) -> bool:
+    """Say whether a program computes with less than float32, so that rounding is coarser."""
+    kinds = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    products = torch.get_float32_matmul_precision() != "highest"
+    convolutions = runtime.device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    return (
+        not kinds <= {torch.float32, torch.float64}
+        or not str(getattr(runtime.precision, "precision", runtime.precision)).startswith(("32", "64"))
+        or products
+        or (convolutions and any(isinstance(child, nn.modules.conv._ConvNd) for child in module.modules()))
+    )
+
+
+def samples_draw(loader: DataLoader[Any]) -> bool:
+    """Say whether random numbers are drawn for samples, or where they are joined; also where nobody can say."""
+    dataset: Any = loader.dataset
+    try:
+        with isolate_rng(include_cuda=False):
+            count = min(len(dataset), loader.batch_size or 1)
+            return is_random(dataset, lambda: loader.collate_fn([dataset[index] for index in range(count)]))
+    except Exception:
+        # Only its workers may be able to read it.
+        return True
 
 
 def why_not_packed(module: nn.Module) -> str | None:
@@ -341,6 +381,11 @@ def _shapes_of_one_batch(examined: Examined) -> set[int]:
 
 def _first_loader(streams: Any) -> DataLoader[Any] | None:
     return next((stream for stream in streams or () if isinstance(stream, DataLoader)), None)
+
+
+def _generator_states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return states + (torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])
 
 
 def _wait(device: torch.device) -> None:

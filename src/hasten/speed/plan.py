@@ -47,7 +47,7 @@ class Plan:
         warm_up: steps of each lever before the clock.
         seeds: runs of the unchanged program with other seeds, which say how much losses differ by chance.
         combine: also measure the winners together.
-        consent: also combine levers that change the maths.
+        consent: also measure levers that change more than rounding.
         budget_seconds: about how long all of it may take: turns become shorter and fewer, and the levers that then do
             not fit are left out, the least promising first; None for as long as it takes.
         share_of_training: what measuring may take at most, as a share of the time that the training is planned to take;

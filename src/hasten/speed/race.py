@@ -90,6 +90,10 @@ class Turn:
     slots: int | None
     steps_planned: float | None
     parts: dict[str, float]
+    # Some numbers of the gradients of each of the first steps.
+    gradients: list[list[float]] = dataclasses.field(default_factory=list)
+    # Loss and some numbers of the gradient of the first batch, computed without dropout.
+    without_draws: list[float] = dataclasses.field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -109,12 +113,18 @@ class Variant:
         levers: what is on.
         seed: of the training.
         looks: profile it and examine model and data, instead of timing it.
+        compares: compute the first batch once without dropout, too.
+        checks_samples: find out whether the samples of its batches leave each other alone, once it has had its turns.
 
     """
 
     levers: tuple[Lever, ...] = ()
     seed: int = 0
     looks: bool = False
+    compares: bool = False
+    checks_samples: bool = False
+    # How its samples affect one another, where that was looked at and they do.
+    not_apart: str | None = None
     prepared: Turn | None = None
     turns: list[Turn] = dataclasses.field(default_factory=list)
     error: TrialError | None = None
@@ -131,6 +141,16 @@ class Variant:
         """The loss of each step from the first; empty where steps gave none."""
         every = [loss for turn in [self.prepared, *self.turns] if turn is not None for loss in turn.losses]
         return [] if any(loss is None for loss in every) else [loss for loss in every if loss is not None]
+
+    @property
+    def without_draws(self) -> list[float]:
+        """Loss and some numbers of the gradient of the first batch, computed without dropout; empty if it was not."""
+        return [] if self.prepared is None else self.prepared.without_draws
+
+    @property
+    def gradients(self) -> list[list[float]]:
+        """Some numbers of the gradients of each of the first steps."""
+        return [] if self.prepared is None else self.prepared.gradients
 
     @property
     def useful_share(self) -> float | None:
@@ -188,6 +208,7 @@ class Contestant:
             seed=variant.seed,
             warm_up=warm_up,
             looks=variant.looks,
+            compares=variant.compares,
             preload=next((lever.preload for lever in levers if lever.preload is not None), None),
             scratch=str(scratch),
         )
@@ -224,6 +245,12 @@ class Contestant:
         self._order({"do": "examine"})
         return self._answer("facts")
 
+    def apart(self) -> str | None:
+        """Return how the samples of a batch affect one another; None where they do not."""
+        self._order({"do": "apart"})
+        why: str | None = self._answer("apart")["why"]
+        return why
+
     def close(self) -> None:
         """End it, with all that it started, and wait until it is gone."""
         if self._process.poll() is None:
@@ -244,7 +271,9 @@ class Contestant:
     def _turn(self, order: dict[str, Any]) -> Turn:
         self._order(order)
         found = self._answer("turn")
-        return Turn(**{field.name: found[field.name] for field in dataclasses.fields(Turn)})
+        return Turn(
+            **{field.name: found[field.name] for field in dataclasses.fields(Turn) if field.name in found}
+        )
 
     def _order(self, order: dict[str, Any]) -> None:
         with suppress(BrokenPipeError):

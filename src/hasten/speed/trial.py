@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -30,6 +31,7 @@ from hasten.callback import Callback
 from hasten.profilers.simple import SimpleProfiler
 from hasten.seed import seed_everything
 from hasten.speed import look
+from hasten.speed.apart import some_numbers, why_not_apart, without_draws
 from hasten.speed.levers import change_at
 
 # How often a trial looks whether its parent is still there.
@@ -37,6 +39,11 @@ _SECONDS_BETWEEN_LOOKS = 1.0
 # What a user's mistake or a missing part of the machine raises: the lever refuses. Anything else is a failure.
 _REFUSALS = ("ValueError", "TypeError", "ModuleNotFoundError", "NotImplementedError")
 _LIMITS = ("limit_val_batches", "limit_test_batches", "limit_predict_batches")
+# Numbers of the gradients of a step that are compared, and the steps in which they are.
+_NUMBERS = 4096
+_STEPS_WITH_GRADIENTS = 3
+# Batches kept to look at their samples.
+_BATCHES = 2
 # Arguments of which the advisor must know whether the program sets them already.
 _TOLD = (*SPEED_NAMES, "precision", "plugins")
 
@@ -51,6 +58,7 @@ class Orders:
         seed: set when the training begins.
         warm_up: steps before the clock.
         looks: profile the steps, and examine model and data.
+        compares: compute the first batch once without dropout, to be compared.
         preload: the allocator that this process was started with; see ``Lever.preload``.
         scratch: a folder that is removed afterwards, for whatever the program writes where it is told to.
 
@@ -61,6 +69,7 @@ class Orders:
     seed: int = 0
     warm_up: int = 3
     looks: bool = False
+    compares: bool = False
     preload: str | None = None
     scratch: str = ""
 
@@ -255,6 +264,10 @@ class _Measure(Callback):
         self._examined = look.Examined() if trial.orders.looks else None
         self._steps_planned: float | None = None
         self._device = torch.device("cpu")
+        self._gradients: list[list[float]] = []
+        self._steps_looked_at = 0
+        self._without_draws: list[float] = []
+        self._recent: deque[Any] = deque(maxlen=_BATCHES)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take limits and validation off: the parent says when it is enough."""
@@ -278,13 +291,26 @@ class _Measure(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Count operations, in the one step that is for that."""
+        if self._trial.orders.compares and not self._prepared and not self._times:
+            try:
+                self._without_draws = without_draws(pl_module, batch)
+            except Exception as error:
+                # A step may need more around it than a batch: then it is not compared.
+                print(f"the first batch was not computed without dropout: {error!r}")
         if self._examined is not None:
             self._examined.before(batch)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Note some numbers of the gradients of the first steps, before the clock runs."""
+        if not self._prepared and self._steps_looked_at < _STEPS_WITH_GRADIENTS:
+            self._steps_looked_at += 1
+            self._gradients.append(_some_gradients(pl_module))
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Note the step; at the end of a turn answer, and wait for the next order."""
+        self._recent.append(batch)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         # A copy: where a graph is replayed the next step writes to the same memory.
         self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) and loss.numel() == 1 else None)
@@ -320,22 +346,30 @@ class _Measure(Callback):
             "memory_bytes": look.peak_memory_bytes(self._device),
             "steps_planned": self._steps_planned,
             "parts": dict(profiler._seconds) if profiler is not None else {},
+            "gradients": self._gradients,
+            "without_draws": self._without_draws,
         }
+        self._prepared = True
         _signal_workers(signal.SIGSTOP)
         self._channel.send("turn", **values)
         while True:
             order = self._channel.receive()
+            if order["do"] == "apart":
+                coarse = look.is_coarse(trainer._run.runtime, module)
+                self._channel.send("apart", why=self._why_not_apart(module, coarse))
+                continue
             if order["do"] == "examine" and self._examined is not None:
                 if not self._examined.counted:
                     self._examined.count_next = True
                     self._due = 1
                     break
-                self._channel.send("facts", **look.facts(self._examined, trainer, module))
+                found = look.facts(self._examined, trainer, module)
+                self._channel.send("facts", **found, not_apart=self._why_not_apart(module, found["coarse"]))
                 continue
             self._due = max(1, int(order["steps"]))
             break
         _signal_workers(signal.SIGCONT)
-        self._times, self._losses, self._tokens = [], [], []
+        self._times, self._losses, self._tokens, self._gradients = [], [], [], []
         self._samples, self._slots, self._certain = 0, 0, True
         self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         if profiler is not None:
@@ -343,6 +377,26 @@ class _Measure(Callback):
             profiler._seconds = dict.fromkeys(profiler._seconds, 0.0)
             profiler._last = time.perf_counter()
         self._began = time.perf_counter()
+
+    def _why_not_apart(self, module: Any, coarse: bool) -> str | None:
+        try:
+            return why_not_apart(module, list(self._recent), coarse=coarse)
+        except Exception as error:
+            # A step may need more around it than a batch: then it is not known.
+            print(f"the samples of a batch were not looked at one by one: {error!r}")
+            return None
+
+
+def _some_gradients(module: Any) -> list[float]:
+    """Return some numbers of all gradients there are, spread evenly; empty where there is none."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    count = max(8, _NUMBERS // max(1, len(parameters)))
+    # What has no gradient counts as zeros, so that the places stay.
+    some = [
+        some_numbers(p.detach() if p.grad is None else p.grad, count) * float(p.grad is not None)
+        for p in parameters
+    ]
+    return torch.cat(some).tolist() if some and any(p.grad is not None for p in parameters) else []
 
 
 def _signal_workers(number: int) -> None:

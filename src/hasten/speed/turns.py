@@ -122,6 +122,8 @@ class Races:
                         contestant.until = max(until, time.monotonic() + patience)
                     self._attempt(contestant, lambda one=contestant: self._take_turn(one, steps))  # type: ignore[misc]
                 self._give_up_the_hopeless(contestants)
+            for contestant in contestants:
+                self._look_at_samples(contestant)
         finally:
             for contestant in contestants:
                 self.leave(contestant)
@@ -143,6 +145,8 @@ class Races:
                     self._attempt(contestant, contestant.at_fit)
                     self._attempt(contestant, lambda one=contestant: self._prepare(one))  # type: ignore[misc]
                     self._attempt(contestant, lambda one=contestant: self._take_turn(one, steps))  # type: ignore[misc]
+                    if not number:
+                        self._look_at_samples(contestant)
                 finally:
                     self.leave(contestant)
         for variant in variants:
@@ -180,6 +184,16 @@ class Races:
 
     def _take_turn(self, contestant: Contestant, steps: int) -> None:
         contestant.variant.turns.append(contestant.turn(steps))
+
+    def _look_at_samples(self, contestant: Contestant) -> None:
+        """Find out whether samples leave each other alone; after the turns, whose memory it would count in."""
+        if contestant.variant.checks_samples:
+            contestant.until = math.inf
+
+            def look() -> None:
+                contestant.variant.not_apart = contestant.apart()
+
+            self._attempt(contestant, look)
 
     def _attempt(self, contestant: Contestant, action: Callable[[], None]) -> None:
         if contestant.variant.error is not None or contestant.variant.given_up:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median, pvariance
 
-from hasten.speed.levers import CONSENT, SAME
+from hasten.speed.safety import Safety
 
 # A gain below this is none: nobody writes a line for it.
 SMALLEST_GAIN = 0.03
@@ -20,10 +20,15 @@ _FEWEST_TURNS, _FEWEST_STEPS = 2, 6
 _ENOUGH_SECONDS = 4.0
 # Fewer turns have no quartiles worth the name: their extremes count.
 _FEWEST_FOR_QUARTILES = 4
-# How far losses may be apart without any noise, as a share of their size. "Same maths" may still sum in another
-# order; "same up to rounding" computes in bf16, with 8 bits.
-_ROUNDING = {SAME: 1e-3}
-_COARSE_ROUNDING = 2e-2
+# How far mean losses may be apart without any noise, as a share of their size: rounding grows with the steps.
+_MEANS = {Safety.SAME_BITS: 1e-3}
+_COARSE_MEANS = 2e-2
+# The first steps are compared one by one. Each may multiply the rounding of the one before.
+_FIRST_STEPS = 3
+_GROWTH = 10.0
+_FURTHEST = 0.5
+# The unchanged program was run once more, and may differ from itself by more the next time.
+_BEYOND_ITSELF = 4.0
 # The noise is known from two runs or three: the next one may lie a bit further out.
 _BEYOND_NOISE = 1.5
 _STANDARD_ERRORS = 3.0
@@ -172,30 +177,46 @@ class Losses:
 
 
 def judge_losses(
-    unchanged: Sequence[float], others: Sequence[Sequence[float]], lever: Sequence[float], *, safety: str
+    unchanged: Sequence[float],
+    lever: Sequence[float],
+    *,
+    safety: Safety,
+    again: Sequence[float] = (),
+    seeds: Sequence[Sequence[float]] = (),
+    alike: bool = True,
+    coarse: bool = False,
 ) -> Losses:
-    """Compare the losses of a lever with those of the unchanged program, and with its noise.
+    """Compare the losses of a lever with those of the unchanged program: its class says how far they may be apart.
 
-    Means over thirds of the run are compared, not single steps: a lever may batch differently, and one that is
-    wrong only late must not be hidden by the beginning. They may differ by rounding, by what other seeds make of the
-    unchanged program, and by three standard errors of the difference, which is next to nothing where each step sees
-    the same batch.
+    Where each step sees the same samples and draws the same random numbers, the first steps are compared one by one:
+    their losses may differ by what the class allows and by what the unchanged program differs from itself. Otherwise,
+    and for all later steps, means over thirds of the run are compared, so that a lever that is wrong only late is not
+    hidden by the beginning. They may differ by rounding, by the noise (what other seeds make of the unchanged program,
+    if steps are not alike), and by three standard errors of the difference, which is next to nothing where each step
+    sees the same batch.
 
     Args:
         unchanged: loss of each step, from the first.
-        others: the same of the unchanged program again and with other seeds: the noise.
         lever: with the lever on, with the seed of ``unchanged``.
-        safety: of the lever.
+        safety: class of the lever.
+        again: losses of the unchanged program, run once more.
+        seeds: of the unchanged program with other seeds.
+        alike: each step sees the samples and random numbers that it sees without the lever.
+        coarse: the unchanged program computes with less than 32 bits itself, so that rounding is coarser.
 
     Example::
 
         >>> falling = [1.0, 0.8, 0.6, 0.5, 0.4, 0.3]
-        >>> judge_losses(falling, [falling], falling, safety="same maths").ok
+        >>> judge_losses(falling, falling, safety=Safety.SAME_BITS).ok
         True
-        >>> judge_losses(falling, [falling], [2 * loss for loss in falling], safety="same maths").ok
+        >>> judge_losses(falling, [2 * loss for loss in falling], safety=Safety.SAME_BITS).ok
         False
+        >>> near = [1.001, *falling[1:]]
+        >>> [judge_losses(falling, near, safety=each).ok for each in (Safety.ROUNDING, Safety.LOWER_PRECISION)]
+        [False, True]
 
     """
+    others = [each for each in (again, *(() if alike else seeds)) if each]
     count = min(len(unchanged), len(lever), *(len(other) for other in others))
     if not count:
         return Losses(True, None, None)
@@ -205,7 +226,25 @@ def judge_losses(
     if not all(map(math.isfinite, mine)):
         step = next(place for place, loss in enumerate(mine) if not math.isfinite(loss))
         return Losses(False, None, None, f"the loss is {mine[step]} at step {step + 1}")
-    floor = _ROUNDING.get(safety, _COARSE_ROUNDING) * (fmean(map(abs, base)) or 1.0)
+    size = fmean(map(abs, base)) or 1.0
+    if alike:
+        noise, tolerance = 0.0, _as_coarse(safety, coarse).loss_tolerance
+        for step in range(min(_FIRST_STEPS, count)):
+            noise = max(noise, abs(again[step] - base[step]) if again else 0.0)
+            allowed = (
+                min(_FURTHEST, tolerance * _GROWTH**step) * max(size, abs(base[step]))
+                + _BEYOND_ITSELF * noise
+            )
+            deviation = abs(mine[step] - base[step])
+            if deviation > allowed:
+                return Losses(
+                    False,
+                    deviation,
+                    allowed,
+                    f"the loss of step {step + 1} is {deviation:.3g} away from the unchanged program's, and "
+                    f'"{safety}" allows {allowed:.3g}',
+                )
+    floor = _MEANS.get(safety, _COARSE_MEANS) * size
     worst, allowed_there = 0.0, floor
     parts = 3 if count >= _FEWEST_FOR_THIRDS else 1
     for start, end in pairwise(round(part * count / parts) for part in range(parts + 1)):
@@ -217,7 +256,7 @@ def judge_losses(
         allowed = floor + _BEYOND_NOISE * noise + _STANDARD_ERRORS * error
         if deviation / allowed > worst / allowed_there:
             worst, allowed_there = deviation, allowed
-    if worst <= allowed_there or safety == CONSENT:
+    if worst <= allowed_there or safety == Safety.OTHER_MATHS:
         return Losses(True, worst, allowed_there)
     return Losses(
         False,
@@ -225,3 +264,84 @@ def judge_losses(
         allowed_there,
         f"mean losses are {worst:.3g} away from the unchanged program's, {allowed_there:.3g} is within its noise",
     )
+
+
+def judge_gradients(
+    unchanged: Sequence[Sequence[float]],
+    lever: Sequence[Sequence[float]],
+    *,
+    safety: Safety,
+    again: Sequence[Sequence[float]] = (),
+    coarse: bool = False,
+) -> str:
+    """Compare the gradients of the first steps, where steps are alike; return what is wrong, empty if nothing is.
+
+    A loss is one number: it may be right by chance, or on its way to the gradient something else may be computed.
+
+    Args:
+        unchanged: some numbers of the gradients of each of the first steps.
+        lever: the same with the lever on.
+        safety: class of the lever.
+        again: of the unchanged program, run once more.
+        coarse: the unchanged program computes with less than 32 bits itself.
+
+    Example::
+
+        >>> judge_gradients([[1.0, 2.0]], [[1.0, 2.0]], safety=Safety.ROUNDING)
+        ''
+        >>> judge_gradients([[1.0, 2.0]], [[1.0, 1.9]], safety=Safety.ROUNDING)[:60]
+        'the gradients of step 1 are 4.47% away from the unchanged pr'
+
+    """
+    noise, tolerance = 0.0, _as_coarse(safety, coarse).gradient_tolerance
+    for step, (one, other) in enumerate(zip(unchanged, lever, strict=False)):
+        apart = _apart(one, other)
+        if apart is None:
+            continue
+        noise = max(noise, (_apart(one, again[step]) or 0.0) if step < len(again) else 0.0)
+        allowed = min(_FURTHEST, tolerance * _GROWTH**step) + _BEYOND_ITSELF * noise
+        if apart > allowed:
+            return (
+                f"the gradients of step {step + 1} are {100 * apart:.3g}% away from the unchanged program's, and "
+                f'"{safety}" allows {100 * allowed:.3g}%'
+            )
+    return ""
+
+
+def judge_without_draws(unchanged: Sequence[float], lever: Sequence[float], *, coarse: bool) -> str:
+    """Compare what two variants make of the first batch without dropout; return what is wrong, empty if nothing is.
+
+    Args:
+        unchanged: the loss, then some numbers of the gradient.
+        lever: the same with a lever on that draws other random numbers.
+        coarse: the unchanged program computes with less than 32 bits itself.
+
+    """
+    if not unchanged or len(unchanged) != len(lever):
+        return ""
+    safety = _as_coarse(Safety.ROUNDING, coarse)
+    loss, other = unchanged[0], lever[0]
+    if not abs(other - loss) <= safety.loss_tolerance * max(abs(loss), 1e-6):
+        return f"without dropout the loss of the first batch is {other:.6g} instead of {loss:.6g}"
+    apart = _apart(unchanged[1:], lever[1:])
+    if apart is not None and apart > safety.gradient_tolerance:
+        return (
+            f"without dropout the gradients of the first batch are {100 * apart:.3g}% away from the unchanged "
+            "program's"
+        )
+    return ""
+
+
+def _apart(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Return the distance of two gradients as a share of the first; None where they cannot be compared."""
+    if len(one) != len(other) or not one:
+        return None
+    size = math.sqrt(sum(a * a for a in one))
+    if not size or not math.isfinite(size):
+        return None
+    distance = math.sqrt(sum((a - b) ** 2 for a, b in zip(one, other, strict=True)))
+    return distance / size if math.isfinite(distance) else math.inf
+
+
+def _as_coarse(safety: Safety, coarse: bool) -> Safety:
+    return Safety.LOWER_PRECISION if coarse and safety == Safety.ROUNDING else safety
