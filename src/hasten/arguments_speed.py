@@ -18,7 +18,7 @@ class SpeedArguments:
     """What was asked for after all checks; every default is off.
 
     Args:
-        speed: "auto" to measure the safe levers before training and keep those that win.
+        speed: "auto" to measure the levers that change rounding at most before training, and keep those that win.
         compile: None, or what is compiled and how.
         batching: how batches are made of the user's loader: None or a ``LengthBatching``.
         packed: compute attention and feed-forward blocks of a transformer on real tokens only; "first_token" computes

@@ -119,7 +119,8 @@ class Trainer(TrainerView):
         enable_autolog_hparams: hand hyper-parameters to the loggers.
         profiler: "simple", "advanced", "pytorch" or a Profiler: say where the time goes; None for none.
         model_registry: only served a hosted product: None.
-        speed: "auto" to measure the safe levers below on this model and keep those that win; see docs/speed.md.
+        speed: "auto" to measure the levers below that change rounding at most, and keep those that win; see
+            docs/speed.md.
         compile: True, "regional" or a dict of ``torch.compile`` options.
         batching: "length" to put samples of like length in one batch, or an object of ``hasten.data``.
         packed: True to compute transformer blocks on real tokens only, not on padding; or "first_token".
