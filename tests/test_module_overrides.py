@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -270,3 +271,30 @@ def test_overrides_may_call_the_original() -> None:
     quiet().fit(model, loader(12))
     quiet().fit(plain, loader(12))
     assert same_weights(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (L.LightningModule, "optimizer_step"),
+        (L.LightningModule, "optimizer_zero_grad"),
+        (L.LightningModule, "backward"),
+        (L.LightningModule, "configure_gradient_clipping"),
+        (L.LightningModule, "on_train_batch_start"),
+        (L.Callback, "on_train_batch_end"),
+    ],
+)
+def test_methods_replaced_on_the_base_class_are_called(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counted)
+    quiet(gradient_clip_val=1.0, callbacks=L.Callback()).fit(Classifier(), loader())
+    assert calls == [name] * 10

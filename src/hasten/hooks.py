@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -242,11 +243,19 @@ class Hooks:
 
 
 def overrides(owner: object, base: type, name: str) -> bool:
-    """Say whether ``owner`` has its own ``name``: in its class, or patched onto the instance."""
+    """Say whether ``owner`` has its own ``name``: in its class, patched onto the instance, or onto ``base`` itself."""
     own = getattr(owner, name, None)
     if own is None:
         return False
     base_function = getattr(base, name, None)
     if base_function is None:
         return True
-    return getattr(own, "__func__", own) is not base_function
+    function = getattr(own, "__func__", own)
+    if function is not base_function:
+        return True
+    code = getattr(function, "__code__", None)
+    # Somebody's function in the place of ours: all classes have it.
+    return code is None or not code.co_filename.startswith(_PACKAGE)
+
+
+_PACKAGE = os.path.dirname(overrides.__code__.co_filename)

@@ -70,6 +70,7 @@ def fit(change: Callable[[Any, Any], Any], **arguments: Any) -> tuple[Any, At, L
         lambda trainer, module: setattr(trainer.optimizers[0], "param_groups", []),
         lambda trainer, module: setattr(trainer.optimizers[0], "step", lambda closure=None: None),
         lambda trainer, module: setattr(module, "automatic_optimization", False),
+        lambda trainer, module: setattr(module.optimizers(), "step", lambda closure=None: None),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*returned None")

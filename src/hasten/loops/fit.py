@@ -297,9 +297,18 @@ def make_step(run: Run) -> Step:
         follow_arguments(run, optimizer)  # Again: a callback may have changed them meanwhile.
     batches = run.accumulate_grad_batches
     check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
-    if overrides(run.module, LightningModule, "optimizer_step") or needs_closure(optimizer):
+    if _steps_by_itself(run):
         return _closure_step(run)
     return _automatic_step(run)
+
+
+def _steps_by_itself(run: Run) -> bool:
+    """Say whether somebody's own code steps: an ``optimizer_step``, the optimizer, or what was put on its wrapper."""
+    return (
+        overrides(run.module, LightningModule, "optimizer_step")
+        or needs_closure(run.optimizers[0])
+        or "step" in vars(run.wrapped_optimizers[0])
+    )
 
 
 def _automatic_step(run: Run) -> Step:
@@ -681,7 +690,7 @@ def _step_late(run: Run) -> None:
         micro.sync_gradients(run)()
     divisor, guard = run.divisor_of(progress.batch - 1), run.guard
     finish_gradients = _finish_gradients(run)
-    if not (overrides(module, LightningModule, "optimizer_step") or needs_closure(optimizer)):
+    if not _steps_by_itself(run):
         finish_gradients, step_alone = _finish_and_step(run)
         progress.window -= 1
         finish_gradients(divisor)

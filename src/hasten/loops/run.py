@@ -120,7 +120,8 @@ class Run:
 
     def replaced(self, owner: object) -> None:
         """Have the loop look again at ``owner``, if it takes part: a method was set or removed, or an entry."""
-        if owner is self.module or owner is self.train.datamodule or any(owner is c for c in self.schedulers):
+        parts = (self.module, self.train.datamodule, *self.schedulers, *self.wrapped_optimizers)
+        if any(owner is part for part in parts):
             self.changed = True
 
     def change_arguments(self, arguments: Arguments) -> None:

@@ -291,6 +291,8 @@ class HastenOptimizer:
         # A scheduler made of this wrapper watches this wrapper's step, not that of the optimizer inside.
         if name in ("optimizer", "_step", "_toggled", "step"):
             object.__setattr__(self, name, value)
+            if name == "step":
+                replaced(self)
         else:
             setattr(self.optimizer, name, value)
 
