@@ -17,6 +17,7 @@ from hasten import trainer_copies as copies
 from hasten import trainer_parts as parts
 from hasten._lib.argument_names import refuse_unknown
 from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.tracebacks import shorten
 from hasten._lib.watched import WatchedList
 from hasten.arguments_speed import SPEED_NAMES, check_speed
 from hasten.callback import Callback
@@ -428,7 +429,11 @@ class Trainer(TrainerView):
         self._module, self._datamodule = module, datamodule or self._datamodule
         # Here, where copies of this process learn it, and where the program goes on afterwards.
         parts.settle_loggers(self._loggers, self._runtime)
-        return self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
+        try:
+            return self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
+        except BaseException as error:
+            shorten(error)
+            raise
 
     def _in_process(
         self,

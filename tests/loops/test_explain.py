@@ -112,7 +112,7 @@ def test_skipped_batches_are_told_once(skipped: set[int], monkeypatch: pytest.Mo
             return None if batch_idx in skipped else self.loss(batch)
 
     with pytest.warns(UserWarning, match="returned None: the batch is skipped") as caught:
-        quiet().fit(Skips(), loader())
+        quiet(limit_val_batches=0).fit(Skips(), loader())
     assert len(caught) == 1
 
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from hasten._lib.tracebacks import shorten
 from hasten.machine import collectives, job, launch
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.signals import heeded
@@ -176,6 +177,7 @@ def _child(
 
 
 def _packed(error: BaseException) -> bytes:
+    shorten(error)
     text = "".join(traceback.format_exception(error))
     try:
         packed = pickle.dumps(("error", (error, text)))

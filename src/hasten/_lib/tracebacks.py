@@ -1,0 +1,62 @@
+"""Tracebacks without the frames that say nothing: hasten's own, between a program's call and its error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import groupby
+from types import TracebackType
+
+# Set it to anything to see all frames.
+SHOW_ALL = "HASTEN_FULL_TRACEBACK"
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# Of hasten's frames in a row: where it was entered, and what called the program's code or raised the error; in the
+# first row, which leads to the loop, one more.
+_KEPT, _KEPT_OF_FIRST = 2, 3
+
+
+def shorten(error: BaseException) -> None:
+    """Leave most of hasten's frames out of the traceback of an error, and of those it came from.
+
+    All other frames stay, in their order, and so do all where an assertion of hasten's own failed. Only the traceback
+    is shorter: a debugger that stops where an error is raised sees the whole stack.
+    """
+    if os.environ.get(SHOW_ALL) or _is_bug_of_ours(error):
+        return
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        waiting += [one.__cause__, one.__context__]
+        one.__traceback__ = _shortened(one.__traceback__)
+
+
+def _shortened(trace: TracebackType | None) -> TracebackType | None:
+    kept: list[TracebackType] = []
+    for ours, entries in groupby(_entries(trace), key=_is_ours):
+        row = list(entries)
+        most = _KEPT if kept else _KEPT_OF_FIRST
+        kept += row[:1] + row[1 - most :] if ours and len(row) > most else row
+    shown: TracebackType | None = None
+    for entry in reversed(kept):
+        shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shown
+
+
+def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _is_bug_of_ours(error: BaseException) -> bool:
+    *_, last = [None, *_entries(error.__traceback__)]
+    return isinstance(error, AssertionError) and last is not None and _is_ours(last)
+
+
+def _is_ours(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith(_PACKAGE)

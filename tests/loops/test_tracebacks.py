@@ -1,0 +1,164 @@
+"""A traceback leads from the program's call to the program's mistake, past few frames of hasten."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import hasten as L
+from hasten.callbacks import EarlyStopping
+from tests.models import Classifier, loader, quiet
+
+PACKAGE = str(Path(inspect.getfile(L)).parent)
+AT_MOST = 6
+
+
+class MistakeError(Exception):
+    pass
+
+
+def mistake(*_: Any, **__: Any) -> Any:
+    seen_by_the_debugger = 42
+    raise MistakeError(seen_by_the_debugger)
+
+
+def with_method(name: str, function: Callable[..., Any] = mistake) -> Any:
+    return type("Net", (Classifier,), {name: function})()
+
+
+class Broken(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    __getitem__ = mistake
+
+
+def fit(model: Any = None, train: Any = None, val: Any = None, **arguments: Any) -> None:
+    quiet(**arguments).fit(model or Classifier(), train or loader(), val)
+
+
+def callback(name: str) -> Any:
+    return type("Hears", (L.Callback,), {name: mistake})()
+
+
+def fabric_forward() -> None:
+    module = torch.nn.Linear(2, 1)
+    module.forward = mistake  # type: ignore[method-assign]
+    L.Fabric(accelerator="cpu").setup(module)(torch.ones(1, 2))
+
+
+# Mistakes in the program's own code ...
+IN_PROGRAM: dict[str, Callable[[], Any]] = {
+    "training_step": lambda: fit(with_method("training_step")),
+    "accumulation": lambda: fit(with_method("training_step"), accumulate_grad_batches=2),
+    "forward": lambda: fit(with_method("forward")),
+    "sanity check": lambda: fit(with_method("validation_step"), val=loader()),
+    "validation_step": lambda: fit(with_method("validation_step"), val=loader(), num_sanity_val_steps=0),
+    "configure_optimizers": lambda: fit(with_method("configure_optimizers")),
+    "optimizer_step": lambda: fit(with_method("optimizer_step", lambda s, a, b, c, d=None: mistake())),
+    "backward": lambda: fit(with_method("backward", lambda s, loss: mistake())),
+    "setup": lambda: fit(with_method("setup", lambda s, stage: mistake())),
+    "on_train_start": lambda: fit(with_method("on_train_start")),
+    "on_train_epoch_end": lambda: fit(with_method("on_train_epoch_end")),
+    "callback on_train_batch_end": lambda: fit(callbacks=[callback("on_train_batch_end")]),
+    "callback on_fit_end": lambda: fit(callbacks=[callback("on_fit_end")]),
+    "dataset": lambda: fit(train=DataLoader(Broken(), 2)),
+    "train_dataloader": lambda: quiet().fit(with_method("train_dataloader")),
+    "validate": lambda: quiet().validate(with_method("validation_step"), loader()),
+    "test": lambda: quiet().test(with_method("test_step"), loader()),
+    "predict": lambda: quiet().predict(with_method("predict_step"), loader()),
+    "fabric.launch": lambda: L.Fabric(accelerator="cpu").launch(mistake),
+    "fabric forward": fabric_forward,
+}
+
+# ... and those that hasten finds.
+FOUND: dict[str, Callable[[], Any]] = {
+    "no data": lambda: quiet().fit(Classifier()),
+    "no module": lambda: quiet().fit(torch.nn.Linear(1, 1)),  # type: ignore[arg-type]
+    "a float for a loss": lambda: fit(with_method("training_step", lambda s, b, i: s.loss(b).item())),
+    "no loss": lambda: fit(with_method("training_step", lambda s, b, i: {"los": s.loss(b)})),
+    "hook with a wrong argument": lambda: fit(with_method("on_train_epoch_end", lambda s, x: None)),
+    "no optimizer": lambda: fit(with_method("configure_optimizers", lambda s: "adam")),
+    "a value nobody logs": lambda: fit(callbacks=[EarlyStopping("val_los")], val=loader()),
+    "log outside": lambda: fit(with_method("on_fit_start", lambda s: s.log("x", 1.0))),
+    "unknown argument": lambda: quiet(max_epoch=1),
+    "argument": lambda: quiet(max_epochs="soon"),
+    "accelerator": lambda: quiet(accelerator="cdua"),
+    "checkpoint": lambda: quiet().fit(Classifier(), loader(), ckpt_path="nowhere.ckpt"),
+    "two optimizers": lambda: fit(
+        with_method(
+            "configure_optimizers", lambda s: [torch.optim.SGD(s.parameters(), 0.1) for _ in range(2)]
+        )
+    ),
+}
+
+ALL = {**IN_PROGRAM, **FOUND}
+
+
+def error_of(make: Callable[[], Any]) -> BaseException:
+    try:
+        make()
+    except BaseException as error:
+        return error
+    raise AssertionError("no error")
+
+
+def frames_of(error: BaseException) -> list[tuple[str, str, int | None]]:
+    return [(f.filename, f.name, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+
+
+def ours(frames: list[tuple[str, str, int | None]]) -> int:
+    return sum(file.startswith(PACKAGE) for file, _, _ in frames)
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
+def test_all_frames_of_the_program_and_few_of_hasten(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = frames_of(error_of(make))
+    assert 1 <= ours(short) <= AT_MOST
+    monkeypatch.setenv("HASTEN_FULL_TRACEBACK", "1")
+    full = frames_of(error_of(make))
+    assert [f for f in full if not f[0].startswith(PACKAGE)] == [
+        f for f in short if not f[0].startswith(PACKAGE)
+    ]
+    assert set(short) <= set(full)
+    assert short[-1] == full[-1], "the line of the mistake"
+
+
+def test_the_median_of_the_mistakes() -> None:
+    counts = [ours(frames_of(error_of(make))) for make in ALL.values()]
+    assert statistics.median(counts) <= 4
+
+
+def test_the_traceback_can_be_inspected_after_the_fact() -> None:
+    error = error_of(IN_PROGRAM["training_step"])
+    assert isinstance(error, MistakeError)
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    assert frame.f_locals["seen_by_the_debugger"] == 42
+    assert line == mistake.__code__.co_firstlineno + 2
+    # The frames that are not shown are still below this one.
+    names = []
+    while frame.f_back is not None:
+        frame = frame.f_back
+        names.append(frame.f_code.co_name)
+    assert "train_batches" in names
+
+
+def test_errors_that_led_to_an_error_are_short_as_well() -> None:
+    class Translates(L.Callback):
+        def on_exception(self, trainer: L.Trainer, module: L.LightningModule, error: BaseException) -> None:
+            raise MistakeError("while leaving") from error
+
+    error = error_of(lambda: fit(with_method("training_step"), callbacks=[Translates()]))
+    assert isinstance(error.__cause__, MistakeError)
+    assert ours(frames_of(error.__cause__)) <= AT_MOST
+    assert frames_of(error.__cause__)[-1][1] == "mistake"
