@@ -257,3 +257,44 @@ def test_attributes_and_generators_of_the_module() -> None:
             assert torch.equal(value, found.state_dict()[name]), (name, fails)
         assert (found.steps, len(found.bank), found.tracker.total) == (5, 5, plain.tracker.total)
         assert len(found.attempts) == 5 + len(fails)
+
+
+class OnOneRank(Step):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        # One process alone runs out of memory; the other one begins its step again, too.
+        if self.global_rank == 0:
+            self.fails = ()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.world_size(2)
+def test_both_processes_find_their_batches_as_they_came() -> None:
+    torch.set_num_threads(1)
+    models = []
+    for arguments, failing in (({}, ()), ({"micro_batch": "auto"}, (0, 3))):
+        L.seed_everything(0, verbose=False)
+        models.append(OnOneRank(popped, failing))
+        quiet(devices=2, strategy="ddp", **arguments).fit(models[-1], batches(lambda x, y: {"x": x, "y": y}))
+    assert_same(*models)
+
+
+def test_batches_that_are_the_users_own_are_changed_once_an_epoch() -> None:
+    """A list of batches is read again in the second epoch, as the step left it."""
+    models = []
+    for arguments, failing in (({}, ()), ({"micro_batch": "auto"}, (0, 3))):
+        L.seed_everything(0, verbose=False)
+        models.append(Step(divided, failing))
+        data = [list(dataset(16)[start : start + 8]) for start in (0, 8)]
+        quiet(max_epochs=2, **arguments).fit(models[-1], data)
+    assert_same(*models)
+
+
+def test_a_tokenizers_batch() -> None:
+    transformers = pytest.importorskip("transformers")
+    models = []
+    for arguments, failing in (({}, ()), ({"micro_batch": "auto"}, (0, 3))):
+        L.seed_everything(0, verbose=False)
+        models.append(Step(popped, failing))
+        make = lambda x, y: transformers.BatchEncoding({"x": x, "y": y})  # noqa: E731
+        quiet(**arguments).fit(models[-1], batches(make))
+    assert_same(*models)

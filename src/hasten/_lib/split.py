@@ -214,8 +214,9 @@ def _elements(data: Any, fields: Fields, where: str = "") -> Iterator[tuple[str,
 def _refuse_doubtful(batch: Any, samples: int) -> None:
     """Refuse several tensors of as many rows as there are samples: nothing tells which of them run over samples."""
     rows = [(where, leaf) for where, leaf in _leaves(batch, "") if _first_dimension(leaf, where) == samples]
+    # A pair is inputs and labels, unless the second one has a value for each pair of samples.
     is_square = any(
-        getattr(leaf, "ndim", 0) > 1 and leaf.shape[1] == samples and samples > 1 for _, leaf in rows
+        getattr(leaf, "ndim", 0) > 1 and leaf.shape[1] == samples and samples > 1 for _, leaf in rows[1:]
     )
     plain = len(rows) == 1 or (type(batch) in (list, tuple) and len(batch) == len(rows) == 2)
     if samples > 1 and (is_square or not plain):

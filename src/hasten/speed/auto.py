@@ -113,6 +113,9 @@ def _apply(trainer: Any, advice: Advice, origin: str) -> list[str]:
     # Consent was not given, whatever is in the file; and a lever may be gone.
     levers = [by_name[name] for name in advice.winners if name in by_name]
     levers = [lever for lever in levers if _can_be_switched_on(lever, advice.facts)]
+    if trainer._arguments.speed.batch_size == "auto":
+        # It finds a size with which memory does not run out: these are for a size that stays.
+        levers = [lever for lever in levers if not {"micro_batch", "memory"} & set(lever.arguments)]
     if not levers:
         rank_zero_info(f"speed='auto': nothing pays here, training goes on unchanged ({origin}).")
     else:

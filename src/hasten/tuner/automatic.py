@@ -64,9 +64,18 @@ def find_batch_size(
         return
     with nothing_changes(trainer, module, datamodule or trainer._datamodule):
         quietly(trainer)
+        _leave_data_where_it_is(trainer)
         size: int = trainer._call(TrainerFn.FITTING, module, datamodule, given, None, None, _search)
     set_batch_size(trainer, size)
     attributes.put(module, datamodule or trainer._datamodule, "batch_size", size)
+
+
+def _leave_data_where_it_is(trainer: Any) -> None:
+    """Have trials read the data as it comes: each would hold all of it in memory for a few steps."""
+    arguments = trainer._arguments
+    if arguments.speed.resident in (True, "auto"):
+        speed = dataclasses.replace(arguments.speed, resident=False)
+        trainer._arguments = dataclasses.replace(arguments, speed=speed)
 
 
 def set_batch_size(trainer: Any, size: int | str) -> None:
