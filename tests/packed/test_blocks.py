@@ -199,15 +199,23 @@ def test_the_last_block_for_first_tokens_gives_the_same_gradients(name: str, lef
     torch.testing.assert_close(model(**batch).logits.detach(), logits)
 
 
-def test_a_sample_without_tokens_harms_no_other() -> None:
+@pytest.mark.parametrize("first_token", [False, True])
+def test_a_sample_without_tokens_harms_no_other(first_token: bool) -> None:
     model, batch = model_of("bert"), batch_of([7, 0, 3, 0])
-    with packed_blocks(model):
-        logits, gradients = logits_and_gradients(model, batch)
-    with packed_blocks(model, first_token=True):
-        packed_logits, packed_gradients = logits_and_gradients(model, batch)
-    torch.testing.assert_close(packed_logits, logits)
-    for one, other in zip(packed_gradients, gradients, strict=True):
-        torch.testing.assert_close(one, other)
+
+    def gradients(given: dict[str, Tensor], there: list[int]) -> list[Tensor]:
+        model.zero_grad()
+        model(**given).logits[there].sin().sum().backward()
+        return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+    exact = gradients({name: each[[0, 2]] for name, each in batch.items()}, [0, 1])
+    with packed_blocks(model, first_token=first_token):
+        for _ in range(2):
+            for one, other in zip(gradients(batch, [0, 2]), exact, strict=True):
+                torch.testing.assert_close(one, other)
+        # Of nothing there is nothing to read.
+        with pytest.raises(MisconfigurationException, match=r"the loss (reads|depends)"):
+            gradients(batch, [1])
 
 
 def test_first_tokens_with_recomputed_activations() -> None:

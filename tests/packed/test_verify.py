@@ -561,15 +561,17 @@ def test_padding_on_the_left_trains_the_same_where_the_loss_leaves_it_out() -> N
         torch.testing.assert_close(one, other)
 
 
-def test_a_mean_over_padding_as_well_is_refused() -> None:
-    class Average(Reader):
+@pytest.mark.parametrize("read", ["mean", "largest", "squares", "last"])
+def test_a_loss_that_reads_the_padding_of_an_encoder_is_refused(read: str) -> None:
+    class Reads(Reader):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            hidden = self.encoder(
-                self.words(batch["input_ids"]), src_key_padding_mask=batch["attention_mask"] == 0
-            )
-            return nn.functional.cross_entropy(self.head(hidden.mean(1)), batch["labels"])
+            padding = batch["attention_mask"] == 0
+            hidden = self.encoder(self.words(batch["input_ids"]), src_key_padding_mask=padding)
+            pooled = {"mean": hidden.mean(1), "largest": hidden.amax(1), "last": hidden[:, -1]}
+            loss = nn.functional.cross_entropy(self.head(pooled.get(read, hidden[:, 0])), batch["labels"])
+            return loss + hidden.square().mean() if read == "squares" else loss
 
-    refused(Average(), "TransformerEncoder: the loss reads its output where there is padding")
+    refused(Reads(), "TransformerEncoder: the loss reads its output where there is padding")
 
 
 def test_layerdrop_is_refused_before_training() -> None:

@@ -48,8 +48,11 @@ class FirstToken:
         if batch.requires_grad:
 
             def check(gradient: Tensor) -> None:
-                others = gradient.flatten(0, 1).index_fill(0, layout.first_places, 0.0)
-                wrong = (others != 0).any()
+                flat = gradient.flatten(0, 1)
+                others = flat.index_fill(0, layout.first_places, 0.0)
+                # A sample without tokens has no first one either.
+                nothing = (flat.index_select(0, layout.first_places) != 0) & layout.empty[:, None]
+                wrong = (others != 0).any() | nothing.any()
                 self._wrong = wrong if self._wrong is None else self._wrong | wrong
                 if not waits_for(gradient):
                     self.confirm()

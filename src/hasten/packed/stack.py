@@ -322,7 +322,7 @@ class Stack:
                 return self.first.end(row, layout)
             batch = layout.unpack(row)
             if batch.requires_grad and layout.has_padding:
-                self._reads.watch(batch, layout)
+                return self._reads.watched(batch, row, layout)
             return batch
 
         return (padded(output[0]), *output[1:]) if isinstance(output, tuple) else padded(output)
@@ -416,14 +416,23 @@ class _PaddingUnread:
 
     def __init__(self, asked: str) -> None:
         self._asked = asked
+        # Whether a backward has come by.
         self._looked = False
         self._wrong: Tensor | None = None
 
-    def watch(self, batch: Tensor, layout: Layout) -> None:
-        """Look at the gradient of ``batch``, (samples, tokens, features), once it is known."""
+    def watched(self, batch: Tensor, row: Tensor, layout: Layout) -> Tensor:
+        """Return ``batch``, (samples, tokens, features), and look at its gradient once it is known.
 
+        Up to the first backward there are other tokens in the place of zeros, at which the gradient of a square or of
+        an absolute value is zero, too.
+        """
         real = layout.real
         assert real is not None
+        if not self._looked:
+            samples, width = layout.shape
+            others = torch.arange(samples * width, device=row.device) % max(row.shape[1], 1)
+            filler = row.detach()[0, others] if row.shape[1] else batch.detach().flatten(0, 1)
+            batch = torch.where(real[..., None], batch, filler.unflatten(0, (samples, width)))
 
         def check(gradient: Tensor) -> None:
             # Numbers only: where a scaled loss overflows, zero times infinity is none.
@@ -432,10 +441,12 @@ class _PaddingUnread:
             self._wrong = wrong if self._wrong is None else self._wrong | wrong
             # The first time also where the host has to wait for it: before any weight changes.
             if not self._looked or not waits_for(gradient):
-                self._looked = True
+                # Behind a head whose weights are zero, no gradient says anything yet.
+                self._looked = self._looked or bool((largest > 0).any())
                 self.confirm()
 
         batch.register_hook(check)
+        return batch
 
     def confirm(self) -> None:
         """Raise if a loss since the last look reads padding. On CUDA the host waits for the answer.
