@@ -117,7 +117,7 @@ def test_wider_signatures_and_mocks_are_fine() -> None:
 
 
 class StepSlip(Classifier):
-    def validation_stepp(self, batch: Any, batch_idx: int) -> None: ...
+    def validation_stepp(self, batch: Any, index: int) -> None: ...
 
     validation_step = L.LightningModule.validation_step
 
@@ -127,7 +127,7 @@ class HookSlip(Classifier):
 
 
 class CallbackSlip(L.Callback):
-    def on_trian_epoch_end(self, trainer: Any, pl_module: Any) -> None: ...
+    def on_trian_epoch_end(self, trainer: Any, module: Any) -> None: ...
 
 
 class DataSlip(L.LightningDataModule):

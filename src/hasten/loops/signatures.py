@@ -113,8 +113,10 @@ def _is_one_letter_off(name: str, hook: str) -> bool:
 def _has_arguments_of(method: Any, base: type, hook: str) -> bool:
     given = tuple(inspect.signature(method).parameters)[1:]
     if hook in _STEPS:
-        return len(given) > 0 and given == _STEPS[hook][: len(given)]
-    return given == tuple(inspect.signature(getattr(base, hook)).parameters)[1:]
+        return 0 < len(given) <= len(_STEPS[hook]) and given[0] == "batch"
+    taken = tuple(inspect.signature(getattr(base, hook)).parameters)[1:]
+    # Nothing but a hook begins with "on_" and takes what the hook is given.
+    return given == taken or (hook.startswith("on_") and _accepts(method, ("self", *taken)))
 
 
 def _is_unused(kind: type, base: type, name: str) -> bool:
