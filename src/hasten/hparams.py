@@ -23,6 +23,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint import files
+from hasten.checkpoint.entries import check_entries
 from hasten.checkpoint.weights import load_weights
 
 T = TypeVar("T")
@@ -353,11 +354,8 @@ def construct(
         checkpoint = files.load(
             checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False
         )
-    if issubclass(cls, torch.nn.Module) and "state_dict" not in checkpoint:
-        raise ValueError(
-            f"{checkpoint_path} holds no 'state_dict': it is no checkpoint of a Trainer. Load bare weights with "
-            "model.load_state_dict(torch.load(path))."
-        )
+    if issubclass(cls, torch.nn.Module):
+        check_entries(checkpoint, str(checkpoint_path), training=False)
     owner: Any = cls
     stored = dict(checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_KEY) or {})
     if hparams_file is not None:

@@ -21,6 +21,7 @@ from hasten._lib.tracebacks import shorten
 from hasten._lib.watched import WatchedList
 from hasten.arguments_speed import SPEED_NAMES, check_speed
 from hasten.callback import Callback
+from hasten.checkpoint.entries import check_entries
 from hasten.checkpoint.io import CheckpointIO
 from hasten.checkpoint.migrate import from_lightning
 from hasten.data.sample_fields import MicroBatch
@@ -36,7 +37,7 @@ from hasten.loops.predict import predict
 from hasten.loops.prepare import prepare
 from hasten.loops.profiling import LOOP, profiled
 from hasten.loops.progress import Progress
-from hasten.loops.resume import resolve_path
+from hasten.loops.resume import check_left_to_train, resolve_path
 from hasten.loops.run import Run, Stopped
 from hasten.loops.signatures import check_signatures
 from hasten.loops.snapshot import Snapshot
@@ -622,13 +623,13 @@ class Trainer(TrainerView):
         if path is None:
             return None, None
         checkpoint = self._runtime.load(path, map_location="cpu", weights_only=weights_only is not False)
-        if "state_dict" not in checkpoint:
-            raise ValueError(
-                f"{path} holds no 'state_dict' (it has {sorted(map(str, checkpoint))[:8]}): it is no checkpoint of "
-                "a Trainer. Load bare weights with model.load_state_dict(torch.load(path))."
-            )
+        fitting = self.state.fn == TrainerFn.FITTING
+        check_entries(checkpoint, path, training=fitting)
+        checkpoint = from_lightning(checkpoint, path)
+        if fitting:
+            check_left_to_train(checkpoint, path, self._arguments)
         rank_zero_info(f"Restoring from {path}")
-        return from_lightning(checkpoint), path
+        return checkpoint, path
 
     # -- optimizers
 

@@ -244,6 +244,11 @@ def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
 
     state = {key: back(value) for key, value in state.items()}
     own = scheduler.state_dict()
+    if "last_epoch" in own and "last_epoch" not in state:
+        raise ValueError(
+            f"The state of {type(scheduler).__name__} in the checkpoint has no 'last_epoch': it is damaged, or that of "
+            "another kind of scheduler. Resume with the configure_optimizers() the run was started with."
+        )
     # What was left out because it is code (lambdas, the function of an annealing) is this run's own.
     for key, value in own.items():
         if key not in state:

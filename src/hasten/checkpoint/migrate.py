@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def from_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -> dict[str, Any]:
     """Return a checkpoint of Lightning's 2.x with the counters of our loop; one of ours comes back as it is.
 
     Weights, optimizers, schedulers, callbacks and hyper-parameters have the same keys in both. Lightning does not
@@ -14,9 +14,13 @@ def from_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         checkpoint: what a file held. It is not changed.
+        source: the file, for messages.
 
     Returns:
         A new dict where something is different, else the same one.
+
+    Raises:
+        ValueError: the counters of Lightning's loops make no sense.
 
     Example::
 
@@ -33,7 +37,13 @@ def from_lightning(checkpoint: dict[str, Any]) -> dict[str, Any]:
         return checkpoint
     loops = checkpoint.get("loops") or {}
     several = len(checkpoint.get("optimizer_states") or ()) > 1
-    counters = _counters(checkpoint, loops.get("fit_loop") or {}, several=several)
+    try:
+        counters = _counters(checkpoint, loops.get("fit_loop") or {}, several=several)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{source}: the counters of the entry 'loops.fit_loop' make no sense ({type(error).__name__}: {error}). "
+            "The file is damaged, or was changed by another program. Nothing was restored; use an earlier checkpoint."
+        ) from error
     return {**checkpoint, "loops": {**loops, "fit": counters}}
 
 
@@ -83,6 +93,7 @@ def _progress(
         "followed": followed,
         "epoch_ended": ended,
         "last_batch": last or ended,
+        "begun": False,
     }
 
 

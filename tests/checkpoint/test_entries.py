@@ -1,0 +1,145 @@
+"""Entries of a checkpoint that make no sense are refused by name, before anything is restored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hasten as L
+from hasten.checkpoint import files
+from tests.callbacks.resuming import SaveAt
+from tests.models import Classifier, loader, quiet, same_weights
+
+
+class Scheduled(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("whole") / "a.ckpt"
+    callbacks = [SaveAt(path, 3), L.callbacks.EarlyStopping("train_loss")]
+    quiet(max_epochs=2, accumulate_grad_batches=2, callbacks=callbacks).fit(Scheduled(), loader(20))
+    return files.load(path)
+
+
+def put(*path: Any) -> Callable[[Any], None]:
+    """Return a change: the last of ``path`` takes the place of what is at the others."""
+    *keys, last, value = path
+
+    def change(checkpoint: Any) -> None:
+        for key in keys:
+            checkpoint = checkpoint[key]
+        checkpoint[last] = value
+
+    return change
+
+
+def drop(*path: Any) -> Callable[[Any], None]:
+    *keys, last = path
+
+    def change(checkpoint: Any) -> None:
+        for key in keys:
+            checkpoint = checkpoint[key]
+        del checkpoint[last]
+
+    return change
+
+
+CHANGES: list[tuple[Callable[[Any], None], str]] = [
+    (put("state_dict", None), "'state_dict' is None, and must be a dict"),
+    (put("state_dict", [1]), "'state_dict' is a list, and must be a dict"),
+    (put("state_dict", {1: torch.ones(1)}), r"'state_dict\[1\]' is 1, and must be named by a str"),
+    (put("global_step", -3), "'global_step' is -3, and must be a whole number of at least 0"),
+    (put("global_step", "7"), "'global_step' is '7'"),
+    (put("epoch", 1.5), "'epoch' is 1.5"),
+    (put("epoch", True), "'epoch' is True"),
+    (put("loops", [1, 2]), "'loops' is a list"),
+    (put("loops", "fit", "x"), "'loops.fit' is 'x'"),
+    (put("loops", "fit", "batch", -1), "'loops.fit.batch' is -1"),
+    (drop("loops", "fit", "window"), "'loops.fit.window' is None"),
+    (put("loops", "fit", "last_batch", "no"), "'loops.fit.last_batch' is 'no', and must be True or False"),
+    (put("callbacks", 3), "'callbacks' is 3"),
+    (put("callbacks", {"EarlyStopping": [1]}), r"callbacks\['EarlyStopping'\].* is a list"),
+    (put("optimizer_states", {}), "'optimizer_states' is a dict, and must be a list"),
+    (put("optimizer_states", 0, None), r"'optimizer_states\[0\]' is None"),
+    (put("optimizer_states", 0, "state", []), r"'optimizer_states\[0\].state' is a list"),
+    (put("optimizer_states", 0, "param_groups", 5), r"'optimizer_states\[0\].param_groups' is 5"),
+    (drop("optimizer_states", 0, "param_groups", 0, "params"), r"param_groups\[0\]' has no 'params'"),
+    (put("lr_schedulers", None), "'lr_schedulers' is None"),
+    (put("lr_schedulers", 0, 1), r"'lr_schedulers\[0\]' is 1"),
+    (drop("lr_schedulers"), "'lr_schedulers' is missing"),
+    (put("hasten", "text"), "'hasten' is 'text'"),
+    (put("hasten", "ranks", []), "'hasten.ranks' is a list, and must be a list that is not empty"),
+    (put("hasten", "ranks", 0, 7), r"'hasten.ranks\[0\]' is 7"),
+    (drop("hasten", "ranks", 0, "random"), r"'hasten.ranks\[0\].random' is None"),
+    (put("hasten", "ranks", 0, "data", 4), r"'hasten.ranks\[0\].data' is 4"),
+    (drop("hasten", "ranks", 0, "values", "train"), r"'hasten.ranks\[0\].values.train' is None"),
+    (put("hasten", "ranks", 0, "metrics", 1), r"'hasten.ranks\[0\].metrics' is 1"),
+    (put("hasten", "gradients", "x"), "'hasten.gradients' is 'x'"),
+    (put("hasten", "gradients", {"ranks": [{}]}), r"'hasten.gradients.ranks\[0\].optimizers' is None"),
+    (put("hyper_parameters", [1]), "'hyper_parameters' is a list"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_nothing_is_restored(
+    tmp_path: Path, whole: dict[str, Any], change: Callable[[Any], None], message: str
+) -> None:
+    checkpoint, path = copy.deepcopy(whole), tmp_path / "bad.ckpt"
+    change(checkpoint)
+    files.save(checkpoint, path)
+    module, callback = Scheduled(), L.callbacks.EarlyStopping("train_loss")
+    before = copy.deepcopy(module), callback.state_dict()
+    with pytest.raises(ValueError, match=rf"(?s)bad\.ckpt.*{message}"):
+        quiet(max_epochs=2, callbacks=[callback]).fit(module, loader(20), ckpt_path=path)
+    assert same_weights(module, before[0])
+    assert callback.state_dict() == before[1]
+
+
+def test_a_file_that_holds_no_dict_is_refused(tmp_path: Path) -> None:
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    with pytest.raises(ValueError, match=r"list\.ckpt holds a list instead of a dict"):
+        quiet().fit(Classifier(), loader(8), ckpt_path=tmp_path / "list.ckpt")
+
+
+def test_what_only_training_needs_is_not_asked_for_elsewhere(tmp_path: Path, whole: dict[str, Any]) -> None:
+    path = tmp_path / "a.ckpt"
+    files.save({**whole, "optimizer_states": None, "loops": 3}, path)
+    quiet().test(Scheduled(), loader(8), ckpt_path=path, verbose=False)
+    Scheduled.load_from_checkpoint(path)
+    files.save({**whole, "state_dict": None}, path)
+    for call in (
+        lambda: quiet().test(Scheduled(), loader(8), ckpt_path=path, verbose=False),
+        lambda: Scheduled.load_from_checkpoint(path),
+    ):
+        with pytest.raises(ValueError, match=r"a\.ckpt: the entry 'state_dict' is None"):
+            call()
+
+
+def test_counters_of_lightnings_that_make_no_sense_are_refused(tmp_path: Path, whole: dict[str, Any]) -> None:
+    theirs = {key: value for key, value in whole.items() if key not in ("hasten", "hasten_version")}
+    path = tmp_path / "theirs.ckpt"
+    module = Scheduled()
+    before = copy.deepcopy(module)
+    for loop, message in (
+        ({"epoch_loop.batch_progress": 3}, "'loops.fit_loop.epoch_loop.batch_progress' is 3"),
+        ({"epoch_loop.batch_progress": {"current": {"processed": "x"}}}, "current.processed' is 'x'"),
+        ({"epoch_progress": 4, "epoch_loop.batch_progress": _progress()}, "'loops.fit_loop' make no sense"),
+    ):
+        files.save({**theirs, "loops": {"fit_loop": loop}}, path)
+        with pytest.raises(ValueError, match=message):
+            quiet().fit(module, loader(20), ckpt_path=path)
+    assert same_weights(module, before)
+
+
+def _progress() -> dict[str, Any]:
+    counts = {"ready": 1, "started": 1, "processed": 1, "completed": 1}
+    return {"total": counts, "current": dict(counts), "is_last_batch": False}
