@@ -210,6 +210,28 @@ def test_looking_at_samples_leaves_no_trace_in_the_dataset() -> None:
     assert_same(*models)
 
 
+def test_a_loader_that_yields_something_else_is_not_believed() -> None:
+    class Adding(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            for x, y in super().__iter__():
+                yield {"x": x, "y": y, "shift": torch.linspace(0, 1, SIZE)}
+
+    with pytest.raises(ValueError, match=r"nothing shows"):
+        trained(Eight, Adding(dataset(40), SIZE), micro_batch=2)
+
+
+def test_a_table_of_another_length_can_be_named() -> None:
+    class Table(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss((batch["x"] + batch["table"].mean(0), batch["y"]))
+
+    x, y = dataset(8)[:]
+    data = [{"x": x, "y": y, "table": TABLE[:3]}]
+    with pytest.raises(ValueError, match=r"batch\['table'\]: its first dimension is 3.*MicroBatch\(shared"):
+        trained(Table, data, micro_batch=3)
+    assert_same(trained(Table, data), trained(Table, data, micro_batch=MicroBatch(3, shared=["table"])))
+
+
 def test_joined_loaders() -> None:
     class Two(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -19,8 +19,8 @@ _STEP = re.compile(r"(\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.(\w+))")
 
 _ADVICE = (
     "micro_batch splits a batch along the first dimension of each of its tensors. What is not one a sample belongs "
-    "into the module (self.register_buffer); or leave micro_batch out and use a smaller batch_size with "
-    "accumulate_grad_batches"
+    "into the module (self.register_buffer), or is named in hasten.data.MicroBatch(shared=[...]); or leave micro_batch "
+    "out and use a smaller batch_size with accumulate_grad_batches"
 )
 
 

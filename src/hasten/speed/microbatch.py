@@ -147,7 +147,7 @@ class Fit:
         self._blocks = 0
         self._shared = speed.shared_fields
         # Of the loaders read last.
-        self._fields: tuple[Any, Fields | None] | None = None
+        self._fields: tuple[list[Any], Fields | None] | None = None
         # What a step changes beside the weights; see loops/attempt.py.
         self.seen: Seen | None = None
 
@@ -161,10 +161,11 @@ class Fit:
         """
         if self._shared is not None:
             return Fields(all_over=True, shared_names=self._shared)
-        loaders = source.loaders[0]
-        if self._fields is None or self._fields[0] is not loaders:
-            self._fields = loaders, fields_of(loaders, changed_later=changed_later)
-        return self._fields[1]
+        loaders = source.streams()
+        known = self._fields
+        if known is None or [id(loader) for loader in known[0]] != [id(loader) for loader in loaders]:
+            known = self._fields = loaders, fields_of(source.loaders[0], changed_later=changed_later)
+        return known[1]
 
     @property
     def may_fail(self) -> bool:
