@@ -23,7 +23,7 @@ def export_results(trainer: TrainerView) -> dict[str, Any]:
         ],
         "values": (meters.callback_values, meters.logged_values, meters.bar_values),
         "state": trainer.state,
-        "should_stop": trainer._should_stop,
+        "should_stop": trainer.should_stop,
     }
 
 

@@ -69,13 +69,16 @@ class TrainerView(TrainerSettings):
     @property
     def should_stop(self) -> bool:
         """Whether somebody asked to stop; set it to True to end the run after this batch."""
-        return self._should_stop
+        agreed = self._run is not None and self._run.stop_agreed
+        return self._should_stop or agreed
 
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self._should_stop = bool(stop)
         if self._run is not None:
             self._run.should_stop = bool(stop)
+            if not stop:
+                self._run.stop_agreed = self._run.stop.asks = False
 
     # -- state
 

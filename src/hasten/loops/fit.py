@@ -31,7 +31,13 @@ from hasten.loops.inside_batch import batch_start
 from hasten.loops.numbers import follow_arguments
 from hasten.loops.run import Run, Stopped
 from hasten.loops.states import RunningStage
-from hasten.loops.together import agree_on_end, batch_by_batch
+from hasten.loops.together import (
+    agree_after_batch,
+    agree_on_end,
+    batch_by_batch,
+    exchange_without_loss,
+    skip_epoch,
+)
 from hasten.loops.transfer import make_transfer
 from hasten.module import LightningModule
 from hasten.optim import check_accumulation, needs_closure, no_accumulation
@@ -75,6 +81,7 @@ def fit(run: Run) -> None:
     run.meters.report = bad_loss.Report(guarded=run.arguments.on_bad_loss != "warn")
     run.guard = bad_loss.guard(run)
     run.hooks.on_train_start()
+    run.agree_now()
     with torch.enable_grad(), full_passes_once():
         while not run.finished():
             train_epoch(run)
@@ -154,6 +161,8 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
             batch = plan.transfer(batch)
         meters.batch, meters.batch_size = batch, 0
         if hooks.on_train_batch_start(batch, batch_idx) == -1:
+            if several_processes:
+                skip_epoch(run)
             _skip_rest_of_epoch(run)
             return
         if run.changed:
@@ -186,15 +195,21 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
 
         if is_last and run.goes_on():
             run.train.begin_next(progress.epoch + 1)
+        agreed = agree_after_batch(run) if several_processes else None
         if is_last or progress.total_batches >= plan.next_validation or plan.follows_each or run.should_stop:
             follow_batch(run)
             plan.next_validation = run.checks.next_at(run)
+            if several_processes:
+                agree_after_batch(run, validated=True)
         progress.followed = True
         if run.changed:
             plan = _make_plan(run)
 
-        if stop.signal is not None or several_processes:
-            _raise_if_stopped(run)
+        if several_processes:
+            if agreed is not None:
+                raise Stopped(agreed)
+        elif stop.signal is not None:
+            raise Stopped(stop.signal)
         if progress.global_step >= plan.max_steps or (run.should_stop and run.may_stop_early()):
             return
 
@@ -504,7 +519,11 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
         batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
     ) -> Any:
         if closes:
-            return forward_backward(batch, batch_idx, opens, closes, divisor, keep_outputs)
+            skipped = run.skipped_batches
+            outputs = forward_backward(batch, batch_idx, opens, closes, divisor, keep_outputs)
+            if run.skipped_batches != skipped:
+                exchange_without_loss(run)
+            return outputs
         with runtime.no_sync(run.wrapped):
             return forward_backward(batch, batch_idx, opens, closes, divisor, keep_outputs)
 
@@ -737,19 +756,6 @@ def _take_back_random_state(run: Run) -> None:
     if run.on_resumed is not None:
         run.on_resumed()
         run.on_resumed = None
-
-
-def _raise_if_stopped(run: Run) -> None:
-    """Leave the run between two batches if Ctrl-C or SIGTERM arrived, on all processes at the same batch."""
-    stop = run.stop
-    if run.runtime.world_size > 1:
-        if not stop.due(run.progress.total_batches):
-            return
-        number = stop.agreed()
-    else:
-        number = stop.signal
-    if number is not None:
-        raise Stopped(number)
 
 
 def _say_why_finished(run: Run) -> None:

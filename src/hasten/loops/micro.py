@@ -19,7 +19,7 @@ from hasten.hooks import overrides
 from hasten.loops.attempt import Moment, Seen
 from hasten.loops.explain import MEMORY_NOTE
 from hasten.loops.run import Run
-from hasten.loops.together import host_group
+from hasten.loops.together import host_group, touch
 from hasten.meter import Meter, _extreme
 from hasten.meters import Meters
 from hasten.speed.microbatch import Fit
@@ -323,31 +323,18 @@ def sync_gradients(run: Run) -> Callable[[], None]:
     """
     module = run.module
 
-    def touch() -> Tensor:
+    def touch_used() -> Tensor:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         # Parameters no part has used stay apart, as DDP(find_unused_parameters=True) wants it.
         used = [parameter for parameter in trained if parameter.grad is not None]
-        result: Tensor = _Touch.apply(*(used or trained))
-        return result
+        return touch(used or trained)
 
-    routed = run.runtime.strategy.route(touch, run.wrapped)
+    routed = run.runtime.strategy.route(touch_used, run.wrapped)
 
     def sync() -> None:
         routed().backward()
 
     return sync
-
-
-class _Touch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # Zeros that take no memory.
-        return tuple(p.new_zeros(()).expand_as(p) for p in ctx.saved_tensors)
 
 
 # -- what is said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -78,6 +79,10 @@ class Run:
     # Something was changed that the loop had decided upon: it decides again before the next batch.
     changed: bool = False
     should_stop: bool = False
+    # Whether all processes know of it; until then it is no reason to stop on this one alone.
+    stop_agreed: bool = False
+    # Which run of the program this is, the same on all its processes.
+    number: int = field(default_factory=itertools.count().__next__)
     resumed: bool = False
     skip_sanity: bool = False
     on_resumed: Callable[[], None] | None = None
@@ -185,9 +190,23 @@ class Run:
 
     def leave_if_stopped(self) -> None:
         """Leave the run if Ctrl-C or SIGTERM arrived; all processes pass here, so that all leave."""
-        number = self.stop.agreed_now()
+        number = self.agree_now()
         if number is not None:
             raise Stopped(number)
+
+    def agree_now(self) -> int | None:
+        """Stop on all processes if one is to stop, at a place that all pass; return the signal that arrived at any."""
+        if self.runtime.world_size == 1:
+            return self.stop.signal
+        self.stop.asks = self.stop.asks or self.should_stop
+        number = self.stop.agreed_now()
+        self.take_agreement()
+        return number
+
+    def take_agreement(self) -> None:
+        """Stop if an agreement said so."""
+        if self.stop.granted:
+            self.should_stop = self.stop_agreed = True
 
     def enter(self, stage: RunningStage) -> RunningStage | None:
         """Change the stage; return the one before."""

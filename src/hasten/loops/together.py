@@ -1,19 +1,24 @@
-"""Epochs that end on all processes at once, also where their loaders give different numbers of batches."""
+"""What processes that train together agree on: where an epoch ends, whether to stop, a batch without a loss."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hasten._lib.rank_zero import warn_once
+from hasten.machine import agreement
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
 
 Batches = Iterator[tuple[Any, bool]]
+
+# Processes that all ask to stop after the same batch do so within a moment of each other.
+_SAME_MOMENT_SECONDS = 2.0
 
 _END: Any = object()
 # What the processes say of the batch in hand; the largest counts.
@@ -27,10 +32,12 @@ def agree_on_end(run: Run) -> bool:
     """
     mine = run.train.certain_end
     known = -1.0 if mine is None else min(mine, 2.0**52)
+    asks = run.should_stop or run.stop.asks
     # The smallest of a number and of its negative: all numbers are equal where their sum is 0.
-    fewest, most = run.runtime.all_reduce(
-        torch.tensor([known, -known], dtype=torch.float64), op="min"
-    ).tolist()
+    said = torch.tensor([known, -known, -float(asks)], dtype=torch.float64)
+    fewest, most, nobody_asks = run.runtime.all_reduce(said, op="min").tolist()
+    run.stop.granted = nobody_asks < 0
+    run.take_agreement()
     if fewest < 0:
         return True
     if fewest != -most:
@@ -76,6 +83,79 @@ def host_group(run: Run) -> Any:
         run.host_group = dist.new_group(backend="gloo")
         run.undo.callback(dist.destroy_process_group, run.host_group)
     return run.host_group
+
+
+def agree_after_batch(run: Run, *, validated: bool = False) -> int | None:
+    """Return the signal that arrived at any process, after a batch; ``should_stop`` is that of all, or put off.
+
+    Where all processes ask to stop after the same batch, they stop there. A process that asks alone goes on until the
+    next agreement, about a second later, and then all stop.
+    """
+    stop, progress, number = run.stop, run.progress, None
+    if not validated and stop.due(progress.total_batches):
+        stop.asks = stop.asks or run.should_stop
+        number = stop.agreed()
+        run.take_agreement()
+    if run.should_stop and not run.stop_agreed:
+        place = f"stop/{run.number}/{progress.total_batches}/{validated}"
+        run.stop_agreed = agreement.all_at(place, patience_seconds=_SAME_MOMENT_SECONDS)
+        run.should_stop = run.stop_agreed
+        stop.asks = True
+    return number
+
+
+def skip_epoch(run: Run) -> None:
+    """Agree on leaving the epoch, which ``on_train_batch_start`` asked for by returning -1.
+
+    Raises:
+        RuntimeError: not all processes leave it here.
+
+    """
+    progress = run.progress
+    agreement.require_all(
+        f"skip/{run.number}/{progress.epoch}/{progress.batch}",
+        f"on_train_batch_start returned -1 before batch {progress.batch} of epoch {progress.epoch}",
+        True,
+        "Return it on all processes at the same batch.",
+    )
+
+
+def exchange_without_loss(run: Run) -> None:
+    """Exchange the gradients of a window whose last batch has no loss on this process: it contributes none.
+
+    Where no process has any, they stay None, as alone: an optimizer leaves such parameters as they are.
+    """
+    trained = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
+    place = f"no-loss/{run.number}/{run.progress.total_batches}"
+    if all(parameter.grad is None for parameter in trained):
+        agreement.counted(place)
+    loss = touch(trained)
+    run.runtime.strategy.prepare_backward(loss, run.wrapped)
+    loss.backward()
+    if run.runtime.device.type == "cuda":
+        torch.cuda.synchronize(run.runtime.device)
+    # All have said so by now: their gradients are here.
+    if agreement.count(place) == run.runtime.world_size:
+        for parameter in trained:
+            parameter.grad = None
+
+
+def touch(parameters: Sequence[Tensor]) -> Tensor:
+    """Return a loss whose backward reaches ``parameters`` and adds nothing to their gradients."""
+    result: Tensor = _Touch.apply(*parameters)
+    return result
+
+
+class _Touch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # Zeros that take no memory.
+        return tuple(p.new_zeros(()).expand_as(p) for p in ctx.saved_tensors)
 
 
 def _warn(rank: int, what: str) -> None:

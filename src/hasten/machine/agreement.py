@@ -26,19 +26,19 @@ def _store() -> Any:
     return _torch.PrefixStore("hasten-agreement", _torch._get_default_store())
 
 
-def exchange(place: str, mine: Any, *, patience_seconds: float = PATIENCE_SECONDS) -> list[Any]:
+def exchange(place: str, mine: Any, *, patience_seconds: float | None = None) -> list[Any]:
     """Return what each process says at ``place``, plain data, by rank; None for those that do not come in time.
 
     Args:
         place: a name for this moment, the same on all processes, used once.
         mine: what this process says; not None.
-        patience_seconds: how long to wait for the others.
+        patience_seconds: how long to wait for the others; ``PATIENCE_SECONDS`` by default.
 
     """
     store, size = _store(), dist.get_world_size()
     store.set(f"{place}/{dist.get_rank()}", json.dumps(mine))
     keys = [f"{place}/{rank}" for rank in range(size)]
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + (PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
     while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
     return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]

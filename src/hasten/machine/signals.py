@@ -52,6 +52,8 @@ class StopRequests:
 
     def __init__(self, all_reduce: AllReduce | None = None) -> None:
         self.signal: int | None = None
+        # Whether this process asks to stop (``trainer.should_stop``), and whether any does, as of the last agreement.
+        self.asks = self.granted = False
         self._all_reduce = all_reduce
         self._previous: dict[int, Any] = {}
         self._first_interrupt = 0.0
@@ -110,9 +112,12 @@ class StopRequests:
         step, now = self._next_check, time.monotonic()
         last_step, last_time = self._last_check
         seconds_per_step = (now - last_time) / max(1, step - last_step)
-        mine = torch.tensor([float(self.signal or 0), seconds_per_step], dtype=torch.float64)
+        mine = torch.tensor(
+            [float(self.signal or 0), seconds_per_step, float(self.asks)], dtype=torch.float64
+        )
         # This is a sync point, about once a second.
-        number, slowest = self._all_reduce(mine, op="max").tolist()
+        number, slowest, granted = self._all_reduce(mine, op="max").tolist()
+        self.granted = bool(granted)
         # At most twice as long as the last time: the first steps say little about the next.
         wanted = int(_SECONDS_BETWEEN_CHECKS / max(slowest, 1e-9))
         self._interval = max(1, min(wanted, 2 * self._interval))
@@ -124,4 +129,7 @@ class StopRequests:
         """Return the signal that arrived at any process, at a place that all pass: the end of an epoch or a loop."""
         if self._all_reduce is None:
             return self.signal
-        return int(self._all_reduce(torch.tensor(self.signal or 0), op="max")) or None
+        said = torch.tensor([self.signal or 0, int(self.asks)])
+        number, granted = self._all_reduce(said, op="max").tolist()
+        self.granted = bool(granted)
+        return number or None

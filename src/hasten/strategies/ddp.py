@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 import weakref
 from collections.abc import Callable
@@ -66,6 +67,9 @@ class _Registrations:
 _registrations = _Registrations()
 
 
+_numbers = itertools.count()
+
+
 class _Live:
     """The DDP that trains a module now; another one as soon as other parameters train.
 
@@ -80,7 +84,8 @@ class _Live:
 
     def __init__(self, module: nn.Module, make: Callable[[], DistributedDataParallel]) -> None:
         self._module, self._make = module, make
-        self._made = 0
+        # Which of them in this program, and which DDP of it: the same on all processes.
+        self._number, self._made = next(_numbers), 0
         self._exchanged: list[nn.Parameter] = []
         self.ddp: DistributedDataParallel | None = None
         _registrations.watch()
@@ -124,7 +129,7 @@ class _Live:
         chosen = set(map(id, training))
         names = [name for name, parameter in self._module.named_parameters() if id(parameter) in chosen]
         said = agreement.require_all(
-            f"ddp/{self._made}",
+            f"ddp/{self._number}/{self._made}",
             f"Other parameters of {type(self._module).__name__} train from now on (unfrozen, frozen or replaced)",
             names,
             "Change them on all processes at the same batch.",

@@ -1,0 +1,147 @@
+"""Processes of one run that decide differently agree, or end with an error that names the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hasten as L
+from hasten.machine import agreement
+from tests.models import loader, quiet
+
+
+class Model(L.LightningModule):
+    """A linear model that counts its batches; ``without_loss``: (rank, batch) pairs that are skipped."""
+
+    def __init__(self, without_loss: tuple[tuple[int, int], ...] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 2)
+        self.without_loss = without_loss
+        self.count = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        self.count += 1
+        if (self.global_rank, batch_idx) in self.without_loss:
+            return None
+        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Stops(L.Callback):
+    """Asks to stop at a moment, on some ranks."""
+
+    def __init__(self, moment: str, ranks: tuple[int, ...]) -> None:
+        self.moment, self.ranks = moment, ranks
+
+    def _stop(self, trainer: Any, moment: str) -> None:
+        if moment == self.moment and trainer.global_rank in self.ranks:
+            trainer.should_stop = True
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._stop(trainer, "start")
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._stop(trainer, f"epoch {trainer.current_epoch}")
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._stop(trainer, f"batch {batch_idx}")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._stop(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._stop(trainer, "epoch end")
+
+
+def two(model: Model, **arguments: Any) -> L.Trainer:
+    """Train on two processes, and check that they end with the same weights after the same number of batches."""
+    trainer = quiet(devices=2, strategy="ddp", num_sanity_val_steps=0, **arguments)
+    trainer.fit(model, loader(40), loader(8))
+    for each in (model.layer.weight.detach(), torch.tensor(model.count), torch.tensor(trainer.global_step)):
+        first, second = trainer.strategy.all_gather(each)
+        assert torch.equal(first, second)
+    return trainer
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("moment", "batches"),
+    [("start", 0), ("epoch 1", 5), ("batch 2", 3), ("validation", 5), ("epoch end", 5)],
+)
+def test_all_processes_that_ask_to_stop_stop_at_once(moment: str, batches: int) -> None:
+    model = Model()
+    two(model, max_epochs=4, callbacks=[Stops(moment, (0, 1))])
+    assert model.count == batches
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("moment", ["start", "epoch 1", "batch 2", "validation", "epoch end"])
+def test_one_process_that_asks_to_stop_stops_all_of_them(moment: str) -> None:
+    from hasten.loops import together
+
+    together._SAME_MOMENT_SECONDS = 0.1
+    model = Model()
+    trainer = two(model, max_epochs=2000, callbacks=[Stops(moment, (1,))])
+    assert trainer.should_stop
+    assert model.count < 5 * 2000
+    if moment in ("start", "epoch 1", "epoch end"):
+        assert model.count == {"start": 0, "epoch 1": 5, "epoch end": 5}[moment]
+
+
+class Skips(Model):
+    """Leaves epochs before their third batch, on some ranks."""
+
+    ranks: tuple[int, ...] = ()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 and self.global_rank in self.ranks else None
+
+
+@pytest.mark.world_size(2)
+def test_minus_one_on_all_processes_leaves_the_epoch() -> None:
+    model = Skips()
+    model.ranks = (0, 1)
+    two(model, max_epochs=2)
+    assert model.count == 4
+
+
+@pytest.mark.world_size(2)
+def test_minus_one_on_one_process_names_the_ranks() -> None:
+    agreement.PATIENCE_SECONDS = 1.0
+    model = Skips()
+    model.ranks = (1,)
+    expected = r"returned -1 before batch 2 of epoch 0 on rank 1 and not on rank 0|[Cc]onnection|closed"
+    with pytest.raises(RuntimeError, match=expected):
+        two(model)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_without_a_loss_on_one_process_contributes_nothing(accumulate: int) -> None:
+    skipped = ((1, 1), (0, 2), (0, 3), (1, 3))
+    model = Model(skipped)
+    two(model, accumulate_grad_batches=accumulate, use_distributed_sampler=False, max_epochs=2)
+    alone = Model()
+    optimizer: Any = alone.configure_optimizers()
+    batches = list(loader(40))
+    for _ in range(2):
+        for batch_idx, batch in enumerate(batches):
+            if batch_idx % accumulate == 0:
+                optimizer.zero_grad()
+            for rank in (0, 1):
+                if (rank, batch_idx) not in skipped:
+                    (alone.training_step(batch, -1) / 2 / accumulate).backward()  # type: ignore[operator]
+            if (batch_idx + 1) % accumulate == 0:
+                optimizer.step()
+    torch.testing.assert_close(model.layer.weight, alone.layer.weight, rtol=1e-5, atol=1e-6)
