@@ -21,7 +21,7 @@ class SpeedArguments:
         speed: "auto" to measure the levers that change rounding at most before training, and keep those that win.
         compile: None, or what is compiled and how.
         batching: how batches are made of the user's loader: None or a ``LengthBatching``.
-        packed: compute attention and feed-forward blocks of a transformer on real tokens only; "first_token" computes
+        packed: train attention and feed-forward blocks of a transformer on real tokens only; "first_token" computes
             the last block for the first token of each sequence only.
         num_workers: None to leave the loaders as they are, "auto" or a number.
         resident: hold the data in memory and index whole batches: True, "device" for the device's memory, "auto" where

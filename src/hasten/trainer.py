@@ -125,7 +125,7 @@ class Trainer(TrainerView):
             docs/speed.md.
         compile: True, "regional" or a dict of ``torch.compile`` options.
         batching: "length" to put samples of like length in one batch, or an object of ``hasten.data``.
-        packed: True to compute transformer blocks on real tokens only, not on padding; or "first_token".
+        packed: True to train transformer blocks on real tokens only, not on padding; or "first_token".
         num_workers: worker processes of the loaders; "auto" measures how many pay.
         resident: True to hold the data in memory and index whole batches; "auto" where it fits.
         matmul_precision: "highest", "high" or "medium", for ``torch.set_float32_matmul_precision``.
