@@ -26,7 +26,7 @@ from hasten.checkpoint.io import CheckpointIO
 from hasten.checkpoint.migrate import from_lightning
 from hasten.data.sample_fields import MicroBatch
 from hasten.datamodule import LightningDataModule
-from hasten.hooks import Hooks, overrides
+from hasten.hooks import Hooks, nothing, overrides
 from hasten.loggers.base import Logger
 from hasten.loops.checks import ValidationChecks
 from hasten.loops.evaluate import evaluate_and_print
@@ -37,7 +37,7 @@ from hasten.loops.predict import predict
 from hasten.loops.prepare import prepare
 from hasten.loops.profiling import LOOP, profiled
 from hasten.loops.progress import Progress
-from hasten.loops.resume import check_left_to_train, resolve_path
+from hasten.loops.resume import resolve_path
 from hasten.loops.run import Run, Stopped
 from hasten.loops.signatures import check_signatures
 from hasten.loops.snapshot import Snapshot
@@ -623,11 +623,11 @@ class Trainer(TrainerView):
         if path is None:
             return None, None
         checkpoint = self._runtime.load(path, map_location="cpu", weights_only=weights_only is not False)
-        fitting = self.state.fn == TrainerFn.FITTING
-        check_entries(checkpoint, path, training=fitting)
+        assert self._hooks is not None
+        if self._hooks.on_load_checkpoint is nothing:
+            # Else after that hook, which may put things right.
+            check_entries(checkpoint, path, training=self.state.fn == TrainerFn.FITTING)
         checkpoint = from_lightning(checkpoint, path)
-        if fitting:
-            check_left_to_train(checkpoint, path, self._arguments)
         rank_zero_info(f"Restoring from {path}")
         return checkpoint, path
 

@@ -104,6 +104,26 @@ def test_nothing_is_restored(
     assert callback.state_dict() == before[1]
 
 
+def test_a_hook_may_put_an_entry_right(tmp_path: Path, whole: dict[str, Any]) -> None:
+    class Mending(L.Callback):
+        mends = True
+
+        def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            if self.mends:
+                checkpoint["lr_schedulers"] = whole["lr_schedulers"]
+
+    path, mending = tmp_path / "bad.ckpt", Mending()
+    files.save({**whole, "lr_schedulers": None}, path)
+    trainer = quiet(max_epochs=2, callbacks=[mending])
+    trainer.fit(Scheduled(), loader(20), ckpt_path=path)
+    assert trainer.current_epoch == 2
+    mending.mends, module = False, Scheduled()
+    before = copy.deepcopy(module)
+    with pytest.raises(ValueError, match=r"bad\.ckpt: the entry 'lr_schedulers' is None"):
+        quiet(max_epochs=2, callbacks=[mending]).fit(module, loader(20), ckpt_path=path)
+    assert same_weights(module, before)
+
+
 def test_a_file_that_holds_no_dict_is_refused(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.ckpt")
     with pytest.raises(ValueError, match=r"list\.ckpt holds a list instead of a dict"):

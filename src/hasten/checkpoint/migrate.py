@@ -35,9 +35,9 @@ def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -
     """
     if "pytorch-lightning_version" not in checkpoint or "hasten_version" in checkpoint:
         return checkpoint
-    loops = checkpoint.get("loops") or {}
-    several = len(checkpoint.get("optimizer_states") or ()) > 1
     try:
+        loops = checkpoint.get("loops") or {}
+        several = len(checkpoint.get("optimizer_states") or ()) > 1
         counters = _counters(checkpoint, loops.get("fit_loop") or {}, several=several)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

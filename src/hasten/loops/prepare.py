@@ -14,6 +14,7 @@ from hasten._lib.garbage import collect_earlier_models
 from hasten._lib.watched import WatchedList
 from hasten.callback import Callback
 from hasten.checkpoint import contents
+from hasten.checkpoint.entries import check_entries
 from hasten.checkpoint.metrics import remember_metrics
 from hasten.datamodule import LightningDataModule
 from hasten.hooks import overrides
@@ -21,6 +22,7 @@ from hasten.hparams import logged_hparams
 from hasten.loops.compiled import check_compile, compile_module
 from hasten.loops.numbers import go_on_with_training_weights, set_matmul_precision
 from hasten.loops.oversights import warn_about_missing_parts
+from hasten.loops.resume import check_left_to_train
 from hasten.loops.run import Run
 from hasten.loops.snapshot import Snapshot
 from hasten.loops.speedups import change_module, change_optimizers, go_on_with_batch_size
@@ -76,6 +78,9 @@ def prepare(
     checkpoint, path = read_checkpoint()
     if checkpoint is not None:
         hooks.on_load_checkpoint(checkpoint)
+        check_entries(checkpoint, str(path), training=fitting)
+        if fitting:
+            check_left_to_train(checkpoint, str(path), run.arguments)
         if fitting and run.arguments.speed.batch_size == "auto":
             go_on_with_batch_size(run, checkpoint, datamodule)
         snapshot = Snapshot(run, callbacks, datamodule)
