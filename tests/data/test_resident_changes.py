@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 import hasten as L
 from hasten.data import preload, resident
-from tests.models import Classifier, quiet
+from tests.models import Classifier, quiet, same_weights
 
 SAMPLES = 60
 _SHARED = random.Random(3)
@@ -161,6 +161,21 @@ def test_it_is_refused_before_training() -> None:
     with pytest.raises(ValueError, match=r"OfPython, and .* made with random numbers"):
         trainer.fit(Classifier(), DataLoader(OfPython(0), 4))
     assert trainer.global_step == 0
+
+
+class Labelled(OfPython):
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((8,), float(super().__getitem__(index)) / SAMPLES), index % 2
+
+
+def test_what_is_read_as_before_draws_what_it_would_have_drawn() -> None:
+    def fitted(**arguments: Any) -> Classifier:
+        torch.manual_seed(0)
+        module = Classifier()
+        quiet(max_epochs=2, **arguments).fit(module, DataLoader(Labelled(3), 4))
+        return module
+
+    assert same_weights(fitted(), fitted(resident="auto"))
 
 
 class OfWorkers(Flipping):

@@ -11,7 +11,8 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,38 @@ def own_generators(dataset: Any) -> dict[int, Any]:
 
     """
     return {id(part): state for _, part in parts(dataset) if (state := _state(part)) is not _MARK}
+
+
+@contextmanager
+def own_generators_kept(dataset: Any) -> Iterator[None]:
+    """Leave the random generators that a dataset holds or its methods read afterwards as they were before.
+
+    Example::
+
+        >>> generator = random.Random(0)
+        >>> with own_generators_kept([generator]):
+        ...     first = generator.random()
+        >>> first == generator.random()
+        True
+
+    """
+    put_back = [_restorer(part) for _, part in parts(dataset) if _state(part) is not _MARK]
+    try:
+        yield
+    finally:
+        for function in put_back:
+            function()
+
+
+def _restorer(generator: Any) -> Callable[[], None]:
+    """Return what gives a generator the state back that it has now."""
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if hasattr(generator, "set_state"):
+        # Of torch, and numpy's old one.
+        return functools.partial(generator.set_state, generator.get_state())
+    bits = getattr(generator, "bit_generator", generator)
+    return functools.partial(setattr, bits, "state", bits.state)
 
 
 def fingerprint(dataset: Any) -> dict[str, Any]:

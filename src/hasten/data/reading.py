@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from hasten._lib import tree
 from hasten.data.columns import Allocate, Columns, Filling, Kind, NoColumnsError, kind_of
-from hasten.data.dataset_parts import own_generators
+from hasten.data.dataset_parts import own_generators, own_generators_kept
 from hasten.data.indices import has_state
 from hasten.data.workers import RngWatch
 from hasten.seed import isolate_rng
@@ -47,9 +47,9 @@ def read(
 ) -> Columns | list[Any]:
     """Return all samples of a dataset, as columns if they are alike, else as a list.
 
-    The random state and the loader stay as they are; a loader with workers has them read. Random samples are found by
-    the generators that move while they are read, those of the dataset, its transforms and its code among them, and by
-    reading samples again: all of a small dataset, 512 and more of a large one.
+    Random states, the dataset's own too, and the loader stay as they are; a loader with workers has them read. Random
+    samples are found by the generators that move while they are read, those of the dataset, its transforms and its code
+    among them, and by reading samples again: all of a small dataset, 512 and more of a large one.
 
     Args:
         dataset: with ``__getitem__`` and ``__len__``.
@@ -68,7 +68,7 @@ def read(
         columns = of_tensors(dataset)
         if columns is not None:
             return columns
-    with isolate_rng(include_cuda=False):
+    with isolate_rng(include_cuda=False), own_generators_kept(dataset):
         if loader is None or not loader.num_workers or loader.worker_init_fn is None:
             samples = _probe(dataset, asked, name)
             count = len(dataset)
