@@ -56,6 +56,13 @@ class CombinedStream:
             return 0 if self._loaded["ended"] else self._loaded["consumed"]
         return 0 if self._at_end else self._handed
 
+    @property
+    def worker_start_seconds(self) -> float | None:
+        """How long the processes of all its loaders took to start, the last time; None where none has any."""
+        found = [reader.stream.worker_start_seconds for reader in self._readers]
+        known = [seconds for seconds in found if seconds is not None]
+        return sum(known) if known else None
+
     # -- the batches
 
     def batches(self, limit: int | None = None) -> Iterator[tuple[Any, bool]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -324,6 +325,13 @@ class Workers:
         # epoch before this one.
         self._birth: bytes | None = None
         self._born_before = False
+        self._asked_for = 0.0
+
+    @property
+    def start_seconds(self) -> float | None:
+        """How long the processes took to start, the last time they did; None until a batch has come from them."""
+        ready = self._received.ready
+        return None if ready is None else max(0.0, ready - self._asked_for)
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch; persistent workers go on from where they are."""
@@ -336,6 +344,7 @@ class Workers:
         self._begin.states = []
         self._received.start_epoch(0, [None] * self._count)
         self._birth, self._born_before = None, False
+        self._received.ready, self._asked_for = None, time.time()
         self._iterator = iter(self._rigged)
         return self._iterator
 
@@ -358,6 +367,7 @@ class Workers:
         self._received.start_epoch(base, workers or [None] * self._count)
         _place(self.indices, self._sampler, state, base, skip=not self._is_iterable, once=birth is not None)
         self._birth, self._born_before = birth, birth is not None
+        self._received.ready, self._asked_for = None, time.time()
         rigged, generator = self._rigged, self._loader.generator
         if birth is not None:
             # This epoch drew no seed for its workers, but they need the one they were born with.

@@ -277,6 +277,11 @@ class Stream:
             }
         )
 
+    @property
+    def worker_start_seconds(self) -> float | None:
+        """How long the loader's processes took to start, the last time; None without any, or before their batches."""
+        return getattr(self._source, "start_seconds", None)
+
     def keep_indices(self) -> None:
         """Remember of which samples the latest batches are made, for ``batch_indices``."""
         self._source.keeps_indices = True

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -111,6 +112,7 @@ class Ship:
         self._batch_size = batch_size
         self._watch = RngWatch()
         self._last: dict[str, Any] = {}
+        self._told_when = False
 
     def __call__(self, samples: Any) -> Shipped:
         batch = self._collate(samples)
@@ -125,6 +127,9 @@ class Ship:
                 state["rng"] = changed
         if _started:
             state["start"] = _started.pop()
+        if not self._told_when:
+            self._told_when = True
+            state["ready"] = _ready[0] if _ready else None
         if self._dataset_state:
             state["dataset"] = info.dataset.state_dict()  # type: ignore[attr-defined]
             # A dataset at its end may already be back at its beginning, and must not begin again.
@@ -161,11 +166,14 @@ class Begin:
                 info.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
             if "rng" in state:
                 restore_rng_state(state["rng"])
+        _ready[:] = [time.time()]
         ended = state is not None and state.get("ended", False)
         if self._report_starts or ended:
             _observe(info.dataset, ended=ended)
 
 
+# When this worker was ready to read its first sample.
+_ready: list[float] = []
 # The state in which the iteration of this worker's dataset began, until it is sent.
 _started: list[dict[str, Any]] = []
 
@@ -234,6 +242,8 @@ class Received:
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
+        # When the last of them was ready, on the wall clock; None until one has said so.
+        self.ready: float | None = None
         self.start_epoch(0, [None] * num_workers)
 
     def start_epoch(self, number: int, states: list[dict[str, Any] | None]) -> None:
@@ -253,6 +263,9 @@ class Received:
         self.number += 1
         if worker == self._num_workers - 1:
             self._rounds.append(self.number)
+        ready = state.pop("ready", None) if state is not None else None
+        if ready is not None:
+            self.ready = max(ready, self.ready or ready)
         if state is not None and "start" in state:
             start = state.pop("start")
             if self._first == 0:

@@ -150,6 +150,15 @@ class Source:
             found += stream.loader.flattened if isinstance(stream, CombinedStream) else [stream.loader]
         return found
 
+    @property
+    def worker_start_seconds(self) -> float:
+        """How long processes that live for one epoch took to start, the last time; 0 without any."""
+        return sum(
+            stream.worker_start_seconds or 0.0
+            for stream in self._streams or []
+            if not getattr(stream.loader, "persistent_workers", False)
+        )
+
     def switch_off(self) -> None:
         """Have nothing to do."""
         self._limit = 0

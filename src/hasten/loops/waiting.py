@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.data.dataset_parts import changed, fingerprint
 from hasten.data.resident_loader import is_resident
 
 if TYPE_CHECKING:
@@ -24,13 +25,22 @@ _WARM_UP = 3
 _STEPS = 10
 # Less is what any loader costs.
 _SHARE = 1 / 3
+# What starting processes may cost in each epoch: in seconds, and as a share of the epoch.
+_SECONDS_OF_STARTS = 1.0
+_SHARE_OF_STARTS = 0.05
 
 
 class Waiting:
-    """The times of a run's first batches: waited for, and computed on."""
+    """The times of a run's first batches: waited for, and computed on; and what starting workers costs an epoch."""
 
     def __init__(self) -> None:
         self.done = False
+        # Of the epochs that began in this run: when, and what the data of workers was then.
+        self._epochs = 0
+        self._began = 0.0
+        self._datasets: dict[str, Any] = {}
+        # Seconds for which workers were started again while batches were timed.
+        self._starting = 0.0
         self._number = 0
         self._waited: list[float] = []
         self._computed: list[float] = []
@@ -39,10 +49,32 @@ class Waiting:
 
     def watched(self, run: Run, batches: Iterable[Any]) -> Iterable[Any]:
         """Return the same batches; once enough is known, nothing stands between them and the loop."""
-        if self.done:
+        self._epochs += 1
+        if self.done and self._epochs > 2:
             return batches
         iterator = iter(batches)
-        return itertools.chain(self._timed(run, iterator), iterator)
+        if not self.done:
+            iterator = itertools.chain(self._timed(run, iterator), iterator)
+        starting = _starting_loaders(run)
+        return self._first_of_epoch(run, iterator, starting) if starting else iterator
+
+    def _first_of_epoch(
+        self, run: Run, batches: Iterator[Any], starting: list[DataLoader[Any]]
+    ) -> Iterator[Any]:
+        """Return the same batches; the first of an epoch tells what starting workers costs each epoch."""
+        first = list(itertools.islice(batches, 1))
+        if self._waited:
+            self._starting += run.train.worker_start_seconds
+        if self._epochs <= 2:
+            before, began = self._datasets, self._began
+            self._datasets, self._began = (
+                fingerprint([loader.dataset for loader in starting]),
+                time.perf_counter(),
+            )
+            # Workers that live on would not see what was changed.
+            if before and not any(place and place in before for place in changed(before, self._datasets)):
+                _judge_starts(run, self._began - began, starting[0])
+        return itertools.chain(first, batches)
 
     def _timed(self, run: Run, batches: Iterator[Any]) -> Iterator[Any]:
         clock, device = time.perf_counter, run.runtime.device
@@ -80,11 +112,49 @@ class Waiting:
         loader = run.train.loaders[0]
         rank_zero_warn(
             f"Training waits for its data: {100 * share:.0f} % of the time of the first {steps} steps "
-            f"({1000 * waited:.3g} of {1000 * (waited + computed):.3g} ms a step). {_advice(run, loader)}"
+            f"({1000 * waited:.3g} of {1000 * (waited + computed):.3g} ms a step). "
+            + _advice(run, loader, starts=self._starting > sum(self._waited) / 2)
         )
 
 
-def _advice(run: Run, loader: Any) -> str:
+def _starting_loaders(run: Run) -> list[DataLoader[Any]]:
+    """Return the loaders that start their processes again in each epoch, and could keep them."""
+    if run.arguments.reload_dataloaders_every_n_epochs:
+        return []
+    streams = [*run.train.streams(), *(run.validation.streams() if run.validation.loaded else ())]
+    return [
+        loader
+        for loader in streams
+        if isinstance(loader, DataLoader) and loader.num_workers > 0 and not loader.persistent_workers
+    ]
+
+
+def _judge_starts(run: Run, epoch_seconds: float, loader: DataLoader[Any]) -> None:
+    """Warn where starting processes costs seconds in each epoch."""
+    train, validation = run.train.worker_start_seconds, run.validation.worker_start_seconds
+    seconds = train + validation
+    if seconds < max(_SECONDS_OF_STARTS, _SHARE_OF_STARTS * epoch_seconds):
+        return
+    whose = " and ".join(name for name, cost in (("training", train), ("validation", validation)) if cost)
+    rank_zero_warn(
+        f"Starting the worker processes for {whose} takes {seconds:.1f} of the {epoch_seconds:.1f} s of an epoch. "
+        f"{_kept(loader)} keeps them."
+    )
+
+
+def _kept(loader: DataLoader[Any]) -> str:
+    return f"DataLoader(..., num_workers={loader.num_workers}, persistent_workers=True)"
+
+
+def _advice(run: Run, loader: Any, *, starts: bool) -> str:
+    """Return what would help.
+
+    Args:
+        run: the run.
+        loader: of the training.
+        starts: most of the waiting is for processes that start.
+
+    """
     speed = run.arguments.speed
     if not isinstance(loader, DataLoader):
         return (
@@ -92,13 +162,25 @@ def _advice(run: Run, loader: Any) -> str:
         )
     if is_resident(loader):
         return "The data is in memory already: what is left is the collate function and the sampler."
+    if starts:
+        return f"Most of it is the start of worker processes in each epoch: {_kept(loader)} keeps them."
+    if isinstance(loader.dataset, IterableDataset):
+        # It divides its samples among workers itself: hasten neither counts them nor holds the data.
+        if loader.num_workers:
+            return f"Make the samples cheaper, or give the DataLoader more than num_workers={loader.num_workers}."
+        return (
+            f"DataLoader(..., num_workers=2) reads ahead, if {type(loader.dataset).__name__} gives each worker its "
+            "part (torch.utils.data.get_worker_info)."
+        )
     ways = []
     if speed.num_workers is None:
         ways.append(
             f"Trainer(num_workers='auto') finds how many worker processes pay (now {loader.num_workers})"
         )
     if not speed.resident:
-        ways.append("Trainer(resident='auto') holds data in memory that fits there")
+        ways.append(
+            "Trainer(resident='auto') holds data in memory that fits there and is the same in each epoch"
+        )
     return (
         "; ".join(ways) + "."
         if ways
