@@ -317,6 +317,7 @@ def test_lbfgs_with_clipping_counts_batches(samples: int) -> None:
             self.closures += 1
             return self.loss(batch)
 
+    torch.manual_seed(0)  # Where gradients are tiny from the start it needs fewer.
     model = Second()
     trainer = quiet(gradient_clip_val=0.1, max_epochs=2)
     trainer.fit(model, loader(samples))

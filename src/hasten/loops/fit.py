@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hasten._lib.garbage import full_passes_once
 from hasten._lib.kinds import by_kind
@@ -398,15 +398,20 @@ def _closure_step(run: Run) -> Step:
 def _unchanged(optimizer: Any) -> Callable[[], bool]:
     """Return what says whether the gradients are still there, and those of the weights as they are."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [(p, p._version, p.data_ptr(), p.grad is not None) for p in parameters]
+    before = [(p, p._version, _address(p), p.grad is not None) for p in parameters]
 
     def unchanged() -> bool:
         return all(
-            p._version == version and p.data_ptr() == address and (p.grad is not None) == has_gradient
+            p._version == version and _address(p) == address and (p.grad is not None) == has_gradient
             for p, version, address, has_gradient in before
         )
 
     return unchanged
+
+
+def _address(parameter: Tensor) -> int:
+    # Subclasses, such as quantized weights, may have no memory of their own.
+    return parameter.data_ptr() if type(parameter) in (Tensor, nn.Parameter) else 0
 
 
 def _manual_step(run: Run) -> Step:
