@@ -224,7 +224,9 @@ class Contents:
         writable = tensor.device.type != "meta" and not _is_expanded(tensor)
         copies = known or version is None or (where not in self._stays and self._may_copy(tensor))
         copy = _copy_of(tensor) if copies and writable else None
-        gradient = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
+        # Not those of parameters: held here, the old ones would stay in memory during backward.
+        has_own = tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+        gradient = tensor.grad if has_own else None
         # Anything but a version shows a write through .data or NumPy only by the values.
         compares = copy is not None and not known
         leaf = _Leaf(where, tensor, version, tensor.requires_grad, gradient, copy, compares)
