@@ -131,6 +131,7 @@ def test_accumulation_and_weights_do_not_make_spikes(tmp_path: Path) -> None:
     assert spiked(losses, tmp_path, rtol=0.1, trainer=accumulate) is None
     assert spiked(losses, tmp_path, rtol=0.1, weight=3.0) is None
     assert spiked(losses, tmp_path, rtol=0.1, weight=3.0, trainer=accumulate) is None
+    assert spiked(losses, tmp_path, rtol=0.1, weight=0.0, trainer=accumulate) is None
     assert spiked([*losses[:-1], 1.2], tmp_path, rtol=0.1, trainer=accumulate) == 6
     assert spiked([1.0, 1.0, 1.2, 1.0], tmp_path, rtol=0.1, trainer=accumulate) == 2
 

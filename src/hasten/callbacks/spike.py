@@ -234,7 +234,11 @@ def _undivided(loss: Tensor, outputs: Any, trainer: Trainer, batch_idx: int) -> 
     if size == 1 and trainer.world_size == 1:
         return loss
     if isinstance(outputs, Mapping) and outputs.get("loss_weight") is not None:
-        mean: Tensor = loss / outputs["loss_weight"]
+        # A batch of weight 0 counts for nothing, and its loss is 0.
+        weight = outputs["loss_weight"]
+        if isinstance(weight, Tensor):
+            return torch.where(weight == 0, loss, loss / weight)
+        mean: Tensor = loss / weight if weight else loss
         return mean
     if size > 1 and math.isfinite(length) and batch_idx >= length - length % size:
         size = int(length % size)
