@@ -8,6 +8,7 @@ copy.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.host import Arrival, send_to_host
+from hasten.machine import agreement
 from hasten.meter import Context, Meter, Options, describe, differences, is_metric, reduction
 
 if TYPE_CHECKING:
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
 
 # The bar gets a fresh value this often even when the logging interval is far away (long steps).
 BAR_INTERVAL_SECONDS = 5.0
+
+
+# Of the meters that agree with those of other processes, in the order in which they begin to.
+_numbers = itertools.count()
 
 
 class Collectives(Protocol):
@@ -95,6 +101,11 @@ class Meters:
         self._on_the_way: list[tuple[Arrival, list[tuple[Meter, str]], int, int | None]] = []
         self._bar_sent = time.monotonic()
         self._warned: set[str] = set()
+        # What was reduced over the processes last, and how often that was done, by the moment it is done at.
+        self._reduced: dict[str, list[str]] = {}
+        self._times: dict[str, int] = {}
+        self._closed: dict[str, int] = {}
+        self._number: int | None = None
         # Who hears of losses; None outside of training.
         self.report: BadLosses | None = None
         self._loss = Meter("loss", self)
@@ -188,8 +199,9 @@ class Meters:
         meter.logger = options[LOGGER] is None or bool(options[LOGGER])
         meter.reduce = reduction(options[REDUCE], where)
         meter.enable_graph = bool(options[GRAPH])
-        meter.sync = bool(options[SYNC]) and self.collectives.world_size > 1
         meter.zero_only = bool(options[ZERO_ONLY])
+        # A value of the first process alone has nothing to be reduced with.
+        meter.sync = bool(options[SYNC]) and not meter.zero_only and self.collectives.world_size > 1
         if context.loader_idx is not None and options[ADD_LOADER]:
             meter.loader_suffix = f"/dataloader_idx_{context.loader_idx}"
         elif context.loader_idx is not None:
@@ -243,8 +255,11 @@ class Meters:
         if not to_loggers:
             # Each process refreshes its bar by its own clock: nothing may be exchanged for that.
             entries = [entry for entry in entries if not self._is_shared(entry[0])]
+        moment = "step" if to_loggers else None
         if entries or (loss is not None and self.report is not None):
-            self._send(entries, step if to_loggers else -1, epoch, loss)
+            self._send(entries, step if to_loggers else -1, epoch, loss, moment=moment)
+        elif moment is not None:
+            self._synchronised([], [], moment)
         self.deliver()
 
     def logged_on_steps(self) -> list[str]:
@@ -260,7 +275,7 @@ class Meters:
         """Reduce the latest values logged with ``sync_dist=True`` for who reads them now; all processes call it."""
         meters = [meter for meter in self._stage("train") if meter.on_step and self._is_shared(meter)]
         meters = [meter for meter in meters if meter.weight is not None and meter.step_value() is not None]
-        values = self._synchronised([meter.step_value() for meter in meters], meters)
+        values = self._synchronised([meter.step_value() for meter in meters], meters, "asked")
         for meter, value in zip(meters, send_to_host(values).values(), strict=True):
             self.callback_values[meter.plain_name] = self.callback_values[meter.step_name] = value
 
@@ -283,12 +298,18 @@ class Meters:
             if meter.on_step and meter.step_value() is not None
         ]
         if entries:
-            self._send(entries, step, None)
+            self._send(entries, step, None, moment=f"{stage} step")
         if len(self._on_the_way) > 64:
             self.deliver()
 
     def _send(
-        self, entries: list[tuple[Meter, str]], step: int, epoch: int | None, loss: Tensor | None = None
+        self,
+        entries: list[tuple[Meter, str]],
+        step: int,
+        epoch: int | None,
+        loss: Tensor | None = None,
+        *,
+        moment: str | None = None,
     ) -> None:
         self._bar_sent = time.monotonic()
         values = [meter.step_value() for meter, _ in entries]
@@ -296,7 +317,7 @@ class Meters:
             # First: what is logged is often the same.
             entries, values = [(self._loss, "loss"), *entries], [loss.detach(), *values]
             self._looked_at = step
-        values = self._synchronised(values, [meter for meter, _ in entries])
+        values = self._synchronised(values, [meter for meter, _ in entries], moment)
         self._on_the_way.append((send_to_host(values), entries, step, epoch))
 
     def deliver(self, *, wait: bool = False) -> None:
@@ -352,7 +373,8 @@ class Meters:
                     )
                     meters += [(loader_idx or 0, meter) for meter in found if meter.has_epoch_value]
         latest = self._latest_step_values(stage)
-        values = self._epoch_values([meter for _, meter in meters])
+        self._closed[stage] = self._closed.get(stage, 0) + 1
+        values = self._epoch_values([meter for _, meter in meters], f"{stage} epoch {self._closed[stage]}")
         log: dict[str, float] = {}
         self.callback_values.update(latest)
         loaders = max((index for index, _ in meters), default=0) + 1
@@ -374,7 +396,7 @@ class Meters:
         if stage != "train":
             return {}
         found = [meter for meter in self._stage(stage) if meter.on_step and meter.step_value() is not None]
-        latest = self._synchronised([meter.step_value() for meter in found], found)
+        latest = self._synchronised([meter.step_value() for meter in found], found, f"{stage} latest")
         values = send_to_host(latest).values()
         for meter, value in zip(found, values, strict=True):
             if meter.prog_bar:
@@ -392,7 +414,7 @@ class Meters:
         if values:
             self._log(values, step, epoch)
 
-    def _epoch_values(self, meters: list[Meter]) -> list[float]:
+    def _epoch_values(self, meters: list[Meter], moment: str) -> list[float]:
         with torch.inference_mode(False), torch.no_grad():
             parts = [meter.epoch_value() for meter in meters]
             numerators: list[Any] = []
@@ -400,11 +422,7 @@ class Meters:
                 if reduce == "mean" and not meter.sync:
                     total = total / weight
                 numerators.append(total)
-            synced = [i for i, meter in enumerate(meters) if meter.sync and parts[i][2] != "metric"]
-            for op in ("mean", "sum", "max", "min"):
-                chosen = [i for i in synced if parts[i][2] == op]
-                if not chosen:
-                    continue
+            for op, chosen in self._shared(meters, moment):
                 stacked = [self._as_tensor(numerators[i]) for i in chosen]
                 if op == "mean":
                     stacked += [self._as_tensor(parts[i][1]) for i in chosen]
@@ -415,16 +433,59 @@ class Meters:
                     numerators[i] = reduced[k] / reduced[k + len(chosen)] if op == "mean" else reduced[k]
             return send_to_host(numerators).values()
 
-    def _synchronised(self, values: list[Any], meters: list[Meter]) -> list[Any]:
-        for op in ("mean", "sum", "max", "min"):
-            chosen = [i for i, m in enumerate(meters) if m.sync and m.metric is None and m.reduce == op]
-            if chosen:
-                stacked = torch.stack([self._as_tensor(values[i]) for i in chosen])
-                for i, value in zip(
-                    chosen, self.collectives.all_reduce(stacked, op=op).unbind(), strict=True
-                ):
-                    values[i] = value
+    def _synchronised(self, values: list[Any], meters: list[Meter], moment: str | None) -> list[Any]:
+        for op, chosen in [] if moment is None else self._shared(meters, moment):
+            stacked = torch.stack([self._as_tensor(values[i]) for i in chosen])
+            for i, value in zip(chosen, self.collectives.all_reduce(stacked, op=op).unbind(), strict=True):
+                values[i] = value
         return values
+
+    def _shared(self, meters: list[Meter], moment: str) -> list[tuple[str, list[int]]]:
+        """Return (operation, indices of the meters it reduces over the processes), in an order that is that of all.
+
+        Args:
+            meters: those with a value.
+            moment: when they are reduced; all processes come to the same moments equally often.
+
+        Raises:
+            RuntimeError: other processes reduce other values then.
+
+        """
+        if self.collectives.world_size == 1:
+            return []
+        places = {
+            id(meter): f"{meter.plain_name!r} in {context.row.name}"
+            for context in self._contexts.values()
+            for meter in context.all_meters()
+        }
+        shared = [i for i, meter in enumerate(meters) if self._is_shared(meter)]
+        shared.sort(key=lambda i: places[id(meters[i])])
+        named = [f"{places[id(meters[i])]} ({meters[i].reduce})" for i in shared]
+        self._times[moment] = self._times.get(moment, 0) + 1
+        if named != self._reduced.get(moment, []):
+            self._agree(named, moment)
+            self._reduced[moment] = named
+        by_operation = {
+            op: [i for i in shared if meters[i].reduce == op] for op in ("mean", "sum", "max", "min")
+        }
+        return [(op, chosen) for op, chosen in by_operation.items() if chosen]
+
+    def _agree(self, mine: list[str], moment: str) -> None:
+        """Check that all processes reduce the same values, where they are others than the last time."""
+        if self._number is None:
+            self._number = next(_numbers)
+        before = self._reduced.get(moment, [])
+        said = agreement.exchange(f"log/{self._number}/{moment}/{self._times[moment]}", mine)
+        # A process that does not come reduces what it reduced the last time, as this one did.
+        theirs = [set(before if names is None else names) for names in said]
+        for name in sorted(set().union(*theirs)):
+            have = [rank for rank, names in enumerate(theirs) if name in names]
+            if len(have) < len(theirs):
+                lack = [rank for rank in range(len(theirs)) if rank not in have]
+                raise RuntimeError(
+                    f"self.log({name}, sync_dist=True): logged on {agreement.ranks(have)} and not on "
+                    f"{agreement.ranks(lack)}. Log it on all processes, or leave sync_dist out."
+                )
 
     def _as_tensor(self, value: Any) -> Tensor:
         device = self.collectives.device
@@ -435,6 +496,7 @@ class Meters:
 
     def start_epoch(self, stage: str) -> None:
         """Forget what the stage's last epoch gathered."""
+        self._closed.pop(stage, None)
         self._bar_sent = time.monotonic()
         for meter in self._stage(stage):
             meter.reset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -81,8 +80,8 @@ class Run:
     should_stop: bool = False
     # Whether all processes know of it; until then it is no reason to stop on this one alone.
     stop_agreed: bool = False
-    # Which run of the program this is, the same on all its processes.
-    number: int = field(default_factory=itertools.count().__next__)
+    # Which run of several processes this is, the same on all of them.
+    number: int = 0
     resumed: bool = False
     skip_sanity: bool = False
     on_resumed: Callable[[], None] | None = None

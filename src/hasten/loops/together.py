@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ Batches = Iterator[tuple[Any, bool]]
 _SAME_MOMENT_SECONDS = 2.0
 
 _END: Any = object()
+# Runs of this process alone are not counted: others may not have them.
+_numbers = itertools.count(1)
 # What the processes say of the batch in hand; the largest counts.
 _MORE, _LAST, _NONE = range(3)
 
@@ -30,6 +33,7 @@ def agree_on_end(run: Run) -> bool:
 
     Returns whether the ends are not known beforehand on all processes, so that each batch has to be agreed on.
     """
+    run.number = run.number or next(_numbers)
     mine = run.train.certain_end
     known = -1.0 if mine is None else min(mine, 2.0**52)
     asks = run.should_stop or run.stop.asks
