@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -182,11 +185,12 @@ class Helpers(Scheme, Classifier):
 
 
 def test_a_method_named_almost_like_a_hook_is_warned_of_where_it_may_be_a_helper() -> None:
-    with pytest.warns(UserWarning, match="named almost like") as said:
+    with pytest.warns(UserWarning, match="looks like the hook") as said:
         quiet().fit(Helpers(), loader())
     messages = " ".join(str(one.message) for one in said)
-    assert "Helpers.on_train_epoch_ends() is named almost like the hook on_train_epoch_end()" in messages
+    assert "Helpers.on_train_epoch_ends() looks like the hook on_train_epoch_end() misspelt" in messages
     assert "Rename it to validation_step" in messages
+    assert "on_train_epoch_end_()" not in messages
 
 
 def test_a_helper_beside_the_hook_is_no_slip(recwarn: pytest.WarningsRecorder) -> None:
@@ -201,7 +205,64 @@ def test_a_helper_beside_the_hook_is_no_slip(recwarn: pytest.WarningsRecorder) -
             self.on_train_epoch_ends()
 
     quiet().fit(Helped(), loader())
-    assert not [one for one in recwarn if "almost like" in str(one.message)]
+    assert not [one for one in recwarn if "looks like the hook" in str(one.message)]
+
+
+@pytest.mark.parametrize("where", ["another file", "a package"])
+def test_a_method_used_elsewhere_or_defined_in_a_package_is_not_refused(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("site-packages" if where == "a package" else "program")
+    folder.mkdir()
+    (folder / "one_of_theirs.py").write_text(
+        "from tests.models import Classifier\n\n\nclass Theirs(Classifier):\n"
+        "    predict_step = Classifier.__mro__[1].predict_step\n\n"
+        "    def predict_steps(self, batch):\n        return batch\n"
+    )
+    (folder / "the_user_of_it.py").write_text("def use(model):\n    return model.predict_steps(1)\n")
+    monkeypatch.syspath_prepend(folder)
+    for name in ("one_of_theirs", "the_user_of_it"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    theirs = importlib.import_module("one_of_theirs")
+    if where == "another file":
+        with pytest.raises(
+            ValueError, match="if it is a method for your own code, give it a name less alike"
+        ):
+            quiet().fit(theirs.Theirs(), loader())
+        importlib.import_module("the_user_of_it")
+    with pytest.warns(UserWarning, match=r"predict_steps\(\) looks like the hook predict_step\(\)"):
+        quiet().fit(theirs.Theirs(), loader())
+
+
+def test_a_hook_of_older_versions_is_said_and_a_method_of_that_name_is_not(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    class Old(Classifier):
+        def on_epoch_start(self) -> None: ...
+
+    class OldCallback(L.Callback):
+        def on_batch_end(self, trainer: Any, pl_module: Any) -> None: ...
+
+    quiet(callbacks=[OldCallback()]).fit(Old(), loader(), loader())
+    said = [str(one.message) for one in recwarn]
+    assert [text.split(" was ")[0] for text in said] == ["Old.on_epoch_start()", "OldCallback.on_batch_end()"]
+    assert "Rename it to on_train_epoch_start, with the arguments (self)." in said[0]
+    assert "on_train_batch_end, with the arguments (self, trainer, pl_module, outputs, batch" in said[1]
+
+    class OfAnotherLibrary(L.Callback):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None: ...
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None: ...
+
+    class Calls(Classifier):
+        def on_epoch_end(self) -> None: ...
+
+        def on_train_epoch_end(self) -> None:
+            self.on_epoch_end()
+
+    recwarn.clear()
+    quiet(callbacks=[OfAnotherLibrary()]).fit(Calls(), loader(), loader())
+    assert not recwarn.list
 
 
 def test_the_class_of_an_optimizer_is_no_optimizer() -> None:

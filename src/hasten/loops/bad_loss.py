@@ -222,11 +222,12 @@ class Guard:
             bad = run.runtime.all_reduce(bad.float(), op="max")
         if bad:
             progress = run.progress
+            value = loss.detach().sum().item()
+            what = f"is {value}" if not math.isfinite(value) else "is not finite on another process"
             # In the middle of a batch: not an error after which the run could be saved and resumed.
             raise FloatingPointError(
-                f"The loss given to manual_backward is {loss.detach().sum().item()} at step {progress.updates} (epoch "
-                f"{progress.epoch}, batch {progress.batch}), or not finite on another process. The run ends here "
-                "(on_bad_loss='stop')."
+                f"The loss given to manual_backward {what}, at step {progress.updates} (epoch {progress.epoch}, "
+                f"batch {progress.batch}). The run ends here (on_bad_loss='stop')."
             )
 
     def after_batch(self) -> None:
@@ -324,8 +325,8 @@ class Guard:
 
     def _too_often(self, what: str) -> BadLossError:
         return BadLossError(
-            f"Trainer(on_bad_loss={self._mode!r}): {what}, so the data is not the cause. {self._last} Use "
-            "on_bad_loss='stop' to have the layer named, or a smaller learning rate."
+            f"Trainer(on_bad_loss={self._mode!r}): {what}, so the run ends here. {self._last} "
+            "on_bad_loss='stop' says whether the data or a layer is the cause; often a smaller learning rate helps."
         )
 
     def _describe(self, mine: int, bad: list[tuple[int, Tensor]]) -> str:
@@ -343,7 +344,7 @@ class Guard:
                 if p.grad is not None and not all(_are_finite([], [_values(p.grad)]))
             ]
             of = f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
-            return f"The loss of training_step is finite and its gradient is not {where}{of}."
+            return f"The loss of training_step is finite but its gradient is not, {where}{of}."
         return f"On another process the loss of training_step or its gradient is not finite {where}."
 
 

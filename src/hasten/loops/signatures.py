@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import os
 import sys
+import sysconfig
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from hasten._lib.errors import MisconfigurationException
@@ -33,6 +36,22 @@ _MODULE_METHODS = (
 
 # How alike two names are for one to be a slip of the other: a letter or two of twenty.
 _ALIKE = 0.9
+
+# Hooks of older versions of the field that others took the place of.
+_OLD_HOOKS = {
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+}
+
+# Files that are not the program's: Python's and this library's by their folder, packages by the name of theirs.
+_NOT_OURS = tuple(
+    os.path.join(folder, "")
+    for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), Path(__file__).parents[1])
+)
 
 
 def check_signatures(
@@ -65,11 +84,11 @@ def check_signatures(
 
 
 def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
-    """Refuse a method that can only be a misspelt hook, and warn of one that is named almost like a hook.
+    """Refuse a method that can only be a misspelt hook, and warn of one that looks like a hook or once was one.
 
     Raises:
         MisconfigurationException: the name is one letter off that of a hook which is not there, the arguments are the
-            hook's, and nothing in the files of its classes calls it.
+            hook's, and nothing in the files of the program calls it.
 
     """
     kind = type(owner)
@@ -79,6 +98,11 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
         method = inspect.getattr_static(kind, name)
         if not inspect.isfunction(method):
             continue
+        if name in _OLD_HOOKS:
+            _warn_of_old_hook(kind, base, name)
+            continue
+        if name.rstrip("_0123456789") in hooks:
+            continue  # Hooks are switched off by such names.
         close = get_close_matches(name, hooks, n=1, cutoff=_ALIKE)
         # Beside the hook itself it is a helper of its own.
         if not close or overrides(owner, base, close[0]):
@@ -90,18 +114,34 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
             and _is_unused(kind, base, name)
         ):
             raise MisconfigurationException(
-                f"{kind.__name__}.{name}() would never be called: the hook is {hook}(). Rename it to {hook}."
+                f"{kind.__name__}.{name}() would never be called: the hook is {hook}(). Rename it to {hook}; "
+                "if it is a method for your own code, give it a name less alike."
             )
         rank_zero_warn(
-            f"{kind.__name__}.{name}() is named almost like the hook {hook}(), and is none: nothing calls it "
-            f"but your own code. Rename it to {hook} if it was meant to be called, or to something less alike."
+            f"{kind.__name__}.{name}() looks like the hook {hook}() misspelt, and the trainer does not call it. "
+            f"Rename it to {hook}; if it is a method for your own code, give it a name less alike."
         )
+
+
+def _warn_of_old_hook(kind: type, base: type, name: str) -> None:
+    """Warn of a hook of older versions of the field, where nothing else calls it."""
+    arguments = {LightningModule: (), Callback: ("trainer", "pl_module")}.get(base)
+    if arguments is None or not _accepts(getattr(kind, name), ("self", *arguments)):
+        return  # A method for another use: callbacks of other libraries have such names.
+    if _is_unused(kind, base, name):
+        new = _OLD_HOOKS[name]
+        rank_zero_warn(
+            f"{kind.__name__}.{name}() was a hook of older versions of Lightning, and is not called any more. "
+            f"Rename it to {new}, with the arguments ({', '.join(_arguments_of(base, new))})."
+        )
+
+
+def _arguments_of(base: type, hook: str) -> tuple[str, ...]:
+    return tuple(inspect.signature(getattr(base, hook)).parameters)
 
 
 def _is_one_letter_off(name: str, hook: str) -> bool:
     """Say whether one letter too many, too few, or another one makes the difference, or two that changed places."""
-    if name[-1] in "_0123456789":
-        return False  # Hooks are switched off by such names.
     longer, shorter = sorted((name, hook), key=len, reverse=True)
     at = next((i for i, (a, b) in enumerate(zip(longer, shorter, strict=False)) if a != b), len(shorter))
     if len(longer) == len(shorter):
@@ -120,27 +160,46 @@ def _has_arguments_of(method: Any, base: type, hook: str) -> bool:
 
 
 def _is_unused(kind: type, base: type, name: str) -> bool:
-    """Say whether no file with a class of ``kind`` mentions the method, beside where it is defined."""
+    """Say whether no file of the program mentions the method, beside where it is defined."""
+    files = set()
     for one in kind.__mro__:
         if issubclass(base, one) or one.__module__.startswith(("hasten.", "builtins")):
             continue
         if name in vars(one) and not issubclass(one, base):
             return False  # A class for other uses as well.
         try:
-            tree = ast.parse(inspect.getsource(sys.modules[one.__module__]))
-        except (OSError, TypeError, KeyError, SyntaxError):
-            return False  # Typed in somewhere: what else is there cannot be seen.
-        for node in ast.walk(tree):
-            if (
-                (isinstance(node, ast.Attribute) and node.attr == name)
-                or (isinstance(node, ast.Name) and node.id == name)
-                or (
-                    isinstance(node, ast.Call)
-                    and any(isinstance(word, ast.Constant) and word.value == name for word in node.args)
-                )
-            ):
-                return False
-    return True
+            path = inspect.getsourcefile(one)
+        except (OSError, TypeError):
+            path = None
+        if path is None or (name in vars(one) and _is_installed(path)):
+            return False  # Typed in somewhere, or of a package, where nobody can rename it.
+        files.add(path)
+    loaded = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    python = (path for path in loaded if path and path.endswith(".py") and os.path.isfile(path))
+    files.update(path for path in python if not _is_installed(path))
+    return not any(_mentions(path, name) for path in files)
+
+
+def _is_installed(path: str) -> bool:
+    return path.startswith(_NOT_OURS) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+
+
+def _mentions(path: str, name: str) -> bool:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        # Most files do not have the word, and need no parsing.
+        nodes = ast.walk(ast.parse(text)) if name in text else ()
+    except (OSError, SyntaxError, ValueError):
+        return True  # It cannot be seen.
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == name)
+        or (isinstance(node, ast.Name) and node.id == name)
+        or (
+            isinstance(node, ast.Call)
+            and any(isinstance(word, ast.Constant) and word.value == name for word in node.args)
+        )
+        for node in nodes
+    )
 
 
 def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> None:

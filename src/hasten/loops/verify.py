@@ -79,6 +79,11 @@ def check_call(arguments: Arguments, call: str, module: Any, datamodule: Any, *g
             f"{_near_method(module, 'configure_optimizers')}. Define it, for instance: "
             "def configure_optimizers(self): return torch.optim.Adam(self.parameters(), lr=1e-3)"
         )
+    if call == "fit" and arguments.detect_anomaly and arguments.on_bad_loss in ("skip", "rewind"):
+        raise MisconfigurationException(
+            f"Trainer(detect_anomaly=True, on_bad_loss={arguments.on_bad_loss!r}): detect_anomaly ends the run at the "
+            "first gradient that is nan, before its step could be left out. Leave out one of them."
+        )
     if call == "fit" and not module.automatic_optimization:
         if arguments.on_bad_loss in ("skip", "rewind"):
             raise MisconfigurationException(
