@@ -149,6 +149,17 @@ def make_step(optimizer: Any) -> Step:
     return step
 
 
+def clears_gradients(optimizer: Any) -> bool:
+    """Say whether ``optimizer.zero_grad()`` is torch's: gradients become None, whatever they were."""
+    kind: Any = type(optimizer)
+    return (
+        _zero_grad is not None
+        and getattr(kind, "zero_grad", None) is _zero_grad
+        and kind.__getattribute__ is object.__getattribute__
+        and "zero_grad" not in vars(optimizer)
+    )
+
+
 def make_zero_grad(optimizer: Any) -> Callable[[], None]:
     """Return ``zero_grad()`` for one optimizer: gradients become None."""
     kind: Any = type(optimizer)

@@ -228,7 +228,7 @@ def follow_batch(run: Run) -> None:
         run.random_before_validation = run.metrics_before_validation = None
 
     if run.checks.due(run):
-        if progress.window == 0 and _may_release_gradients(run.module):
+        if progress.window == 0 and _may_release_gradients(run):
             run.module.on_validation_model_zero_grad()
         # A run that ends within this validation begins with it when resumed: it draws the same numbers again, and what
         # its metrics have gathered in it must not count twice.
@@ -243,10 +243,10 @@ def follow_batch(run: Run) -> None:
         settle()
 
 
-def _may_release_gradients(module: LightningModule) -> bool:
-    # With manual optimization they may wait for more batches, which only the user's own hook can know.
-    return module.automatic_optimization or overrides(
-        module, LightningModule, "on_validation_model_zero_grad"
+def _may_release_gradients(run: Run) -> bool:
+    # Where they may wait for more batches, only the user's own hook can know.
+    return not run.gradients_may_count() or overrides(
+        run.module, LightningModule, "on_validation_model_zero_grad"
     )
 
 

@@ -60,7 +60,7 @@ class BatchStart:
             self._books.keep()
             self._counts = run.window_weight, run.skipped_batches
             # Those of a step that is done are cleared before they are needed.
-            pending = run.progress.window > 0 or not run.module.automatic_optimization
+            pending = run.gradients_may_count()
             self._gradients = [
                 (p, None if p.grad is None or not pending else p.grad.clone()) for p in self._parameters()
             ]

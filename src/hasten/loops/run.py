@@ -12,7 +12,7 @@ from torch import nn
 
 from hasten._lib.patched import follow
 from hasten.arguments import Arguments
-from hasten.hooks import Hooks
+from hasten.hooks import Hooks, overrides
 from hasten.loops.checks import ValidationChecks
 from hasten.loops.oversights import FirstEpoch
 from hasten.loops.progress import Progress
@@ -23,6 +23,7 @@ from hasten.meters import Meters
 from hasten.module import LightningModule
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.averaged import Averages
+from hasten.verbs import clears_gradients
 
 if TYPE_CHECKING:
     from hasten.compile.model import CompiledModel
@@ -161,6 +162,17 @@ class Run:
         if not self.progress.window:
             return None
         return self.resumed_divisor if self.windows is None else self.divisor_of(self.progress.batch - 1)
+
+    def gradients_may_count(self) -> bool:
+        """Say whether gradients that are there between two batches may be part of an optimizer's next step."""
+        module = self.module
+        # A zero_grad of the user's may keep them, or zeros in their place, with which an optimizer steps too.
+        return (
+            self.progress.window > 0
+            or not module.automatic_optimization
+            or overrides(module, LightningModule, "optimizer_zero_grad")
+            or not all(map(clears_gradients, self.optimizers))
+        )
 
     def may_stop_early(self) -> bool:
         """Say whether ``min_epochs`` and ``min_steps`` are reached."""

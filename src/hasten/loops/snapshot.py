@@ -153,7 +153,7 @@ class Snapshot:
     def may_have_gradients(self) -> bool:
         """Say whether gradients that are there now may be part of an optimizer's next step."""
         # With manual optimization nobody knows whether the user's next step begins with zero_grad.
-        return self._run.progress.window > 0 or not self._run.module.automatic_optimization
+        return self._run.gradients_may_count()
 
     def gather(self, mine: Any) -> list[Any]:
         """Return every process's ``mine``."""
