@@ -636,8 +636,6 @@ def test_dropout_of_single_elements_is_not_mistaken_for_one_of_samples(name: str
 
 def test_the_advisor_refuses_packing_where_it_mixes_samples() -> None:
     module = Net(GatedConv)
-    # Trials are copies of this process then, which start sooner.
-    module.unpicklable = lambda: None  # type: ignore[assignment]
     found = quiet(max_epochs=5).advise(
         module, loader(), levers=["packed tokens"], rounds=1, steps=2, warm_up=1, combine=False, verbose=False
     )
