@@ -475,7 +475,8 @@ class Meters:
         if self._number is None:
             self._number = next(_numbers)
         before = self._reduced.get(moment, [])
-        said = agreement.exchange(f"log/{self._number}/{moment}/{self._times[moment]}", mine)
+        place = f"log/{self._number}/{moment}/{self._times[moment]}"
+        said = agreement.exchange(place, mine, what=f"self.log({', '.join(mine)}, sync_dist=True)")
         # A process that does not come reduces what it reduced the last time, as this one did.
         theirs = [set(before if names is None else names) for names in said]
         for name in sorted(set().union(*theirs)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from typing import Any
 
 import pytest
@@ -127,6 +129,27 @@ def test_minus_one_on_one_process_names_the_ranks() -> None:
         expected = "[Cc]onnection|closed"  # what is left of the process that said so
     with pytest.raises(RuntimeError, match=expected):
         two(model)
+
+
+@pytest.mark.world_size(2)
+def test_a_process_that_comes_late_is_waited_for_and_named() -> None:
+    agreement.NOTICE_SECONDS = 0.2
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hasten").addHandler(handler)
+    model = Skips()
+    model.ranks = (0, 1)
+
+    class Late(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2 and trainer.global_rank == 1:
+                time.sleep(1.0)
+
+    two(model, callbacks=[Late()])
+    assert model.count == 2
+    if os.environ["LOCAL_RANK"] == "0":
+        assert [line for line in lines if "rank 0 has waited" in line and "for rank 1" in line]
 
 
 @pytest.mark.world_size(2)

@@ -13,10 +13,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# Processes that train together are never farther apart than a step and what one of them does alone after it.
-PATIENCE_SECONDS = 30.0
-_LOOK_SECONDS = 0.002
+from hasten._lib.rank_zero import log
 
+# Long enough for a first step that compiles, or a process that validates longer than the others: an error must be true.
+PATIENCE_SECONDS = 600.0
+NOTICE_SECONDS = 30.0
+_LOOK_SECONDS = 0.002
 
 # torch's type hints leave the stores out, and it has no public name for the place where the processes met.
 _torch: Any = distributed_c10d
@@ -26,20 +28,30 @@ def _store() -> Any:
     return _torch.PrefixStore("hasten-agreement", _torch._get_default_store())
 
 
-def exchange(place: str, mine: Any, *, patience_seconds: float | None = None) -> list[Any]:
+def exchange(place: str, mine: Any, *, what: str = "", patience_seconds: float | None = None) -> list[Any]:
     """Return what each process says at ``place``, plain data, by rank; None for those that do not come in time.
 
     Args:
         place: a name for this moment, the same on all processes, used once.
         mine: what this process says; not None.
+        what: what it is about, for the line that says who is waited for.
         patience_seconds: how long to wait for the others; ``PATIENCE_SECONDS`` by default.
 
     """
     store, size = _store(), dist.get_world_size()
     store.set(f"{place}/{dist.get_rank()}", json.dumps(mine))
     keys = [f"{place}/{rank}" for rank in range(size)]
-    deadline = time.monotonic() + (PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
-    while not store.check(keys) and time.monotonic() < deadline:
+    patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
+    began = time.monotonic()
+    noticed = False
+    while not store.check(keys) and (waited := time.monotonic() - began) < patience_seconds:
+        if waited > NOTICE_SECONDS and not noticed:
+            noticed = True
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            log.warning(
+                f"rank {dist.get_rank()} has waited {NOTICE_SECONDS:.0f} s for {ranks(absent)} ({what or place}), and "
+                f"gives up after {patience_seconds:.0f} s."
+            )
         time.sleep(_LOOK_SECONDS)
     return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
@@ -75,7 +87,7 @@ def require_all(place: str, what: str, mine: Any, advice: str) -> list[Any]:
         RuntimeError: not all processes come there; it names the ranks.
 
     """
-    said = exchange(place, mine)
+    said = exchange(place, mine, what=what)
     absent = [rank for rank, each in enumerate(said) if each is None]
     if absent:
         present = [rank for rank, each in enumerate(said) if each is not None]
