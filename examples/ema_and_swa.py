@@ -24,7 +24,7 @@ class DigitClassifier(L.LightningModule):
         x, y = batch
         return nn.functional.cross_entropy(self.layers(x), y)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
         logits = self.layers(x)
         self.log("accuracy", (logits.argmax(1) == y).float().mean(), batch_size=len(y))
@@ -51,7 +51,7 @@ def main() -> None:
         model = DigitClassifier()
         trainer.fit(model, DataLoader(train, batch_size=64, shuffle=True))
         # The averages are in the model now.
-        result = trainer.validate(model, DataLoader(val, batch_size=300), verbose=False)[0]
+        result = trainer.test(model, DataLoader(val, batch_size=300), verbose=False)[0]
         print(f"{name}: accuracy {result['accuracy']:.3f}, loss {result['loss']:.3f}")
 
 

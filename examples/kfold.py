@@ -19,7 +19,7 @@ class Classifier(L.LightningModule):
         images, labels = batch
         return nn.functional.cross_entropy(self.layers(images), labels)
 
-    def validation_step(self, batch, batch_idx):
+    def test_step(self, batch, batch_idx):
         images, labels = batch
         self.log("accuracy", (self.layers(images).argmax(1) == labels).float().mean())
 
@@ -46,7 +46,7 @@ def cross_validate(folds: int = 5, epochs: int = 5) -> list[float]:
         )
         model = Classifier()
         trainer.fit(model, DataLoader(Subset(data, train), batch_size=32, shuffle=True))
-        (result,) = trainer.validate(model, DataLoader(Subset(data, held_out), batch_size=256), verbose=False)
+        (result,) = trainer.test(model, DataLoader(Subset(data, held_out), batch_size=256), verbose=False)
         print(
             f"fold {fold}: trained on {len(train)}, accuracy on the other {len(held_out)}: {result['accuracy']:.3f}"
         )

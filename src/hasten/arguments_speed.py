@@ -174,8 +174,8 @@ def _batch_size(owner: str, value: Any, batching: Any, micro_batch: Any, memory:
         for name, other in (("micro_batch", micro_batch), ("memory", memory)):
             if other is not None and (name == "micro_batch" or other == "auto"):
                 raise ValueError(
-                    f"{owner}(batch_size='auto', {name}={other!r}): with {name} memory does not run out, so no largest "
-                    f"size shows. Give batch_size a number, or leave {name} out."
+                    f"{owner}(batch_size='auto', {name}={other!r}): with {name} memory is not used up, so there is "
+                    f"no largest size. Give batch_size a number, or leave {name} out."
                 )
     elif isinstance(value, str):
         raise TypeError(

@@ -140,12 +140,32 @@ def test_what_is_meant_is_not_said(make: Any) -> None:
 
 
 def test_a_validation_step_without_data_is_said_and_either_line_ends_it() -> None:
-    (text,) = said(lambda: quiet(max_epochs=2).fit(Classifier(), loader()))
-    assert text.startswith("Classifier has a validation_step() but there is no validation data")
+    class Validated(Classifier):
+        pass
+
+    (text,) = said(lambda: quiet(max_epochs=2).fit(Validated(), loader()))
+    assert text.startswith("Validated has a validation_step() but there is no validation data")
     assert "trainer.fit(model, train_dataloaders, val_dataloaders)" in text
     with nothing_said():
+        quiet().fit(Validated(), loader())  # The next fold.
         quiet().fit(Classifier(), loader(), loader())
         quiet(limit_val_batches=0).fit(Classifier(), loader())
+
+
+def test_an_evaluation_of_nothing_is_said_and_the_line_mends_it() -> None:
+    class Tested(Classifier):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.loss(batch))
+
+    trainer, model = quiet(limit_val_batches=0, limit_test_batches=0), Tested()
+    with pytest.warns(UserWarning, match=r"Trainer.validate\(\) evaluates nothing, as limit_val_batches=0"):
+        assert trainer.validate(model, loader()) == []
+    with pytest.warns(UserWarning, match=r"Set trainer.limit_test_batches = 1.0"):
+        assert trainer.test(model, loader()) == []
+    trainer.limit_val_batches = trainer.limit_test_batches = 1.0
+    with nothing_said():
+        assert "val_loss" in trainer.validate(model, loader(), verbose=False)[0]
+        assert "loss" in trainer.test(model, loader(), verbose=False)[0]
 
 
 class Data(L.LightningDataModule):
@@ -154,7 +174,10 @@ class Data(L.LightningDataModule):
 
 
 def test_a_datamodule_may_lack_it_too() -> None:
-    (text,) = said(lambda: quiet().fit(Classifier(), datamodule=Data()))
+    class Validated(Classifier):
+        pass
+
+    (text,) = said(lambda: quiet().fit(Validated(), datamodule=Data()))
     assert "define val_dataloader()" in text
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops.compiled import compiled_step, recorded_steps
 from hasten.loops.explain import add_place, takes
@@ -101,6 +102,10 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
     """Evaluate, and print the values logged if ``verbose``; what ``validate`` and ``test`` do."""
     source = run.test if testing else run.validation
     if source.is_off():
+        call, limit = ("test", "limit_test_batches") if testing else ("validate", "limit_val_batches")
+        rank_zero_warn(
+            f"Trainer.{call}() evaluates nothing, as {limit}=0. Set trainer.{limit} = 1.0 before it."
+        )
         return []
     source.load()
     check_takes_loader(run.module, "test" if testing else "validation", len(source.loaders))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 # Parts named in a message; the others are counted.
 _NAMED = 3
+
+# A cross-validation or a search fits the same class again and again, and validates after it.
+_said_without_data: WeakSet[type] = WeakSet()
 
 
 def warn_about_missing_parts(validation: Source, module: LightningModule, *, wanted: bool) -> None:
@@ -35,11 +39,12 @@ def warn_about_missing_parts(validation: Source, module: LightningModule, *, wan
             f"There is validation data but {type(module).__name__} has no validation_step(): no validation runs. "
             "Define it, or leave the data out."
         )
-    elif wanted and has_step and not validation.has_data():
+    elif wanted and has_step and not validation.has_data() and type(module) not in _said_without_data:
+        _said_without_data.add(type(module))
         rank_zero_warn(
             f"{type(module).__name__} has a validation_step() but there is no validation data: no validation runs. "
             "Write trainer.fit(model, train_dataloaders, val_dataloaders) or define val_dataloader(); "
-            "Trainer(limit_val_batches=0) says that none is wanted."
+            "Trainer(limit_val_batches=0) switches it off, in trainer.validate() as well."
         )
 
 
