@@ -219,9 +219,9 @@ def test_one_sample_that_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"micro_batch": "auto"}, "with micro_batch memory does not run out"),
-        ({"micro_batch": 4}, "with micro_batch memory does not run out"),
-        ({"memory": "auto"}, "with memory memory does not run out"),
+        ({"micro_batch": "auto"}, "with micro_batch memory is not used up"),
+        ({"micro_batch": 4}, "with micro_batch memory is not used up"),
+        ({"memory": "auto"}, "with memory memory is not used up"),
         ({"batching": "tokens:64"}, "with max_tokens=64 the tokens say"),
     ],
 )
