@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -254,6 +256,34 @@ def test_a_run_repeats_with_the_seed_and_leaves_the_module_as_it_was() -> None:
     assert same_weights(one, other)
     assert not same_weights(one, plain)
     assert all("forward" not in vars(layer) for layer in one.modules())
+
+
+def test_a_layer_saved_in_the_middle_of_a_run_is_torchs_when_it_is_loaded(tmp_path) -> None:
+    class Saving(Classifier):
+        def training_step(self, batch: object, batch_idx: int) -> object:
+            if batch_idx == 1:
+                torch.save(self.layers, tmp_path / "layers.pt")
+            return super().training_step(batch, batch_idx)
+
+    quiet(dropout="fast").fit(Saving(dropout=0.5), loader())
+    # Elsewhere there may be no hasten.
+    program = (
+        "import sys, torch; layers = torch.load(sys.argv[1], weights_only=False); "
+        "assert 'hasten' not in sys.modules; layers[2].p = 1.0; print(layers[2](torch.ones(9)).sum().item())"
+    )
+    path = str(tmp_path / "layers.pt")
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
+    assert done.stdout == "0.0\n"
+    layers = torch.load(path, weights_only=False)
+    with fast_dropout(layers) as replaced:
+        assert replaced == 1
+    assert "forward" not in vars(layers[2])
+
+
+def test_a_layer_is_called_with_its_input_by_name() -> None:
+    layer = nn.Dropout(1.0)
+    with fast_dropout(layer):
+        assert layer(input=torch.ones(3)).sum() == 0
 
 
 def test_a_run_stopped_between_goes_on_with_the_same_masks(tmp_path) -> None:

@@ -176,8 +176,13 @@ def _is_plain(x: Tensor) -> bool:
     )
 
 
-def _forward(module: nn.Dropout, x: Tensor) -> Tensor:
-    return dropout(x, module.p, module.training, module.inplace)
+def _forward(module: nn.Dropout, input: Tensor) -> Tensor:
+    return dropout(input, module.p, module.training, module.inplace)
+
+
+# A bound method is pickled by this name: a layer that is saved in the middle of a run gets torch's own when it is
+# loaded, also where there is no hasten.
+_forward.__name__ = "forward"
 
 
 @contextmanager
@@ -201,7 +206,8 @@ def fast_dropout(module: nn.Module) -> Iterator[int]:
 
 
 def _has_torchs_forward(layer: nn.Module) -> bool:
-    return "forward" not in vars(layer) and all(
+    own = vars(layer).get("forward")
+    return (own is None or getattr(own, "__func__", None) is type(layer).forward) and all(
         # By the file of the code: functools.wraps copies names and module.
         getattr(getattr(function, "__code__", None), "co_filename", None) == module.__file__
         for function, module in (

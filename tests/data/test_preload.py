@@ -258,7 +258,7 @@ def test_processes_of_a_run_train_on_one_copy_of_the_data(tmp_path: Path) -> Non
     torch.distributed.all_gather_object(parts, seen)
     assert sorted(parts[0] + parts[1]) == list(range(40))
     # Not a copy: what one writes into the tensor of the loader, the other reads there.
-    column = trainer.train_dataloader.dataset.data.leaves[0]
+    column = trainer.train_dataloader.dataset._hasten_data.leaves[0]
     if trainer.global_rank == 0:
         column.fill_(7.0)
     torch.distributed.barrier()

@@ -459,3 +459,26 @@ def test_random_samples_by_a_consumed_iterator_are_found() -> None:
     numbers = itertools.count()
     with pytest.raises(ValueError, match="made with random numbers"):
         resident(DataLoader(Flipping(lambda: float(next(numbers) % 10) / 10), 4))
+
+
+def test_names_of_the_users_dataset_are_its_own() -> None:
+    class Digits(Curriculum):
+        def __init__(self) -> None:
+            super().__init__()
+            self.data = torch.zeros(12)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.data[index] + self.level
+
+    digits = Digits()
+    mine = resident(DataLoader(Subset(digits, range(6)), 6))
+    held: Any = mine.dataset
+    assert held.dataset is digits
+    for level in range(3):
+        # As a callback does by trainer.train_dataloader.dataset.dataset.
+        held.dataset.level = level
+        held.dataset.data = torch.full((12,), 10.0 * level)
+        assert [batch.tolist() for batch in mine] == [[11.0 * level] * 6]
+    held = resident(DataLoader(digits, 6)).dataset
+    held.data = torch.ones(12)
+    assert digits.data.sum() == 12

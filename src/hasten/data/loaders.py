@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.data.lengths import PlannedBatches
-from hasten.data.resident_loader import Held
+from hasten.data.resident_loader import users_dataset
 from hasten.data.samplers import Share
 from hasten.data.sources import with_attributes
 from hasten.data.workers import SeedByRank
@@ -179,6 +179,6 @@ def _check_not_empty(loader: Any, name: str) -> None:
                 f"batch_size={loader.batch_size}. Use drop_last=False or a smaller batch size."
             )
         # Held in memory by hasten, it is still the user's.
-        dataset = loader.dataset.dataset if isinstance(loader.dataset, Held) else loader.dataset
+        dataset = users_dataset(loader.dataset)
         raise ValueError(f"{name} has no batches: its dataset ({type(dataset).__name__}) is empty.")
     raise ValueError(f"{name} has no batches: it is an empty {type(loader).__name__}.")

@@ -39,49 +39,58 @@ class Held(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, data: Columns | list[Any], changes: _Changes) -> None:
-        # Not self.x = ...: that is for the dataset.
-        self.__dict__.update(dataset=dataset, data=data, joins=isinstance(data, Columns), _changes=changes)
-
-    def begin_epoch(self) -> None:
-        """Read the samples again if attributes of the dataset have changed since they were read."""
-        data = self._changes.read_again()
-        if data is not None:
-            if self.joins and not isinstance(data, Columns):
-                raise ValueError(
-                    f"{self._changes.name}: its samples had one shape and now differ in size, so they cannot be held "
-                    "as before. Leave resident=... out."
-                )
-            self.__dict__["data"] = data if self.joins else _one_by_one(data)
-
-    def end_epoch(self) -> None:
-        """Check that the dataset stayed as it was at the beginning of the epoch.
-
-        Raises:
-            RuntimeError: one of its attributes has changed.
-
-        """
-        self._changes.check()
+        # Not self.x = ...: that is for the dataset. Nor names that a dataset may have: a program that reads or sets
+        # the data of one, or the dataset of a Subset, means those.
+        self.__dict__.update(
+            _hasten_dataset=dataset,
+            _hasten_data=data,
+            _hasten_joins=isinstance(data, Columns),
+            _hasten_changes=changes,
+        )
 
     def __len__(self) -> int:
-        return len(self.data)
+        return len(self._hasten_data)
 
     def __getitem__(self, index: int) -> Any:
-        number = index if index >= 0 else index + len(self.data)
-        return self.data.sample(number) if isinstance(self.data, Columns) else fresh(self.data[number])
+        data = self._hasten_data
+        number = index if index >= 0 else index + len(data)
+        return data.sample(number) if isinstance(data, Columns) else fresh(data[number])
 
     def __getitems__(self, indices: list[int]) -> Any:
         """Return a batch, joined already where there are columns; else its samples."""
-        data = self.data
+        data = self._hasten_data
         return data.batch(indices) if isinstance(data, Columns) else [fresh(data[index]) for index in indices]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("dataset", "data", "joins", "_changes"):
+        if name.startswith(("__", "_hasten_")):
             raise AttributeError(name)
-        return getattr(self.dataset, name)
+        return getattr(self._hasten_dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What a callback sets on the loader's dataset is for the user's, from which samples are then read again.
-        setattr(self.dataset, name, value)
+        setattr(self._hasten_dataset, name, value)
+
+
+def users_dataset(dataset: Any) -> Any:
+    """Return the user's dataset, where its samples are held in memory and where they are not."""
+    return dataset._hasten_dataset if isinstance(dataset, Held) else dataset
+
+
+def gives_batches(dataset: Any) -> bool:
+    """Say whether a dataset's samples are held as columns, which are joined to batches already."""
+    return isinstance(dataset, Held) and bool(dataset._hasten_joins)
+
+
+def _begin_epoch(held: Held) -> None:
+    """Read the samples again if attributes of the dataset have changed since they were read."""
+    data = held._hasten_changes.read_again()
+    if data is not None:
+        if held._hasten_joins and not isinstance(data, Columns):
+            raise ValueError(
+                f"{held._hasten_changes.name}: its samples had one shape and now differ in size, so they cannot be "
+                "held as before. Leave resident=... out."
+            )
+        held.__dict__["_hasten_data"] = data if held._hasten_joins else _one_by_one(data)
 
 
 class _Changes:
@@ -190,13 +199,14 @@ class _Batches:
     def __next__(self) -> Any:
         if self._take is None:
             # Not before the first batch is asked for: only then a DataLoader reads its dataset.
-            self._held.begin_epoch()
-            data = self._held.data
+            _begin_epoch(self._held)
+            data = self._held._hasten_data
             self._take = data.batch if isinstance(data, Columns) else self._held.__getitems__
         try:
             indices = next(self._index_batches)
         except StopIteration:
-            self._held.end_epoch()
+            # An error if the dataset is another than at the beginning of the epoch.
+            self._held._hasten_changes.check()
             raise
         samples = self._take(indices)
         try:
@@ -214,7 +224,7 @@ class _Batches:
 def _index_batches(loader: Any) -> Iterator[Any]:
     """Yield the index batches of a loader; as tensors where its order is one, with the same draws at the same time."""
     batches = loader._index_sampler
-    if type(batches) is not BatchSampler or not isinstance(loader.dataset.data, Columns):
+    if type(batches) is not BatchSampler or not isinstance(loader.dataset._hasten_data, Columns):
         return iter(batches)
     sampler, size = batches.sampler, batches.batch_size
     if type(sampler) is SequentialSampler:

@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.data.padding import MASK_KEY, fields_of, is_mask, is_sequence, last_column, sequence_key
-from hasten.data.resident_loader import Held
+from hasten.data.resident_loader import users_dataset
 from hasten.seed import isolate_rng
 
 # Reading them takes seconds for data that is decoded on the way, so each dataset is read once.
@@ -66,8 +66,7 @@ def sample_lengths(dataset: Any, key: Any = None, *, name: str = "the dataset") 
         tensor([3, 1])
 
     """
-    if isinstance(dataset, Held):
-        dataset = dataset.dataset
+    dataset = users_dataset(dataset)
     if isinstance(dataset, Subset):
         found = sample_lengths(dataset.dataset, key, name=name)
         chosen = torch.as_tensor(dataset.indices, dtype=torch.int64)

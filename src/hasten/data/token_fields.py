@@ -23,7 +23,7 @@ from hasten.data.padding import (
     is_sequence,
     length_of,
 )
-from hasten.data.resident_loader import Held
+from hasten.data.resident_loader import gives_batches
 from hasten.seed import isolate_rng
 
 # What these names stand for has (batch, time, ...); "input_features" may have its time elsewhere.
@@ -154,7 +154,7 @@ def _everything(dataset: Any, collate_fn: Any) -> Iterator[Any] | None:
     starts = range(0, len(dataset), ROWS)
     if type(dataset) is TensorDataset and collate_fn is default_collate:
         return ([tensor[start : start + ROWS] for tensor in dataset.tensors] for start in starts)
-    if isinstance(dataset, Held) and dataset.joins:
+    if gives_batches(dataset):
         return (dataset.__getitems__(list(range(start, min(start + ROWS, len(dataset))))) for start in starts)
     return None
 
