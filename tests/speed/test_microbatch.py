@@ -252,6 +252,35 @@ def test_logged_values_are_those_of_the_whole_batch() -> None:
         assert whole == pytest.approx(parts, abs=1e-5)
 
 
+@pytest.mark.parametrize(("samples", "micro_batch"), [(26, 3), (24, 4), (28, 4)])
+def test_a_batch_size_given_to_log_counts_as_for_the_whole_batch(samples: int, micro_batch: int) -> None:
+    class Logs(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            x, y = batch
+            # One number for the whole batch, the samples of a part, its tokens, those that count.
+            for name, size in (("whole", 8), ("samples", len(x)), ("tokens", x.numel())):
+                self.log(name, loss, on_step=True, on_epoch=True, batch_size=size)
+            counted = nn.functional.cross_entropy(self(x), y, ignore_index=0, reduction="sum")
+            ones = max(int(y.sum()), 1)
+            self.log("counted", counted / ones, on_step=True, on_epoch=True, batch_size=ones)
+            self.log("number", loss.item(), on_step=True, on_epoch=True, batch_size=8)
+            self.log("twice", loss, batch_size=8, on_epoch=True)
+            self.log("twice", loss * 2, batch_size=8, on_epoch=True)
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            steps.append({k: v.item() for k, v in self.trainer.callback_metrics.items()})
+
+    found = []
+    for parts in (None, micro_batch):
+        steps: list[dict[str, float]] = []
+        trainer = trained(fresh(Logs), loader(samples, 8), micro_batch=parts)
+        found.append([*steps, {k: v.item() for k, v in trainer.callback_metrics.items()}])
+    for whole, parts in zip(*found, strict=True):
+        assert whole == pytest.approx(parts, abs=1e-5)
+
+
 @pytest.mark.parametrize("micro_batch", [2, "auto"])
 def test_nothing_is_read_from_the_device(micro_batch: Any) -> None:
     class Reads(Logs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -137,6 +138,7 @@ class _Parts:
         self._alone = computes_alone(run)
         self._holds_back = run.runtime.syncs_gradients and not self._alone
         self._weighs = run.accumulate_grad_batches > 1 or run.runtime.world_size > 1
+        self._of_whole: dict[Meter, tuple[bool, bool]] = {}
         self.any_loss = False
 
     @functools.cached_property
@@ -179,7 +181,7 @@ class _Parts:
         _warn_of_batch_norm(run.module)
         samples = sum(count for _, count in parts)
         found = []
-        with StepValues(meters) as values:
+        with StepValues(meters, self._of_whole) as values:
             for index, (part, count) in enumerate(parts):
                 meters.batch, meters.batch_size = part, count
                 with self._exchange(closes and index == len(parts) - 1):
@@ -223,15 +225,28 @@ class _Parts:
 class StepValues:
     """The values logged in the parts of a batch, put together to those of the whole.
 
+    A ``batch_size`` given to ``self.log`` counts what the part has, its samples or tokens, or is one number for the
+    whole batch, such as a hyper-parameter. Of the latter each part counts its share.
+
     Args:
         meters: who takes the values; inside the context each is noted here as well.
+        of_whole: of each meter, (it is given the size of the whole batch, that is certain), as far as batches have
+            shown it.
 
     """
 
-    def __init__(self, meters: Meters) -> None:
+    def __init__(self, meters: Meters, of_whole: dict[Meter, tuple[bool, bool]]) -> None:
         self._meters = meters
+        self._of_whole = of_whole
+        # Of the part in hand: the value given last and its weight.
         self._part: dict[Meter, Any] = {}
-        self._sums: dict[Meter, tuple[Any, Any]] = {}
+        # (value, weight, samples) of each part.
+        self._values: dict[Meter, list[tuple[Any, Any, int]]] = {}
+        # Of the epoch before this batch: (total, weight).
+        self._before: dict[Meter, tuple[Any, Any]] = {}
+        # (value, size given, samples of the part, number of the part) of each call.
+        self._given: dict[Meter, list[tuple[Any, Any, int, int]]] = {}
+        self._number = 0
 
     def __enter__(self) -> StepValues:
         meters = self._meters
@@ -242,8 +257,17 @@ class StepValues:
 
     def _noted(self, name: str, value: Any, options: Any, batch_size: Any) -> None:
         meters = self._meters
+        known, total, weight = meters.context.meters.get(name), None, 0
+        if batch_size is not None and known is not None and known not in self._given:
+            total, weight = known.total, known.weight
+            # Values are added to it in place.
+            total = total.clone() if isinstance(total, Tensor) else total
         self._record(name, value, options, batch_size)
-        self._part[meters.context.meters[name]] = meters.batch_size if batch_size is None else batch_size
+        meter = meters.context.meters[name]
+        self._part[meter] = size = meters.batch_size if batch_size is None else batch_size
+        if isinstance(batch_size, (int, float)) or meter in self._given:
+            self._before.setdefault(meter, (total, weight))
+            self._given.setdefault(meter, []).append((meter.value, size, meters.batch_size, self._number))
 
     def next_part(self) -> None:
         """Add what the part just computed has logged."""
@@ -253,16 +277,9 @@ class StepValues:
                 continue
             if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
                 value = value.float()
-            averages = meter.metric is not None or meter.reduce == "mean"
-            share = value * weight if averages else value
-            if meter not in self._sums:
-                self._sums[meter] = share, weight
-            elif averages or meter.reduce == "sum":
-                total, weights = self._sums[meter]
-                self._sums[meter] = total + share, weights + weight
-            else:
-                self._sums[meter] = _extreme(self._sums[meter][0], share, meter.reduce), weight
+            self._values.setdefault(meter, []).append((value, weight, self._meters.batch_size))
         self._part.clear()
+        self._number += 1
 
     def __exit__(self, *error: Any) -> None:
         if self._own is None:
@@ -271,12 +288,54 @@ class StepValues:
             self._meters.__dict__["record"] = self._own
         if error[0] is not None:
             return
-        for meter, (total, weight) in self._sums.items():
+        for meter, given in self._given.items():
+            self._look(meter, given)
+            if self._of_whole[meter][0]:
+                self._share(meter, given)
+        for meter, values in self._values.items():
+            if meter.metric is None and meter.reduce != "mean":
+                total = values[0][0]
+                for value, _, _ in values[1:]:
+                    total = total + value if meter.reduce == "sum" else _extreme(total, value, meter.reduce)
+                meter.value = _like(total, meter.value)
+                continue
+            by_samples = meter in self._given and self._of_whole[meter][0]
+            weights = [samples if by_samples else weight for _, weight, samples in values]
+            weighted = [value * weight for (value, _, _), weight in zip(values, weights, strict=True)]
+            mean = functools.reduce(operator.add, weighted) / sum(weights)
             if meter.metric is not None:
-                meter.metric._forward_cache = total / weight
+                meter.metric._forward_cache = mean
             else:
-                value = total / weight if meter.reduce == "mean" else total
-                meter.value = _like(value, meter.value)
+                meter.value = _like(mean, meter.value)
+
+    def _look(self, meter: Meter, given: list[tuple[Any, Any, int, int]]) -> None:
+        """Find whether the sizes given are that of the whole batch each, and not of its parts."""
+        if any(isinstance(size, Tensor) for _, size, _, _ in given):
+            # Counted on the device, of a part.
+            self._of_whole[meter] = False, True
+            return
+        sizes, samples = {size for _, size, _, _ in given}, {part for _, _, part, _ in given}
+        if len(sizes) > 1:
+            self._of_whole[meter] = False, True
+        elif len(samples) > 1 and self._of_whole.get(meter) != (False, True):
+            self._of_whole[meter] = True, True
+        elif meter not in self._of_whole:
+            # Parts of one size, given one number: if the batch has fewer samples, it is the tokens of a part.
+            self._of_whole[meter] = sizes != samples and max(sizes) <= _samples(given), False
+
+    def _share(self, meter: Meter, given: list[tuple[Any, Any, int, int]]) -> None:
+        """Take the values of this batch again, each with its share of the size of the whole."""
+        if meter.metric is not None or meter.reduce != "mean" or meter.total is None:
+            return
+        last, samples = meter.value, _samples(given)
+        meter.total, meter.weight = self._before.get(meter, (None, 0))
+        for value, size, part, _ in given:
+            meter.add(value, size * part / samples)
+        meter.value = last
+
+
+def _samples(given: list[tuple[Any, Any, int, int]]) -> int:
+    return sum({number: part for _, _, part, number in given}.values())
 
 
 def _like(value: Any, other: Any) -> Any:
