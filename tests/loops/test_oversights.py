@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import hasten as L
@@ -131,9 +132,36 @@ class EvalEachEpoch(Tuned):
         self.body.eval()
 
 
+class SwitchesItOff(Tuned):
+    """Was in train mode until a hook wanted something else, here for a part that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train()
+
+    def on_train_epoch_start(self) -> None:
+        self.body.eval()
+
+
+class HasTrainOfItsOwn(Tuned):
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.body.eval()
+        return self
+
+
+class ExtractsFeatures(Tuned):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers.parameters(), lr=0.1)
+
+
 @pytest.mark.parametrize(
-    "make", [lambda: frozen(Tuned()), SwitchesIt, KeepsStatistics, EvalEachEpoch, lambda: Tuned().train()]
-)
+    "make",
+    [
+        lambda: frozen(Tuned()), SwitchesIt, KeepsStatistics, EvalEachEpoch, lambda: Tuned().train(),
+        SwitchesItOff, HasTrainOfItsOwn, ExtractsFeatures,
+    ],
+)  # fmt: skip
 def test_what_is_meant_is_not_said(make: Any) -> None:
     with nothing_said():
         quiet(max_epochs=2).fit(make(), loader())

@@ -73,6 +73,7 @@ def fit(run: Run) -> None:
             "`max_epochs` was not set: training ends after 1000 epochs. "
             "Pass max_epochs=..., or max_epochs=-1 for no limit."
         )
+    run.first_epoch.is_ahead(run)
     sanity_check(run)
     run.enter(RunningStage.TRAINING)
     if not run.progress.mid_epoch:

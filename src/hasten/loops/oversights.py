@@ -53,14 +53,23 @@ class FirstEpoch:
 
     def __init__(self) -> None:
         self._begun = self._ended = False
+        self._in_eval_mode: set[nn.Module] = set()
+
+    def is_ahead(self, run: Run) -> None:
+        """Take the parts in eval mode before the hooks of training: what those switch to it is meant so."""
+        self._in_eval_mode = {part for part in run.module.modules() if not part.training}
 
     def begins(self, run: Run) -> None:
         """Warn of parts that would train in eval mode; by now every hook has had its chance to switch them."""
         if self._begun:
             return
         self._begun = True
-        module = run.module
-        found = list(_trained_in_eval_mode(module))
+        module, before = run.module, self._in_eval_mode
+        self._in_eval_mode = set()
+        if not before:
+            return
+        trained = {p for one in run.optimizers for group in one.param_groups for p in group["params"]}
+        found = [name for name, part in _trained_in_eval_mode(module, trained) if part in before]
         if not found:
             return
         if found == [""]:
@@ -94,16 +103,22 @@ class FirstEpoch:
             )
 
 
-def _trained_in_eval_mode(module: nn.Module, name: str = "") -> Iterator[str]:
-    """Yield the largest parts in eval mode that have parameters to train."""
+def _trained_in_eval_mode(
+    module: nn.Module, trained: set[nn.Parameter], name: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the largest parts in eval mode that have parameters of an optimizer."""
+    if type(module).train is not nn.Module.train:
+        return  # Decides itself which of its parts are in which mode.
     if not module.training:
         # One layer of torch by itself, such as a BatchNorm that keeps its statistics, was set so by the program.
         single = type(module).__module__.startswith("torch.nn.") and not any(module.children())
-        if not single and any(p.requires_grad and not is_lazy(p) for p in module.parameters()):
-            yield name
+        if not single and any(
+            p.requires_grad and p in trained and not is_lazy(p) for p in module.parameters()
+        ):
+            yield name, module
         return
     for child_name, child in module.named_children():
-        yield from _trained_in_eval_mode(child, f"{name}.{child_name}" if name else child_name)
+        yield from _trained_in_eval_mode(child, trained, f"{name}.{child_name}" if name else child_name)
 
 
 def _attribute(name: str) -> str:
