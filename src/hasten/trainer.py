@@ -109,10 +109,12 @@ class Trainer(TrainerView):
         detect_anomaly: ``torch.autograd.set_detect_anomaly`` during fit: a gradient that is nan is an error that
             names the function and, where that shows in forward, the layer. Steps take several times as long.
         on_bad_loss: what to do about a loss that is nan or infinite: "warn" (default) says so at the next logging
-            interval and costs nothing. The others look at loss and gradients before each optimizer step, which on a
-            GPU means to wait for it once a step, and leave out the step of such a window: "stop" then ends the run
-            with an error that names the layer, "skip" goes on with the next batch, "rewind" goes on from the weights
-            and optimizer states of up to ``log_every_n_steps`` steps before. See docs/differences.md.
+            interval and costs nothing. The others look at loss and gradients before each optimizer step (on a GPU
+            the host waits for it once a step) and leave out the step where one is not finite: "stop" then ends the
+            run with a ``FloatingPointError`` that names the layer, "skip" goes on with the next batch, "rewind" goes
+            on with it from the weights and optimizer states of up to ``log_every_n_steps`` steps before. Not with
+            optimizers that step in backward; "skip" and "rewind" not with manual optimization or
+            ``detect_anomaly``. See docs/differences.md.
         barebones: switch off all that is not training.
         plugins: a Precision, CheckpointIO or ClusterEnvironment, or a list of them.
         sync_batchnorm: compute batch statistics over all processes.

@@ -243,6 +243,14 @@ def test_without_loggers_nothing_is_missed(options: dict[str, Any], tmp_path: Pa
         quiet(default_root_dir=tmp_path, **options).fit(LogsSteps(), loader())
 
 
+def test_a_resumed_run_does_not_say_it_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"logger": True, "enable_checkpointing": True, "default_root_dir": tmp_path}
+    (text,) = said(lambda: quiet(max_epochs=1, **options).fit(LogsSteps(), loader()))
+    assert "go to the loggers every 50 steps" in text
+    (path,) = tmp_path.rglob("*.ckpt")
+    assert not said(lambda: quiet(max_epochs=3, **options).fit(LogsSteps(), loader(), ckpt_path=path))
+
+
 def test_values_of_epochs_arrive(tmp_path: Path) -> None:
     with nothing_said():
         quiet(logger=True, default_root_dir=tmp_path).fit(LogsEpochs(), loader())

@@ -52,7 +52,7 @@ class FirstEpoch:
     """Looks at the first epoch of a fit, before its first batch and after its last."""
 
     def __init__(self) -> None:
-        self._begun = self._ended = False
+        self._begun = self._ended = self._resumed = False
         self._in_eval_mode: set[nn.Module] = set()
 
     def is_ahead(self, run: Run) -> None:
@@ -64,6 +64,7 @@ class FirstEpoch:
         if self._begun:
             return
         self._begun = True
+        self._resumed = run.progress.updates > 0
         module, before = run.module, self._in_eval_mode
         self._in_eval_mode = set()
         if not before:
@@ -91,7 +92,8 @@ class FirstEpoch:
             return
         self._ended = True
         every, steps = run.arguments.log_every_n_steps, run.progress.updates
-        if run.arguments.fast_dev_run or not run.meters.loggers or not 0 < steps < every:
+        # The first part of a resumed run has said it.
+        if self._resumed or run.arguments.fast_dev_run or not run.meters.loggers or not 0 < steps < every:
             return
         names = run.meters.logged_on_steps()
         if names:
