@@ -238,6 +238,24 @@ def test_a_step_replaced_on_the_instance_or_the_class_is_called(monkeypatch: pyt
     assert calls == ["instance", "class"]
 
 
+def test_the_verbs_of_another_class_given_to_the_optimizer_are_called() -> None:
+    calls: list[str] = []
+
+    class Other(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            calls.append("step")
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            calls.append("zero_grad")
+
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    step, zero_grad = verbs.make_step(optimizer), verbs.make_zero_grad(optimizer)
+    optimizer.__class__ = Other
+    step()
+    zero_grad()
+    assert calls == ["step", "zero_grad"]
+
+
 def counted(calls: list[str], name: str, function: Any) -> Any:
     """Return ``function`` noting each call, with all the attributes that ``functools.wraps`` copies."""
 

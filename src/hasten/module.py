@@ -545,7 +545,7 @@ _HOOKS = frozenset(
     )
     or name.endswith(("_step", "_dataloader"))
     or name in ("backward", "clip_gradients", "prepare_data")
-)
+) | {"__class__"}
 
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
 

@@ -131,6 +131,7 @@ def make_step(optimizer: Any) -> Step:
             or before_all
             or after_all
             or profiled()
+            or optimizer.__class__ is not kind
             or kind.step is not step_of_class
             or own.get("step") is not watched
         ):
@@ -174,7 +175,12 @@ def make_zero_grad(optimizer: Any) -> Callable[[], None]:
     profiled, own = _profiler_enabled, vars(optimizer)
 
     def zero_grad() -> None:
-        if profiled() or kind.zero_grad is not torchs or "zero_grad" in own:
+        if (
+            profiled()
+            or optimizer.__class__ is not kind
+            or kind.zero_grad is not torchs
+            or "zero_grad" in own
+        ):
             optimizer.zero_grad()
             return
         for group in optimizer.param_groups:

@@ -159,6 +159,79 @@ def test_a_callback_appended_in_a_step_gets_the_outputs_of_that_batch(automatic:
     assert all(isinstance(outputs["loss"], Tensor) for outputs in notes.outputs)
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+@pytest.mark.parametrize("way", ["patched", "another"])
+def test_a_training_step_of_the_class_counts_from_the_next_batch(way: str, hook: str) -> None:
+    taken: list[str] = []
+
+    class First(Steps):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            taken.append("first")
+            return super().training_step(batch, batch_idx)
+
+    class Second(First):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            taken.append("second")
+            return self.loss(batch)
+
+    class Change(L.Callback):
+        pass
+
+    def change(self: Any, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            if way == "patched":
+                First.training_step = Second.training_step  # type: ignore[method-assign]
+            else:
+                module.__class__ = Second
+
+    setattr(Change, hook, change)
+    quiet(callbacks=Change()).fit(First(), loader())
+    at_once = way == "another" or hook == "on_train_batch_end"
+    assert taken == ["first"] * (6 - at_once) + ["second"] * (4 + at_once)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"])
+@pytest.mark.parametrize(
+    ("name", "value", "trained", "validated"),
+    [
+        ("limit_train_batches", 4, [10, 4], 3),
+        ("limit_train_batches", 0.5, [10, 5], 3),
+        ("limit_train_batches", 1, [10, 1], 3),
+        ("limit_val_batches", 1, [10, 10], 1),
+        ("limit_val_batches", 0, [10, 10], 0),
+    ],
+)
+def test_another_limit_counts_from_the_next_epoch(
+    hook: str, name: str, value: Any, trained: list[int], validated: int
+) -> None:
+    class Change(L.Callback):
+        pass
+
+    def change(self: Any, trainer: Any, *_: Any) -> None:
+        if trainer.current_epoch == 0:
+            setattr(trainer, name, value)
+
+    class Counts(Steps):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts, self.lasts, self.validated = [0, 0], 0, [0, 0]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.counts[self.current_epoch] += 1
+            self.lasts += self.trainer.is_last_batch
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.validated[self.current_epoch] += 1
+
+    setattr(Change, hook, change)
+    model = Counts()
+    quiet(callbacks=Change(), max_epochs=2, num_sanity_val_steps=0).fit(model, loader(), loader(12))
+    assert model.counts == trained
+    assert model.lasts == 2
+    assert model.validated[1] == validated
+
+
 def test_a_removed_callback_hears_no_more() -> None:
     notes = Notes()
     model = Steps()

@@ -244,6 +244,24 @@ def test_a_resumed_run_has_the_weights_of_the_uninterrupted_one(
     assert same_weights(whole, rest)
 
 
+def test_windows_beyond_the_said_length_are_divided_alike_before_and_after_resuming(tmp_path: Path) -> None:
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.total_batch_idx}.ckpt")
+
+    def run(callbacks: list[Any], path: Path | None = None) -> Watched:
+        model = Watched(dropout=0.0)
+        trainer = quiet(accumulate_grad_batches=3, callbacks=callbacks)
+        trainer.fit(model, Batches(9, 5), ckpt_path=path)
+        return model
+
+    whole = run([Saves()])
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) == 9
+    for path in paths:
+        assert same_weights(whole, run([], path)), path.name
+
+
 # -- several processes
 
 

@@ -104,6 +104,7 @@ def train_epoch(run: Run) -> None:
     else:
         _take_back_random_state(run)
         progress.next_epoch()
+        run.train.take_limit()
         run.train.reload_if_due(progress.epoch)
         run.train.finish_epoch()
         run.train.set_epoch(progress.epoch)
@@ -142,7 +143,8 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     """Train on each batch: the loop itself."""
     progress, hooks, meters, stop = run.progress, run.hooks, run.meters, run.stop
     several_processes = run.runtime.world_size > 1
-    plan, guard = _make_plan(run), run.guard
+    plan, guard, module = _make_plan(run), run.guard, run.module
+    step_of_class = module.__class__.training_step
 
     if not progress.followed:
         follow_batch(run)
@@ -170,6 +172,8 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
             plan = _make_plan(run)
 
         opens = progress.window == 0
+        if opens and batch_idx > plan.tail_start:
+            plan = _make_plan(run)  # More batches come than were said: their windows are whole ones again.
         closes = is_last or progress.window + 1 >= plan.window_size
         divisor = plan.window_size if batch_idx < plan.tail_start else plan.tail_size
         outputs = plan.train_step(batch, batch_idx, opens, closes, divisor)
@@ -203,8 +207,8 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
             if several_processes:
                 agree_after_batch(run, validated=True)
         progress.followed = True
-        if run.changed:
-            plan = _make_plan(run)
+        if run.changed or module.__class__.training_step is not step_of_class:
+            plan, step_of_class = _make_plan(run), module.__class__.training_step
 
         if several_processes:
             if agreed is not None:

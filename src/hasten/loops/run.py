@@ -130,8 +130,13 @@ class Run:
             self.changed = True
 
     def change_arguments(self, arguments: Arguments) -> None:
-        """Go on with other arguments, from the next batch."""
-        self.arguments = arguments
+        """Go on with other arguments from the next batch, and with another limit of batches from the next epoch."""
+        before, self.arguments = self.arguments, arguments
+        if arguments.limit_train_batches is not before.limit_train_batches:
+            self.train.change_limit(arguments.limit_train_batches)
+        if arguments.limit_val_batches is not before.limit_val_batches:
+            self.validation.change_limit(arguments.limit_val_batches)
+            self.validation.take_limit()
         self.checks.change(arguments.val_check_interval, arguments.check_val_every_n_epoch)
         self.train.reload_every_n_epochs = arguments.reload_dataloaders_every_n_epochs
         self.changed = True

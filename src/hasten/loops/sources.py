@@ -74,7 +74,7 @@ class Source:
         self._given = given
         self._reads_datamodule = reads_datamodule
         self._module = module
-        self._limit = limit
+        self._limit = self._next_limit = limit
         self._cap = math.inf
         self._sampler_kwargs = sampler_kwargs
         self._overfit = overfit
@@ -161,7 +161,15 @@ class Source:
 
     def switch_off(self) -> None:
         """Have nothing to do."""
-        self._limit = 0
+        self._limit = self._next_limit = 0
+
+    def change_limit(self, limit: int | float | None) -> None:
+        """Use other numbers of batches, from the next ``take_limit`` on."""
+        self._next_limit = limit
+
+    def take_limit(self) -> None:
+        """Use the latest limit from now on."""
+        self._limit = self._next_limit
 
     def reload(self) -> None:
         """Ask for the loaders again when they are needed next."""
