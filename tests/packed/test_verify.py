@@ -574,6 +574,30 @@ def test_a_loss_that_reads_the_padding_of_an_encoder_is_refused(read: str) -> No
     refused(Reads(), "TransformerEncoder: the loss reads its output where there is padding")
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_head_on_a_frozen_encoder_trains_the_same_or_is_refused(reads: bool) -> None:
+    class Probe(Reader):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            padding = batch["attention_mask"] == 0
+            hidden = self.encoder(self.words(batch["input_ids"]), src_key_padding_mask=padding)
+            if not reads:
+                hidden = hidden.masked_fill(padding[..., None], 0.0)
+            return nn.functional.cross_entropy(self.head(hidden.mean(1)), batch["labels"])
+
+    padded, packed = Probe(), Probe()
+    packed.load_state_dict(padded.state_dict())
+    for module in (padded, packed):
+        module.encoder.requires_grad_(False)
+        module.words.requires_grad_(False)
+    if reads:
+        refused(packed, "TransformerEncoder: the loss reads its output where there is padding")
+        return
+    quiet(max_epochs=2).fit(padded, loader())
+    quiet(max_epochs=2, packed=True).fit(packed, loader())
+    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_layerdrop_is_refused_before_training() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.OPTConfig(

@@ -321,9 +321,11 @@ class Stack:
             if self.first is not None:
                 return self.first.end(row, layout)
             batch = layout.unpack(row)
-            if batch.requires_grad and layout.has_padding:
-                return self._reads.watched(batch, row, layout)
-            return batch
+            if not layout.has_padding:
+                return batch
+            if not batch.requires_grad and self.probe is None:
+                batch = self._reads.of_frozen(batch)
+            return self._reads.watched(batch, row, layout) if batch.requires_grad else batch
 
         return (padded(output[0]), *output[1:]) if isinstance(output, tuple) else padded(output)
 
@@ -419,6 +421,12 @@ class _PaddingUnread:
         # Whether a backward has come by.
         self._looked = False
         self._wrong: Tensor | None = None
+
+    def of_frozen(self, batch: Tensor) -> Tensor:
+        """Return what blocks without trained weights gave, with a gradient until one has been looked at."""
+        if self._looked or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return batch
+        return batch.detach().requires_grad_()
 
     def watched(self, batch: Tensor, row: Tensor, layout: Layout) -> Tensor:
         """Return ``batch``, (samples, tokens, features), and look at its gradient once it is known.

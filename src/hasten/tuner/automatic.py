@@ -105,6 +105,8 @@ def _search(run: Run) -> int:
 class _Automatic(Search):
     """A search that makes the loaders with another size, whoever gave them."""
 
+    asked = "Trainer(batch_size='auto')"
+
     def __init__(self, trial: Trial, most: int, host: _Host | None) -> None:
         super().__init__(
             trial, "fit", _STEPS_OF_A_TRIAL, "batch_size", most, say=rank_zero_debug, put=self._set

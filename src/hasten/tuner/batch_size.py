@@ -107,6 +107,9 @@ class Search:
 
     """
 
+    # How it was asked for, for messages.
+    asked = "scale_batch_size"
+
     def __init__(
         self,
         trial: Trial,
@@ -171,9 +174,10 @@ class Search:
                     break
                 size //= 2
         if not good:
+            lower = "" if bad == 1 else ", or begin with a smaller init_val"
             raise RuntimeError(
-                f"scale_batch_size: no batch size fits into memory; tried from {first} down to {bad}. Use a smaller "
-                "model or precision='bf16-mixed', or begin with a smaller init_val."
+                f"{self.asked}: no batch size fits into memory; tried from {first} down to {bad}. Use a smaller model "
+                f"or precision='bf16-mixed'{lower}."
             ) from self._trial.error
         return good, bad
 
