@@ -492,7 +492,7 @@ def test_callbacks_are_called_with_what_they_take() -> None:
     fabric.call("on_epoch_end", 1, loss=0.5, unknown=1)
     fabric.call("on_anything", a=1, b=2)
     fabric.call("on_nothing_at_all")
-    with pytest.warns(UserWarning, match="no method"):
+    with pytest.warns(UserWarning, match="is not a method"):
         fabric.call("not_a_method")
     module = nn.Linear(1, 1)
     _, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -623,18 +623,18 @@ def set_up_twice(fabric: L.Fabric) -> dict[str, Any]:
         (lambda f, s: f.setup_dataloaders([1, 2]), TypeError, "PyTorch DataLoader"),
         (lambda f, s: f.setup(Model), TypeError, r"Write Model\(\)"),
         (lambda f, s: f.setup("model"), TypeError, "not str"),
-        (lambda f, s: f.setup(Model(), Model()), TypeError, "no optimizer"),
+        (lambda f, s: f.setup(Model(), Model()), TypeError, "not an optimizer"),
         (lambda f, s: f.setup(nn.Linear(1, 1, device="meta")), ValueError, "meta device"),
         (lambda f, s: f.clip_gradients(s["model"], s["optimizer"]), ValueError, "give one of the two"),
         (lambda f, s: f.clip_gradients(s["model"], s["optimizer"], clip_val=1, max_norm=1), ValueError, "give one"),
         (lambda f, s: f.no_backward_sync(Model()), TypeError, "fabric.setup"),
-        (lambda f, s: f.launch(3), TypeError, "no function"),
+        (lambda f, s: f.launch(3), TypeError, "not a function"),
         (lambda f, s: f.launch(lambda: None), TypeError, "must take an argument"),
         (lambda f, s: f.save("x", Model()), TypeError, "use a dict"),
         (lambda f, s: f.all_reduce(1, reduce_op="summ"), ValueError, "Did you mean 'sum'"),
         (lambda f, s: f.logger, IndexError, "Fabric\\(loggers="),
         (lambda f, s: L.Fabric(acelerator="cpu"), TypeError, "Did you mean 'accelerator'"),
-        (lambda f, s: L.Fabric(loggers=3), TypeError, "no logger"),
+        (lambda f, s: L.Fabric(loggers=3), TypeError, "not a logger"),
         (lambda f, s: L.Fabric(accelerator="cpu", precision="fp17"), ValueError, r"Fabric\(precision='fp17'\)"),
     ],
 )  # fmt: skip

@@ -580,7 +580,7 @@ def no_step(_: Any) -> Any:
             r"the key 'sched'; known are \['scheduler', 'name', 'interval'",
         ),
         (lambda o: ([o], [{"interval": "step"}]), r'the lr_scheduler dict has no key "scheduler"'),
-        (lambda o: ([o], [no_step(o)]), r"lr_scheduler is a Nothing, which is no learning-rate scheduler"),
+        (lambda o: ([o], [no_step(o)]), r"lr_scheduler is a Nothing, which is not a learning-rate scheduler"),
         (
             lambda o: {"optimizer": o, "lr_scheduler": [halve(o)]},
             r"lr_scheduler is a list of StepLR, which is no",

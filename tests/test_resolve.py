@@ -185,7 +185,7 @@ def test_an_accelerator_of_ones_own() -> None:
         ({"precision": "16-mixed"}, ValueError, "Use precision='bf16-mixed'"),
         ({"precision": 32, "plugins": [DoublePrecision()]}, ValueError, "Leave one out"),
         ({"plugins": [DoublePrecision(), DoublePrecision()]}, ValueError, "two of the kind Precision"),
-        ({"plugins": 3}, TypeError, "3 is no plugin"),
+        ({"plugins": 3}, TypeError, "3 is not a plugin"),
         ({"plugins": "ddp_spawn"}, TypeError, "Write strategy='ddp_spawn'"),
         ({"plugins": [TorchCheckpointIO]}, TypeError, "Write TorchCheckpointIO()"),
     ],

@@ -167,7 +167,7 @@ def _plugins(
             if isinstance(plugin, str) and plugin.lower() in STRATEGIES:
                 hint = f" Write strategy={plugin.lower()!r}."
             raise TypeError(
-                f"{owner}(plugins={plugins!r}): {plugin!r} is no plugin. Use objects of the classes in "
+                f"{owner}(plugins={plugins!r}): {plugin!r} is not a plugin. Use objects of the classes in "
                 f"hasten.plugins: a Precision, a CheckpointIO or a ClusterEnvironment.{hint}"
             )
         if found[kind] is not None:

@@ -35,7 +35,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         The seed.
 
     Raises:
-        ValueError: the seed is no whole number in range; the message says where it came from.
+        ValueError: the seed is not a whole number in range; the message says where it came from.
 
     Example::
 

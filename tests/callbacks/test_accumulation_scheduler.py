@@ -107,7 +107,7 @@ def test_what_applies_to_an_epoch() -> None:
     [
         ({}, TypeError, r"scheduling=\{\}\): give a dict"),
         ([(0, 2)], TypeError, "give a dict of epoch to number of batches"),
-        ({-1: 2}, ValueError, "the epoch -1 is no whole number of at least 0"),
+        ({-1: 2}, ValueError, "the epoch -1 is not a whole number of at least 0"),
         ({1.0: 2}, ValueError, "the epoch 1.0"),
         ({True: 2}, ValueError, "the epoch True"),
         ({2: 0}, ValueError, "0 batches in epoch 2; use a whole number of at least 1"),

@@ -286,7 +286,7 @@ def test_a_missing_monitor_is_found_out_without_validation_too(tmp_path: Path) -
         ({"monitor": ""}, "monitor=''"),
         ({"filename": "../{epoch}"}, "leaves the folder"),
         ({"filename": "/tmp/{epoch}"}, "leaves the folder"),
-        ({"filename": "{epoch:zz}"}, "no format of a number"),
+        ({"filename": "{epoch:zz}"}, "not a format of a number"),
         ({"filename": "{}"}, "without a name"),
     ],
 )

@@ -353,9 +353,9 @@ def test_parameters_that_are_not_there_are_refused() -> None:
             r"Linear has no parameter 'wight'; it has \['weight', 'bias'\].*weight",
         ),
         ([(model.layers[1], "weight")], "ReLU has no parameter 'weight'"),
-        ([("layers", "weight")], r"\('layers', 'weight'\) is no pair"),
-        ([(model.layers[0],)], "is no pair of a module and a parameter's name"),
-        (model.layers[0], "is no pair"),
+        ([("layers", "weight")], r"\('layers', 'weight'\) is not a pair"),
+        ([(model.layers[0],)], "is not a pair of a module and a parameter's name"),
+        (model.layers[0], "is not a pair"),
     ):
         pruning = ModelPruning("l1_unstructured", parameters_to_prune=given)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=message):

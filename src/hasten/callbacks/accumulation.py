@@ -46,8 +46,8 @@ class GradientAccumulationScheduler(Callback):
         for epoch, batches in scheduling.items():
             if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
                 raise MisconfigurationException(
-                    f"GradientAccumulationScheduler(scheduling={scheduling!r}): the epoch {epoch!r} is no whole number "
-                    "of at least 0."
+                    f"GradientAccumulationScheduler(scheduling={scheduling!r}): the epoch {epoch!r} is not "
+                    "a whole number of at least 0."
                 )
             if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
                 raise MisconfigurationException(

@@ -36,7 +36,7 @@ def check_template(template: Any, argument: str) -> None:
             )
         if not any(_fits(value, spec) for value in (1, 0.5)):
             raise MisconfigurationException(
-                f"{argument}={template!r}: {spec!r} in {{{name}:{spec}}} is no format of a number. "
+                f"{argument}={template!r}: {spec!r} in {{{name}:{spec}}} is not a format of a number. "
                 f"Write for instance {{{name}:.2f}}."
             )
 

@@ -200,7 +200,7 @@ class ModelCheckpoint(CheckpointFiles):
             if not self._default_folder:
                 rank_zero_warn(
                     f"ModelCheckpoint: the dirpath has changed from {folder!r} to {self.dirpath!r}, so the ranking "
-                    "of the files starts anew; only best_model_path is taken over. Give the same dirpath= to go on "
+                    "of the files starts again; only best_model_path is taken over. Give the same dirpath= to go on "
                     "with it."
                 )
             return

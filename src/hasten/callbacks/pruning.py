@@ -249,8 +249,8 @@ class ModelPruning(Callback):
                 and isinstance(pair[1], str)
             ):
                 raise MisconfigurationException(
-                    f"ModelPruning(parameters_to_prune=...): {pair!r} is no pair of a module and a parameter's name; "
-                    'write [(model.layer, "weight"), ...].'
+                    f"ModelPruning(parameters_to_prune=...): {pair!r} is not a pair of a module and a "
+                    'parameter\'s name; write [(model.layer, "weight"), ...].'
                 )
             module, name = pair
             if not any(module is inner for inner in pl_module.modules()):

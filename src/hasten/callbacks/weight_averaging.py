@@ -427,7 +427,7 @@ def check_device(owner: str, device: torch.device | str | int | None) -> torch.d
         return device
     try:
         if isinstance(device, bool):
-            raise TypeError("a bool is no device")
+            raise TypeError("a bool is not a device")
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise MisconfigurationException(

@@ -395,7 +395,7 @@ def positive(owner: str, name: str, value: Any, unit: str) -> int:
     """Return a number that must be whole and at least 1.
 
     Raises:
-        TypeError: it is no whole number.
+        TypeError: it is not a whole number.
         ValueError: it is below 1.
 
     """

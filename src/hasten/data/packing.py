@@ -192,7 +192,7 @@ class PackCollator:
             that knows nothing of ``cu_seqlens`` sees across boundaries.
 
     Raises:
-        TypeError: an argument is no whole number.
+        TypeError: an argument is not a whole number.
         ValueError: an argument is out of range.
 
     Example::

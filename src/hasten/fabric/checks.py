@@ -20,7 +20,7 @@ def check_optimizer(optimizer: Any, method: str) -> None:
     if hasattr(optimizer, "step") and hasattr(optimizer, "param_groups"):
         return
     hint = " Pass a scheduler as scheduler=...." if hasattr(optimizer, "get_last_lr") else ""
-    raise TypeError(f"Fabric.{method}(): a {type(optimizer).__name__} is no optimizer.{hint}")
+    raise TypeError(f"Fabric.{method}(): a {type(optimizer).__name__} is not an optimizer.{hint}")
 
 
 def check_devices(module: nn.Module, method: str, move_to_device: bool) -> None:

@@ -113,7 +113,7 @@ class Fabric(FabricView):
         for logger in self._loggers:
             if not hasattr(logger, "log_metrics"):
                 raise TypeError(
-                    f"Fabric(loggers=...): {logger!r} is no logger: it has no method log_metrics."
+                    f"Fabric(loggers=...): {logger!r} is not a logger: it has no method log_metrics."
                 )
         self._optimizers: list[FabricOptimizer] = []
         self._modules: list[nn.Module] = []
@@ -155,7 +155,7 @@ class Fabric(FabricView):
             function = _set_matmul_precision
         elif not callable(function):
             raise TypeError(
-                f"Fabric.launch({function!r}): that is no function. Write launch(train), not launch(train())."
+                f"Fabric.launch({function!r}): that is not a function. Write launch(train), not launch(train())."
             )
         elif not inspect.signature(function).parameters:
             raise TypeError(
@@ -231,7 +231,7 @@ class Fabric(FabricView):
             the wrapped optimizer, or a tuple of them.
 
         Raises:
-            TypeError: something is no optimizer.
+            TypeError: something is not an optimizer.
             ValueError: there is none, it was set up already, or the module it trains was not.
 
         """

@@ -175,7 +175,7 @@ class FabricView:
                 continue
             if not callable(method):
                 rank_zero_warn(
-                    f"fabric.call({hook_name!r}): {type(callback).__name__}.{hook_name} is no method and is skipped."
+                    f"fabric.call({hook_name!r}): {type(callback).__name__}.{hook_name} is not a method and is skipped."
                 )
                 continue
             method(*args, **states.accepted(method, kwargs))

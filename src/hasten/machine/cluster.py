@@ -300,4 +300,4 @@ def _number(name: str, default: int | None) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"the environment variable {name}={text!r} is no whole number.") from None
+        raise ValueError(f"the environment variable {name}={text!r} is not a whole number.") from None

@@ -130,7 +130,7 @@ def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
     scheduler = entry["scheduler"]
     if not (isinstance(scheduler, LRScheduler) or hasattr(scheduler, "step")):
         raise MisconfigurationException(
-            f"{where}: lr_scheduler is {_describe(scheduler)}, which is no learning-rate scheduler (no step())."
+            f"{where}: lr_scheduler is {_describe(scheduler)}, which is not a learning-rate scheduler (no step())."
         )
     config = LRSchedulerConfig(**entry)
     if isinstance(config.interval, str) and config.interval[:1].isdigit():

@@ -133,7 +133,7 @@ class MuonAdamW(Optimizer):
         super().add_param_group(param_group)
         if algorithm == "muon" and any(p.ndim != 2 for p in param_group["params"]):
             self.param_groups.pop()
-            raise ValueError("MuonAdamW: a group with algorithm='muon' has parameters that are no matrices.")
+            raise ValueError("MuonAdamW: a group with algorithm='muon' has parameters that are not matrices.")
         self._share()
 
     def _share(self) -> None:
