@@ -76,6 +76,7 @@ class Source:
         self._module = module
         self._limit = self._next_limit = limit
         self._cap = math.inf
+        self._agreed_limit = math.inf
         self._sampler_kwargs = sampler_kwargs
         self._overfit = overfit
         self.reload_every_n_epochs = reload_every_n_epochs
@@ -135,8 +136,8 @@ class Source:
 
     @property
     def limit(self) -> float:
-        """Batches of the only loader to use; infinite when unknown."""
-        return self.limits[0]
+        """Batches of the only loader to use, on the process that says the fewest; infinite when unknown."""
+        return min(self.limits[0], self._agreed_limit)
 
     @property
     def given(self) -> Any:
@@ -207,6 +208,10 @@ class Source:
         if length is None:
             return None
         return length if cut is None else min(length, cut)
+
+    def agree_on_limit(self, limit: float) -> None:
+        """Plan an epoch for as many batches as all processes say: windows and validation are at the same ones."""
+        self._agreed_limit = limit
 
     def end_at(self, batches: int) -> None:
         """End every epoch after this many batches, also where there are more."""

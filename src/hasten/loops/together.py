@@ -38,8 +38,9 @@ def agree_on_end(run: Run) -> bool:
     known = -1.0 if mine is None else min(mine, 2.0**52)
     asks = run.should_stop or run.stop.asks
     # The smallest of a number and of its negative: all numbers are equal where their sum is 0.
-    said = torch.tensor([known, -known, -float(asks)], dtype=torch.float64)
-    fewest, most, nobody_asks = run.runtime.all_reduce(said, op="min").tolist()
+    said = torch.tensor([known, -known, run.train.limits[0], -float(asks)], dtype=torch.float64)
+    fewest, most, limit, nobody_asks = run.runtime.all_reduce(said, op="min").tolist()
+    run.train.agree_on_limit(limit)
     run.stop.granted = nobody_asks < 0
     run.take_agreement()
     if fewest < 0:
