@@ -35,6 +35,14 @@ def run(program: str, folder: Path, *arguments: str) -> str:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    # Warnings of a slow machine aside, a program to learn from has none.
+    for warned in (
+        "no validation data",
+        "in eval mode while training",
+        "go to the loggers every",
+        "looks like the hook",
+    ):
+        assert warned not in done.stderr
     return done.stdout
 
 
