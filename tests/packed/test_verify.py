@@ -371,6 +371,12 @@ def _other_forward(encoder: Any) -> None:
     block.forward = lambda x, *args, **kwargs: forward(x, *args, **kwargs).flip(1)
 
 
+def _other_method(encoder: Any) -> None:
+    block = encoder.layers[1]
+    feed_forward = block._ff_block
+    block._ff_block = lambda x: feed_forward(x) + x.mean(1, keepdim=True)
+
+
 class Roll(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.roll(1, 1)
@@ -399,6 +405,7 @@ class Changed(L.Callback):
         ),
         (_other_block, r"block 1 was replaced by a Conv after packing had begun"),
         (_other_forward, r"block 1 \(TransformerEncoderLayer\) mixes tokens"),
+        (_other_method, r"block 1 \(TransformerEncoderLayer\) mixes tokens"),
     ],
 )
 def test_blocks_that_are_changed_in_a_run_are_tried_again(change: Any, said: str) -> None:

@@ -349,15 +349,19 @@ class _Parts:
     ) -> None:
         self._asked, self._blocks, self._container = asked, blocks, container
         self._owners = blocks if norm is None else [*blocks, norm]
-        # (its attributes, its parts, its hooks, how many, its own forward, its mode)
-        self._seen: list[tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...], int, Any, bool]] = []
+        # (its attributes, how many, its parts, its hooks, how many, its own forward, its mode)
+        self._seen: list[tuple[dict[str, Any], int, tuple[Any, ...], tuple[Any, ...], int, Any, bool]] = []
         self.check()
 
     def changed(self) -> bool:
-        """Say whether a module has other parts, another forward, more hooks or another mode than when looked at."""
-        for own, parts, (first, second, third, fourth), count, forward, training in self._seen:
+        """Say whether a module has other parts, another forward, more hooks or another mode than when looked at.
+
+        More attributes, too: a method that somebody put on the instance is one.
+        """
+        for own, size, parts, (first, second, third, fourth), count, forward, training in self._seen:
             if (
-                tuple(own["_modules"].values()) != parts
+                len(own) != size
+                or tuple(own["_modules"].values()) != parts
                 or len(first) + len(second) + len(third) + len(fourth) != count
                 or own.get("forward") is not forward
                 or own["training"] is not training
@@ -381,7 +385,8 @@ class _Parts:
             own = vars(module)
             hooks = tuple(own[name] for name in _HOOKS)
             parts = tuple(own["_modules"].values())
-            self._seen.append((own, parts, hooks, sum(map(len, hooks)), own.get("forward"), own["training"]))
+            count = sum(map(len, hooks))
+            self._seen.append((own, len(own), parts, hooks, count, own.get("forward"), own["training"]))
 
     def check(self) -> None:
         """Look for what cannot be packed.
