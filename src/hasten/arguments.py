@@ -503,7 +503,7 @@ def _callbacks(callbacks: Any) -> tuple[Callback, ...]:
 
 
 def overridden_state(callback: Callback) -> bool:
-    """Say whether a callback has state of its own for checkpoints."""
+    """Return whether a callback has state of its own for checkpoints."""
     return type(callback).state_dict is not Callback.state_dict
 
 

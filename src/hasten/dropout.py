@@ -165,7 +165,7 @@ def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Say whether random bytes serve: not for a tensor that stands for others, or that carries a forward derivative."""
+    """Return whether random bytes can be used: not for tensors of torch.func or with a forward derivative."""
     return (
         x.device.type == "cpu"
         and x.is_floating_point()

@@ -243,7 +243,7 @@ class Hooks:
 
 
 def overrides(owner: object, base: type, name: str) -> bool:
-    """Say whether ``owner`` has its own ``name``: in its class, patched onto the instance, or onto ``base`` itself."""
+    """Return whether ``name`` is overridden: in the class of ``owner``, on the instance, or on ``base`` itself."""
     own = getattr(owner, name, None)
     if own is None:
         return False

@@ -230,7 +230,7 @@ def _frozen(hparams: AttributeDict) -> AttributeDict:
 
 
 def _same_config(argument: Any, saved: Any) -> bool:
-    """Say whether ``saved`` is the argument itself, or holds what it holds: ``dict(config)``, ``vars(config)``."""
+    """Return whether ``saved`` is the argument itself, or holds what it holds: ``dict(config)``, ``vars(config)``."""
     if argument is saved:
         return True
     try:

@@ -182,7 +182,7 @@ class _Recomputed:
 
 
 def may_have_changed(owner: nn.Module, buffer: Tensor, version: int) -> bool:
-    """Say whether a buffer may have been written to since it had ``version``."""
+    """Return whether a buffer may have been written to since it had ``version``."""
     # The running statistics of normalisation are written to past the count of versions.
     return buffer._version != version or isinstance(owner, nn.modules.batchnorm._NormBase)
 
@@ -269,7 +269,7 @@ def _dear() -> frozenset[Any]:
 
 
 def _draws_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether attention drops out: left out the second time, it would shift the numbers of all that follows."""
+    """Return whether attention drops out: left out the second time, it would shift the numbers of all that follows."""
     place = _place_of_dropout(op)
     if place is None:
         return False

@@ -280,7 +280,7 @@ class Meters:
             self.callback_values[meter.plain_name] = self.callback_values[meter.step_name] = value
 
     def _is_shared(self, meter: Meter) -> bool:
-        """Say whether a value is the reduction of those of several processes."""
+        """Return whether a value is the reduction of those of several processes."""
         return bool(meter.sync) and self.collectives.world_size > 1 and meter.metric is None
 
     def publish_bar(self, epoch: int) -> None:

@@ -393,7 +393,7 @@ def _precision_name(precision: Any, device: torch.device, owner: str, *, check: 
 
 
 def _computes_in(name: str, device: torch.device, *, check: bool) -> bool:
-    """Say whether a device computes in a precision, and the packages for it are there."""
+    """Return whether a device computes in a precision, and the packages for it are there."""
     try:
         _precision(name, None, device, "", check=check)
     except (ValueError, ImportError):
@@ -402,7 +402,7 @@ def _computes_in(name: str, device: torch.device, *, check: bool) -> bool:
 
 
 def _interactive() -> bool:
-    """Say whether this is a notebook or a prompt, where the program cannot be run again."""
+    """Return whether this is a notebook or a prompt, where the program cannot be run again."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return hasattr(sys, "ps1") or (shell is not None and shell() is not None)
 

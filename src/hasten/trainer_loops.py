@@ -209,7 +209,7 @@ class DataSource:
         self._source = source
 
     def is_defined(self) -> bool:
-        """Say whether loaders were given, or the module or datamodule has some."""
+        """Return whether loaders were given, or the module or datamodule has some."""
         return self._source is not None and self._source.has_data()
 
     def dataloader(self) -> Any:

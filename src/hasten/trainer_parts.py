@@ -124,5 +124,5 @@ def leave_program(signal_number: int, error: BaseException) -> NoReturn:
 
 
 def _replaced_by(kind: type[Callback], kinds: Iterable[type[Callback]]) -> bool:
-    """Say whether one of ``kinds`` is ``kind`` or derived from it, and so takes its place."""
+    """Return whether one of ``kinds`` is ``kind`` or derived from it, and so takes its place."""
     return kind is not Callback and any(issubclass(other, kind) for other in kinds)

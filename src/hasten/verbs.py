@@ -151,7 +151,7 @@ def make_step(optimizer: Any) -> Step:
 
 
 def clears_gradients(optimizer: Any) -> bool:
-    """Say whether ``optimizer.zero_grad()`` is torch's: gradients become None, whatever they were."""
+    """Return whether ``optimizer.zero_grad()`` is torch's: gradients become None, whatever they were."""
     kind: Any = type(optimizer)
     return (
         _zero_grad is not None
@@ -191,7 +191,7 @@ def make_zero_grad(optimizer: Any) -> Callable[[], None]:
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """Say whether ``optimizer.step`` must be given a closure, because it may call it several times.
+    """Return whether ``optimizer.step`` must be given a closure, because it may call it several times.
 
     Of torch's own optimizers and hasten's that is known; others may use a closure whenever they can take one.
     """

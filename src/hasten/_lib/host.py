@@ -21,7 +21,7 @@ class Arrival:
         self._event = event
 
     def ready(self) -> bool:
-        """Say whether ``values`` would return at once; never waits."""
+        """Return whether ``values`` would return at once; never waits."""
         return self._event is None or self._event.query()
 
     def values(self) -> list[float]:

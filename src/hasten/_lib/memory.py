@@ -8,12 +8,12 @@ from hasten._lib.garbage import collect_all
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an exception means that memory ran out, on a device or on the host."""
+    """Return whether an exception means that memory ran out, on a device or on the host."""
     return is_out_of_device_memory(error) or is_out_of_host_memory(error)
 
 
 def is_out_of_device_memory(error: BaseException) -> bool:
-    """Say whether an exception means that the memory of a device ran out."""
+    """Return whether an exception means that the memory of a device ran out."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)
@@ -31,7 +31,7 @@ def is_out_of_device_memory(error: BaseException) -> bool:
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:
-    """Say whether an exception means that the memory of the host ran out."""
+    """Return whether an exception means that the memory of the host ran out."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     )

@@ -16,7 +16,7 @@ _PACKAGES = {
 
 
 def installed(name: str) -> bool:
-    """Say whether a module can be imported, without importing it."""
+    """Return whether a module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):

@@ -406,7 +406,7 @@ def _first_dimension(leaf: Any, where: str) -> int | None:
 
 
 def _holds_tensors_inside(leaf: Any, depth: int = 2) -> bool:
-    """Say whether an object of another class holds tensors, which would go to each part as a whole."""
+    """Return whether an object of another class holds tensors, which would go to each part as a whole."""
     if isinstance(leaf, (bool, int, float, str, bytes, type(None), type)):
         return False
     if isinstance(leaf, Tensor) or _is_array(leaf):
@@ -441,7 +441,7 @@ def _lists(batch: Any) -> list[Any] | None:
 
 
 def _alike(items: Sequence[Any]) -> bool:
-    """Say whether the elements of a list may be samples of one kind, and not inputs and labels."""
+    """Return whether the elements of a list may be samples of one kind, and not inputs and labels."""
     kinds = {(type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)) for item in items}
     return len(kinds) == 1
 

@@ -59,7 +59,7 @@ class GradientAccumulationScheduler(Callback):
         self._active = False
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Say whether any epoch accumulates more than one batch."""
+        """Return whether any epoch accumulates more than one batch."""
         return any(batches > 1 for batches in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:

@@ -15,7 +15,7 @@ _NUMBER_WIDTH = 5
 
 
 def in_notebook() -> bool:
-    """Say whether this runs in a Jupyter kernel."""
+    """Return whether this runs in a Jupyter kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in getattr(shell, "config", {})

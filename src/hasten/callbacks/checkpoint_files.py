@@ -111,7 +111,7 @@ class CheckpointFiles(Checkpoint):
         return path
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
-        """Say whether there is a file, as the first process sees it."""
+        """Return whether there is a file, as the first process sees it."""
         there = trainer.is_global_zero and exists(os.fspath(filepath))
         return bool(trainer.strategy.broadcast(there))
 
@@ -157,7 +157,7 @@ class CheckpointFiles(Checkpoint):
             self._unwanted = [*self._unwanted, previous]
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
-        """Say whether a replaced file may go: it is ours, and not what the user named to start from."""
+        """Return whether a replaced file may go: it is ours, and not what the user named to start from."""
         if previous == current:
             return False
         if is_url(previous):

@@ -78,7 +78,7 @@ def clean(folder: str) -> None:
 
 
 def is_damaged(path: str, reader: CheckpointIO) -> bool:
-    """Say whether a checkpoint cannot be read; what a plugin wrote is believed to be whole."""
+    """Return whether a checkpoint cannot be read; what a plugin wrote is believed to be whole."""
     if not isinstance(reader, TorchCheckpointIO):
         return False
     try:

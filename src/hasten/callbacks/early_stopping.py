@@ -186,7 +186,7 @@ class EarlyStopping(Callback):
         self._run_early_stopping_check(trainer)
 
     def _checks_after_epoch(self, trainer: Trainer) -> bool:
-        """Say whether the end of a training epoch is the moment to check."""
+        """Return whether the end of a training epoch is the moment to check."""
         if self._origin.place == "epoch" or not validates(trainer):
             return True
         if self._check_on_train_epoch_end is not None:

@@ -363,7 +363,7 @@ class ModelCheckpoint(CheckpointFiles):
         return bool(trainer.check_val_every_n_epoch == 1 and trainer.val_check_interval == 1.0)
 
     def _waits_for_epoch_end(self, trainer: Trainer) -> bool:
-        """Say whether the value may still come: at the end of an epoch that does end."""
+        """Return whether the value may still come: at the end of an epoch that does end."""
         if self.monitor is None or self.save_top_k == 0 or self._origin.place is not None:
             return False
         return trainer.num_training_batches != float("inf")
@@ -414,7 +414,7 @@ class ModelCheckpoint(CheckpointFiles):
             )
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Say whether a value is good enough to be kept."""
+        """Return whether a value is good enough to be kept."""
         if current is None:
             return False
         if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:

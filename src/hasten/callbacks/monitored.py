@@ -88,5 +88,5 @@ class Origin:
 
 
 def validates(trainer: Trainer) -> bool:
-    """Say whether this fit validates at all."""
+    """Return whether this fit validates at all."""
     return bool(trainer.enable_validation) and sum(trainer.num_val_batches) > 0

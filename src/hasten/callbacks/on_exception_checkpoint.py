@@ -89,7 +89,7 @@ class OnExceptionCheckpoint(Checkpoint):
             )
 
     def _all_failed(self, trainer: Trainer) -> bool:
-        """Say whether every process came here; those still training would be waited for in vain."""
+        """Return whether every process came here; those still training would be waited for in vain."""
         store = torch.distributed.distributed_c10d._get_default_store()
         self._failures += 1
         keys = [f"hasten/failure-{self._failures}-{rank}" for rank in range(trainer.world_size)]

@@ -98,7 +98,7 @@ class ProgressBar(Callback):
         return self._of_current_loader(self.trainer.num_predict_batches)
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Say whether another loader is in hand than when this was last asked."""
+        """Return whether another loader is in hand than when this was last asked."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 

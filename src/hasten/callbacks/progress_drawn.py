@@ -346,5 +346,5 @@ def _write_line(bar: Any) -> None:
 
 
 def draws(bar: Any) -> bool:
-    """Say whether a bar is drawn over itself; else it writes lines."""
+    """Return whether a bar is drawn over itself; else it writes lines."""
     return bool(getattr(bar, "_draws", True))

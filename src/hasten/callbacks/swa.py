@@ -150,7 +150,7 @@ class StochasticWeightAveraging(Callback):
 
     @staticmethod
     def pl_module_contains_batch_norm(pl_module: nn.Module) -> bool:
-        """Say whether a module has batch normalisation."""
+        """Return whether a module has batch normalisation."""
         return any(isinstance(module, _BatchNorm) for module in pl_module.modules())
 
     # -- during a run

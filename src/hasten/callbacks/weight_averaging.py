@@ -98,7 +98,7 @@ class WeightAveraging(Callback):
         self._latest_update_epoch = -1
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Say whether the average takes in the weights now; override it to choose.
+        """Return whether the average takes in the weights now; override it to choose.
 
         Args:
             step_idx: index (from 0) of the optimizer step just done; None at the end of an epoch.
@@ -403,7 +403,7 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_epoch = update_starting_at_epoch
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Say whether the average takes in the weights after this step or epoch."""
+        """Return whether the average takes in the weights after this step or epoch."""
         every = self.update_every_n_steps
         if (
             step_idx is not None

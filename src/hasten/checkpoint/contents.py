@@ -68,7 +68,7 @@ class Parts(Protocol):
         """Return what differs between processes: data position, values logged, metrics, random states."""
 
     def may_have_gradients(self) -> bool:
-        """Say whether gradients that are there now may be part of an optimizer's next step."""
+        """Return whether gradients that are there now may be part of an optimizer's next step."""
 
     def gather(self, mine: Any) -> list[Any]:
         """Return every process's ``mine``, in the order of ranks."""

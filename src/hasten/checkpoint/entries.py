@@ -37,8 +37,8 @@ def check_entries(checkpoint: Any, source: str, *, training: bool) -> None:
         )
     if "state_dict" not in checkpoint:
         raise ValueError(
-            f"{source} holds no 'state_dict' (it has {sorted(map(str, checkpoint))[:8]}): it is no checkpoint of "
-            "a Trainer. Load bare weights with model.load_state_dict(torch.load(path))."
+            f"{source} holds no 'state_dict' (it has {sorted(map(str, checkpoint))[:8]}): a Trainer did not "
+            "write it. Load bare weights with model.load_state_dict(torch.load(path))."
         )
     for name in entries.mapping(checkpoint, "state_dict"):
         if not isinstance(name, str):

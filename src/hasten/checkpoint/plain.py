@@ -59,7 +59,7 @@ def allow_objects(allow: bool) -> None:
 
 
 def objects_allowed() -> bool:
-    """Say whether checkpoints may hold Python objects."""
+    """Return whether checkpoints may hold Python objects."""
     return _objects_allowed
 
 
@@ -78,7 +78,7 @@ def check_storable(contents: Any) -> None:
 
 
 def is_plain(contents: Any) -> bool:
-    """Say whether :func:`check_plain` accepts ``contents``."""
+    """Return whether :func:`check_plain` accepts ``contents``."""
     try:
         check_plain(contents)
     except TypeError:
@@ -139,7 +139,7 @@ def _check(value: Any, place: str, above: set[int]) -> None:
 
 
 def _comes_back(value: Any) -> bool:
-    """Say whether a rarer object can be read back: a tensor subclass, a numpy array, a type the user allowed."""
+    """Return whether a rarer object can be read back: a tensor subclass, a numpy array, a type the user allowed."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

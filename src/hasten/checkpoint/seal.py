@@ -73,7 +73,7 @@ def check(file: IO[bytes], path: str | os.PathLike[str]) -> None:
 
 
 def _ends_elsewhere(file: IO[bytes], size: int) -> bool:
-    """Say whether an archive's comment is longer or shorter than announced: cut off, or something came after."""
+    """Return whether an archive's comment is longer or shorter than announced: cut off, or something came after."""
     file.seek(max(0, size - _END_BYTES - 0xFFFF))
     tail = file.read()
     place = tail.rfind(b"PK\x05\x06")

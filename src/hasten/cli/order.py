@@ -82,7 +82,7 @@ def action_of(parser: ArgumentParser, token: str) -> Action | None:
 
 
 def takes_value(parser: ArgumentParser, token: str) -> bool:
-    """Say whether the option is followed by a value of its own."""
+    """Return whether the option is followed by a value of its own."""
     name = token.partition("=")[0]
     action = action_of(parser, token)
     if action is None:
@@ -115,7 +115,7 @@ def groups_of(parser: ArgumentParser, args: Sequence[str]) -> list[Group]:
 
 
 def belongs_to(parser: ArgumentParser, group: Group) -> bool:
-    """Say whether the parser itself knows the option, not only its sub-commands."""
+    """Return whether the parser itself knows the option, not only its sub-commands."""
     return not group.key or group.tokens[0].partition("=")[0] in parser._option_string_actions
 
 

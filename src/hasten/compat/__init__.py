@@ -51,7 +51,7 @@ def install() -> None:
 
 
 def installed() -> bool:
-    """Say whether the names of Lightning lead to hasten in this process."""
+    """Return whether the names of Lightning lead to hasten in this process."""
     return FINDER in sys.meta_path
 
 

@@ -160,7 +160,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 def _only_asks() -> bool:
-    """Say whether ``importlib.util.find_spec`` asks: it answers None for what is not there, and raises nothing."""
+    """Return whether ``importlib.util.find_spec`` asks: it answers None for what is not there, and raises nothing."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(3):
         if frame is None:

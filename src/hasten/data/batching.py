@@ -319,7 +319,7 @@ def _over_tokens(
 
 
 def _differ_in_size(samples: list[Any]) -> bool:
-    """Say whether samples have tensors of different sizes, which torch does not join."""
+    """Return whether samples have tensors of different sizes, which torch does not join."""
     try:
         default_collate(samples)
     except (RuntimeError, TypeError):

@@ -155,7 +155,7 @@ class Filling:
         self._leaves: list[Any] = []
 
     def fits(self, kind: Kind | None) -> bool:
-        """Say whether samples of a kind can be added."""
+        """Return whether samples of a kind can be added."""
         return kind is not None and (self.kind is None or self.kind == kind)
 
     def add(self, kind: Kind, batch: Any, count: int) -> None:

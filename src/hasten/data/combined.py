@@ -177,7 +177,7 @@ def flatten(loaders: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def is_collection(given: Any) -> bool:
-    """Say whether ``given`` holds loaders; a list of batches is one loader itself."""
+    """Return whether ``given`` holds loaders; a list of batches is one loader itself."""
     if isinstance(given, Mapping):
         members: Iterable[Any] = given.values()
     elif isinstance(given, (list, tuple)):

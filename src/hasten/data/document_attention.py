@@ -251,7 +251,7 @@ def _by_kernel(
 
 @functools.cache
 def _kernels_are_known() -> bool:
-    """Say whether this torch has both kernels with the arguments they had when this was written."""
+    """Return whether this torch has both kernels with the arguments they had when this was written."""
     if torch.version.hip is not None:
         return False
     return all(

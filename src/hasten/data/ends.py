@@ -24,7 +24,7 @@ _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRand
 
 
 def ends_at_its_length(loader: Any) -> bool:
-    """Say whether a loader is sure to give as many batches as ``len(loader)`` says.
+    """Return whether a loader is sure to give as many batches as ``len(loader)`` says.
 
     Sure is a length that torch or hasten computes from the samplers it reads. An ``IterableDataset`` may give another
     number of batches than its length says, with workers even one that counts its samples right, and so may any class

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def has_state(thing: Any) -> bool:
-    """Say whether ``thing`` can save its position and take it back."""
+    """Return whether ``thing`` can save its position and take it back."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 

@@ -39,7 +39,7 @@ class Begun:
 
 
 def begins_early(loader: Any) -> bool:
-    """Say whether the next epoch of a loader can begin at any time after this one's last batch, with the same batches.
+    """Return whether a loader's next epoch can begin at any time after the last batch, with the same batches.
 
     Its workers must live on: new ones would be copies of a dataset that a callback may still change. Its order must
     come from a generator of its own, from the epoch, or not from chance at all: validation may draw from torch's.
@@ -69,7 +69,7 @@ def begins_early(loader: Any) -> bool:
 
 
 def _is_settled(sampler: Any) -> bool:
-    """Say whether what a sampler gives next does not depend on when it is asked."""
+    """Return whether what a sampler gives next does not depend on when it is asked."""
     kind = type(sampler)
     if kind is BatchSampler:
         return _is_settled(sampler.sampler)

@@ -65,7 +65,7 @@ def fields_of(sample: Any) -> dict[Any, Any] | None:
 
 
 def is_sequence(value: Any) -> bool:
-    """Say whether a value has a length in tokens."""
+    """Return whether a value has a length in tokens."""
     if hasattr(value, "shape"):
         return len(value.shape) > 0
     return isinstance(value, (list, tuple)) and all(isinstance(each, (int, float, bool)) for each in value)
@@ -219,7 +219,7 @@ class PadCollator:
         ]
 
     def _is_padded(self, key: Any, main: Any, lengths: list[int], rows: list[dict[Any, Any]]) -> bool | None:
-        """Say whether a field is padded; None where the batch does not tell and nobody said."""
+        """Return whether a field is padded; None where the batch does not tell and nobody said."""
         found = [is_sequence(row[key]) for row in rows]
         if not all(found):
             if any(found):
@@ -313,7 +313,7 @@ def pad_to(tensor: Tensor, width: int, value: Any, *, dim: int, side: str = "rig
 
 
 def may_be_classes(key: Any, values: Sequence[Any]) -> bool:
-    """Say whether a field could be labels of tokens, for which 0 is a class and no padding.
+    """Return whether a field could be labels of tokens, for which 0 is a class and no padding.
 
     Args:
         key: its name or position.
@@ -355,7 +355,7 @@ def last_column(used: Tensor) -> int:
 
 
 def is_mask(values: Tensor) -> bool:
-    """Say whether every row is ones and then, perhaps, zeros."""
+    """Return whether every row is ones and then, perhaps, zeros."""
     if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
         return False
     numbers = values.to(torch.int8)

@@ -152,7 +152,7 @@ class _Watch:
         self._own = own_generators(dataset)
 
     def drawn(self) -> bool:
-        """Say whether numbers were drawn since this was asked last."""
+        """Return whether numbers were drawn since this was asked last."""
         before, self._last = self._last, self._rng.state()
         # Found each time: some datasets make their generator with the first sample.
         own, self._own = self._own, own_generators(self._dataset)
@@ -160,7 +160,7 @@ class _Watch:
 
 
 def is_random(dataset: Any, read: Callable[[], Any]) -> bool:
-    """Say whether what is read from a dataset is random: generators move for it, or it is another the second time.
+    """Return whether what is read from a dataset is random: generators move for it, or it is another the second time.
 
     Args:
         dataset: with ``__getitem__``; its own generators and those of the program are watched.
@@ -364,7 +364,7 @@ def _is_only_tensors(sample: Any) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Say whether two samples are equal: types, shapes and every bit that counts; NaN equals NaN."""
+    """Return whether two samples are equal: types, shapes and every bit that counts; NaN equals NaN."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):

@@ -77,7 +77,7 @@ def users_dataset(dataset: Any) -> Any:
 
 
 def gives_batches(dataset: Any) -> bool:
-    """Say whether a dataset's samples are held as columns, which are joined to batches already."""
+    """Return whether a dataset's samples are held as columns, which are joined to batches already."""
     return isinstance(dataset, Held) and bool(dataset._hasten_joins)
 
 
@@ -260,7 +260,7 @@ def _cut(order: Tensor, size: int, drop_last: bool) -> list[Tensor]:
 
 @functools.cache
 def _knows_random_sampler() -> bool:
-    """Say whether this torch's ``RandomSampler`` draws as expected."""
+    """Return whether this torch's ``RandomSampler`` draws as expected."""
     generator, mine = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     theirs = list(BatchSampler(RandomSampler(range(7), generator=generator), 3, False))
     own = [part.tolist() for part in _shuffled(RandomSampler(range(7), generator=mine), 3, False)]
@@ -371,7 +371,7 @@ def resident(
 
 
 def is_resident(loader: Any) -> bool:
-    """Say whether a loader reads from memory already."""
+    """Return whether a loader reads from memory already."""
     return isinstance(loader, _WholeBatches)
 
 

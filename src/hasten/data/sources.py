@@ -43,7 +43,7 @@ class Source(Protocol):
         """Begin an epoch after its first ``consumed`` batches; without a state as well as can be."""
 
     def is_changed(self, state: State) -> bool:
-        """Say whether ``state`` comes from a loader that worked in another way."""
+        """Return whether ``state`` comes from a loader that worked in another way."""
 
     def state(self, count: int) -> State:
         """Return what ``reopen`` needs after ``count`` batches of this epoch, as plain data."""
@@ -231,7 +231,7 @@ class InProcess:
         return batches
 
     def is_changed(self, state: State) -> bool:
-        """Say whether the epoch was begun with workers; warn if so."""
+        """Return whether the epoch was begun with workers; warn if so."""
         return _is_other_number(state.get("num_workers", 0), 0, is_iterable=_is_iterable(self._loader))
 
     def state(self, count: int) -> State:
@@ -380,7 +380,7 @@ class Workers:
         return self._iterator
 
     def is_changed(self, state: State) -> bool:
-        """Say whether the epoch was begun with another number of workers; warn if so."""
+        """Return whether the epoch was begun with another number of workers; warn if so."""
         return _is_other_number(state.get("num_workers", 0), self._count, is_iterable=self._is_iterable)
 
     def state(self, count: int) -> State:
@@ -504,7 +504,7 @@ def _overrides_iter(loader: DataLoader[Any]) -> bool:
 
 
 def _replays(loader: DataLoader[Any]) -> bool:
-    """Say whether a place in the middle can only be reached by fetching everything before it."""
+    """Return whether a place in the middle can only be reached by fetching everything before it."""
     return _overrides_iter(loader) or (_is_iterable(loader) and not has_state(loader.dataset))
 
 

@@ -205,7 +205,7 @@ class _Seen:
                 self._look(self.looks.setdefault(key, _Looks()), value.movedim(dims[-1], 1), mask)
 
     def is_over_tokens(self, looks: _Looks) -> bool:
-        """Say whether a field runs over tokens beyond doubt."""
+        """Return whether a field runs over tokens beyond doubt."""
         if len(self.widths) > 1 or (self.has_all and len(looks.values) == 1):
             return True  # As wide as the mask at several widths; or one value in all samples, as token types are.
         if len(looks.behind) != 1:

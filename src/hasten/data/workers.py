@@ -66,7 +66,7 @@ def _python_state_in_memory() -> list[Any]:
 
 @functools.cache
 def _is_readable_in_memory() -> bool:
-    """Say whether this Python keeps the state of ``random`` as expected: ask it both ways, and after a draw."""
+    """Return whether this Python keeps the state of ``random`` as expected: ask it both ways, and after a draw."""
     generator: Any = getattr(random.getstate, "__self__", None)
     if sys.implementation.name != "cpython" or type(generator) is not random.Random:
         return False

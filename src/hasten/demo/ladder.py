@@ -224,7 +224,7 @@ def _accuracies(task: Task, results: Sequence[Result], seeds: int, say: Say) -> 
 
 
 def _same_maths(result: Result, results: Sequence[Result]) -> bool:
-    """Say whether a row, with all it has from those above, computes the same up to rounding."""
+    """Return whether a row, with all it has from those above, computes the same up to rounding."""
     return result.row.same_maths and all(
         above.row.same_maths or not above.kept for above in results[: results.index(result)]
     )

@@ -92,7 +92,7 @@ def check_parameters(optimizer: Any, modules: list[nn.Module], method: str, *, n
 
 
 def _is_in_a_module(parameter: nn.Parameter) -> bool:
-    """Say whether some module has the parameter; looks through all objects, so only for a message."""
+    """Return whether some module has the parameter; looks through all objects, so only for a message."""
     for holder in gc.get_referrers(parameter):
         if isinstance(holder, dict):
             for owner in gc.get_referrers(holder):

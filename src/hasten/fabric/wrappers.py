@@ -367,7 +367,7 @@ def compiled_of(module: nn.Module) -> tuple[nn.Module, nn.Module | None]:
 
 
 def is_wrapped(obj: object) -> bool:
-    """Say whether Fabric's setup returned ``obj``."""
+    """Return whether Fabric's setup returned ``obj``."""
     if isinstance(obj, nn.Module):
         obj = compiled_of(obj)[0]
     return isinstance(obj, (FabricModule, FabricOptimizer, FabricDataLoader))

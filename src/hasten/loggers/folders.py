@@ -9,7 +9,7 @@ from typing import Any
 
 
 def is_url(path: str) -> bool:
-    """Say whether ``path`` is for fsspec, such as "s3://..." or "memory://..."."""
+    """Return whether ``path`` is for fsspec, such as "s3://..." or "memory://..."."""
     return "://" in path and not path.startswith("file://")
 
 
@@ -63,7 +63,7 @@ def make_writable(owner: str, argument: str, path: str) -> None:
 
 
 def exists(path: str) -> bool:
-    """Say whether there is a file or folder."""
+    """Return whether there is a file or folder."""
     return bool(file_system(path).exists(path)) if is_url(path) else os.path.exists(local(path))
 
 

@@ -319,7 +319,7 @@ def _database(folder: str) -> str:
 
 
 def _holds_plain_files(folder: str) -> bool:
-    """Say whether a folder is a store of MLflow's older kind, which describes each experiment in a file."""
+    """Return whether a folder is a store of MLflow's older kind, which describes each experiment in a file."""
     return os.path.isdir(folder) and any(Path(folder).glob("*/meta.yaml"))
 
 

@@ -279,7 +279,7 @@ class Guard:
     # -- inside
 
     def _judge(self, optimizer: Any) -> bool:
-        """Say whether the step may be taken; if not, do what was asked for."""
+        """Return whether the step may be taken; if not, do what was asked for."""
         run = self._run
         self._windows += 1
         # A scaled gradient that overflows is the scaler's business, which leaves out the step by itself.
@@ -378,7 +378,7 @@ class _State:
         ]
 
     def is_of_other_groups(self) -> bool:
-        """Say whether there are other optimizers since then, or parameters were added to them."""
+        """Return whether there are other optimizers since then, or parameters were added to them."""
         present = self._run.optimizers
         same = len(present) == len(self._of) and all(a is b for a, b in zip(present, self._of, strict=True))
         return not same or self._groups != _group_sizes(present)

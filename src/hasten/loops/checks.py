@@ -60,7 +60,7 @@ class ValidationChecks:
         return max(1, int(length * interval))
 
     def due(self, run: Run) -> bool:
-        """Say whether validation is due after the batch just done."""
+        """Return whether validation is due after the batch just done."""
         progress = run.progress
         if run.validation.is_off():
             return False

@@ -52,7 +52,7 @@ class _Leaf:
     compares: bool
 
     def may_have_changed(self) -> bool:
-        """Say whether the version tells of a write."""
+        """Return whether the version tells of a write."""
         return self.version is not None and self.tensor._version != self.version
 
 
@@ -239,7 +239,7 @@ class Contents:
             self._leaves.append((leaf, self._root))
 
     def _may_copy(self, thing: Any) -> bool:
-        """Say whether a copy may be made to see whether a step changes this."""
+        """Return whether a copy may be made to see whether a step changes this."""
         if self._most_bytes is None:
             return True
         self._bytes += thing.nbytes
@@ -259,7 +259,7 @@ def _copy_of(tensor: Tensor) -> Tensor:
 
 
 def _differs(one: Any, other: Any) -> Any:
-    """Say whether values differ; of tensors on another device with a flag there, which is not waited for."""
+    """Return whether values differ; of tensors on another device with a flag there, which is not waited for."""
     if not isinstance(one, Tensor):
         return one.dtype != other.dtype or one.shape != other.shape or one.tobytes() != other.tobytes()
     one = one.detach()
@@ -339,7 +339,7 @@ def _put_gradient_back(leaf: _Leaf) -> None:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Say whether several elements share one place in memory: nothing can be written there."""
+    """Return whether several elements share one place in memory: nothing can be written there."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -438,7 +438,7 @@ def _slots_of_class(kind: Hashable) -> tuple[str, ...]:
 
 
 def _is_the_users(thing: Any) -> bool:
-    """Say whether an object is of a class that the user wrote: what it holds may be part of a step."""
+    """Return whether an object is of a class that the user wrote: what it holds may be part of a step."""
     return type(thing).__module__.partition(".")[0] not in _FOREIGN
 
 

@@ -68,7 +68,7 @@ def check_weight(weight: Any, run: Run) -> None:
     """Check what ``training_step`` returned as ``loss_weight``; one on a device is not waited for.
 
     Raises:
-        MisconfigurationException: it is no number, negative, or not finite.
+        MisconfigurationException: it is not a number, or negative, or not finite.
 
     """
     if isinstance(weight, Tensor):
@@ -118,7 +118,7 @@ def with_batch_idx_if_taken(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def takes(step: Callable[..., Any], name: str, *, at: int) -> bool:
-    """Say whether ``step`` takes an argument ``name``, or at least ``at`` positional ones."""
+    """Return whether ``step`` takes an argument ``name``, or at least ``at`` positional ones."""
     try:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):

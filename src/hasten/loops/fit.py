@@ -323,7 +323,7 @@ def make_step(run: Run) -> Step:
 
 
 def _steps_by_itself(run: Run) -> bool:
-    """Say whether somebody's own code steps: an ``optimizer_step``, the optimizer, or what was put on its wrapper."""
+    """Return whether the user's code steps: in ``optimizer_step``, in the optimizer, or on its wrapper."""
     return (
         overrides(run.module, LightningModule, "optimizer_step")
         or needs_closure(run.optimizers[0])
@@ -559,7 +559,7 @@ def _weighed(run: Run, output: Any, loss: Tensor, divisor: int, opens: bool) -> 
 
 
 def _counts_for_nothing(output: Any) -> bool:
-    """Say whether the batch has a ``loss_weight`` of 0 that is known here: no device is waited for."""
+    """Return whether the batch has a ``loss_weight`` of 0 that is known here: no device is waited for."""
     weight = output.get("loss_weight") if isinstance(output, dict) else None
     return weight is not None and _on_host(weight) and not weight
 

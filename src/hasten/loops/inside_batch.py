@@ -147,7 +147,7 @@ def _failed_in_first_batch(run: Run) -> Iterator[None]:
 
 
 def is_inside(run: Run) -> bool:
-    """Say whether a batch of training has begun and its counters have not moved yet."""
+    """Return whether a batch of training has begun and its counters have not moved yet."""
     progress = run.progress
     return (
         run.training

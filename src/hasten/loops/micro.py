@@ -32,13 +32,13 @@ _NEVER = 2**62
 
 
 def asked(run: Run) -> bool:
-    """Say whether a step computes its batch in parts, or may have to."""
+    """Return whether a step computes its batch in parts, or may have to."""
     speed = run.arguments.speed
     return speed.micro_batch is not None or speed.memory == "auto"
 
 
 def computes_alone(run: Run) -> bool:
-    """Say whether a process computes without the others, and meets them after backward.
+    """Return whether a process computes without the others, and meets them after backward.
 
     One that runs out of memory inside a forward or backward would leave them waiting there.
     """

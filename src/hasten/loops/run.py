@@ -169,7 +169,7 @@ class Run:
         return self.resumed_divisor if self.windows is None else self.divisor_of(self.progress.batch - 1)
 
     def gradients_may_count(self) -> bool:
-        """Say whether gradients that are there between two batches may be part of an optimizer's next step."""
+        """Return whether gradients that are there between two batches may be part of an optimizer's next step."""
         module = self.module
         # A zero_grad of the user's may keep them, or zeros in their place, with which an optimizer steps too.
         return (
@@ -180,13 +180,13 @@ class Run:
         )
 
     def may_stop_early(self) -> bool:
-        """Say whether ``min_epochs`` and ``min_steps`` are reached."""
+        """Return whether ``min_epochs`` and ``min_steps`` are reached."""
         progress, arguments = self.progress, self.arguments
         enough_epochs = progress.epochs_done >= (arguments.min_epochs or 0)
         return enough_epochs and progress.global_step >= (arguments.min_steps or 0)
 
     def goes_on(self) -> bool:
-        """Say whether another epoch follows the one whose batches are done, before its validation has its say."""
+        """Return whether another epoch follows the one whose batches are done, before its validation has its say."""
         progress = self.progress
         return (
             progress.epochs_done + 1 < self.max_epochs
@@ -196,7 +196,7 @@ class Run:
         )
 
     def finished(self) -> bool:
-        """Say whether training is over: a limit is reached, or somebody asked and may."""
+        """Return whether training is over: a limit is reached, or somebody asked and may."""
         progress = self.progress
         if progress.global_step >= self.max_steps:
             return True

@@ -27,7 +27,7 @@ def step(run: Run, *, stepped: bool) -> None:
 
 
 def any_monitored(run: Run, interval: str) -> bool:
-    """Say whether a scheduler steps on a monitored value at this interval."""
+    """Return whether a scheduler steps on a monitored value at this interval."""
     return any(config.reduce_on_plateau and config.interval == interval for config in run.schedulers)
 
 

@@ -141,7 +141,7 @@ def _arguments_of(base: type, hook: str) -> tuple[str, ...]:
 
 
 def _is_one_letter_off(name: str, hook: str) -> bool:
-    """Say whether one letter too many, too few, or another one makes the difference, or two that changed places."""
+    """Return whether one letter too many, too few, or another one makes the difference, or two that changed places."""
     longer, shorter = sorted((name, hook), key=len, reverse=True)
     at = next((i for i, (a, b) in enumerate(zip(longer, shorter, strict=False)) if a != b), len(shorter))
     if len(longer) == len(shorter):
@@ -160,7 +160,7 @@ def _has_arguments_of(method: Any, base: type, hook: str) -> bool:
 
 
 def _is_unused(kind: type, base: type, name: str) -> bool:
-    """Say whether no file of the program mentions the method, beside where it is defined."""
+    """Return whether no file of the program mentions the method, beside where it is defined."""
     files = set()
     for one in kind.__mro__:
         if issubclass(base, one) or one.__module__.startswith(("hasten.", "builtins")):

@@ -151,7 +151,7 @@ class Snapshot:
         return contents.restore_random_state(mine["random"])
 
     def may_have_gradients(self) -> bool:
-        """Say whether gradients that are there now may be part of an optimizer's next step."""
+        """Return whether gradients that are there now may be part of an optimizer's next step."""
         # With manual optimization nobody knows whether the user's next step begins with zero_grad.
         return self._run.gradients_may_count()
 

@@ -87,11 +87,11 @@ class Source:
     # -- what there is
 
     def has_data(self) -> bool:
-        """Say whether somebody provides this stage's data."""
+        """Return whether somebody provides this stage's data."""
         return self._given is not None or self._owner() is not None
 
     def is_off(self) -> bool:
-        """Say whether the stage has nothing to do."""
+        """Return whether the stage has nothing to do."""
         if self._limit == 0 or self._module is None or not self.has_data():
             return True
         if self.stage in ("validate", "test") and not overrides(
@@ -259,7 +259,7 @@ class Source:
         return self._only().state_dict(consumed, again=again)
 
     def is_in_hand(self, consumed: int) -> bool:
-        """Say whether one batch more than ``consumed`` of this epoch was handed out."""
+        """Return whether one batch more than ``consumed`` of this epoch was handed out."""
         return self.loaded and self._only().handed == consumed + 1
 
     def replace_held(self, change: Callable[[Any], Any]) -> None:

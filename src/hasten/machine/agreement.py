@@ -57,7 +57,7 @@ def exchange(place: str, mine: Any, *, what: str = "", patience_seconds: float |
 
 
 def all_at(place: str, *, patience_seconds: float) -> bool:
-    """Say whether all processes come to ``place`` in time; those that do get the same answer."""
+    """Return whether all processes come to ``place`` in time; those that do get the same answer."""
     store, size = _store(), dist.get_world_size()
     decision = f"{place}/decision"
     if store.add(f"{place}/count", 1) == size:

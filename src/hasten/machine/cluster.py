@@ -34,7 +34,7 @@ class ClusterEnvironment(ABC):
     @staticmethod
     @abstractmethod
     def detect() -> bool:
-        """Say whether this process runs in such a cluster."""
+        """Return whether this process runs in such a cluster."""
 
     @abstractmethod
     def world_size(self) -> int:
@@ -162,7 +162,7 @@ class TorchElasticEnvironment(_Reported):
 
     @staticmethod
     def detect() -> bool:
-        """Say whether torchrun started this process."""
+        """Return whether torchrun started this process."""
         return "TORCHELASTIC_RUN_ID" in os.environ
 
     def world_size(self) -> int:
@@ -228,7 +228,7 @@ class SLURMEnvironment(_Reported):
 
     @staticmethod
     def detect() -> bool:
-        """Say whether srun started this process; an interactive shell in a job does not count."""
+        """Return whether srun started this process; an interactive shell in a job does not count."""
         return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in (
             "bash",
             "interactive",

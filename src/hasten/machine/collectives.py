@@ -19,7 +19,7 @@ _OPERATIONS = ("mean", "sum", "max", "min", "product")
 
 
 def joined() -> bool:
-    """Say whether this process is in a process group."""
+    """Return whether this process is in a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -239,7 +239,7 @@ def _leave_at_exit() -> None:
 
 
 def lost_partner(error: BaseException) -> bool:
-    """Say whether ``error`` only tells that another process is gone, so that its cause is there."""
+    """Return whether ``error`` only tells that another process is gone, so that its cause is there."""
     if isinstance(error, (ConnectionError, getattr(dist, "DistError", ConnectionError))):
         return True
     text = str(error).lower()

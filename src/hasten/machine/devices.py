@@ -55,7 +55,7 @@ class Accelerator(ABC):
     @staticmethod
     @abstractmethod
     def is_available() -> bool:
-        """Say whether this machine has such a device."""
+        """Return whether this machine has such a device."""
 
     @staticmethod
     @abstractmethod
@@ -160,7 +160,7 @@ class CUDAAccelerator(Accelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """Say whether there is a GPU."""
+        """Return whether there is a GPU."""
         return torch.cuda.device_count() > 0
 
     @staticmethod
@@ -203,7 +203,7 @@ class MPSAccelerator(Accelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """Say whether torch can use the GPU."""
+        """Return whether torch can use the GPU."""
         return torch.backends.mps.is_available()
 
     @staticmethod

@@ -93,7 +93,7 @@ class StopRequests:
             previous(number, frame)
 
     def due(self, step: int) -> bool:
-        """Say whether ``agreed`` is to be called at ``step``: the same answer on every process.
+        """Return whether ``agreed`` is to be called at ``step``: the same answer on every process.
 
         Args:
             step: a counter that is equal on all processes.

@@ -236,7 +236,7 @@ def to_clip(optimizer: Any, method: str) -> list[Tensor]:
 
 
 def _is_to_be_fused(optimizer: Any) -> bool:
-    """Say whether to have one kernel a parameter: otherwise there are about ten, as nothing is left to be joined."""
+    """Return whether to have one kernel a parameter: otherwise there are about ten, as nothing is left to be joined."""
     groups = optimizer.param_groups
     if any(group.get("fused") is not None or group.get("foreach") is not None for group in groups):
         return False

@@ -97,7 +97,7 @@ def _in_few_kernels(optimizer: Any) -> str:
 
 
 def _same_step(kind: Any, base: type[Optimizer]) -> bool:
-    """Say whether a class has the arithmetic of another: torch wraps it once an optimizer of the class is made."""
+    """Return whether a class has the arithmetic of another: torch wraps it once an optimizer of the class is made."""
     return _unwrapped(kind.step) is _unwrapped(base.step)
 
 

@@ -182,7 +182,7 @@ class _Full(TorchFunctionMode):
 
 
 def _emulates_bfloat16(optimizer: Optimizer) -> bool:
-    """Say whether products in bfloat16 are made of many steps where the parameters are."""
+    """Return whether products in bfloat16 are made of many steps where the parameters are."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     on_cpu = first is not None and first.device.type == "cpu"
     return on_cpu and not cpu_has_bfloat16()

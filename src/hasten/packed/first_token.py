@@ -136,7 +136,7 @@ class FirstToken:
 
 
 def waits_for(tensor: Tensor) -> bool:
-    """Say whether the host waits for all that is queued when it reads a number of this tensor."""
+    """Return whether the host waits for all that is queued when it reads a number of this tensor."""
     return tensor.device.type != "cpu"
 
 

@@ -90,7 +90,7 @@ def _problem(block: nn.Module) -> str | None:
 
 
 def _computes_as_torch(block: nn.Module) -> bool:
-    """Say whether a layer computes attention on its input, or on the norm of that."""
+    """Return whether a layer computes attention on its input, or on the norm of that."""
     plain = nn.TransformerEncoderLayer
     kind: Any = type(block)
     return (
@@ -158,7 +158,7 @@ def _computes_gradients(encoder: nn.Module, source: Tensor) -> bool:
 
 
 def _is_causal(mask: Tensor) -> bool:
-    """Say whether a mask hides those after a token and nothing else."""
+    """Return whether a mask hides those after a token and nothing else."""
     if mask.dim() != 2 or mask.shape[0] != mask.shape[1]:
         return False
     hidden = mask if mask.dtype == torch.bool else mask == -torch.inf

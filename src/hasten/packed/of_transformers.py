@@ -30,7 +30,7 @@ _STACKS: dict[nn.Module, Stack] = {}
 
 
 def is_packable(module: nn.Module) -> bool:
-    """Say whether ``module`` is a model of transformers that runs its blocks itself."""
+    """Return whether ``module`` is a model of transformers that runs its blocks itself."""
     transformers = sys.modules.get("transformers")
     kind = getattr(transformers, "PreTrainedModel", None) if transformers is not None else None
     return kind is not None and isinstance(module, kind) and bool(_lists_of_blocks(module))

@@ -354,7 +354,7 @@ class _Parts:
         self.check()
 
     def changed(self) -> bool:
-        """Say whether a module has other parts, another forward, more hooks or another mode than when looked at.
+        """Return whether a module has other parts, another forward, more hooks or another mode than when looked at.
 
         More attributes, too: a method that somebody put on the instance is one.
         """
@@ -491,7 +491,7 @@ def name_of(blocks: list[nn.Module], block: nn.Module) -> str:
 
 
 def is_of_user(hook: Any) -> bool:
-    """Say whether a hook of a module is the user's, and may read samples and tokens."""
+    """Return whether a hook of a module is the user's, and may read samples and tokens."""
     function = getattr(hook, "func", hook)
     owner = getattr(function, "__module__", None) or type(function).__module__
     return owner.partition(".")[0] not in ("torch", "transformers", "hasten")

@@ -391,7 +391,7 @@ def _or_refused(stack: Stack, call: Callable[[], Any]) -> Any:
 
 
 def _scales_whole_tensors(model: nn.Module) -> bool:
-    """Say whether layers multiply in 8 bits, scaled by the largest number of all tokens: padded as well as packed."""
+    """Return whether layers multiply in 8 bits, scaled by the largest value of all tokens, padding included."""
     owners = ("torchao", "transformer_engine", "bitsandbytes")
     return any(type(each).__module__.partition(".")[0] in owners for each in model.modules())
 
@@ -506,7 +506,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _close(found: Tensor, exact: Tensor, bounds: list[int], tolerance: float | None = None) -> bool:
-    """Say whether two outputs are the same but for rounding, sample by sample."""
+    """Return whether two outputs are the same but for rounding, sample by sample."""
     tolerance = _tolerance(exact) if tolerance is None else tolerance
     for begin, end in pairwise(bounds):
         one, other = (each[begin:end].detach().cpu().double() for each in (found, exact))

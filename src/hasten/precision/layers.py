@@ -11,7 +11,7 @@ from torch import nn
 
 
 def ignored(name: str, prefixes: Iterable[str]) -> bool:
-    """Say whether a module is one of those named, or inside of one.
+    """Return whether a module is one of those named, or inside of one.
 
     Example::
 

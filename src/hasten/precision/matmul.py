@@ -100,10 +100,10 @@ def without_effect(precision: str, device: torch.device) -> str | None:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Say whether the CPU multiplies in bfloat16; others take tens of times as long for it as for 32 bits."""
+    """Return whether the CPU multiplies in bfloat16; others take tens of times as long for it as for 32 bits."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _tf32_on_cpu() -> bool:
-    """Say whether oneDNN may multiply in TF32: its CPUs have half-precision tiles (AMX-FP16)."""
+    """Return whether oneDNN may multiply in TF32: its CPUs have half-precision tiles (AMX-FP16)."""
     return bool(getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)())

@@ -153,7 +153,7 @@ class _FullSteps:
         self._versions = [full._version for _, full in pairs]
 
     def _as_they_came(self) -> bool:
-        """Say whether the stand-ins have the values and all the gradients that they came with."""
+        """Return whether the stand-ins have the values and all the gradients that they came with."""
         return self._inside is not None and all(
             full._version == version and (full.grad is None) == (parameter.grad is None)
             for version, (parameter, full) in zip(self._versions, self._inside[1], strict=True)

@@ -231,7 +231,7 @@ def resolve(profiler: Any) -> Profiler:
 
 
 def is_off(profiler: Profiler) -> bool:
-    """Say whether nothing is to be profiled.
+    """Return whether nothing is to be profiled.
 
     Example::
 

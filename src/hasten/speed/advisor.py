@@ -254,7 +254,7 @@ class _Advisor:
         return self._estimate.of(variants, Turns(self._races.rounds, self._steps, self._races.warm_up))
 
     def _has_time(self, *races: int) -> bool:
-        """Say whether races of so many variants each fit into what is left of the budget."""
+        """Return whether races of so many variants each fit into what is left of the budget."""
         return time.monotonic() + sum(map(self._seconds_of, races)) <= self._until
 
     def _unfit(self, lever: Lever) -> Row | None:

@@ -104,7 +104,7 @@ def _choose(trainer: Any, model: Any, train_dataloaders: Any, datamodule: Any) -
 
 
 def _can_be_switched_on(lever: Lever, facts: Mapping[str, Any]) -> bool:
-    """Say whether a lever needs neither consent nor a process that was started for it."""
+    """Return whether a lever needs neither consent nor a process that was started for it."""
     return lever.safety_in(facts).is_automatic and lever.preload in (None, preloaded())
 
 
@@ -162,5 +162,5 @@ def _set_arguments(trainer: Any, levers: list[Lever]) -> None:
 
 
 def _is_one_of_several() -> bool:
-    """Say whether other processes of this run exist already, which measure nothing."""
+    """Return whether other processes of this run exist already, which measure nothing."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 or "LOCAL_RANK" in os.environ

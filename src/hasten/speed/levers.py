@@ -103,7 +103,7 @@ class Lever:
         return found
 
     def keeps_first_batch(self, facts: Mapping[str, Any]) -> bool:
-        """Say whether the first batch, without dropout, is computed as without the lever: only its draws are others.
+        """Return whether the first batch, without dropout, is computed as without the lever: only its draws are others.
 
         Args:
             facts: what is known of device, model and data.

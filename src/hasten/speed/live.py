@@ -167,7 +167,7 @@ def make_start(trainer: Any, model: Any, train_dataloaders: Any, datamodule: Any
 
 
 def _may_fork() -> bool:
-    """Say whether a copy of this process would work: no other threads, neither Python's, OpenMP's nor CUDA's."""
+    """Return whether a copy of this process would work: no other threads, neither Python's, OpenMP's nor CUDA's."""
     return (
         hasattr(os, "fork")
         and sys.platform != "darwin"

@@ -144,7 +144,7 @@ def facts(examined: Examined, trainer: Any, module: nn.Module) -> dict[str, Any]
 
 
 def is_coarse(runtime: Any, module: nn.Module) -> bool:
-    """Say whether a program computes with less than float32, so that rounding is coarser."""
+    """Return whether a program computes with less than float32, so that rounding is coarser."""
     kinds = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     products = torch.get_float32_matmul_precision() != "highest"
     convolutions = runtime.device.type == "cuda" and torch.backends.cudnn.allow_tf32
@@ -157,7 +157,7 @@ def is_coarse(runtime: Any, module: nn.Module) -> bool:
 
 
 def samples_draw(loader: DataLoader[Any]) -> bool:
-    """Say whether random numbers are drawn for samples, or where they are joined; also where nobody can say."""
+    """Return whether random numbers are drawn for samples, or where they are joined; also where nobody can say."""
     dataset: Any = loader.dataset
     try:
         with isolate_rng(include_cuda=False):
@@ -182,7 +182,7 @@ def why_not_packed(module: nn.Module) -> str | None:
 
 
 def reads_first_token(module: nn.Module) -> bool:
-    """Say whether it is known of a model that its head reads the first token of each sequence and no other."""
+    """Return whether it is known of a model that its head reads the first token of each sequence and no other."""
     return any(type(child).__name__ in _READ_THE_FIRST_TOKEN for child in module.modules())
 
 

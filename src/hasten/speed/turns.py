@@ -155,7 +155,7 @@ class Races:
                 turn.losses = []
 
     def _is_too_late(self, variant: Variant, variants: Sequence[Variant], until: float) -> bool:
-        """Say whether a variant is not begun any more; then it has its error."""
+        """Return whether a variant is not begun any more; then it has its error."""
         if not _can_be_late(variant, variants) or time.monotonic() <= until:
             return False
         variant.error = LateError("the budget was spent before it began")

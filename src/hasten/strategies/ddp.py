@@ -143,7 +143,7 @@ class _Live:
                 )
 
     def is_of(self, module: nn.Module) -> bool:
-        """Say whether ``module`` is the one that is trained."""
+        """Return whether ``module`` is the one that is trained."""
         return self._module is module
 
     def end(self) -> None:

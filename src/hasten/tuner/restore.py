@@ -159,7 +159,7 @@ def _fill(container: Any, before: Any) -> None:
 
 
 def _same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Say whether two dicts hold the same objects in the same order."""
+    """Return whether two dicts hold the same objects in the same order."""
     return len(one) == len(other) and all(
         a is b and one[a] is other[b] for a, b in zip(one, other, strict=True)
     )
@@ -195,13 +195,13 @@ def _values_of_array(array: Any) -> Undo:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Say whether several elements share one place in memory: nothing can be written there."""
+    """Return whether several elements share one place in memory: nothing can be written there."""
     if tensor.layout != torch.strided:
         return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _is_the_users(thing: Any) -> bool:
-    """Say whether an object is of a class that the user wrote: what it holds may be part of a step."""
+    """Return whether an object is of a class that the user wrote: what it holds may be part of a step."""
     packages = [kind.__module__.partition(".")[0] for kind in type(thing).__mro__]
     return packages[0] not in _FOREIGN and _LEFT_ALONE.isdisjoint(packages)

@@ -147,12 +147,12 @@ def sized_len(data: Any) -> int | None:
 
 
 def has_iterable_dataset(dataloader: Any) -> bool:
-    """Say whether a loader reads an ``IterableDataset``."""
+    """Return whether a loader reads an ``IterableDataset``."""
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 
 def has_len(dataloader: Any) -> bool:
-    """Say whether a loader has a length; warns of one that is 0.
+    """Return whether a loader has a length; warns of one that is 0.
 
     Example::
 
@@ -169,7 +169,7 @@ def has_len(dataloader: Any) -> bool:
 def has_len_all_ranks(
     dataloader: Any, strategy: Any, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
-    """Say whether a loader has a length, the same question on every process; see ``has_len``."""
+    """Return whether a loader has a length, the same question on every process; see ``has_len``."""
     return has_len(dataloader)
 
 
@@ -197,7 +197,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
 def is_shared_filesystem(
     strategy: Any, path: str | os.PathLike[str] | None = None, timeout: float = 3
 ) -> bool:
-    """Say whether all processes see the same files in a folder; all of them must call it.
+    """Return whether all processes see the same files in a folder; all of them must call it.
 
     Args:
         strategy: the strategy, which can talk to the other processes.

@@ -14,7 +14,7 @@ def num_cuda_devices() -> int:
 
 
 def is_cuda_available() -> bool:
-    """Say whether this machine has a CUDA device."""
+    """Return whether this machine has a CUDA device."""
     return torch.cuda.device_count() > 0
 
 

@@ -48,7 +48,7 @@ class GradClipAlgorithmType(LightningEnum):
 
     @staticmethod
     def supported_type(value: str) -> bool:
-        """Say whether ``value`` is one of them."""
+        """Return whether ``value`` is one of them."""
         return any(member == value for member in GradClipAlgorithmType)
 
     @staticmethod

@@ -38,5 +38,5 @@ def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
 
 
 def is_cudnn_snafu(exception: BaseException) -> bool:
-    """Say whether an exception is cuDNN's way to say that there is no memory left."""
+    """Return whether an exception is cuDNN's way to say that there is no memory left."""
     return isinstance(exception, RuntimeError) and "CUDNN_STATUS_NOT_SUPPORTED" in str(exception)

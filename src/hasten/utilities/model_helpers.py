@@ -22,7 +22,7 @@ DeepSpeedSummary = absent(
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type | None = None) -> bool:
-    """Say whether an object has its own version of a method.
+    """Return whether an object has its own version of a method.
 
     Args:
         method_name: the method.
@@ -80,7 +80,7 @@ def get_formatted_model_size(total_model_size: float) -> str:
 def is_param_in_hook_signature(
     hook_fx: Any, param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Say whether a function takes a parameter.
+    """Return whether a function takes a parameter.
 
     Args:
         hook_fx: the function.

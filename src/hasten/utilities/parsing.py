@@ -12,7 +12,7 @@ from hasten.hparams import AttributeDict
 
 
 def is_picklable(obj: object) -> bool:
-    """Say whether an object can be pickled.
+    """Return whether an object can be pickled.
 
     Example::
 
@@ -80,7 +80,7 @@ def save_hyperparameters(
 
 
 def lightning_hasattr(model: Any, attribute: str) -> bool:
-    """Say whether a module, its hyper-parameters or its datamodule have an attribute."""
+    """Return whether a module, its hyper-parameters or its datamodule have an attribute."""
     return bool(_holders(model, attribute))
 
 

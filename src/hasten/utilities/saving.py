@@ -59,7 +59,7 @@ def write(checkpoint: dict[str, Any], filepath: Path) -> None:
 
 
 def is_folder(fs: Any, path: Path, strict: bool = False) -> bool:
-    """Say whether there is a folder on a file system.
+    """Return whether there is a folder on a file system.
 
     Args:
         fs: the file system.
@@ -73,7 +73,7 @@ def is_folder(fs: Any, path: Path, strict: bool = False) -> bool:
 
 
 def is_local(fs: Any) -> bool:
-    """Say whether a file system is that of this machine."""
+    """Return whether a file system is that of this machine."""
     protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
     return protocol in ("file", "local")
 
