@@ -476,7 +476,13 @@ class Meters:
             self._number = next(_numbers)
         before = self._reduced.get(moment, [])
         place = f"log/{self._number}/{moment}/{self._times[moment]}"
-        said = agreement.exchange(place, mine, what=f"self.log({', '.join(mine)}, sync_dist=True)")
+        trains = moment.startswith(("step", "train"))
+        said = agreement.exchange(
+            place,
+            mine,
+            what=f"self.log({', '.join(mine)}, sync_dist=True)",
+            patience_seconds=None if trains else agreement.PATIENCE_AFTER_EVALUATION_SECONDS,
+        )
         # A process that does not come reduces what it reduced the last time, as this one did.
         theirs = [set(before if names is None else names) for names in said]
         for name in sorted(set().union(*theirs)):

@@ -15,9 +15,11 @@ from torch.distributed import distributed_c10d
 
 from hasten._lib.rank_zero import log
 
-# Long enough for a first step that compiles, or a process that validates longer than the others: an error must be true.
-PATIENCE_SECONDS = 600.0
-NOTICE_SECONDS = 30.0
+# Every step exchanges gradients, so processes that train are apart only by what one of them does alone after a step.
+# After an evaluation they may be apart by minutes: samples differ in size.
+PATIENCE_SECONDS = 60.0
+PATIENCE_AFTER_EVALUATION_SECONDS = 300.0
+NOTICE_SECONDS = 15.0
 _LOOK_SECONDS = 0.002
 
 # torch's type hints leave the stores out, and it has no public name for the place where the processes met.
