@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
 import hasten as L
 from tests.models import Classifier, loader
 
@@ -34,6 +34,11 @@ if __name__ == "__main__":
             sys.exit(3)
         if HOW == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if HOW == "stay":
+            time.sleep(100)
+    if HOW == "stay":
+        from hasten.machine import launch
+        launch._END_SECONDS = 1.0
 """
 
 
@@ -42,6 +47,7 @@ if __name__ == "__main__":
     [
         ("exit", 3),
         ("kill", 1),
+        ("stay", 1),
         ("all exit with 5", 5),
         ("SIGTERM to rank 1", 143),
     ],
@@ -57,5 +63,5 @@ def test_a_program_ends_with_the_code_of_the_process_that_did_not_end_well(
     )
     assert done.returncode == code, done.stderr[-3000:]
     assert ("after fit" in done.stdout) == ("SIGTERM" not in how)
-    if how in ("exit", "kill"):
+    if how in ("exit", "kill", "stay"):
         assert "the process of rank 1" in done.stderr

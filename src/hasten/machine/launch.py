@@ -252,6 +252,12 @@ class Children:
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         stop_processes(self._processes.values())
         died = {rank: code for rank, code in codes.items() if code}
+        late = [rank for rank, code in codes.items() if code is None]
+        if late and not failed and not died:
+            # It was stopped in the middle of its work: the run did not end well.
+            died = {late[0]: 1}
+            os.write(2, f"{_describe_late(self._first_rank + late[0], self._first_rank)}\n".encode())
+            failed = True
         if died and not _leaving:
             # Of a function called at the end of a program only this is heard. Whatever was registered after the
             # processes started, such as loggers, has ended by now.
@@ -287,6 +293,13 @@ def describe_death(rank: int, code: int) -> str:
     else:
         how = f"ended with exit code {code}; its error is printed above"
     return f"the process of rank {rank} {how}. All processes of the run were stopped."
+
+
+def _describe_late(rank: int, first_rank: int) -> str:
+    return (
+        f"the process of rank {rank} was still at work {_END_SECONDS:.0f} s after the program of rank {first_rank} had "
+        "ended, and was stopped. End the program with trainer.strategy.barrier() to have all ranks wait for each other."
+    )
 
 
 def stop_processes(processes: Any) -> None:
