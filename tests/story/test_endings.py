@@ -36,6 +36,13 @@ if __name__ == "__main__":
             os.kill(os.getpid(), signal.SIGKILL)
         if HOW == "stay":
             time.sleep(100)
+        if HOW == "abort":
+            os.abort()
+    if trainer.global_rank == 1 and HOW == "abort while unloading":
+        class Aborts:
+            def __del__(self, abort=os.abort):
+                abort()
+        sys.modules["aborts"] = Aborts()
     if HOW == "stay":
         from hasten.machine import launch
         launch._END_SECONDS = 1.0
@@ -48,6 +55,8 @@ if __name__ == "__main__":
         ("exit", 3),
         ("kill", 1),
         ("stay", 1),
+        ("abort", 1),
+        ("abort while unloading", 0),
         ("all exit with 5", 5),
         ("SIGTERM to rank 1", 143),
     ],
@@ -63,5 +72,5 @@ def test_a_program_ends_with_the_code_of_the_process_that_did_not_end_well(
     )
     assert done.returncode == code, done.stderr[-3000:]
     assert ("after fit" in done.stdout) == ("SIGTERM" not in how)
-    if how in ("exit", "kill", "stay"):
+    if how in ("exit", "kill", "stay", "abort"):
         assert "the process of rank 1" in done.stderr

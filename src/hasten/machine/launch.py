@@ -23,6 +23,8 @@ from hasten.machine.cluster import ClusterEnvironment
 
 # Set in the processes started here: the id of the one that started them.
 _PARENT = "HASTEN_PARENT_PID"
+# Set there as well: the pipe on which such a process says that its program has come to its end.
+_END_PIPE = "HASTEN_END_PIPE"
 
 # How long the first process may take to fail by itself, with its own traceback, after another one died.
 _GRACE_SECONDS = 4.0
@@ -75,11 +77,19 @@ def join_external(
     store = None
     if _PARENT in os.environ:
         _end_with_parent(int(os.environ[_PARENT]))
+        _say_when_ended()
         if "HASTEN_STORE" in os.environ:
             store = connect_store(os.environ["HASTEN_STORE"])
     if store is None:
         _publish_address(cluster)
     return run(None, store, function, *args, **kwargs)
+
+
+def _say_when_ended() -> None:
+    pipe = os.environ.pop(_END_PIPE, None)
+    if pipe is not None:
+        # Registered before the process joins a group, so it is called after the group was left.
+        atexit.register(os.write, int(pipe), b".")
 
 
 def _publish_address(cluster: ClusterEnvironment) -> None:
@@ -205,12 +215,34 @@ class Children:
         common = {**os.environ, **environment, _PARENT: str(os.getpid())}
         if address is not None:
             common["HASTEN_STORE"] = address
+        self._end_pipes: dict[int, int] = {}
+        self._came_to_end: set[int] = set()
         for local_rank in range(1, num_processes):
-            self._processes[local_rank] = subprocess.Popen(
-                command, env={**common, "LOCAL_RANK": str(local_rank)}
-            )
+            own = {"LOCAL_RANK": str(local_rank)}
+            if os.name != "posix":  # Windows hands no pipes on.
+                self._processes[local_rank] = subprocess.Popen(command, env={**common, **own})
+                continue
+            self._end_pipes[local_rank], writes = os.pipe()
+            os.set_blocking(self._end_pipes[local_rank], False)
+            own[_END_PIPE] = str(writes)
+            self._processes[local_rank] = subprocess.Popen(command, env={**common, **own}, pass_fds=[writes])
+            os.close(writes)
         atexit.register(self.end)
         threading.Thread(target=self._watch, name="hasten-children", daemon=True).start()
+
+    def _code(self, local_rank: int) -> int | None:
+        """Return the exit code of a process; None while it lives."""
+        code = self._processes[local_rank].poll()
+        unloading = local_rank in self._end_pipes and code in (-signal.SIGABRT, -signal.SIGSEGV)
+        if unloading and local_rank not in self._came_to_end:
+            # The threads of a communication library may abort a process that has done all its work and unloads it.
+            try:
+                said = os.read(self._end_pipes[local_rank], 1)
+            except BlockingIOError:
+                said = b""
+            if said:
+                self._came_to_end.add(local_rank)
+        return 0 if local_rank in self._came_to_end else code
 
     def why_dead(self, *, wait_seconds: float) -> str | None:
         """Return which process died and how, waiting a moment for it to be seen; None if all live."""
@@ -219,8 +251,8 @@ class Children:
 
     def _watch(self) -> None:
         while not self._ended:
-            for local_rank, process in self._processes.items():
-                code = process.poll()
+            for local_rank in self._processes:
+                code = self._code(local_rank)
                 if code is not None and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
                     self._dead = describe_death(self._first_rank + local_rank, code)
                     self._seen.set()
@@ -249,7 +281,7 @@ class Children:
                 break
             time.sleep(0.05)
         self._ended = True
-        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        codes = {rank: self._code(rank) for rank in self._processes}
         stop_processes(self._processes.values())
         died = {rank: code for rank, code in codes.items() if code}
         late = [rank for rank, code in codes.items() if code is None]
