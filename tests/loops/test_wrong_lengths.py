@@ -163,8 +163,23 @@ def test_weights_are_those_of_the_plain_loop(kind: str, accumulate: int, model_t
     assert trainer.global_step == 2 * -(-per_epoch // accumulate)
     if model_type is OwnStep:
         assert model.stepped == trainer.global_step
-    if kind != "fewer, draws":
+    if not kind.startswith("fewer"):
         assert model.last == ([False] * (per_epoch - 1) + [True]) * 2
+
+
+def test_manual_optimization_is_told_the_last_batch_of_a_loader_that_ends_early() -> None:
+    class Manual(Watched):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            self.last.append(self.trainer.is_last_batch)
+            self.manual_backward(self.loss(batch))
+
+    model = Manual()
+    quiet(max_epochs=2).fit(model, Batches(6, 7))
+    assert model.last == ([False] * 5 + [True]) * 2
 
 
 def test_the_last_window_of_a_loader_that_ends_early_is_clipped_and_its_hooks_are_called() -> None:

@@ -33,6 +33,8 @@ class Stream:
         name: what to call it in messages.
         replays: whether a place inside an epoch may be asked for; False spares a loader of one's own the notes on
             what it drew.
+        marks_last: whether the last batch has to be known as the last where the loader ends before the length that it
+            says. To know it costs a look at the random generators for each batch.
 
     Example::
 
@@ -51,7 +53,14 @@ class Stream:
 
     """
 
-    def __init__(self, loader: Any, *, name: str = "train_dataloader", replays: bool = True) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        name: str = "train_dataloader",
+        replays: bool = True,
+        marks_last: bool = True,
+    ) -> None:
         self.loader = loader
         self.name = name
         self.epoch: int | None = None
@@ -71,6 +80,7 @@ class Stream:
         self._ahead_mark: dict[str, Any] | None = None
         # Whether fetching draws random numbers here that training draws from as well.
         self._draws = False
+        self._marks_last = marks_last
         # The epoch after this one, where its first batches are fetched already.
         self._next: Begun | None = None
         self._running: Iterator[Any] | None = None
@@ -103,8 +113,9 @@ class Stream:
         """Yield ``(batch, is_last)`` of a new epoch, or of the rest of the one that a loaded state is in.
 
         Every batch that the loader gives, whatever its length says. Where that is not sure, one more batch is fetched
-        before a batch is handed out, unless fetching draws random numbers in this process: training would get others
-        than in the plain loop. Then an epoch that ends before its length ends without a last batch.
+        before a batch is handed out, unless ``marks_last`` is False, or fetching draws random numbers in this process:
+        training would get others than in the plain loop. Then an epoch that ends before its length ends without a last
+        batch.
 
         Args:
             limit: end the epoch after this many batches, counted from its start.
@@ -168,7 +179,8 @@ class Stream:
             self._again = _END
             while batch is not _END:
                 is_last = limit is not None and number >= limit
-                looks = not is_last and not (self._draws and said is not None and number < said)
+                believes = self._draws or not self._marks_last
+                looks = not is_last and not (believes and said is not None and number < said)
                 if looks:
                     # One ahead: only the end of the data tells which batch is the last. Whoever resumes here has
                     # to fetch that batch again, under the random state of now.

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
+from torch.utils.data import DataLoader
+
 from hasten._lib.errors import MisconfigurationException
 from hasten.data.combined import CombinedLoader, is_collection
 from hasten.data.combined_stream import CombinedStream
@@ -360,7 +362,12 @@ class Source:
                 allow_empty=self._may_be_empty(),
                 **(self._sampler_kwargs or {}),
             )
-            return Stream(prepared, name=HOOK_OF[self.stage], replays=self.stage == "train")
+            trains, module = self.stage == "train", self._module
+            # Automatic optimization completes an epoch that ended early afterwards. The user's own steps are theirs to
+            # complete, in the batch that `trainer.is_last_batch` says is the last.
+            manual = trains and module is not None and not module.automatic_optimization
+            marks_last = manual or isinstance(prepared, DataLoader)
+            return Stream(prepared, name=HOOK_OF[self.stage], replays=trains, marks_last=marks_last)
         streams = [self._stream(leaf, f"{name}[{index}]") for index, leaf in enumerate(loader.flattened)]
         assert all(isinstance(stream, Stream) for stream in streams)
         combined = copy.copy(loader)
