@@ -434,6 +434,7 @@ def _in_hasten(task: Task, switches: Switches, batches: Sequence[list[int]] | No
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=bar,
+        limit_val_batches=0,  # Accuracy is measured afterwards, apart from the clock.
         callbacks=[first],
         **chosen,
     )
