@@ -12,8 +12,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import hasten as L
-from hasten.dropout import dropout, fast_dropout
 from hasten.packed.attention import attention
+from hasten.packed.dropout import dropout, fast_dropout
 from tests.models import Classifier, loader, quiet, same_weights
 
 SHARES = [0.0, 0.001, 0.1, 0.25, 0.5, 0.9, 0.99, 0.997, 0.999, 1.0]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hasten as L
-from hasten.hparams import AttributeDict, HyperparametersMixin
+from hasten.module.hparams import AttributeDict, HyperparametersMixin
 from tests.models import loader, quiet
 
 

@@ -430,9 +430,9 @@ class ReadsOnFirst(L.Callback):
 
 @pytest.mark.world_size(2)
 def test_step_values_of_several_processes_are_reduced_where_they_are_read() -> None:
-    from hasten import meters
+    from hasten import logged_values
 
-    meters.BAR_INTERVAL_SECONDS = 0.0  # the bar asks for new values each time
+    logged_values.BAR_INTERVAL_SECONDS = 0.0  # the bar asks for new values each time
     reads = ReadsOnFirst()
     trainer = quiet(devices=2, strategy="ddp", callbacks=reads)
     trainer.fit(LogsShared(), loader(32))

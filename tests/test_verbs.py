@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from hasten import verbs
+from hasten.optim import fast_step
 
 STEPS = 6
 
@@ -94,11 +94,11 @@ def train_plainly(module: nn.Module, optimizer: Optimizer, scheduler: Any = None
 
 
 def train_with_verbs(module: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> None:
-    step, zero_grad = verbs.make_step(optimizer), verbs.make_zero_grad(optimizer)
+    step, zero_grad = fast_step.make_step(optimizer), fast_step.make_zero_grad(optimizer)
     for x, y in batches():
         loss = nn.functional.mse_loss(module(x), y)
         zero_grad()
-        verbs.backward(loss)
+        fast_step.backward(loss)
         step()
         if scheduler is not None:
             scheduler.step()
@@ -141,13 +141,13 @@ def test_a_scheduler_works_and_does_not_warn(name: str) -> None:
 def test_a_scheduler_made_after_the_verbs_works_and_does_not_warn() -> None:
     plain, mine = model(), model()
     plain_optimizer, my_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, mine))
-    step, zero_grad = verbs.make_step(my_optimizer), verbs.make_zero_grad(my_optimizer)
+    step, zero_grad = fast_step.make_step(my_optimizer), fast_step.make_zero_grad(my_optimizer)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(my_optimizer, 0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for x, y in batches():
             zero_grad()
-            verbs.backward(nn.functional.mse_loss(mine(x), y))
+            fast_step.backward(nn.functional.mse_loss(mine(x), y))
             step()
             scheduler.step()
     train_plainly(plain, plain_optimizer, torch.optim.lr_scheduler.ExponentialLR(plain_optimizer, 0.5))
@@ -157,7 +157,7 @@ def test_a_scheduler_made_after_the_verbs_works_and_does_not_warn() -> None:
 def test_torch_still_warns_of_a_scheduler_that_steps_first() -> None:
     optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    verbs.make_step(optimizer)
+    fast_step.make_step(optimizer)
     with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
         scheduler.step()
 
@@ -178,14 +178,14 @@ def test_lbfgs_gets_its_closure() -> None:
         return [step(closure).item() for _ in range(3)][-1]
 
     plain, mine = model(), model()
-    assert train(plain, lambda optimizer: optimizer.step) == train(mine, verbs.make_step)
+    assert train(plain, lambda optimizer: optimizer.step) == train(mine, fast_step.make_step)
     assert_equal(plain, mine)
 
 
 def test_step_hooks_run_whenever_they_are_added() -> None:
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    step = verbs.make_step(optimizer)
+    step = fast_step.make_step(optimizer)
     seen: list[str] = []
     step()
     before = optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -203,7 +203,7 @@ def test_step_hooks_run_whenever_they_are_added() -> None:
 
 def test_a_step_hook_may_change_what_the_step_gets() -> None:
     optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
-    step, called = verbs.make_step(optimizer), []
+    step, called = fast_step.make_step(optimizer), []
 
     def add_closure(optimizer: Any, args: Any, kwargs: Any) -> Any:
         return (args[0], lambda: called.append(1)), kwargs
@@ -216,11 +216,11 @@ def test_a_step_hook_may_change_what_the_step_gets() -> None:
 def test_a_profiler_sees_the_step() -> None:
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    step, zero_grad = verbs.make_step(optimizer), verbs.make_zero_grad(optimizer)
+    step, zero_grad = fast_step.make_step(optimizer), fast_step.make_zero_grad(optimizer)
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         zero_grad()
-        verbs.backward(module(torch.ones(1, 5)).sum())
+        fast_step.backward(module(torch.ones(1, 5)).sum())
         step()
     names = {event.key for event in profile.key_averages()}
     assert "Optimizer.step#SGD.step" in names
@@ -229,7 +229,7 @@ def test_a_profiler_sees_the_step() -> None:
 
 def test_a_step_replaced_on_the_instance_or_the_class_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, calls = torch.optim.SGD(model().parameters(), lr=0.1), []
-    step = verbs.make_step(optimizer)
+    step = fast_step.make_step(optimizer)
     optimizer.step = lambda closure=None: calls.append("instance")  # type: ignore[method-assign,assignment]
     step()
     del optimizer.step
@@ -249,7 +249,7 @@ def test_the_verbs_of_another_class_given_to_the_optimizer_are_called() -> None:
             calls.append("zero_grad")
 
     optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
-    step, zero_grad = verbs.make_step(optimizer), verbs.make_zero_grad(optimizer)
+    step, zero_grad = fast_step.make_step(optimizer), fast_step.make_zero_grad(optimizer)
     optimizer.__class__ = Other
     step()
     zero_grad()
@@ -301,7 +301,7 @@ def test_a_step_patched_before_a_scheduler_wraps_it_is_called() -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.step = counted(calls, "outer", optimizer.step)  # type: ignore[method-assign]
     calls.clear()
-    verbs.make_step(optimizer)()
+    fast_step.make_step(optimizer)()
     assert calls == ["outer", "patched"]
 
 
@@ -310,11 +310,11 @@ def test_a_class_patched_with_the_attributes_of_torchs_method_is_called(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer, calls = torch.optim.SGD(model().parameters(), lr=0.1), []
-    earlier = verbs.make_step(optimizer), verbs.make_zero_grad(optimizer)
+    earlier = fast_step.make_step(optimizer), fast_step.make_zero_grad(optimizer)
     if kind is torch.optim.SGD:
         monkeypatch.setattr(kind, "step", counted(calls, "step", kind.step))
     monkeypatch.setattr(kind, "zero_grad", counted(calls, "zero_grad", kind.zero_grad))
-    for step, zero_grad in (earlier, (verbs.make_step(optimizer), verbs.make_zero_grad(optimizer))):
+    for step, zero_grad in (earlier, (fast_step.make_step(optimizer), fast_step.make_zero_grad(optimizer))):
         step()
         zero_grad()
     assert calls == (["step", "zero_grad"] * 2 if kind is torch.optim.SGD else ["zero_grad"] * 2)
@@ -330,11 +330,11 @@ def test_a_replaced_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             label = f"{owner.__name__}.{name}"
             patch.setattr(owner, name, counted(calls, label, getattr(owner, name)))
-            verbs.backward(weight * 2)
-        verbs.backward(weight * 2)
+            fast_step.backward(weight * 2)
+        fast_step.backward(weight * 2)
     loss = weight * 2
     loss.backward = counted(calls, "instance", loss.backward)  # type: ignore[method-assign]
-    verbs.backward(loss)
+    fast_step.backward(loss)
     assert [call.split(".")[-1] for call in calls] == [
         "backward", "backward", "_engine_run_backward", "instance",
     ]  # fmt: skip
@@ -342,10 +342,10 @@ def test_a_replaced_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_overridden_zero_grad_is_called() -> None:
     optimizer = Custom(model().parameters())
-    verbs.make_zero_grad(optimizer)()
+    fast_step.make_zero_grad(optimizer)()
     assert optimizer.zeros == 1
     plain, calls = torch.optim.SGD(model().parameters(), lr=0.1), []
-    zero_grad = verbs.make_zero_grad(plain)
+    zero_grad = fast_step.make_zero_grad(plain)
     plain.zero_grad = lambda set_to_none=True: calls.append(1)  # type: ignore[method-assign]
     zero_grad()
     assert calls == [1]
@@ -366,8 +366,8 @@ def test_something_that_only_looks_like_an_optimizer_is_called_as_it_is() -> Non
             self.calls.append("zero")
 
     like = Like()
-    assert verbs.make_step(like)() == "done"
-    verbs.make_zero_grad(like)()
+    assert fast_step.make_step(like)() == "done"
+    fast_step.make_zero_grad(like)()
     assert like.calls == ["step", "zero"]
 
 
@@ -377,7 +377,7 @@ def test_the_grad_mode_is_left_as_it_was(grad_enabled: bool) -> None:
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.ones(1, 5)).sum().backward()
     with torch.set_grad_enabled(grad_enabled):
-        verbs.make_step(optimizer)()
+        fast_step.make_step(optimizer)()
         assert torch.is_grad_enabled() is grad_enabled
 
 
@@ -388,7 +388,7 @@ def test_the_grad_mode_is_left_as_it_was_after_an_error() -> None:
             raise KeyError("broken")
 
     with pytest.raises(KeyError, match="broken"):
-        verbs.make_step(Breaks(model().parameters(), lr=0.1))()
+        fast_step.make_step(Breaks(model().parameters(), lr=0.1))()
     assert torch.is_grad_enabled()
 
 
@@ -397,7 +397,7 @@ def test_a_differentiable_optimizer_keeps_the_graph() -> None:
     weight.retain_grad()
     optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.1), differentiable=True)
     weight.grad = torch.ones(2, requires_grad=True)
-    verbs.make_step(optimizer)()
+    fast_step.make_step(optimizer)()
     assert weight.requires_grad
 
 
@@ -417,13 +417,13 @@ def gradients_of(run: Callable[[Tensor], Any], loss_of: Callable[[Tensor], Tenso
     ids=["no dimensions", "one element", "another type"],
 )
 def test_backward_equals_torchs(loss_of: Callable[[Tensor], Tensor]) -> None:
-    assert torch.equal(gradients_of(verbs.backward, loss_of), gradients_of(Tensor.backward, loss_of))
+    assert torch.equal(gradients_of(fast_step.backward, loss_of), gradients_of(Tensor.backward, loss_of))
 
 
 def test_backward_of_a_parameter_itself_twice_accumulates() -> None:
     weight = nn.Parameter(torch.tensor(2.0))
-    verbs.backward(weight)
-    verbs.backward(weight)
+    fast_step.backward(weight)
+    fast_step.backward(weight)
     assert weight.grad is not None
     assert weight.grad.item() == 2.0
 
@@ -434,19 +434,19 @@ def test_a_hook_that_changes_the_gradient_in_place_does_not_reach_the_next_backw
         weight.grad = None
         loss = weight * 1.0
         loss.register_hook(lambda gradient, factor=factor: gradient.mul_(factor))
-        verbs.backward(loss)
+        fast_step.backward(loss)
         assert weight.grad.item() == factor
 
 
 def test_backward_takes_what_torchs_takes() -> None:
     x = torch.ones(3, requires_grad=True)
     y = (x * 2).sum()
-    verbs.backward(y, retain_graph=True)
-    verbs.backward(y, None, model=None)
+    fast_step.backward(y, retain_graph=True)
+    fast_step.backward(y, None, model=None)
     assert x.grad is not None
     assert x.grad.tolist() == [4.0, 4.0, 4.0]
     z = x * 3
-    verbs.backward(z, torch.tensor([1.0, 0.0, 2.0]))
+    fast_step.backward(z, torch.tensor([1.0, 0.0, 2.0]))
     assert x.grad.tolist() == [7.0, 4.0, 10.0]
 
 
@@ -463,7 +463,7 @@ def test_backward_raises_what_torch_raises(loss: Tensor) -> None:
     with pytest.raises(RuntimeError) as theirs:
         loss.backward()
     with pytest.raises(RuntimeError) as mine:
-        verbs.backward(loss)
+        fast_step.backward(loss)
     assert str(mine.value) == str(theirs.value)
 
 
@@ -478,7 +478,7 @@ def test_a_subclass_of_tensor_has_its_own_backward() -> None:
             return super().__torch_function__(func, types, args, kwargs or {})
 
     x = torch.ones(2, requires_grad=True)
-    verbs.backward((x * 2).sum().as_subclass(Noted))
+    fast_step.backward((x * 2).sum().as_subclass(Noted))
     assert Noted.calls == 1
     assert x.grad is not None
 
@@ -497,7 +497,7 @@ def test_a_function_mode_sees_backward() -> None:
 
     loss = (torch.ones(2, requires_grad=True) * 2).sum()
     with Notes() as notes:
-        verbs.backward(loss)
+        fast_step.backward(loss)
     assert Tensor.backward in notes.seen
 
 
@@ -507,7 +507,7 @@ def test_anomaly_detection_names_the_forward_operation() -> None:
         warnings.simplefilter("ignore")
         loss = (torch.sqrt(x) * 0).sum()
         with pytest.raises(RuntimeError, match="returned nan"):
-            verbs.backward(loss)
+            fast_step.backward(loss)
 
 
 # -- torch without the names the fast ways use
@@ -527,7 +527,7 @@ CODES = ("_span_codes", "_guard_codes", "_scheduler_codes", "_undynamo_codes")
 def test_without_a_private_name_of_torch_the_results_are_the_same(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verbs, missing, frozenset() if missing.endswith("_codes") else None)
+    monkeypatch.setattr(fast_step, missing, frozenset() if missing.endswith("_codes") else None)
     plain, mine = model(), model()
     train_plainly(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
     train_with_verbs(mine, torch.optim.Adam(mine.parameters(), lr=0.01))
@@ -545,18 +545,18 @@ def test_the_fast_way_is_taken_where_it_may_be(monkeypatch: pytest.MonkeyPatch) 
     optimizer.step()
     optimizer.zero_grad()
     assert len(spans) == 2
-    verbs.make_step(optimizer)()
-    verbs.make_zero_grad(optimizer)()
+    fast_step.make_step(optimizer)()
+    fast_step.make_zero_grad(optimizer)()
     assert len(spans) == 2
 
 
 def test_a_copied_optimizer_steps_its_own_parameters() -> None:
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    verbs.make_step(optimizer)
+    fast_step.make_step(optimizer)
     twin_module, twin = copy.deepcopy((module, optimizer))
     twin_module(torch.ones(1, 5)).sum().backward()
     before = [parameter.clone() for parameter in module.parameters()]
-    verbs.make_step(twin)()
+    fast_step.make_step(twin)()
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(before, twin_module.parameters(), strict=True))

@@ -16,23 +16,23 @@ from hasten._lib.version import VERSION as __version__  # noqa: N811 - the name 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 if TYPE_CHECKING:
-    from hasten.callback import Callback as Callback
-    from hasten.datamodule import LightningDataModule as LightningDataModule
-    from hasten.dropout import fast_dropout as fast_dropout
     from hasten.fabric import Fabric as Fabric
     from hasten.module import LightningModule as LightningModule
+    from hasten.module.callback import Callback as Callback
+    from hasten.module.datamodule import LightningDataModule as LightningDataModule
     from hasten.packed.blocks import packed_blocks as packed_blocks
+    from hasten.packed.dropout import fast_dropout as fast_dropout
     from hasten.report.plots import plot_logs as plot_logs
     from hasten.seed import seed_everything as seed_everything
     from hasten.trainer import Trainer as Trainer
 
 _HOME = {
-    "Callback": "hasten.callback",
+    "Callback": "hasten.module.callback",
     "Fabric": "hasten.fabric",
-    "LightningDataModule": "hasten.datamodule",
+    "LightningDataModule": "hasten.module.datamodule",
     "LightningModule": "hasten.module",
     "Trainer": "hasten.trainer",
-    "fast_dropout": "hasten.dropout",
+    "fast_dropout": "hasten.packed.dropout",
     "packed_blocks": "hasten.packed.blocks",
     "plot_logs": "hasten.report.plots",
     "seed_everything": "hasten.seed",

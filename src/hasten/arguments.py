@@ -13,8 +13,8 @@ from hasten._lib.durations import Interval, parse_interval
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments_speed import SpeedArguments
-from hasten.callback import Callback
 from hasten.loggers.base import DummyLogger
+from hasten.module.callback import Callback
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hasten._lib.names import did_you_mean
+from hasten.batching.rebatch import as_batching
+from hasten.batching.sample_fields import MicroBatch
 from hasten.compile.settings import CompileSettings, as_compile
-from hasten.data.batching import as_batching
-from hasten.data.sample_fields import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.patched import follow
-from hasten.callback import Callback
-from hasten.datamodule import LightningDataModule
 from hasten.module import LightningModule
+from hasten.module.callback import Callback
+from hasten.module.datamodule import LightningDataModule
 
 if TYPE_CHECKING:
-    from hasten.meters import Meters
+    from hasten.logged_values import Meters
 
 Call = Callable[..., Any]
 

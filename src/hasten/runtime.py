@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hasten import verbs
 from hasten._lib.tree import move_to
 from hasten.checkpoint.io import CheckpointIO, TorchCheckpointIO
 from hasten.machine.collectives import numbers_as_tensors
+from hasten.optim import fast_step
 from hasten.precision.base import Precision
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Runtime:
         # Whether a scaled backward is running; Fabric refuses one that is not scaled.
         self.in_backward = False
         self.unscale: Callable[[Any], None] | None = None if scaler is None else self._unscale
-        self.backward: Callable[..., None] = verbs.backward if scaler is None else self._scaled_backward
+        self.backward: Callable[..., None] = fast_step.backward if scaler is None else self._scaled_backward
 
     def __getstate__(self) -> dict[str, Any]:
         # The verbs are chosen again on the other side: a function chosen here cannot be sent.
@@ -241,7 +241,7 @@ class Runtime:
         self.precision.convert_optimizer(optimizer)
         scaler = self.scaler
         if scaler is None:
-            return verbs.make_step(optimizer)
+            return fast_step.make_step(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
                 "precision='16-mixed' with LBFGS: it computes the loss several times a step, which a gradient "
@@ -262,13 +262,13 @@ class Runtime:
 
     def make_zero_grad(self, optimizer: Any) -> Callable[[], None]:
         """Return ``zero_grad()`` for ``optimizer``."""
-        return verbs.make_zero_grad(optimizer)
+        return fast_step.make_zero_grad(optimizer)
 
     def _scaled_backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         assert self.scaler is not None
         self.in_backward = True
         try:
-            verbs.backward(self.scaler.scale(tensor), *args, **kwargs)
+            fast_step.backward(self.scaler.scale(tensor), *args, **kwargs)
         finally:
             self.in_backward = False
 

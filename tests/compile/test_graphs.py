@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hasten as L
-from hasten.compile import graphs
-from hasten.compile.given import inner_model, users_settings
+from hasten.compile import cuda_graphs
 from hasten.compile.settings import CompileSettings
+from hasten.compile.user_compiled import inner_model, users_settings
 from hasten.loops import compiled as loops_compiled
 from tests.compile.test_compile import TRACED, Deep, Net
 from tests.compile.test_with_others import fitted_bert
@@ -28,7 +28,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     monkeypatch.setattr(CompileSettings, "cuda_graphs", property(lambda self: True))
     monkeypatch.setattr(loops_compiled, "check_possible", lambda *_: None)
-    monkeypatch.setattr(graphs, "begin_graphs", lambda: seen.append("begin"))
+    monkeypatch.setattr(cuda_graphs, "begin_graphs", lambda: seen.append("begin"))
     return seen
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from hasten.data.stream import Stream
+from hasten.data.resume.stream import Stream
 from hasten.seed import collect_rng_state, restore_rng_state, seed_everything
 
 SAMPLES, EPOCHS = 11, 3

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 import hasten as L
+from hasten.batching.sample_lengths import sample_lengths
 from hasten.callbacks import ModelCheckpoint
 from hasten.data import (
     LengthBatching,
@@ -30,7 +31,6 @@ from hasten.data import (
     rebatch,
     resident,
 )
-from hasten.data.sample_lengths import sample_lengths
 from tests.data.sequences import LONGEST, Padded, Reader, Sequences, lengths_of
 from tests.models import quiet, same_weights
 
@@ -209,7 +209,7 @@ def test_a_field_of_one_value_is_cut_only_if_it_has_it_in_all_samples() -> None:
 
 def test_which_fields_are_cut_or_padded_is_said(monkeypatch: Any) -> None:
     said: list[str] = []
-    monkeypatch.setattr("hasten.data.batching.rank_zero_info", said.append)
+    monkeypatch.setattr("hasten.batching.rebatch.rank_zero_info", said.append)
     rebatch(DataLoader(Padded(), 4), LengthBatching())
     assert said.pop().endswith("of the train dataloader are cut off 'input_ids', 'attention_mask'.")
     mask = masks_of(3, 9)

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import hasten as L
 from hasten.data import CombinedLoader
-from hasten.data.combined_stream import CombinedStream
-from hasten.data.stream import Stream
+from hasten.data.resume.combined_stream import CombinedStream
+from hasten.data.resume.stream import Stream
 from tests.models import Classifier, loader, quiet, same_weights
 
 

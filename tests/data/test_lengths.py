@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
+from hasten.batching.lengths import PlannedBatches
+from hasten.batching.pad_widths import rounded_up, widths_for
 from hasten.data import LengthBatchSampler, PackedBatchSampler, TokenBatchSampler
-from hasten.data.lengths import PlannedBatches
 from hasten.data.loaders import prepare
-from hasten.data.stream import Stream
-from hasten.data.widths import rounded_up, widths_for
+from hasten.data.resume.stream import Stream
 
 LENGTHS = torch.randint(3, 200, (503,), generator=torch.Generator().manual_seed(0))
 MAKE: dict[str, Callable[..., PlannedBatches]] = {

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from hasten.data.loaders import prepare
-from hasten.data.stream import Stream
+from hasten.data.resume.stream import Stream
 from hasten.seed import collect_rng_state, seed_everything
 
 DATA = list(range(11))

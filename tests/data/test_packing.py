@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from hasten.batching.packing import rows_of
 from hasten.data import (
     PackCollator,
     PackedBatchSampler,
@@ -19,7 +20,6 @@ from hasten.data import (
     packed_attention,
     pad_collate,
 )
-from hasten.data.packing import rows_of
 from tests.data.sequences import LONGEST, Sequences, Transformer, lengths_of
 
 LENGTHS = [3, 5, 5, 1, 0, 7]
@@ -116,7 +116,7 @@ def test_the_kernels_of_a_gpu_are_given_what_they_take(
     dtype: torch.dtype, flash: bool, heads: int, head_dim: int
 ) -> None:
     """On the meta device: shapes, types and gradients, as far as they are known without one."""
-    from hasten.data import document_attention
+    from hasten.packed import document_attention
 
     assert document_attention._kernels_are_known()
     q, k, v = (

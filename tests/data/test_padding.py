@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from hasten.batching.trim import FitWidth
 from hasten.data import PadCollator, pad_collate
-from hasten.data.fitting import FitWidth
 
 IDS = [torch.tensor([5, 6, 7]), torch.tensor([8]), torch.tensor([9, 9])]
 

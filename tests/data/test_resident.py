@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from hasten.callbacks import ModelCheckpoint
 from hasten.data import LengthBatching, ResidentLoader, pad_collate, preload, rebatch, resident
-from hasten.data.reading import same
+from hasten.data.memory.read import same
 from tests.data.sequences import Padded, Sequences
 from tests.models import Classifier, dataset, loader, quiet, same_weights
 

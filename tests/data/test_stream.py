@@ -20,7 +20,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from hasten.data.stream import Stream
+from hasten.data.resume.stream import Stream
 
 
 class Countdown:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from hasten._lib.errors import MisconfigurationException
 from hasten.memory import recomputed
 from hasten.packed import first_token
+from hasten.packed.adapters_torch import _Begin
 from hasten.packed.blocks import packed_blocks
 from hasten.packed.layout import Layout
-from hasten.packed.of_torch import _Begin
 from hasten.packed.stack import Stack
 from tests.models import quiet
 from tests.packed.test_blocks import WIDTH, FirstReader, batch_of, loader, logits_and_gradients, model_of
@@ -121,7 +121,7 @@ def test_where_first_tokens_are_is_not_read_from_the_device() -> None:
 def test_a_mask_is_looked_at_once_as_long_as_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Tensor] = []
     monkeypatch.setattr(
-        "hasten.packed.of_torch._is_causal",
+        "hasten.packed.adapters_torch._is_causal",
         lambda mask: bool(looked.append(mask) or mask[0, 1] == -torch.inf),
     )
     encoder = FirstReader().reader.encoder.train()

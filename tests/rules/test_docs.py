@@ -28,7 +28,7 @@ MODULES = modules_with_examples()
 
 
 def test_there_are_examples() -> None:
-    assert {"hasten.module", "hasten.trainer"} <= set(MODULES)
+    assert {"hasten.module.module", "hasten.trainer.trainer"} <= set(MODULES)
     assert [name for name in MODULES if name.startswith("hasten.fabric")]
 
 

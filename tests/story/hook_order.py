@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
-from hasten.datamodule import DataHooks
 from hasten.hooks import HOOK_NAMES
-from hasten.module_hooks import ModelHooks
+from hasten.module.datamodule import DataHooks
+from hasten.module.hook_defaults import ModelHooks
 from tests.models import quiet
 
 PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"

@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hasten.callback import Callback as Callback
     from hasten.callbacks.accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
     from hasten.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from hasten.callbacks.checkpoint import Checkpoint as Checkpoint
@@ -32,13 +31,14 @@ if TYPE_CHECKING:
     from hasten.callbacks.timer import Timer as Timer
     from hasten.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from hasten.callbacks.weight_averaging import WeightAveraging as WeightAveraging
+    from hasten.module.callback import Callback as Callback
 
 _HOME = {
     "BackboneFinetuning": "hasten.callbacks.finetuning",
     "BaseFinetuning": "hasten.callbacks.finetuning",
     "BasePredictionWriter": "hasten.callbacks.prediction_writer",
     "BatchSizeFinder": "hasten.callbacks.batch_size_finder",
-    "Callback": "hasten.callback",
+    "Callback": "hasten.module.callback",
     "Checkpoint": "hasten.callbacks.checkpoint",
     "DeviceStatsMonitor": "hasten.callbacks.device_stats",
     "EMAWeightAveraging": "hasten.callbacks.weight_averaging",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.errors import MisconfigurationException
-from hasten.callback import Callback
+from hasten.module.callback import Callback
 from hasten.optim import check_accumulation
 
 if TYPE_CHECKING:

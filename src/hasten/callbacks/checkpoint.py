@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hasten.callback import Callback
+from hasten.module.callback import Callback
 
 
 class Checkpoint(Callback):

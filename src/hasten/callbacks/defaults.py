@@ -8,7 +8,7 @@ from hasten.callbacks.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
-    from hasten.callback import Callback
+    from hasten.module.callback import Callback
 
 
 def with_defaults(arguments: Arguments) -> list[Callback]:

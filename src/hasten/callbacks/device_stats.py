@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
-from hasten.callback import Callback
+from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

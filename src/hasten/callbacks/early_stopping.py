@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import log, rank_zero_warn
-from hasten.callback import Callback
 from hasten.callbacks.monitored import Origin, check_mode, check_monitor, not_logged, validates
 from hasten.loops.states import TrainerFn
+from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.callback import Callback
 from hasten.callbacks import param_groups
+from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hasten._lib.names import did_you_mean
-from hasten.callback import _HOOKS, Callback
+from hasten.module.callback import _HOOKS, Callback
 
 _ALLOWED = sorted(_HOOKS - {"state_key", "state_dict", "load_state_dict", "runs_last"})
 

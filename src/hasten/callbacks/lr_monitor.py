@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.callback import Callback
 from hasten.callbacks.silent import silence
+from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

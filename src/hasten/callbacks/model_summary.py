@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.callback import Callback
+from hasten.module.callback import Callback
 from hasten.report.summary import ModelSummary as Summary
 from hasten.report.summary import check_depth, format_table
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from hasten._lib.names import did_you_mean
-from hasten.checkpoint.plain import is_plain
+from hasten.checkpoint.allowed_types import is_plain
 
 # What some schedulers keep in a group, in proportion to its learning rate or as it is.
 _IN_PROPORTION = ("max_lr", "min_lr", "swa_lr")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
-from hasten.callback import Callback
 from hasten.hooks import overrides
+from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

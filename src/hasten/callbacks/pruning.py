@@ -16,8 +16,8 @@ from torch.nn.utils import prune
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.callback import Callback
 from hasten.loops.states import TrainerFn
+from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

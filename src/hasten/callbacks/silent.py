@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 
-from hasten.callback import Callback
+from hasten.module.callback import Callback
 
 
 def silence(callback: Callback, owner: type[Callback], *hooks: str) -> None:

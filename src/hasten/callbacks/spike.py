@@ -16,7 +16,7 @@ from torch import Tensor
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.host import Arrival, send_to_host
 from hasten._lib.names import did_you_mean
-from hasten.callback import Callback
+from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

@@ -16,13 +16,13 @@ from torch.optim.swa_utils import SWALR
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.callback import Callback
 from hasten.callbacks.weight_averaging import check_device
 from hasten.hooks import STEPS
-from hasten.loops.explain import with_batch_idx_if_taken
+from hasten.logged_value import Context
 from hasten.loops.states import TrainerFn
+from hasten.loops.step_errors import with_batch_idx_if_taken
 from hasten.loops.transfer import make_transfer
-from hasten.meter import Context
+from hasten.module.callback import Callback
 from hasten.optim import LRSchedulerConfig
 from hasten.seed import isolate_rng
 

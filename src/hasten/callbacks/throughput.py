@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.callback import Callback
 from hasten.callbacks.silent import silence, unsilence
 from hasten.loops.states import RunningStage, TrainerFn
+from hasten.module.callback import Callback
 from hasten.report.throughput import Throughput, compute_dtype, get_available_flops
 
 if TYPE_CHECKING:

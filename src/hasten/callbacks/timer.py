@@ -12,10 +12,10 @@ from hasten._lib.durations import parse_duration
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.callback import Callback
 from hasten.callbacks.clock import AgreedClock
 from hasten.callbacks.silent import silence
 from hasten.loops.states import RunningStage
+from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

@@ -13,8 +13,8 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.kinds import by_kind
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.callback import Callback
 from hasten.loops.states import TrainerFn
+from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

@@ -18,9 +18,9 @@ import torch
 
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.checkpoint.plain import check_storable, numpy_allowed
-from hasten.checkpoint.seal import CheckpointDamaged as CheckpointDamaged
-from hasten.checkpoint.seal import check, first_line, seal
+from hasten.checkpoint.allowed_types import check_storable, numpy_allowed
+from hasten.checkpoint.checksum import CheckpointDamaged as CheckpointDamaged
+from hasten.checkpoint.checksum import check, first_line, seal
 
 _TEMPORARY = ".hasten-tmp"
 

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.version import VERSION
-from hasten.callback import Callback
 from hasten.cli import arguments
 from hasten.cli.hyperparameters import FromConfig
 from hasten.cli.optimizers import (
@@ -28,9 +27,10 @@ from hasten.cli.optimizers import (
 )
 from hasten.cli.parser import AUTOMATIC, ArgsType, LightningArgumentParser
 from hasten.cli.save_config import SaveConfigCallback
-from hasten.datamodule import LightningDataModule
 from hasten.hooks import overrides
 from hasten.module import LightningModule
+from hasten.module.callback import Callback
+from hasten.module.datamodule import LightningDataModule
 from hasten.optim.fused import fused_where_possible
 from hasten.seed import seed_everything
 from hasten.trainer import Trainer

@@ -15,7 +15,7 @@ from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint.files import CheckpointDamaged, CheckpointRefused
 from hasten.cli.hyperparameters import as_config, from_checkpoint, refuse_unsafe
 from hasten.cli.order import groups_of, split_at_subcommand, subcommands_of
-from hasten.hparams import CLASS_PATH
+from hasten.module.hparams import CLASS_PATH
 
 if TYPE_CHECKING:
     from hasten.cli.parser import ArgsType, LightningArgumentParser

@@ -20,7 +20,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from hasten.checkpoint import files
-from hasten.hparams import CLASS_PATH, INSTANTIATOR, made_from_config
+from hasten.module.hparams import CLASS_PATH, INSTANTIATOR, made_from_config
 
 if TYPE_CHECKING:
     from hasten.cli.parser import LightningArgumentParser

@@ -18,12 +18,12 @@ from jsonargparse import (
 from torch.optim import Optimizer
 
 from hasten._lib.errors import MisconfigurationException
-from hasten.callback import Callback
 from hasten.cli import errors, known
 from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
 from hasten.cli.order import in_order
-from hasten.datamodule import LightningDataModule
 from hasten.module import LightningModule
+from hasten.module.callback import Callback
+from hasten.module.datamodule import LightningDataModule
 from hasten.trainer import Trainer
 
 # What LightningCLI(args=...) takes: words of a command line, or the config as data.

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import fsspec
 from jsonargparse import Namespace
 
-from hasten.callback import Callback
 from hasten.hooks import overrides
 from hasten.loops.states import TrainerFn
+from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from hasten.cli.parser import LightningArgumentParser

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from hasten.checkpoint.plain import allow_objects
+from hasten.checkpoint.allowed_types import allow_objects
 from hasten.compat import processes
 from hasten.compat.modules import FINDER, ROOTS, AliasModule
 
@@ -29,7 +29,7 @@ def install() -> None:
         >>> hasten.compat.install()
         >>> from lightning.pytorch import Trainer
         >>> Trainer.__module__
-        'hasten.trainer'
+        'hasten.trainer.trainer'
         >>> hasten.compat.uninstall()
 
     Source: `importlib, meta path finders <https://docs.python.org/3/library/importlib.html>`_.

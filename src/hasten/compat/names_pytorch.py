@@ -42,9 +42,9 @@ _CALLBACKS = {
         "ProgressBar RichModelSummary RichProgressBar SpikeDetection StochasticWeightAveraging TQDMProgressBar "
         "ThroughputMonitor Timer WeightAveraging"
     },
-    "base": {"hasten.callback": "Callback"},
+    "base": {"hasten.module.callback": "Callback"},
     "batch_size_finder": {"hasten.callbacks": "BatchSizeFinder"},
-    "callback": {"hasten.callback": "Callback"},
+    "callback": {"hasten.module.callback": "Callback"},
     "checkpoint": {"hasten.callbacks": "Checkpoint"},
     "device_stats_monitor": {"hasten.callbacks": "DeviceStatsMonitor"},
     "early_stopping": {"hasten.callbacks.early_stopping": "EarlyStopping EarlyStoppingReason"},
@@ -83,11 +83,14 @@ _CALLBACKS = {
 
 _CORE = {
     "": {"hasten": "LightningDataModule LightningModule"},
-    "datamodule": {"hasten.datamodule": "DataHooks LightningDataModule"},
-    "hooks": {"hasten.datamodule": "DataHooks", "hasten.utilities.hooks": "CheckpointHooks ModelHooks"},
+    "datamodule": {"hasten.module.datamodule": "DataHooks LightningDataModule"},
+    "hooks": {
+        "hasten.module.datamodule": "DataHooks",
+        "hasten.utilities.hooks": "CheckpointHooks ModelHooks",
+    },
     "lightning": {"hasten": "LightningModule"},
-    "mixins": {"hasten.hparams": "HyperparametersMixin"},
-    "mixins.hparams_mixin": {"hasten.hparams": "HyperparametersMixin"},
+    "mixins": {"hasten.module.hparams": "HyperparametersMixin"},
+    "mixins.hparams_mixin": {"hasten.module.hparams": "HyperparametersMixin"},
     "module": {"hasten": "LightningModule"},
     "optimizer": {
         "hasten.optim": "LightningOptimizer=HastenOptimizer",
@@ -198,7 +201,7 @@ _UTILITIES = {
     "parsing": {
         "hasten.utilities.parsing": "clean_namespace collect_init_args get_init_args is_picklable lightning_getattr "
         "lightning_hasattr lightning_setattr save_hyperparameters",
-        "hasten.hparams": "AttributeDict",
+        "hasten.module.hparams": "AttributeDict",
     },
     "rank_zero": {"hasten.utilities.rank_zero": _RANK_ZERO},
     "seed": {
@@ -263,13 +266,15 @@ PYTORCH: dict[str, dict[str, str]] = {
     },
     **_under("pytorch.loggers", _LOGGER_MODULES),
     "pytorch.loops": {
-        "hasten.trainer_loops": "_EvaluationLoop=EvaluationLoop _FitLoop=FitLoop _PredictionLoop=PredictionLoop "
+        "hasten.trainer.loop_views": "_EvaluationLoop=EvaluationLoop _FitLoop=FitLoop _PredictionLoop=PredictionLoop "
         "_TrainingEpochLoop=TrainingEpochLoop"
     },
-    "pytorch.loops.evaluation_loop": {"hasten.trainer_loops": "_EvaluationLoop=EvaluationLoop"},
-    "pytorch.loops.fit_loop": {"hasten.trainer_loops": "_FitLoop=FitLoop"},
-    "pytorch.loops.prediction_loop": {"hasten.trainer_loops": "_PredictionLoop=PredictionLoop"},
-    "pytorch.loops.training_epoch_loop": {"hasten.trainer_loops": "_TrainingEpochLoop=TrainingEpochLoop"},
+    "pytorch.loops.evaluation_loop": {"hasten.trainer.loop_views": "_EvaluationLoop=EvaluationLoop"},
+    "pytorch.loops.fit_loop": {"hasten.trainer.loop_views": "_FitLoop=FitLoop"},
+    "pytorch.loops.prediction_loop": {"hasten.trainer.loop_views": "_PredictionLoop=PredictionLoop"},
+    "pytorch.loops.training_epoch_loop": {
+        "hasten.trainer.loop_views": "_TrainingEpochLoop=TrainingEpochLoop"
+    },
     "pytorch.overrides": {},
     "pytorch.overrides.distributed": {"hasten.utilities.samplers": "UnrepeatedDistributedSampler"},
     **_under("pytorch.plugins", _PLUGINS),

@@ -15,7 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils.hooks import RemovableHandle
 
 from hasten._lib.rank_zero import warn_once
-from hasten.compile.graphs import kept_outputs
+from hasten.compile.cuda_graphs import kept_outputs
 from hasten.compile.regions import (
     SETS_OF_HOOKS,
     Hooks,

@@ -17,11 +17,11 @@ from torch.utils.data import (
 )
 
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.data.lengths import PlannedBatches
-from hasten.data.resident_loader import users_dataset
+from hasten.batching.lengths import PlannedBatches
+from hasten.data.memory.on_device import users_dataset
+from hasten.data.resume.loader_sources import with_attributes
+from hasten.data.resume.workers import SeedByRank
 from hasten.data.samplers import Share
-from hasten.data.sources import with_attributes
-from hasten.data.workers import SeedByRank
 
 
 def prepare(

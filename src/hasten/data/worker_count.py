@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.data.sources import generators_of, shut_down, with_attributes
+from hasten.data.resume.loader_sources import generators_of, shut_down, with_attributes
 from hasten.seed import generator_state, isolate_rng, set_generator_state
 
 # More workers have to gain so much: below it, a process more costs memory for nothing.

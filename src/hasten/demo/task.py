@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from hasten.batching.pad_widths import rounded_up
 from hasten.data import LengthBatching, rebatch
-from hasten.data.widths import rounded_up
 from hasten.speed.levers import LEVERS
 from hasten.speed.safety import Safety
 

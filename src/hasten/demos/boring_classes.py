@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from hasten.datamodule import LightningDataModule
 from hasten.module import LightningModule
+from hasten.module.datamodule import LightningDataModule
 
 
 class RandomDataset(Dataset[Tensor]):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.logged_value import Meter, is_metric
 from hasten.loops.run import Run
 from hasten.memory import may_have_changed
-from hasten.meter import Meter, is_metric
 
 
 class Books:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hasten.compile.given import users_settings
-from hasten.compile.graphs import RecordedSteps, marked_by_us
+from hasten.compile.cuda_graphs import RecordedSteps, marked_by_us
 from hasten.compile.settings import CompileSettings, check_possible
+from hasten.compile.user_compiled import users_settings
 from hasten.loops.run import Run
 
 

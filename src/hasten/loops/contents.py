@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from hasten._lib.memory import is_out_of_memory
+from hasten._lib.out_of_memory import is_out_of_memory
 from hasten.seed import generator_state, set_generator_state
 
 # Objects inside objects inside objects ...: further in, nothing belongs to a step any more.

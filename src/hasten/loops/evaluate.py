@@ -12,11 +12,11 @@ from torch import nn
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops.compiled import compiled_step, recorded_steps
-from hasten.loops.explain import add_place, takes
 from hasten.loops.run import Run, Stopped
+from hasten.loops.run_data import Source
 from hasten.loops.signatures import check_takes_loader
-from hasten.loops.sources import Source
 from hasten.loops.states import RunningStage, TrainerFn
+from hasten.loops.step_errors import add_place, takes
 from hasten.loops.transfer import make_transfer
 from hasten.module import LightningModule
 from hasten.report.results import print_results

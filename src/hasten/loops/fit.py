@@ -16,10 +16,14 @@ from hasten._lib.rank_zero import rank_zero_info
 from hasten.checkpoint.contents import random_state
 from hasten.checkpoint.metrics import metric_states
 from hasten.hooks import STEPS, nothing, overrides
-from hasten.loops import bad_loss, micro, schedule
+from hasten.loops import bad_loss, micro_batches, schedule
 from hasten.loops.compiled import compiled_step, recorded_steps
 from hasten.loops.evaluate import evaluate, sanity_check
-from hasten.loops.explain import (
+from hasten.loops.inside_batch import batch_start
+from hasten.loops.numbers import follow_arguments
+from hasten.loops.run import Run, Stopped
+from hasten.loops.states import RunningStage
+from hasten.loops.step_errors import (
     add_place,
     check_some_loss,
     check_weight,
@@ -27,10 +31,6 @@ from hasten.loops.explain import (
     weights_are_missing,
     with_batch_idx_if_taken,
 )
-from hasten.loops.inside_batch import batch_start
-from hasten.loops.numbers import follow_arguments
-from hasten.loops.run import Run, Stopped
-from hasten.loops.states import RunningStage
 from hasten.loops.together import (
     agree_after_batch,
     agree_on_end,
@@ -461,7 +461,7 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
     """Return forward, zero_grad and backward of one batch, with everything asked beforehand."""
     runtime, module, hooks = run.runtime, run.module, run.hooks
     meters, context = run.meters, run.meters.context_of(STEPS["training_step"])
-    in_parts = micro.asked(run)
+    in_parts = micro_batches.asked(run)
     training_step = _training_step(run)
     optimizer = run.optimizers[0] if run.optimizers else None
     zero_grad = _zero_grad(run, optimizer)
@@ -521,7 +521,7 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
 
     watching = run.guard.watching if run.guard is not None else lambda function: function
     if in_parts:
-        return watching(micro.in_parts(run, forward_backward))
+        return watching(micro_batches.in_parts(run, forward_backward))
     if not runtime.syncs_gradients:
         return watching(forward_backward)
 
@@ -635,7 +635,7 @@ def _scale_gradients(optimizer: Any, factor: Any) -> None:
 
 def _training_step(run: Run) -> Callable[..., Any]:
     step = compiled_step(run, "training_step", with_batch_idx_if_taken(run.module.training_step))
-    wrapped = run.module if micro.computes_alone(run) else run.wrapped
+    wrapped = run.module if micro_batches.computes_alone(run) else run.wrapped
     return run.runtime.bind(step, module=run.module, wrapped=wrapped, training=True)
 
 
@@ -716,7 +716,7 @@ def _step_late(run: Run) -> None:
     """Step on the gradients of the last batches, which were computed as if more would follow."""
     progress, module, optimizer = run.progress, run.module, run.optimizers[0]
     if run.runtime.syncs_gradients:
-        micro.sync_gradients(run)()
+        micro_batches.sync_gradients(run)()
     divisor, guard = run.divisor_of(progress.batch - 1), run.guard
     finish_gradients = _finish_gradients(run)
     if not _steps_by_itself(run):

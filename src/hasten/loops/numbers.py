@@ -10,7 +10,7 @@ from hasten._lib.rank_zero import rank_zero_info, warn_once
 from hasten.checkpoint import contents
 from hasten.hooks import overrides
 from hasten.loops.run import Run
-from hasten.loops.snapshot import Snapshot
+from hasten.loops.run_state import Snapshot
 from hasten.module import LightningModule
 from hasten.optim.backward import InBackward
 from hasten.optim.fused import use_fused

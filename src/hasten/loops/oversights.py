@@ -15,7 +15,7 @@ from hasten.module import LightningModule
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
-    from hasten.loops.sources import Source
+    from hasten.loops.run_data import Source
 
 # Parts named in a message; the others are counted.
 _NAMED = 3

@@ -8,9 +8,9 @@ from hasten._lib.tree import move_to
 from hasten.hooks import STEPS, nothing
 from hasten.loops.compiled import compiled_step, recorded_steps
 from hasten.loops.evaluate import restore_modes, without_gradients
-from hasten.loops.explain import add_place, takes
 from hasten.loops.run import Run, Stopped
 from hasten.loops.states import RunningStage
+from hasten.loops.step_errors import add_place, takes
 from hasten.loops.transfer import make_transfer
 
 

@@ -12,23 +12,23 @@ from hasten import optim
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.garbage import collect_earlier_models
 from hasten._lib.watched import WatchedList
-from hasten.callback import Callback
 from hasten.checkpoint import contents
 from hasten.checkpoint.entries import check_entries
 from hasten.checkpoint.metrics import remember_metrics
-from hasten.datamodule import LightningDataModule
 from hasten.hooks import overrides
-from hasten.hparams import logged_hparams
 from hasten.loops.compiled import check_compile, compile_module
 from hasten.loops.numbers import go_on_with_training_weights, set_matmul_precision
 from hasten.loops.oversights import warn_about_missing_parts
+from hasten.loops.preflight import check_fit, check_parameters
 from hasten.loops.resume import check_left_to_train
 from hasten.loops.run import Run
-from hasten.loops.snapshot import Snapshot
+from hasten.loops.run_state import Snapshot
 from hasten.loops.speedups import change_module, change_optimizers, go_on_with_batch_size
 from hasten.loops.states import TrainerFn
-from hasten.loops.verify import check_fit, check_parameters
 from hasten.module import LightningModule
+from hasten.module.callback import Callback
+from hasten.module.datamodule import LightningDataModule
+from hasten.module.hparams import logged_hparams
 from hasten.optim import HastenOptimizer
 from hasten.optim.averaged import Averages
 from hasten.optim.backward import InBackward

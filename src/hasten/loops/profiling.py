@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from hasten.datamodule import DataHooks
 from hasten.hooks import overrides
 from hasten.loops.run import Run
-from hasten.loops.sources import Source
+from hasten.loops.run_data import Source
 from hasten.loops.states import RunningStage
 from hasten.module import LightningModule
+from hasten.module.datamodule import DataHooks
 from hasten.profilers.base import Profiler, is_off
 
 Call = Callable[..., Any]

@@ -13,25 +13,25 @@ from torch import nn
 from hasten._lib.patched import follow
 from hasten.arguments import Arguments
 from hasten.hooks import Hooks, overrides
-from hasten.loops.checks import ValidationChecks
+from hasten.logged_values import Meters
+from hasten.loops.data_stalls import Waiting
 from hasten.loops.oversights import FirstEpoch
 from hasten.loops.progress import Progress
-from hasten.loops.sources import Source
+from hasten.loops.run_data import Source
 from hasten.loops.states import RunningStage, TrainerState
-from hasten.loops.waiting import Waiting
-from hasten.meters import Meters
+from hasten.loops.validation_schedule import ValidationChecks
 from hasten.module import LightningModule
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.averaged import Averages
-from hasten.verbs import clears_gradients
+from hasten.optim.fast_step import clears_gradients
 
 if TYPE_CHECKING:
     from hasten.compile.model import CompiledModel
     from hasten.loops.bad_loss import Guard
     from hasten.loops.inside_batch import BatchStart
+    from hasten.loops.split_sizes import Fit
     from hasten.machine.signals import StopRequests
     from hasten.runtime import Runtime
-    from hasten.speed.microbatch import Fit
 
 
 def unwatched(action: str, function: Callable[..., Any]) -> Callable[..., Any]:

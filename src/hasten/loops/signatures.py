@@ -15,11 +15,11 @@ from typing import Any
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.callback import Callback
-from hasten.datamodule import DataHooks, LightningDataModule
 from hasten.hooks import overrides
 from hasten.module import LightningModule
-from hasten.module_hooks import ModelHooks
+from hasten.module.callback import Callback
+from hasten.module.datamodule import DataHooks, LightningDataModule
+from hasten.module.hook_defaults import ModelHooks
 
 # The steps, and the other methods whose base takes anything: (least, most) of what they are called with.
 _STEPS = {

@@ -11,14 +11,13 @@ import torch
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments_speed import SpeedArguments
-from hasten.data.batching import rebatch
-from hasten.data.resident_loader import is_resident, resident
+from hasten.batching.rebatch import rebatch
+from hasten.data.memory.on_device import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
-from hasten.loops import numbers
+from hasten.loops import numbers, split_sizes
 from hasten.loops.run import Run
 from hasten.loops.states import TrainerFn
 from hasten.machine import allocator
-from hasten.speed import microbatch
 
 
 def remake_loader(
@@ -36,7 +35,7 @@ def remake_loader(
     """
     # "auto" is a number once it was found; until then the size is the loader's.
     if isinstance(speed.batch_size, int) and stage == "train":
-        loader = microbatch.rebatched(loader, speed.batch_size, name=name)
+        loader = split_sizes.rebatched(loader, speed.batch_size, name=name)
     if isinstance(speed.num_workers, int):
         loader = with_workers(loader, speed.num_workers, stage=stage, name=name)
     if speed.resident:
@@ -67,7 +66,7 @@ def change_module(run: Run) -> None:
         run.undo.enter_context(packed_blocks(module, first_token=first_token, asked=asked))
     if speed.dropout is not None:
         change_dropout(run)
-    microbatch.change_module(run)
+    split_sizes.change_module(run)
 
 
 def change_dropout(run: Run) -> None:
@@ -77,7 +76,7 @@ def change_dropout(run: Run) -> None:
         MisconfigurationException: this run is not on the CPU, or no layer drops anything.
 
     """
-    from hasten.dropout import fast_dropout
+    from hasten.packed.dropout import fast_dropout
 
     if run.runtime.device.type != "cpu":
         raise MisconfigurationException(

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hasten.data.prefetch import SideStream
-from hasten.datamodule import DataHooks
 from hasten.hooks import overrides
 from hasten.loops.run import Run
-from hasten.loops.sources import Source
+from hasten.loops.run_data import Source
+from hasten.module.datamodule import DataHooks
 
 
 def make_transfer(run: Run, source: Source, loader_idx: int = 0) -> Callable[[Any], Any] | None:

@@ -13,7 +13,7 @@ from hasten.optim.configure import (
     no_accumulation,
     parse,
 )
-from hasten.verbs import needs_closure
+from hasten.optim.fast_step import needs_closure
 
 if TYPE_CHECKING:
     from hasten.optim.averaged import schedule_free

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.dropout import draw, kept, scale_of
+from hasten.packed.dropout import draw, kept, scale_of
 
 
 def _runs(bounds: Tensor) -> list[tuple[int, int, int]]:

@@ -13,8 +13,8 @@ from torch import nn
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.packed.of_torch import packed_encoder
-from hasten.packed.of_transformers import is_packable, packed_model
+from hasten.packed.adapters_torch import packed_encoder
+from hasten.packed.adapters_transformers import is_packable, packed_model
 from hasten.packed.stack import HELP, INSTEAD, Stack
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.errors import MisconfigurationException
-from hasten.data.packing import packed_attention
+from hasten.batching.packing import packed_attention
 from hasten.packed.attention import attention
 from hasten.packed.first_token import FirstToken, attend_first, waits_for
-from hasten.packed.in_place import Hook, Method
 from hasten.packed.layout import Layout
+from hasten.packed.patches import Hook, Method
 
 # The argument by which a block is told which call it belongs to.
 _CALL = "hasten_packed_call"

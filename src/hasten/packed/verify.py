@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.memory import is_out_of_memory
-from hasten.packed.in_place import Method
+from hasten._lib.out_of_memory import is_out_of_memory
 from hasten.packed.layout import Layout
+from hasten.packed.patches import Method
 from hasten.packed.stack import INSTEAD, Probe, Stack, is_of_user, name_of
 from hasten.seed import isolate_rng
 

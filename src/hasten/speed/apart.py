@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hasten._lib.split import measure, split
-from hasten.data.token_fields import named_time_dims
+from hasten.batching.token_fields import named_time_dims
 from hasten.seed import isolate_rng
 from hasten.speed.look import mask_of
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.arguments_speed import SPEED_NAMES, check_speed
+from hasten.logged_values import Meters
 from hasten.machine.allocator import preloaded
-from hasten.meters import Meters
 from hasten.resolve import runtime as resolve_runtime
 from hasten.speed import live, look, remembered
 from hasten.speed.advice import NOT_TRIED, Advice, composed

@@ -18,7 +18,7 @@ import torch
 
 from hasten._lib.errors import MisconfigurationException
 from hasten.hooks import overrides
-from hasten.loops.verify import check_call
+from hasten.loops.preflight import check_call
 from hasten.speed import look, remembered
 from hasten.speed.advice import Advice
 from hasten.speed.advisor import MakeStart, Plan, measure
@@ -26,8 +26,8 @@ from hasten.speed.levers import Lever
 from hasten.speed.race import Process, Start, environment, start_command
 
 if TYPE_CHECKING:
-    from hasten.datamodule import LightningDataModule
     from hasten.module import LightningModule
+    from hasten.module.datamodule import LightningDataModule
 
 # What a trial of a program that runs is told: how to make its Trainer, and what to train.
 Payload = dict[str, Any]
@@ -82,8 +82,8 @@ def advise(
         RuntimeError: the unchanged program cannot be measured.
 
     """
-    from hasten.datamodule import LightningDataModule
     from hasten.module import LightningModule
+    from hasten.module.datamodule import LightningDataModule
 
     if isinstance(train_dataloaders, LightningDataModule):
         train_dataloaders, datamodule = None, train_dataloaders

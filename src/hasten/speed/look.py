@@ -22,7 +22,7 @@ from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.version import VERSION
 from hasten.arguments_speed import SPEED_NAMES
-from hasten.data.reading import is_random
+from hasten.data.memory.read import is_random
 from hasten.precision.matmul import matmul_precision as float32_products
 from hasten.seed import isolate_rng
 from hasten.speed.changes import attention_dropouts, usable_cores

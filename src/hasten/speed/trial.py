@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hasten._lib.batch_size import batch_size_of
 from hasten.arguments_speed import SPEED_NAMES
-from hasten.callback import Callback
+from hasten.module.callback import Callback
 from hasten.profilers.simple import SimpleProfiler
 from hasten.seed import seed_everything
 from hasten.speed import look

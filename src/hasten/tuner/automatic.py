@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info
-from hasten.data.reading import available_bytes, gigabytes
+from hasten.data.memory.read import available_bytes, gigabytes
 from hasten.loops.resume import resolve_path
 from hasten.loops.run import Run
+from hasten.loops.split_sizes import check_rebatched
 from hasten.loops.states import TrainerFn
-from hasten.speed.microbatch import check_rebatched
 from hasten.tuner import attributes
 from hasten.tuner.batch_size import Search, size_of
 from hasten.tuner.trial import Trial, nothing_changes, quietly

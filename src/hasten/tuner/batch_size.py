@@ -9,10 +9,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.memory import give_back_memory
 from hasten._lib.names import did_you_mean
+from hasten._lib.out_of_memory import give_back_memory
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.loops.sources import HOOK_OF
+from hasten.loops.run_data import HOOK_OF
 from hasten.tuner import attributes
 from hasten.tuner.trial import STAGE_OF, Trial
 

@@ -11,7 +11,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.callback import Callback
+from hasten.module.callback import Callback
 from hasten.tuner import attributes
 from hasten.tuner.trial import Trial, train
 

@@ -13,9 +13,9 @@ import torch
 
 from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.memory import is_out_of_memory
+from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.watched import WatchedList
-from hasten.callback import Callback
+from hasten.logged_values import Meters
 from hasten.loggers.base import DummyLogger
 from hasten.loops.evaluate import evaluate
 from hasten.loops.fit import train_epoch
@@ -23,11 +23,11 @@ from hasten.loops.predict import predict
 from hasten.loops.prepare import take_optimizers
 from hasten.loops.progress import Progress
 from hasten.loops.run import Run, Stopped
-from hasten.loops.sources import Source
+from hasten.loops.run_data import Source
 from hasten.loops.states import RunningStage, TrainerState, TrainerStatus
 from hasten.machine.signals import StopRequests
-from hasten.meters import Meters
 from hasten.module import LightningModule
+from hasten.module.callback import Callback
 from hasten.profilers.base import PassThroughProfiler
 from hasten.seed import collect_rng_state, restore_rng_state
 from hasten.tuner.restore import Memory

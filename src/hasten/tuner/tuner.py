@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.datamodule import LightningDataModule
+from hasten.loops.preflight import check_call
 from hasten.loops.run import Run
 from hasten.loops.states import TrainerFn
-from hasten.loops.verify import check_call
+from hasten.module.datamodule import LightningDataModule
 from hasten.tuner import attributes, batch_size, lr_find
 from hasten.tuner.lr_find import LRFinder
 from hasten.tuner.trial import Trial, nothing_changes, quietly

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from hasten._lib.rank_zero import rank_zero_only as rank_zero_only
     from hasten._lib.rank_zero import rank_zero_warn as rank_zero_warn
     from hasten.data.combined import CombinedLoader as CombinedLoader
-    from hasten.hparams import AttributeDict as AttributeDict
-    from hasten.hparams import HyperparametersMixin as HyperparametersMixin
     from hasten.loops.states import RunningStage as RunningStage
     from hasten.loops.states import TrainerFn as TrainerFn
     from hasten.loops.states import TrainerState as TrainerState
     from hasten.loops.states import TrainerStatus as TrainerStatus
+    from hasten.module.hparams import AttributeDict as AttributeDict
+    from hasten.module.hparams import HyperparametersMixin as HyperparametersMixin
     from hasten.optim import HastenOptimizer as LightningOptimizer  # noqa: F401
     from hasten.report.summary import ModelSummary as ModelSummary
     from hasten.report.summary import summarize as summarize
@@ -53,7 +53,7 @@ _ROWS = {
     "hasten._lib.errors": "MisconfigurationException",
     "hasten._lib.rank_zero": "rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn",
     "hasten.data.combined": "CombinedLoader",
-    "hasten.hparams": "AttributeDict HyperparametersMixin",
+    "hasten.module.hparams": "AttributeDict HyperparametersMixin",
     "hasten.loops.states": "RunningStage TrainerFn TrainerState TrainerStatus",
     "hasten.optim": "LRSchedulerConfig LightningOptimizer=HastenOptimizer",
     "hasten.report.summary": "ModelSummary summarize",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.module_hooks import ModelHooks
+from hasten.module.hook_defaults import ModelHooks
 
 
 class CheckpointHooks:

@@ -7,10 +7,10 @@ from typing import Any
 
 from hasten._lib.absent import absent
 from hasten._lib.optional import need
-from hasten.callback import Callback
-from hasten.datamodule import LightningDataModule
 from hasten.hooks import overrides
 from hasten.module import LightningModule
+from hasten.module.callback import Callback
+from hasten.module.datamodule import LightningDataModule
 from hasten.report.summary import ModelSummary
 
 DeepSpeedSummary = absent(

@@ -8,7 +8,7 @@ import types
 from collections.abc import MutableMapping
 from typing import Any
 
-from hasten.hparams import AttributeDict
+from hasten.module.hparams import AttributeDict
 
 
 def is_picklable(obj: object) -> bool:

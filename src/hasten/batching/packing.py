@@ -1,0 +1,440 @@
+"""Several sequences in one row: hardly any padding, and no sequence sees another."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.batching.lengths import PlannedBatches, positive
+from hasten.batching.pad import IGNORED_LABEL, MASK_KEY, default_padding, is_sequence, sequence_key
+from hasten.packed.document_attention import document_block_mask, document_mask, packed_attention
+
+__all__ = [
+    "PackCollator",
+    "PackedBatchSampler",
+    "document_block_mask",
+    "document_mask",
+    "pack",
+    "packed_attention",
+    "rows_of",
+]
+
+# A row of a plan: samples rounded up to this share of the mean length take one another's place in it.
+GRAIN = 32
+
+
+def rows_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+    """Return which sequences share a row: the longest first, each where it leaves the least room.
+
+    Args:
+        lengths: tokens of each sequence.
+        max_length: tokens of a row.
+
+    Returns:
+        The sequences' places in ``lengths``, row by row.
+
+    Raises:
+        ValueError: a sequence is longer than a row.
+
+    Example::
+
+        >>> rows_of([5, 3, 6, 2, 2], max_length=9)
+        [[2, 1], [0, 3, 4]]
+
+    Source: Johnson, `Near-optimal bin packing algorithms <https://dspace.mit.edu/handle/1721.1/57819>`_
+    (best-fit decreasing, at most 11/9 of the fewest rows).
+
+    """
+    rows: list[list[int]] = []
+    # (tokens left, row), rising: the first that is large enough leaves the least.
+    room: list[tuple[int, int]] = []
+    for place in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+        length = lengths[place]
+        if length > max_length:
+            raise ValueError(
+                f"rows_of(max_length={max_length}): sequence {place} has {length} tokens. Use max_length={length} or "
+                "more, or truncate."
+            )
+        found = bisect_left(room, (length, -1))
+        if found < len(room):
+            left, row = room.pop(found)
+        else:
+            left, row = max_length, len(rows)
+            rows.append([])
+        rows[row].append(place)
+        insort(room, (left - length, row))
+    return rows
+
+
+def pack(
+    samples: Sequence[Any],
+    max_length: int | None = None,
+    *,
+    rows: int | None = None,
+    next_token: bool = True,
+    padding: Mapping[Any, Any] | None = None,
+    multiple_of: int | None = None,
+) -> dict[str, Any]:
+    """Put sequences one behind the other into rows, with all that a model needs to keep them apart.
+
+    Args:
+        samples: dicts with ``input_ids`` (or another sequence, see :class:`~hasten.batching.pad.PadCollator`), or
+            sequences of tokens themselves. Fields as long as the sequence are packed with it; the others are
+            stacked, one entry for each document, in the documents' order.
+        max_length: tokens of a row; None puts everything into one row. The samples' order stays where it needs no
+            more rows than another.
+        rows: rows of the batch, filled up with empty ones, so that all batches have the same shape.
+        next_token: the model predicts each token from those before: ``labels`` are the tokens themselves where a
+            sample has none, and the first of each document is -100, so that no loss crosses from one to the next
+            (the model shifts labels against its outputs, as Hugging Face models do). False leaves labels as they
+            are.
+        padding: what a row's end is filled with, by field; by default -100 for labels, else 0.
+        multiple_of: without ``max_length``, tokens of the row are a multiple of this.
+
+    Returns:
+        A dict with
+
+        - ``input_ids`` and the samples' other sequences, ``(rows, time)``;
+        - ``position_ids``, ``(rows, time)`` int64: from 0 in each document;
+        - ``document_ids``, ``(rows, time)`` int64: from 0 in the whole batch, -1 for padding;
+        - ``labels``, ``(rows, time)`` (with ``next_token``), or what the samples have;
+        - ``cu_seqlens``, int32: where each sequence begins in the rows laid end to end, then the end; what
+          :func:`packed_attention` wants. A row's padding counts as a sequence of its own, and so does an empty row;
+        - ``max_seqlen``, int: the longest of these;
+        - ``document_starts``, ``(documents,)`` int64: where each document begins in the rows laid end to end;
+        - ``document_order``, ``(documents,)`` int64: which of ``samples`` each document is.
+
+    Raises:
+        ValueError: a sample is longer than ``max_length``, or more rows are needed than ``rows``.
+        TypeError: a sample has no sequence.
+
+    Example::
+
+        >>> batch = pack([[5, 6, 7], [8, 9]], max_length=6)
+        >>> batch["input_ids"].tolist(), batch["position_ids"].tolist(), batch["document_ids"].tolist()
+        ([[5, 6, 7, 8, 9, 0]], [[0, 1, 2, 0, 1, 0]], [[0, 0, 0, 1, 1, -1]])
+        >>> batch["labels"].tolist(), batch["cu_seqlens"].tolist(), batch["max_seqlen"]
+        ([[-100, 6, 7, -100, 9, -100]], [0, 3, 5, 6], 3)
+
+    Source: Krell et al., `Efficient sequence packing without cross-contamination
+    <https://arxiv.org/abs/2107.02027>`_.
+
+    """
+    if not samples:
+        raise ValueError("pack(): there are no samples.")
+    fields = [dict(sample) if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
+    main = sequence_key(fields[0])
+    documents = [
+        {key: _tensor(key, value, place) for key, value in each.items()} for place, each in enumerate(fields)
+    ]
+    lengths = [len(each[main]) for each in documents]
+    layout, width = _layout(lengths, max_length, rows, multiple_of)
+    order = [place for row in layout for place in row]
+    packed_keys = [
+        key
+        for key in documents[0]
+        if key != MASK_KEY
+        and all(
+            is_sequence(each[key]) and len(each[key]) == length
+            for each, length in zip(documents, lengths, strict=True)
+        )
+    ]
+    batch: dict[str, Any] = {}
+    for key in packed_keys:
+        value = (padding or {}).get(key, default_padding(key))
+        batch[key] = _laid_out([each[key] for each in documents], layout, width, value)
+    for key in documents[0]:
+        if key not in packed_keys and key != MASK_KEY:
+            batch[key] = torch.stack([documents[place][key] for place in order])
+    positions = [torch.arange(length) for length in lengths]
+    batch["position_ids"] = _laid_out(positions, layout, width, 0)
+    place_of = {place: number for number, place in enumerate(order)}
+    numbers = [torch.full((length,), place_of[place]) for place, length in enumerate(lengths)]
+    batch["document_ids"] = _laid_out(numbers, layout, width, -1)
+    if next_token:
+        _cut_labels(batch, main, packed_keys)
+    starts, ends = [], [0]
+    for number, row in enumerate(layout):
+        begin = number * width
+        for place in row:
+            starts.append(begin)
+            begin += lengths[place]
+            ends.append(begin)
+        if begin < (number + 1) * width:
+            ends.append((number + 1) * width)
+    batch["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32)
+    batch["max_seqlen"] = max(after - before for before, after in pairwise(ends))
+    batch["document_starts"] = torch.tensor(starts, dtype=torch.int64)
+    batch["document_order"] = torch.tensor(order, dtype=torch.int64)
+    return batch
+
+
+class PackCollator:
+    """Joins samples to packed rows, as :func:`pack` does; for ``DataLoader(collate_fn=...)``.
+
+    With :class:`PackedBatchSampler` as the loader's ``batch_sampler`` every row is nearly full and every batch has the
+    same shape. Labels of whole samples come in the documents' order, as ``document_starts`` has it.
+
+    Args:
+        max_length: tokens of a row; None for one row as long as all samples together.
+        rows: rows of a batch; None for as many as are needed.
+        next_token: see :func:`pack`.
+        padding: see :func:`pack`.
+        multiple_of: see :func:`pack`.
+        mask: how documents are kept apart by models that do not look at ``cu_seqlens``: ``"causal"`` or ``"full"``
+            adds ``attention_mask``, bool ``(rows, 1, time, time)``, which Hugging Face models take (with
+            ``position_ids``). ``"auto"`` is causal with ``next_token``, else full. None adds none: without it, a model
+            that knows nothing of ``cu_seqlens`` sees across boundaries.
+
+    Raises:
+        TypeError: an argument is not a whole number.
+        ValueError: an argument is out of range.
+
+    Example::
+
+        >>> import torch
+        >>> collate = PackCollator(max_length=4, next_token=False)
+        >>> batch = collate([torch.tensor([1, 2]), torch.tensor([3])])
+        >>> batch["attention_mask"][0, 0].int().tolist()
+        [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+    """
+
+    def __init__(
+        self,
+        max_length: int | None = None,
+        *,
+        rows: int | None = None,
+        next_token: bool = True,
+        padding: Mapping[Any, Any] | None = None,
+        multiple_of: int | None = None,
+        mask: str | None = "auto",
+    ) -> None:
+        for name, value, unit in (
+            ("max_length", max_length, "tokens"),
+            ("rows", rows, "rows"),
+            ("multiple_of", multiple_of, "tokens"),
+        ):
+            if value is not None:
+                positive("PackCollator", name, value, unit)
+        if mask not in (None, "auto", "causal", "full"):
+            raise ValueError(f"PackCollator(mask={mask!r}): use 'auto', 'causal', 'full' or None.")
+        self.max_length = max_length
+        self.rows = rows
+        self.next_token = next_token
+        self.padding = padding
+        self.multiple_of = multiple_of
+        self.mask = mask
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Return the packed batch of ``samples``."""
+        batch = pack(
+            samples,
+            self.max_length,
+            rows=self.rows,
+            next_token=self.next_token,
+            padding=self.padding,
+            multiple_of=self.multiple_of,
+        )
+        if self.mask is not None:
+            batch[MASK_KEY] = document_mask(batch["document_ids"], causal=self._is_causal(batch))
+        return batch
+
+    def _is_causal(self, batch: dict[str, Any]) -> bool:
+        if self.mask == "auto" and self.next_token:
+            for key in ("label", "labels"):
+                if key in batch and batch[key].shape[:2] != batch["document_ids"].shape:
+                    # A classifier may be of either kind, and the wrong mask would only show in worse results.
+                    raise ValueError(
+                        f"PackCollator: {key!r} has one value for each document, so the model predicts no next tokens. "
+                        "Say next_token=False, and mask='full' for a model that sees both ways or 'causal' for one "
+                        "that sees what came before."
+                    )
+        return self.mask == "causal" or (self.mask == "auto" and self.next_token)
+
+
+class PackedBatchSampler(PlannedBatches):
+    """Batches of samples that fill rows of at most ``max_length`` tokens; for :class:`PackCollator`.
+
+    Lengths decide once which share a row (best-fit decreasing over all samples). Each epoch draws which sample of
+    like length takes which place, and the order of the rows. So every sample comes exactly once an epoch, rows are
+    about as full as they can be, and every epoch has the same number of batches.
+
+    Args:
+        lengths: tokens of every sample, ``(samples,)``.
+        max_length: tokens of a row; no sample is longer.
+        rows: rows of a batch.
+        shuffle: another order each epoch.
+        drop_last: leave out the last batch where it has fewer rows.
+        seed: of the order, to which the epoch is added (``set_epoch``); by default torch's generator is asked
+            once an epoch, as ``RandomSampler`` does.
+        generator: draws the order instead.
+        num_replicas: the number of processes that share the data. The Trainer and Fabric share by themselves.
+        rank: which of them this is, from 0.
+        repeat: see :class:`~hasten.batching.lengths.LengthBatchSampler`.
+
+    Raises:
+        TypeError: the lengths are no whole numbers.
+        ValueError: there are none, a sample is longer than a row, or an argument is out of range.
+
+    Example::
+
+        >>> sampler = PackedBatchSampler([5, 3, 6, 2, 2], max_length=9, shuffle=False)
+        >>> list(sampler)
+        [[2, 1], [0, 3, 4]]
+
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        max_length: int,
+        rows: int = 1,
+        shuffle: bool = True,
+        *,
+        drop_last: bool = False,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        repeat: bool = True,
+    ) -> None:
+        super().__init__(
+            "PackedBatchSampler",
+            lengths,
+            shuffle=shuffle,
+            seed=seed,
+            generator=generator,
+            drop_last=drop_last,
+            num_replicas=num_replicas,
+            rank=rank,
+            repeat=repeat,
+        )
+        self.max_length = positive("PackedBatchSampler", "max_length", max_length, "tokens")
+        self.rows = positive("PackedBatchSampler", "rows", rows, "rows")
+        longest = int(self.lengths.max())
+        if longest > max_length:
+            over = int((self.lengths > max_length).sum())
+            raise ValueError(
+                f"PackedBatchSampler(max_length={max_length}): {over} of {len(self.lengths)} samples are longer, "
+                f"sample {int(self.lengths.argmax())} with {longest} tokens. Use max_length={longest} or more, or "
+                "truncate."
+            )
+        grain = max(1, int(self.lengths.double().mean()) // GRAIN)
+        self._keys = ((self.lengths + grain - 1) // grain * grain).clamp(max=max_length)
+        self._rows = rows_of(self._keys.tolist(), max_length)
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self._rows), self.rows * self._replicas)
+        more = rest and not self.drop_last and (self.repeat or rest > self._rank)
+        return full + bool(more)
+
+    def _plan(self, generator: torch.Generator | None) -> list[Tensor]:
+        rows = self._rows
+        if generator is not None:
+            takes = self._places_drawn(generator)
+            drawn = torch.randperm(len(rows), generator=generator).tolist()
+            rows = [[takes[place] for place in rows[number]] for number in drawn]
+        group = self.rows * self._replicas
+        batches = []
+        for begin in range(0, len(rows), group):
+            together = rows[begin : begin + group]
+            if len(together) == group or not self.drop_last:
+                mine = self._mine(together)
+                if mine:
+                    batches.append(torch.tensor([place for row in mine for place in row]))
+        return batches
+
+    def _places_drawn(self, generator: torch.Generator) -> list[int]:
+        """Return for each sample which one of like length takes its place."""
+        drawn = torch.randperm(len(self._keys), generator=generator)
+        by_key = drawn[self._keys[drawn].argsort(stable=True)]
+        takes = torch.empty_like(drawn)
+        takes[self._keys.argsort(stable=True)] = by_key
+        return takes.tolist()
+
+    def _mine(self, together: list[list[int]]) -> list[list[int]]:
+        """Return this process's rows of those that all compute in one step."""
+        replicas, rank = self._replicas, self._rank
+        if self.repeat and len(together) < replicas:
+            # Too few rows for all: single documents go further, and only then does one come twice.
+            together = [[place] for row in together for place in row]
+            if len(together) < replicas:
+                together = (together * replicas)[:replicas]
+        return together[rank::replicas]
+
+
+def _layout(
+    lengths: list[int], max_length: int | None, rows: int | None, multiple_of: int | None
+) -> tuple[list[list[int]], int]:
+    """Return which samples lie in which row, in their order, and the tokens of a row."""
+    if max_length is None:
+        total = max(1, sum(lengths))
+        width = total if multiple_of is None else -(-total // multiple_of) * multiple_of
+        layout = [list(range(len(lengths)))]
+    else:
+        width, layout = max_length, _in_order(lengths, max_length)
+        best = rows_of(lengths, max_length)
+        if len(best) < len(layout):
+            layout = [sorted(row) for row in best]
+    if rows is not None:
+        if len(layout) > rows:
+            raise ValueError(
+                f"pack(rows={rows}): {len(lengths)} samples with {sum(lengths)} tokens need {len(layout)} rows of "
+                f"{width}. Give fewer samples, more rows, or batch with PackedBatchSampler(rows={rows})."
+            )
+        layout += [[] for _ in range(rows - len(layout))]
+    return layout, width
+
+
+def _tensor(key: Any, value: Any, place: int) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"pack(): the field {key!r} of sample {place} is a {type(value).__name__} that no tensor can be made of. "
+            "Turn text into tokens first, and leave other fields out."
+        ) from error
+
+
+def _in_order(lengths: list[int], max_length: int) -> list[list[int]]:
+    """Return rows that keep the samples' order: no such rows are fewer."""
+    rows: list[list[int]] = []
+    left = -1
+    for place, length in enumerate(lengths):
+        if length > left:
+            rows.append([])
+            left = max_length
+        rows[-1].append(place)
+        left -= length
+    return rows
+
+
+def _laid_out(documents: list[Tensor], layout: list[list[int]], width: int, value: Any) -> Tensor:
+    """Return the documents in their rows, ``(rows, width, ...)``, the rest filled with ``value``."""
+    first = documents[0]
+    whole = first.new_full((len(layout), width, *first.shape[1:]), value)
+    for number, row in enumerate(layout):
+        if row:
+            joined = torch.cat([documents[place] for place in row])
+            whole[number, : len(joined)] = joined
+    return whole
+
+
+def _cut_labels(batch: dict[str, Any], main: str, packed_keys: list[Any]) -> None:
+    """Make the labels such that no document's first token is predicted from the one before it."""
+    if "labels" not in packed_keys and "labels" in batch:
+        # One for each document: nothing in it to cut.
+        return
+    padded = batch["document_ids"] < 0
+    labels = batch.get("labels")
+    if labels is None:
+        if batch[main].is_floating_point() or batch[main].dim() > 2:
+            return
+        labels = batch[main].long()
+    batch["labels"] = labels.masked_fill(padded | (batch["position_ids"] == 0), IGNORED_LABEL)

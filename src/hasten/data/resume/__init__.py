@@ -1,0 +1,1 @@
+"""Streams of batches whose position can be saved and restored exactly."""

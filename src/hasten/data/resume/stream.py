@@ -1,0 +1,484 @@
+"""A stream of batches whose place can be saved and found again, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+from hasten._lib.rank_zero import warn_once
+from hasten.data.resume.ends import ends_at_its_length
+from hasten.data.resume.loader_sources import Source, generators_of, source_of
+from hasten.data.resume.next_epoch import Begun, begins_early, epochs_of, wants_epoch
+from hasten.data.resume.workers import RngWatch, with_own_type
+from hasten.data.worker_count import as_in
+from hasten.seed import generator_state, isolate_rng, restore_rng_state, set_generator_state
+
+_END: Any = object()
+
+
+class Stream:
+    """The batches of one loader, epoch after epoch.
+
+    Uninterrupted, it gives what ``for batch in loader`` gives. Its state, taken between two batches, lets a new
+    process go on with the same samples, and the same random numbers drawn for them, as if nothing had happened:
+    also in the middle of an epoch, with shuffling, with worker processes and in the epochs after.
+
+    What cannot be rebuilt: the inside of an ``IterableDataset`` without ``state_dict`` that draws in the main
+    process from the very generator that training draws from as well, and choices in the middle of an epoch of
+    a sampler that does so. Give such an object a generator of its own, or ``state_dict`` and ``load_state_dict``.
+
+    Args:
+        loader: a ``DataLoader``, or anything that can be iterated over several times.
+        name: what to call it in messages.
+        replays: whether a place inside an epoch may be asked for; False spares a loader of one's own the notes on
+            what it drew.
+        marks_last: whether the last batch has to be known as the last where the loader ends before the length that it
+            says. To know it costs a look at the random generators for each batch.
+
+    Example::
+
+        >>> stream = Stream(["a", "b", "c"])
+        >>> batches = stream.batches()
+        >>> next(batches)
+        ('a', False)
+        >>> state = stream.state_dict(consumed=1)
+        >>> again = Stream(["a", "b", "c"])
+        >>> again.load_state_dict(state)
+        >>> list(again.batches())
+        [('b', False), ('c', True)]
+
+    Source: `PyTorch, Randomness in multi-process data loading
+    <https://docs.pytorch.org/docs/stable/data.html#data-loading-randomness>`_.
+
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        name: str = "train_dataloader",
+        replays: bool = True,
+        marks_last: bool = True,
+    ) -> None:
+        self.loader = loader
+        self.name = name
+        self.epoch: int | None = None
+        self._replays = replays
+        self._source: Source = source_of(loader, replays=replays)
+        self._generators = generators_of(loader)
+        self._watch = RngWatch()
+        self._iterator: Iterator[Any] | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._start: dict[str, Any] | None = None
+        self._handed = 0
+        self._held: Any = None
+        self._at_end = False
+        self._exhausted = False
+        self._again: Any = _END
+        self._ahead: Any = _END
+        self._ahead_mark: dict[str, Any] | None = None
+        # Whether fetching draws random numbers here that training draws from as well.
+        self._draws = False
+        self._marks_last = marks_last
+        # The epoch after this one, where its first batches are fetched already.
+        self._next: Begun | None = None
+        self._running: Iterator[Any] | None = None
+
+    @property
+    def length(self) -> int | None:
+        """The number of batches that the loader says an epoch has; None where it does not know."""
+        try:
+            return len(self.loader)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def certain_length(self) -> int | None:
+        """The number of batches that an epoch is sure to have; None where only its end tells."""
+        return self.length if ends_at_its_length(self.loader) else None
+
+    @property
+    def position(self) -> int:
+        """How many batches of its epoch a loaded state has behind it; 0 between epochs."""
+        state = self._loaded
+        if state is None:
+            return 0 if self._at_end else self._handed
+        consumed: int = state["consumed"] - ("again" in state)
+        return consumed if "again" in state or not state["ended"] else 0
+
+    # -- the batches
+
+    def batches(self, limit: int | None = None) -> Iterator[tuple[Any, bool]]:
+        """Yield ``(batch, is_last)`` of a new epoch, or of the rest of the one that a loaded state is in.
+
+        Every batch that the loader gives, whatever its length says. Where that is not sure, one more batch is fetched
+        before a batch is handed out, unless ``marks_last`` is False, or fetching draws random numbers in this process:
+        training would get others than in the plain loop. Then an epoch that ends before its length ends without a last
+        batch.
+
+        Args:
+            limit: end the epoch after this many batches, counted from its start.
+
+        Raises:
+            RuntimeError: a loaded state cannot be reached in this loader, because the data is another.
+
+        Errors of the dataset keep their type, and a note names dataset, batch and sample.
+
+        """
+        length = self.certain_length
+        if length is None:
+            return self._of_unknown_length(limit)
+        end = length if limit is None else min(length, limit)
+        return self._of_known_length(end, exhaust=end == length)
+
+    def _of_known_length(self, end: int, *, exhaust: bool) -> Iterator[tuple[Any, bool]]:
+        iterator = self._begin()
+        if self._again is not _END:
+            iterator, self._again = chain((self._again,), iterator), _END
+            self._handed -= 1
+        number = self._handed
+        self._running = iterator
+        try:
+            for batch in islice(iterator, max(0, end - number - 1)):
+                number += 1
+                self._handed, self._held = number, batch
+                yield batch, False
+            batch = next(iterator, _END) if number == end - 1 else _END
+            if batch is not _END:
+                number += 1
+                self._exhausted = exhaust
+                if exhaust and self._generators:
+                    # A generator of the user's moves once more when its sampler ends. That belongs to this
+                    # epoch's state, so it must have happened when the state is taken.
+                    next(iterator, None)
+                self._handed, self._held, self._at_end = number, batch, True
+                yield batch, True
+                if exhaust and not self._generators and self._running is iterator:
+                    next(iterator, None)
+            self._at_end = True
+        except Exception as error:
+            raise self._explained(error, number + 1) from error.__cause__
+        finally:
+            if self._running is iterator:
+                self._running = None
+                self._leave()
+
+    def _of_unknown_length(self, limit: int | None) -> Iterator[tuple[Any, bool]]:
+        iterator = self._begin()
+        number, batch, said = self._handed, self._again, self.length
+        fetched = number
+        try:
+            if batch is _END and (limit is None or number < limit):
+                fetched = number = number + 1
+                if self._ahead_mark is not None:
+                    batch = self._ahead
+                else:
+                    batch = self._first(iterator) if number == 1 else next(iterator, _END)
+                self._ahead_mark = None
+            self._again = _END
+            while batch is not _END:
+                is_last = limit is not None and number >= limit
+                believes = self._draws or not self._marks_last
+                looks = not is_last and not (believes and said is not None and number < said)
+                if looks:
+                    # One ahead: only the end of the data tells which batch is the last. Whoever resumes here has
+                    # to fetch that batch again, under the random state of now.
+                    if self._ahead_mark is None:
+                        self._ahead_mark = self._mark(number)
+                        fetched = number + 1
+                        self._ahead = next(iterator, _END)
+                    is_last = self._exhausted = self._ahead is _END
+                    if not is_last and number == said:
+                        self._warn_of_more(number)
+                self._handed, self._held, self._at_end = number, batch, is_last
+                yield batch, is_last
+                fetched = number + 1
+                if is_last:
+                    break
+                batch = self._ahead if looks else next(iterator, _END)
+                self._exhausted = batch is _END
+                number = fetched
+                self._ahead_mark, self._ahead = None, _END
+            self._ahead_mark, self._ahead = None, _END
+            self._at_end = True
+        except Exception as error:
+            raise self._explained(error, fetched) from error.__cause__
+        finally:
+            self._leave()
+
+    def _first(self, iterator: Iterator[Any]) -> Any:
+        """Return the first batch of an epoch, and note whether fetching it draws random numbers here."""
+        before = self._watch.state()
+        batch = next(iterator, _END)
+        self._draws = self._watch.state() != before
+        return batch
+
+    def _warn_of_more(self, length: int) -> None:
+        if self._replays:
+            warn_once(
+                f"more-batches-{self.name}",
+                f"{self.name} gives more batches than its length of {length} says, and all are read. "
+                f"limit_train_batches={length} ends an epoch there; a right __len__ keeps plans and bars right.",
+            )
+
+    # -- the place
+
+    def open(self) -> None:
+        """Go to the place of a loaded state now: start workers, skip what was consumed. Without one do nothing.
+
+        The random generators of this process are afterwards as they were before.
+
+        """
+        state = self._loaded
+        if state is None:
+            return
+        self._loaded = None
+        self._draws = state.get("draws", False)
+        self._check_length(state)
+        if state["ended"] and not state["rebuild"]:
+            self._set_generators(state["generators"])
+            self._source.restore_between_epochs(state["source"])
+            iterator: Iterator[Any] = iter(())
+        else:
+            if state["epoch"] is not None:
+                self.set_epoch(state["epoch"])
+            iterator = self._reopen(state)
+        if "again" in state:
+            self._again = state["again"]
+        if "again" in state or not state["ended"]:
+            self._iterator, self._handed, self._at_end = iterator, state["consumed"], False
+
+    def _reopen(self, state: dict[str, Any]) -> Iterator[Any]:
+        self._start = state["start"] or self._mark_start()
+        with isolate_rng(include_cuda=False):
+            self._set_random_state(self._start)
+            iterator = self._source.reopen(state["source"], state["consumed"])
+            if state["ended"]:
+                if state["exhausted"]:
+                    next(iterator, None)
+            elif state["ahead"] is not None:
+                self._set_random_state(state["ahead"])
+                self._ahead, self._ahead_mark = next(iterator, _END), state["ahead"]
+        if state["source"] is not None and not self._source.is_changed(state["source"]):
+            # The dataset may have drawn from them, too, and what is skipped is not drawn.
+            self._set_generators(state["generators"])
+        return iterator
+
+    def start_at(self, consumed: int) -> None:
+        """Begin the next epoch after its first ``consumed`` batches, where no exact state is known.
+
+        The order is a new one if the loader shuffles, and random numbers go on as they are.
+
+        Args:
+            consumed: the number of batches to leave out.
+
+        """
+        self.load_state_dict(
+            {
+                "consumed": consumed,
+                "epoch": self.epoch,
+                "length": self.length,
+                "ended": False,
+                "rebuild": False,
+                "exhausted": False,
+                "generators": [],
+                "start": None,
+                "ahead": None,
+                "source": None,
+            }
+        )
+
+    @property
+    def worker_start_seconds(self) -> float | None:
+        """How long the loader's processes took to start, the last time; None without any, or before their batches."""
+        return getattr(self._source, "start_seconds", None)
+
+    def keep_indices(self) -> None:
+        """Remember of which samples the latest batches are made, for ``batch_indices``."""
+        self._source.keeps_indices = True
+
+    def batch_indices(self, batch_idx: int) -> list[int]:
+        """Return the indices in the dataset of the samples of a batch just handed out, from 0.
+
+        Empty where they are not known: without a ``DataLoader``, or with an ``IterableDataset``.
+        """
+        indices = self._source.indices
+        found = None if indices is None else indices.batch(batch_idx + 1)
+        found = found if isinstance(found, (list, tuple)) else [found]
+        return [] if None in found else list(found)
+
+    def finish(self) -> None:
+        """Give up the rest of the epoch that a loaded state is in; the next batches are those of a new epoch."""
+        if self._loaded is not None:
+            self.open()
+            self._again, self._ahead, self._ahead_mark = _END, _END, None
+            self._at_end = True
+            self._leave()
+
+    @property
+    def handed(self) -> int:
+        """How many batches of its epoch were handed out."""
+        return self._handed
+
+    def replace_held(self, change: Callable[[Any], Any]) -> None:
+        """Keep ``change`` of the batch handed out last as the one that is to come again."""
+        self._held = change(self._held)
+
+    def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
+        """Return the place after ``consumed`` batches of this epoch, as plain data.
+
+        Args:
+            consumed: the number of batches handed out, or one fewer when the last one is to come again. It then
+                is part of the state, and must be something that ``torch.load(..., weights_only=True)`` reads.
+
+        Raises:
+            ValueError: ``consumed`` is neither.
+
+        """
+        if self._loaded is not None:
+            return self._loaded
+        state: dict[str, Any] = {
+            "consumed": 0,
+            "epoch": self.epoch,
+            "length": self.length,
+            "ended": True,
+            "rebuild": False,
+            "exhausted": self._exhausted,
+            "draws": self._draws,
+            "generators": self._generator_states() if self._next is None else self._next.generators,
+        }
+        if self._start is None:
+            return {**state, "source": self._source.between_epochs()}
+        again = again or (not (self._at_end and consumed == 0) and consumed == self._handed - 1)
+        if not again and consumed != self._handed and not self._at_end:
+            raise ValueError(
+                f"{self.name}: state_dict(consumed={consumed}), but {self._handed} batches were handed out. "
+                f"consumed is {self._handed}, or {max(0, self._handed - 1)} if the last is to come again."
+            )
+        if again:
+            state["again"] = self._held
+        state["consumed"] = self._handed
+        if self._at_end and not self._source.goes_on:
+            # Nothing is left of an epoch that ran to its end; one cut short by a limit may leave a place behind.
+            return {**state, "source": {} if self._exhausted else self._source.between_epochs()}
+        mark = self._ahead_mark
+        state["ended"] = state["rebuild"] = self._at_end
+        state["start"] = self._start
+        state["ahead"] = mark
+        if self._next is not None:
+            state["source"] = self._next.source
+        else:
+            state["source"] = self._source.state(self._handed) if mark is None else mark["source"]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``."""
+        self.close()
+        loader = as_in(self.loader, state)
+        if loader is not self.loader:
+            self.loader, self._source = loader, source_of(loader, replays=self._replays)
+        self._loaded = state
+        self._start = self._ahead_mark = None
+        self._held = self._again = self._ahead = _END
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader's samplers and dataset the epoch, those that have ``set_epoch``.
+
+        Args:
+            epoch: the epoch, from 0.
+
+        """
+        self.epoch = epoch
+        for each in wants_epoch(self.loader):
+            each.set_epoch(epoch)
+
+    def begin_next(self, epoch: int) -> None:
+        """Have living workers fetch the first batches of the next epoch now, while validation runs.
+
+        Called with the last batch of an epoch. Done only where nobody can tell: the workers live on, and the order of
+        the next epoch depends on nothing that happens until then. ``state_dict`` still gives the end of this epoch.
+
+        Args:
+            epoch: the next one, from 0.
+
+        """
+        iterator = self._running
+        if not (self._at_end and self._exhausted and iterator is not None and begins_early(self.loader)):
+            return
+        if not self._generators:
+            next(iterator, None)
+        self._running = None
+        self._leave()
+        generators, source = self._generator_states(), self._source.state(self._handed)
+        for each in wants_epoch(self.loader):
+            each.set_epoch(epoch)
+        self._next = Begun(generators, source, epochs_of(self.loader), self._source.open())
+
+    def close(self) -> None:
+        """End the worker processes now, also persistent ones; the next epoch starts new ones."""
+        self._iterator = None
+        begun, self._next = self._next, None
+        if begun is not None:
+            self._set_generators(begun.generators)
+        self._source.close()
+
+    # -- inside
+
+    def _begin(self) -> Iterator[Any]:
+        self.open()
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            return iterator
+        if self._next is not None and self._next.epochs != epochs_of(self.loader):
+            # Somebody told a sampler another epoch than the one that follows.
+            self.close()
+        begun, self._next = self._next, None
+        self._start = self._mark_start()
+        self._handed, self._at_end, self._exhausted = 0, False, False
+        self._again = self._ahead = _END
+        self._ahead_mark = None
+        if begun is not None:
+            self._start["generators"] = begun.generators
+            return begun.batches
+        try:
+            return self._source.open()
+        except Exception as error:
+            raise self._explained(error, 1) from error.__cause__
+
+    def _leave(self) -> None:
+        # What the state is made of stays: a checkpoint may be taken after the loop was left in mid-epoch.
+        self._iterator = None
+        self._source.leave()
+
+    def _mark_start(self) -> dict[str, Any]:
+        return {"rng": self._watch.state(), "generators": self._generator_states()}
+
+    def _generator_states(self) -> list[bytes]:
+        return [generator_state(generator) for generator in self._generators]
+
+    def _mark(self, count: int) -> dict[str, Any]:
+        return {**self._mark_start(), "source": self._source.state(count)}
+
+    def _set_random_state(self, state: dict[str, Any]) -> None:
+        restore_rng_state(state["rng"])
+        self._set_generators(state["generators"])
+
+    def _set_generators(self, states: list[bytes]) -> None:
+        for generator, state in zip(self._generators, states, strict=False):
+            set_generator_state(generator, state)
+
+    def _check_length(self, state: dict[str, Any]) -> None:
+        length = self.length
+        if not state["ended"] and state["length"] != length:
+            warn_once(
+                f"resume-length-{self.name}",
+                f"{self.name} has {length} batches, and had {state['length']} when the checkpoint was written in the "
+                "middle of an epoch: the rest of this epoch will not have the samples of an uninterrupted run. "
+                "Resume with the same dataset, batch size and number of processes to go on exactly.",
+            )
+
+    def _explained(self, error: Exception, number: int) -> Exception:
+        error = with_own_type(error)
+        error.add_note(f"in {self.name}: {self._source.describe(error, number)}")
+        return error

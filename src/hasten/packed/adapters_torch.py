@@ -1,0 +1,227 @@
+"""``torch.nn.TransformerEncoder`` on real tokens only."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten._lib.errors import MisconfigurationException
+from hasten.packed.layout import Layout
+from hasten.packed.patches import Hook, Method
+from hasten.packed.stack import HELP, LOOKS_BACK, Stack
+from hasten.packed.verify import Verified
+
+# They treat each token by itself, so they may as well be given the first ones only.
+_TOKEN_BY_TOKEN = (nn.LayerNorm, nn.RMSNorm)
+
+
+@contextmanager
+def packed_encoder(encoder: nn.TransformerEncoder, asked: str, first_token: bool) -> Iterator[Stack]:
+    """Compute the layers of an encoder on real tokens only, for a while; yields its layers.
+
+    Args:
+        encoder: batches first, with torch's own layers.
+        asked: how it was asked for, for the messages.
+        first_token: compute the last layer for the first token of each sequence only.
+
+    Raises:
+        MisconfigurationException: its layers are of another kind.
+
+    """
+    asked = f"{asked}: {type(encoder).__name__}"
+    blocks: list[Any] = list(dict.fromkeys(encoder.layers))
+    problem = _problem_of_stack(encoder, blocks)
+    for block in blocks:
+        problem = problem or _problem(block)
+        if first_token and not _computes_as_torch(block):
+            problem = (
+                problem
+                or f"{type(block).__name__} has a forward of its own, so its last block needs all tokens"
+            )
+    if problem is not None:
+        raise MisconfigurationException(f"{asked}: {problem}. {HELP}")
+    norm: Any = encoder.norm if type(encoder.norm) in _TOKEN_BY_TOKEN else None
+    if norm is not None and "forward" in vars(norm):
+        norm = None
+    stack = Stack(blocks, encoder.layers, asked, first_token=first_token, norm=norm)
+    begin = _Begin(encoder, stack)
+    finish = Hook(lambda _module, _args, output: stack.finish(output))
+    with ExitStack() as changed:
+        changed.callback(encoder.register_forward_pre_hook(Hook(begin), with_kwargs=True).remove)
+        changed.callback(encoder.register_forward_hook(finish, always_call=True).remove)
+        changed.enter_context(Verified(encoder, stack, begin.signature, begin.layout).in_place())
+        for block in blocks:
+            changed.enter_context(_Attention(block, stack).in_place())
+        changed.enter_context(stack.packing())
+        yield stack
+
+
+def _problem_of_stack(encoder: nn.TransformerEncoder, blocks: list[Any]) -> str | None:
+    if "src" not in inspect.signature(encoder.forward).parameters:
+        return "its forward takes no src"
+    if len(blocks) not in (1, len(encoder.layers)):
+        return "some of its layers are there several times"
+    return None
+
+
+def _problem(block: nn.Module) -> str | None:
+    """Say why a layer cannot be packed; None where it can, as far as it can be seen before a call."""
+    inner = getattr(block, "self_attn", None)
+    if not isinstance(block, nn.TransformerEncoderLayer) or not isinstance(inner, nn.MultiheadAttention):
+        return f"its layers are {type(block).__name__}"
+    # The one forward that is replaced. By where its code is: decorators copy names.
+    code = getattr(type(inner).forward, "__code__", None)
+    own = code is None or code.co_filename != inspect.getfile(nn.MultiheadAttention)
+    patch = vars(inner).get("forward")
+    patched = patch is not None and not isinstance(patch, Method)
+    if own or (patched and getattr(patch, "__func__", None) is not type(inner).forward):
+        return f"the forward of its {type(inner).__name__} is not torch's own, and would never be called"
+    if not inner.batch_first:
+        return "its batches come tokens first"
+    if not inner._qkv_same_embed_dim or inner.bias_k is not None or inner.add_zero_attn:
+        return "its attention has keys of its own"
+    return None
+
+
+def _computes_as_torch(block: nn.Module) -> bool:
+    """Return whether a layer computes attention on its input, or on the norm of that."""
+    plain = nn.TransformerEncoderLayer
+    kind: Any = type(block)
+    return (
+        kind.forward is plain.forward
+        and kind._sa_block is plain._sa_block
+        and not {"forward", "_sa_block"} & vars(block).keys()
+    )
+
+
+class _Begin:
+    """Before an encoder computes: find out which tokens of its batch are real."""
+
+    def __init__(self, encoder: nn.TransformerEncoder, stack: Stack) -> None:
+        self._stack = stack
+        self.signature = inspect.signature(encoder.forward)
+        # The last mask, its version, and whether it was causal: on a GPU the host would wait to see it again.
+        self._seen: tuple[weakref.ref[Tensor], int, bool] | None = None
+
+    def __call__(self, encoder: nn.Module, args: Any, kwargs: Any) -> None:
+        stack = self._stack
+        given = self.signature.bind_partial(*args, **kwargs).arguments
+        if given["src"].dim() != 3:
+            stack.begin(None)
+        elif not torch.is_grad_enabled():
+            stack.without_gradients = True
+            stack.begin(None)
+        elif not encoder.training and not _computes_gradients(encoder, given["src"]):
+            # torch has a fast path for this, which never calls the layers' attention.
+            stack.without_gradients = True
+            stack.begin(None)
+        else:
+            stack.begin(self.layout(given))
+
+    def layout(self, given: dict[str, Any]) -> Layout:
+        """Return which tokens of a batch are real; and have the stack know whether it looks back only.
+
+        Args:
+            given: the arguments of the encoder's forward by their names.
+
+        """
+        stack, source, padding = self._stack, given["src"], given.get("src_key_padding_mask")
+        mask, width = given.get("mask"), source.shape[1]
+        stack.causal = bool(given.get("is_causal")) or self._is_causal(mask, width)
+        stack.masked = mask is not None
+        if stack.causal and stack.first is not None:
+            raise MisconfigurationException(f"{stack.asked}: {LOOKS_BACK}")
+        if mask is not None and not stack.causal:
+            raise MisconfigurationException(
+                f"{stack.asked} was given a mask of its own, of shape {tuple(mask.shape)}; only a causal one can be "
+                f"packed. {HELP}"
+            )
+        return Layout((source.shape[0], width), _real(padding, stack.asked), source.device)
+
+    def _is_causal(self, mask: Tensor | None, width: int) -> bool:
+        if mask is None:
+            return False
+        if self._seen is None or self._seen[0]() is not mask or self._seen[1] != mask._version:
+            self._seen = weakref.ref(mask), mask._version, _is_causal(mask)
+        return self._seen[2] and mask.shape[0] == width
+
+
+def _computes_gradients(encoder: nn.Module, source: Tensor) -> bool:
+    first: Any = encoder.layers[0]  # type: ignore[index,operator,unused-ignore]
+    return source.requires_grad or any(one.requires_grad for one in first.parameters())
+
+
+def _is_causal(mask: Tensor) -> bool:
+    """Return whether a mask hides those after a token and nothing else."""
+    if mask.dim() != 2 or mask.shape[0] != mask.shape[1]:
+        return False
+    hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
+    after = torch.ones_like(hidden).triu_(1)
+    return bool((hidden == after).all()) and (mask.dtype == torch.bool or bool((mask[~after] == 0).all()))
+
+
+def _real(padding: Tensor | None, asked: str) -> Tensor | None:
+    """Return 1 where a token is real, from torch's mask of padding: True or minus infinity where it is none."""
+    if padding is None:
+        return None
+    if padding.dtype == torch.bool:
+        return ~padding
+    hidden = padding == -torch.inf
+    if not bool((hidden | (padding == 0)).all()):
+        raise MisconfigurationException(
+            f"{asked} was given a src_key_padding_mask with numbers other than 0 and -inf: it weighs tokens, which "
+            f"cannot be packed. {HELP}"
+        )
+    return ~hidden
+
+
+class _Attention(Method):
+    """The attention of a layer: within the sequences of a row while its stack computes one."""
+
+    def __init__(self, block: nn.TransformerEncoderLayer, stack: Stack) -> None:
+        super().__init__(block.self_attn)
+        self._block, self._stack = block, stack
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        block, stack = self._block, self._stack
+        call = stack.known()
+        if call is None or call.layout is None:
+            return self.before(query, key, value, *args, **kwargs)
+        layer = block.self_attn
+        if kwargs.get("attn_mask") is not None and not stack.masked:
+            raise MisconfigurationException(
+                f"{stack.asked}: {type(block).__name__} attends with a mask of its own, of shape "
+                f"{tuple(kwargs['attn_mask'].shape)}. {HELP}"
+            )
+        row = stack.all_tokens(layer)
+        if row is not None:
+            given = block.norm1(row) if block.norm_first else row
+            heads = _heads_apart(layer, query[0], given[0], given[0])
+        elif key is query and value is query:
+            projected = nn.functional.linear(query[0], layer.in_proj_weight, layer.in_proj_bias)
+            heads = projected.unflatten(-1, (3, layer.num_heads, layer.head_dim)).unbind(1)
+        else:
+            heads = _heads_apart(layer, query[0], key[0], value[0])
+        p = layer.dropout if layer.training else 0.0
+        attended = stack.attend(*heads, p=p, scale=layer.head_dim**-0.5, first_only=row is not None)
+        # As torch does: out_proj gives its weights and is not called, whatever has been put in its place.
+        out = nn.functional.linear(attended.flatten(1), layer.out_proj.weight, layer.out_proj.bias)
+        return out.unsqueeze(0), None
+
+
+def _heads_apart(
+    layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ...]:
+    """Return queries, keys and values of these inputs, each ``(tokens, heads, features)``."""
+    weights = layer.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
+    return tuple(
+        nn.functional.linear(given, weight, bias).unflatten(-1, (layer.num_heads, layer.head_dim))
+        for given, weight, bias in zip((query, key, value), weights, biases, strict=True)
+    )

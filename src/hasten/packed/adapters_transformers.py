@@ -1,0 +1,243 @@
+"""Models of ``transformers`` on real tokens only."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten._lib.errors import MisconfigurationException
+from hasten.packed.layout import Layout
+from hasten.packed.patches import Hook, Method, Name
+from hasten.packed.stack import HELP, LOOKS_BACK, Call, Stack
+from hasten.packed.verify import Verified
+
+# Under this name the models find the attention of this file.
+ATTENTION = "hasten_packed"
+# By this name they call what checkpoints their blocks.
+_CHECKPOINT = "_gradient_checkpointing_func"
+# What only padded blocks can give, asked for in the configuration or in a call.
+_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+# Of the modules that are packed at this moment.
+_STACKS: dict[nn.Module, Stack] = {}
+
+
+def is_packable(module: nn.Module) -> bool:
+    """Return whether ``module`` is a model of transformers that runs its blocks itself."""
+    transformers = sys.modules.get("transformers")
+    kind = getattr(transformers, "PreTrainedModel", None) if transformers is not None else None
+    return kind is not None and isinstance(module, kind) and bool(_lists_of_blocks(module))
+
+
+def _lists_of_blocks(model: nn.Module) -> list[nn.ModuleList]:
+    """Return the repeated blocks of a model, but not those of a model within it."""
+    transformers = sys.modules["transformers"]
+    inner = [child for child in model.children() if not isinstance(child, transformers.PreTrainedModel)]
+    return [
+        child
+        for candidate in [model, *inner]
+        for child in candidate.children()
+        if isinstance(child, nn.ModuleList)
+        and len({type(one) for one in child}) == 1
+        and any("Attention" in type(one).__name__ for one in child[0].modules())
+    ]
+
+
+@contextmanager
+def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
+    """Compute the blocks of a model on real tokens only, for a while; yields its blocks.
+
+    Args:
+        model: ``is_packable``.
+        asked: how it was asked for, for the messages.
+        first_token: compute the last block for the first token of each sequence only.
+
+    Raises:
+        MisconfigurationException: its blocks need the padded batch.
+
+    """
+    asked = f"{asked}: {type(model).__name__}"
+    problem = _problem(model)
+    if problem is not None:
+        raise MisconfigurationException(f"{asked}: {problem}. {HELP}")
+    from transformers import AttentionInterface  # type: ignore[import-untyped,unused-ignore]
+
+    AttentionInterface.register(ATTENTION, _attention)
+    (container,) = _lists_of_blocks(model)
+    blocks = list(container)
+    causal = any(getattr(one, "is_causal", False) for one in blocks[0].modules())
+    if causal and first_token:
+        raise MisconfigurationException(f"{asked}: {LOOKS_BACK}")
+    if first_token and getattr(model.config, "num_hidden_layers", len(blocks)) != len(blocks):
+        # ALBERT: the last block is the first one as well, and what it leaves out is wanted the next time.
+        raise MisconfigurationException(
+            f"{asked}: it computes the same blocks several times, so that the last one needs all tokens. Use "
+            "packed=True."
+        )
+    config = model.config
+
+    @contextmanager
+    def unpatched() -> Iterator[None]:
+        packed = config._attn_implementation
+        config._attn_implementation = packed.before
+        try:
+            yield
+        finally:
+            config._attn_implementation = packed
+
+    stack = Stack(blocks, container, asked, causal, first_token, unpatched=unpatched)
+    inside = [one for block in blocks for one in block.modules()]
+    signature = inspect.signature(model.forward)
+
+    may_checkpoint = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
+    # Open as long as a call is computed padded.
+    as_before = ExitStack()
+
+    def layout(given: dict[str, Any]) -> Layout:
+        return _layout(asked, {**given, **given.get("kwargs", {})})
+
+    def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            # Validation, generate(): whatever is read of its output is there.
+            stack.without_gradients = True
+            as_before.enter_context(unpatched())
+            stack.begin(None)
+            return
+        # Each time, as it may be switched on in the middle of a run.
+        for one in may_checkpoint:
+            if _CHECKPOINT in vars(one) and not isinstance(vars(one)[_CHECKPOINT], _Checkpoint):
+                changed.enter_context(_Checkpoint(one, stack).in_place())
+        stack.begin(layout(signature.bind_partial(*args, **kwargs).arguments))
+
+    def finish(_module: nn.Module, _args: Any, output: Any) -> None:
+        as_before.close()
+        stack.finish(output)
+
+    with ExitStack() as changed:
+        changed.callback(model.register_forward_pre_hook(Hook(begin), with_kwargs=True).remove)
+        changed.callback(model.register_forward_hook(Hook(finish), always_call=True).remove)
+        changed.enter_context(Verified(model, stack, signature, layout).in_place())
+        before = config._attn_implementation
+        changed.callback(setattr, config, "_attn_implementation", before)
+        config._attn_implementation = Name(ATTENTION, getattr(before, "before", before))
+        _STACKS.update(dict.fromkeys(inside, stack))
+        changed.callback(lambda: [_STACKS.pop(one, None) for one in inside])
+        changed.enter_context(stack.packing())
+        yield stack
+
+
+def _problem(model: Any) -> str | None:
+    """Say why a model cannot be packed; None where it can, as far as it can be seen before a call."""
+    config = model.config
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention cannot be exchanged"
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        return "it attends to a second sequence"
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0.0):
+            return f"{name}={getattr(config, name)} leaves whole layers out, where packing begins and ends"
+    for name in _OUTPUTS:
+        if getattr(config, name, False):
+            return f"{name} asks for what its blocks compute, padded"
+    # A window in the configuration alone says little: many models name one that their layers do not use.
+    kinds = getattr(config, "layer_types", None)
+    others = sorted(set(kinds or ()) - {"full_attention"})
+    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if any("sliding" in kind or "chunked" in kind for kind in others) or (window and not kinds):
+        return "its tokens see a window of others only"
+    if others:
+        return f"its layers are of kinds that are not packed: {', '.join(others)}"
+    if "attention_mask" not in inspect.signature(model.forward).parameters:
+        return "it takes no attention_mask"
+    if len(_lists_of_blocks(model)) > 1:
+        return "its blocks are in more than one list"
+    (blocks,) = _lists_of_blocks(model)
+    if len(set(blocks)) != len(blocks):
+        return "some of its blocks are there several times"
+    return None
+
+
+def _layout(place: str, given: dict[str, Any]) -> Layout:
+    if given.get("past_key_values") is not None:
+        raise MisconfigurationException(f"{place} was given past_key_values. {HELP}")
+    for name in _OUTPUTS:
+        if given.get(name):
+            raise MisconfigurationException(f"{place} was asked for {name}. {HELP}")
+    found = [given[key] for key in ("input_ids", "inputs_embeds") if given.get(key) is not None]
+    mask = given.get("attention_mask")
+    if not found:
+        raise MisconfigurationException(f"{place} was given neither input_ids nor inputs_embeds. {HELP}")
+    shape = (found[0].shape[0], found[0].shape[1])
+    if mask is not None and tuple(mask.shape) != shape:
+        raise MisconfigurationException(
+            f"{place} was given an attention_mask of shape {tuple(mask.shape)}; only one that says which "
+            f"tokens are padding, of shape {shape}, can be packed. {HELP}"
+        )
+    return Layout(shape, mask, found[0].device)
+
+
+class _Checkpoint(Method):
+    """What a model checkpoints its blocks with: what it computes again in the backward is of the same call."""
+
+    def __init__(self, module: nn.Module, stack: Stack) -> None:
+        super().__init__(module, _CHECKPOINT)
+        self._stack = stack
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = self._stack.call
+        if call is None:
+            return self.before(function, *args, **kwargs)
+        return self.before(partial(self._again, call, function), *args, **kwargs)
+
+    def _again(self, call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._stack.computing(call):
+            return function(*args, **kwargs)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers asks: ``(1, heads, real tokens, features)`` in, tokens before heads out."""
+    kind = type(module).__name__
+    stack = _STACKS.get(module)
+    call = None if stack is None else stack.known()
+    if stack is None or call is None or call.layout is None:
+        asked = "packed=True" if stack is None else stack.asked
+        raise MisconfigurationException(
+            f"{asked}: {kind} attends outside the blocks that are packed, or without the model around them. {HELP}"
+        )
+    if attention_mask is not None:
+        raise MisconfigurationException(
+            f"{stack.asked}: {kind} attends with a mask of its own, of shape {tuple(attention_mask.shape)}. {HELP}"
+        )
+    for name in ("position_bias", "softcap", "sliding_window", "s_aux"):
+        if others.get(name) is not None:
+            raise MisconfigurationException(f"{stack.asked}: {kind} computes attention with {name}. {HELP}")
+    looks_back = others.get("is_causal")
+    if bool(getattr(module, "is_causal", False) if looks_back is None else looks_back) != stack.causal:
+        raise MisconfigurationException(
+            f"{stack.asked}: {kind} looks back only and other blocks do not, or the other way round. {HELP}"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    row = stack.all_tokens(module)
+    if row is not None:
+        assert stack.first is not None
+        key, value = stack.first.keys_and_values(module, row, call.layout, key, value)
+    # In one piece, however long the sequences are: a compiled block has a graph for views and one for copies.
+    attended = stack.attend(query, key, value, p=dropout, scale=scale, first_only=row is not None)
+    return attended.contiguous().unsqueeze(0), None

@@ -1,0 +1,128 @@
+"""What a Trainer is put together from: loggers, callbacks, and what is tied to it for a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.tree import move_to
+from hasten.compile.user_compiled import inner_model as inner_model
+from hasten.loggers.base import Logger
+from hasten.loops.signatures import check_signatures
+from hasten.machine import launch
+from hasten.module import LightningModule
+from hasten.module.callback import Callback
+
+if TYPE_CHECKING:
+    from hasten.arguments import Arguments
+    from hasten.loops.run import Run
+    from hasten.loops.states import TrainerFn
+    from hasten.module.datamodule import LightningDataModule
+    from hasten.runtime import Runtime
+    from hasten.trainer import Trainer
+
+
+def loggers(arguments: Arguments) -> list[Any]:
+    """Return the loggers that ``Trainer(logger=...)`` asks for."""
+    if arguments.logger is False:
+        return []
+    if arguments.logger is True:
+        from hasten.loggers import CSVLogger
+
+        return [CSVLogger(arguments.default_root_dir)]
+    return list(arguments.logger)
+
+
+def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:
+    """Have the loggers of all processes be those of the first: one folder a run, whoever asks for it."""
+    if runtime.world_size > 1:
+        mine = [logger.identity() if isinstance(logger, Logger) else {} for logger in loggers]
+        for logger, identity in zip(loggers, runtime.broadcast(mine), strict=False):
+            if isinstance(logger, Logger) and identity:
+                logger.take_identity(identity)
+
+
+def callbacks(arguments: Arguments) -> list[Callback]:
+    """Return the callbacks given, and those that are there by default."""
+    from hasten.callbacks.defaults import with_defaults
+
+    return last_ones_last(with_defaults(arguments))
+
+
+def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
+    """Tie module, datamodule and callbacks to a Trainer, with the callbacks that the module brings along."""
+    module.trainer = trainer
+    for child in module.modules():
+        if isinstance(child, LightningModule):
+            child.__dict__["_meters"] = trainer._meters
+    if datamodule is not None:
+        datamodule.trainer = trainer
+    brought = module.configure_callbacks()
+    brought = [brought] if isinstance(brought, Callback) else list(brought or ())
+    if brought:
+        check_signatures(module, datamodule, brought)
+        kinds = tuple(type(callback) for callback in brought)
+        kept = [callback for callback in trainer.callbacks if not _replaced_by(type(callback), kinds)]
+        trainer.callbacks[:] = last_ones_last(kept + brought)
+    let_log(trainer.callbacks, module)
+
+
+def let_log(callbacks: Iterable[Callback], module: LightningModule | None) -> None:
+    """Tell callbacks the module whose ``log`` is theirs during a run; None when it is over."""
+    for callback in callbacks:
+        if module is None:
+            callback.__dict__.pop("_module", None)
+        else:
+            callback.__dict__["_module"] = module
+
+
+def to_host(run: Run, *, failed: bool) -> None:
+    """Bring the module and the states of its optimizers back to the CPU, where the user had it and expects it."""
+    if run.runtime.device.type == "cpu":
+        return
+    # Where training failed, the device may not answer any more: the failure is what matters.
+    with suppress(RuntimeError) if failed else nullcontext():
+        run.module.cpu()
+        run.wrapped = run.module
+        for optimizer in run.optimizers:
+            for parameter, state in list(optimizer.state.items()):
+                optimizer.state[parameter] = move_to(state, "cpu")
+
+
+def weights_for(trainer: Trainer, fn: TrainerFn, model: Any, ckpt_path: Any) -> Any:
+    """Return the checkpoint an evaluation without a model uses: the best one of the last fit."""
+    if model is None and ckpt_path is None and trainer._run is not None:
+        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if best:
+            rank_zero_warn(
+                f"Trainer.{fn.value}() without a model and ckpt_path: The best model of the previous `fit` call "
+                f'will be used, {best}. Say ckpt_path="best" to be explicit, or pass the model for the weights '
+                "in memory."
+            )
+            return best
+    return ckpt_path
+
+
+def last_ones_last(callbacks: list[Callback]) -> list[Callback]:
+    """Order callbacks so that checkpoints see what all others did."""
+    from hasten.callbacks.checkpoint import Checkpoint
+
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+
+
+def leave_program(signal_number: int, error: BaseException) -> NoReturn:
+    """End the program with the exit code of the signal; in a notebook or prompt, return to it."""
+    if hasattr(sys, "ps1") or ("IPython" in sys.modules and hasattr(sys.modules["IPython"], "get_ipython")):
+        interactive = hasattr(sys, "ps1") or sys.modules["IPython"].get_ipython() is not None
+        if interactive:
+            raise KeyboardInterrupt from None
+    launch.leave_with_own_code()
+    raise SystemExit(128 + signal_number) from None
+
+
+def _replaced_by(kind: type[Callback], kinds: Iterable[type[Callback]]) -> bool:
+    """Return whether one of ``kinds`` is ``kind`` or derived from it, and so takes its place."""
+    return kind is not Callback and any(issubclass(other, kind) for other in kinds)

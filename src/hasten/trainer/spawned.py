@@ -1,0 +1,46 @@
+"""What a Trainer brings home from copies of itself in other processes (``strategy="ddp_spawn"`` and its like)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hasten._lib.tree import move_to
+
+if TYPE_CHECKING:
+    from hasten.module.callback import Callback
+    from hasten.trainer.properties import TrainerView
+
+
+def export_results(trainer: TrainerView) -> dict[str, Any]:
+    """Return what the process that started the copies must learn of the run."""
+    assert trainer._module is not None
+    meters = trainer._meters
+    return {
+        "weights": {key: value.cpu() for key, value in trainer._module.state_dict().items()},
+        "progress": trainer._progress.state_dict(),
+        "callbacks": [
+            (move_to(callback.state_dict(), "cpu"), _paths_of(callback)) for callback in trainer._callbacks
+        ],
+        "values": (meters.callback_values, meters.logged_values, meters.bar_values),
+        "state": trainer.state,
+        "should_stop": trainer.should_stop,
+    }
+
+
+def import_results(trainer: TrainerView, results: dict[str, Any]) -> None:
+    """Take over what the first copy exported."""
+    assert trainer._module is not None
+    trainer._module.load_state_dict(results["weights"])
+    trainer._progress.load_state_dict(results["progress"])
+    for callback, (state, paths) in zip(trainer._callbacks, results["callbacks"], strict=False):
+        callback.load_state_dict(state)
+        callback.__dict__.update(paths)
+    meters = trainer._meters
+    meters.callback_values, meters.logged_values, meters.bar_values = results["values"]
+    trainer.state, trainer._should_stop = results["state"], results["should_stop"]
+
+
+def _paths_of(callback: Callback) -> dict[str, Any]:
+    """Return what a checkpoint callback knows of the files it wrote."""
+    names = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "dirpath")
+    return {name: vars(callback)[name] for name in names if name in vars(callback)}

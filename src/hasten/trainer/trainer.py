@@ -1,0 +1,698 @@
+"""Trainer: fit, validate, test, predict."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal as signals
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import torch
+
+from hasten import arguments as checks
+from hasten._lib.argument_names import refuse_unknown
+from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.tracebacks import shorten
+from hasten._lib.watched import WatchedList
+from hasten.arguments_speed import SPEED_NAMES, check_speed
+from hasten.batching.sample_fields import MicroBatch
+from hasten.checkpoint.entries import check_entries
+from hasten.checkpoint.io import CheckpointIO
+from hasten.checkpoint.migrate import from_lightning
+from hasten.hooks import Hooks, nothing, overrides
+from hasten.logged_values import Meters
+from hasten.loggers.base import Logger
+from hasten.loops.evaluate import evaluate_and_print
+from hasten.loops.fit import fit
+from hasten.loops.inside_batch import as_saved
+from hasten.loops.numbers import collect
+from hasten.loops.predict import predict
+from hasten.loops.preflight import check_call
+from hasten.loops.prepare import prepare
+from hasten.loops.profiling import LOOP, profiled
+from hasten.loops.progress import Progress
+from hasten.loops.resume import resolve_path
+from hasten.loops.run import Run, Stopped
+from hasten.loops.run_data import Source
+from hasten.loops.run_state import Snapshot
+from hasten.loops.signatures import check_signatures
+from hasten.loops.speedups import remake_loader
+from hasten.loops.states import FIRST_STAGE, TrainerFn, TrainerState, TrainerStatus
+from hasten.loops.validation_schedule import ValidationChecks
+from hasten.machine.cluster import ClusterEnvironment
+from hasten.machine.determinism import set_deterministic
+from hasten.machine.devices import Accelerator
+from hasten.machine.signals import StopRequests
+from hasten.module import LightningModule
+from hasten.module.callback import Callback
+from hasten.module.datamodule import LightningDataModule
+from hasten.optim.backward import to_clip
+from hasten.precision.base import Precision
+from hasten.profilers.base import Profiler
+from hasten.profilers.base import resolve as resolve_profiler
+from hasten.resolve import runtime as resolve_runtime
+from hasten.speed import live
+from hasten.speed.auto import choose_speed
+from hasten.strategies.base import Strategy
+from hasten.trainer import parts
+from hasten.trainer import spawned as copies
+from hasten.trainer.properties import TrainerView
+
+if TYPE_CHECKING:
+    from hasten.runtime import Runtime
+
+# What ``plugins=`` takes; also read by the command line, which makes objects of these classes.
+Plugin: TypeAlias = Precision | CheckpointIO | ClusterEnvironment
+
+
+class Trainer(TrainerView):
+    """Run a ``LightningModule``: training, validation, test, prediction.
+
+    Args:
+        accelerator: "auto", "cpu", "cuda", "gpu", "mps", or an Accelerator.
+        strategy: "auto", "single_device", "ddp", "ddp_spawn", ..., or a Strategy.
+        devices: how many (int, "auto", -1) or which (list, "0,1").
+        num_nodes: machines in the run.
+        precision: "32-true" (default), "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", or the
+            short spellings 16, 32, 64, "16", "bf16", "fp16".
+        logger: True for a CSVLogger (default), False for none, a logger or a list of loggers.
+        callbacks: one callback or a list.
+        fast_dev_run: run this many batches of each stage (True: 1), without logger and checkpoints.
+        max_epochs: epochs to train; -1 for no limit; 1000 when nothing limits the run.
+        min_epochs: epochs to train before a callback may stop the run.
+        max_steps: optimizer steps to train; -1 for no limit.
+        min_steps: optimizer steps to train before a callback may stop the run.
+        max_time: time to train: "DD:HH:MM:SS", "90min", timedelta or dict. Wherever epochs, steps or a time
+            are asked for, "2ep", "500st" and "90min" may be written.
+        limit_train_batches: batches (int) or share (float) of the training data in an epoch.
+        limit_val_batches: the same for validation.
+        limit_test_batches: the same for test.
+        limit_predict_batches: the same for prediction.
+        overfit_batches: train and validate on the same few batches (int) or share (float).
+        val_check_interval: batches (int), share of an epoch (float), "500st", "2ep" or time between validations.
+        check_val_every_n_epoch: validate every so many epochs; None counts batches over epochs.
+        num_sanity_val_steps: validation batches run before training; 2 by default, -1 for all.
+        log_every_n_steps: optimizer steps between two rows of the loggers; 50 by default.
+        enable_checkpointing: save a checkpoint each epoch unless callbacks say otherwise; True by default.
+        enable_progress_bar: show a bar; True by default.
+        enable_model_summary: print a table of the layers; True by default.
+        accumulate_grad_batches: batches whose gradients are summed before each optimizer step.
+        gradient_clip_val: the largest gradient norm or value; None or 0 for no clipping.
+        gradient_clip_algorithm: "norm" (default) or "value".
+        deterministic: True for deterministic algorithms, "warn" to warn where there is none.
+        benchmark: ``torch.backends.cudnn.benchmark``.
+        inference_mode: evaluate in inference mode instead of ``no_grad``.
+        use_distributed_sampler: give each process its own part of the data.
+        detect_anomaly: ``torch.autograd.set_detect_anomaly`` during fit: a gradient that is nan is an error that
+            names the function and, where that shows in forward, the layer. Steps take several times as long.
+        on_bad_loss: what to do about a loss that is nan or infinite: "warn" (default) says so at the next logging
+            interval and costs nothing. The others look at loss and gradients before each optimizer step (on a GPU
+            the host waits for it once a step) and leave out the step where one is not finite: "stop" then ends the
+            run with a ``FloatingPointError`` that names the layer, "skip" goes on with the next batch, "rewind" goes
+            on with it from the weights and optimizer states of up to ``log_every_n_steps`` steps before. Not with
+            optimizers that step in backward; "skip" and "rewind" not with manual optimization or
+            ``detect_anomaly``. See docs/differences.md.
+        barebones: switch off all that is not training.
+        plugins: a Precision, CheckpointIO or ClusterEnvironment, or a list of them.
+        sync_batchnorm: compute batch statistics over all processes.
+        reload_dataloaders_every_n_epochs: ask for new loaders this often; 0 for never.
+        default_root_dir: where logs and checkpoints go; the working directory by default.
+        enable_autolog_hparams: hand hyper-parameters to the loggers.
+        profiler: "simple", "advanced", "pytorch" or a Profiler: say where the time goes; None for none.
+        model_registry: only served a hosted product: None.
+        speed: "auto" to measure the levers below that change rounding at most, and keep those that win; see
+            docs/speed.md.
+        compile: True, "regional" or a dict of ``torch.compile`` options.
+        batching: "length" to put samples of like length in one batch, or an object of ``hasten.data``.
+        packed: True to train transformer blocks on real tokens only, not on padding; or "first_token".
+        num_workers: worker processes of the loaders; "auto" measures how many pay.
+        resident: True to hold the data in memory and index whole batches; "auto" where it fits.
+        matmul_precision: "highest", "high" or "medium", for ``torch.set_float32_matmul_precision``.
+        fused_optimizer: True to update all parameters in one kernel.
+        batch_size: samples of a batch on each process, whatever the loader's batches are; "auto" tries which is the
+            largest that trains.
+        micro_batch: samples of a batch computed at once; "auto" shrinks when memory runs out; or a
+            ``hasten.data.MicroBatch``.
+        memory: "auto" to recompute activations once memory runs out; "selective" or "full" from the start.
+        dropout: "fast" for masks from random bytes.
+        allocator: "keep" not to return memory to the system between steps, "tcmalloc" or "jemalloc".
+
+    Raises:
+        TypeError: an argument does not exist or has a wrong type.
+        ValueError: an argument is out of range, or two contradict each other.
+
+    Example::
+
+        >>> import hasten as L
+        >>> trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+        >>> trainer.max_epochs
+        1
+
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator | str = "auto",
+        strategy: Strategy | str = "auto",
+        devices: list[int] | str | int = "auto",
+        num_nodes: int = 1,
+        precision: int | str | None = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
+        callbacks: list[Callback] | Callback | None = None,
+        fast_dev_run: int | bool = False,
+        max_epochs: int | str | None = None,
+        min_epochs: int | str | None = None,
+        max_steps: int | str = -1,
+        min_steps: int | str | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
+        check_val_every_n_epoch: int | str | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | str | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        deterministic: bool | str | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: Profiler | str | None = None,
+        detect_anomaly: bool = False,
+        on_bad_loss: str = "warn",
+        barebones: bool = False,
+        plugins: Plugin | list[Plugin] | None = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int | str = 0,
+        default_root_dir: str | os.PathLike[str] | None = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: Any = None,
+        speed: str | None = None,
+        compile: bool | str | dict[str, Any] | None = None,
+        batching: Any = None,
+        packed: bool | str = False,
+        num_workers: int | str | None = None,
+        resident: bool | str = False,
+        matmul_precision: str | None = None,
+        fused_optimizer: bool | None = None,
+        batch_size: int | str | None = None,
+        micro_batch: int | str | MicroBatch | None = None,
+        memory: str | None = None,
+        dropout: str | None = None,
+        allocator: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        given = locals()
+        if unknown:
+            refuse_unknown(unknown, Trainer.__init__, "Trainer", make=resolve_runtime)
+        self.profiler = resolve_profiler(profiler)
+        if barebones and profiler is not None:
+            raise ValueError(
+                f"Trainer(barebones=True, profiler={profiler!r}): barebones switches all of that off. Leave out one "
+                "or the other."
+            )
+        if model_registry is not None:
+            raise ValueError("Trainer(model_registry=...): not in this version of hasten. Leave it out.")
+        # One row an argument in the signature and one in the checks; no third list of them here.
+        self._arguments = checks.check(
+            **{name: given[name] for name in checks.NAMES if name != "speed_arguments"},
+            speed_arguments=check_speed(**{name: given[name] for name in SPEED_NAMES}),
+        )
+        self._given = {name: value for name, value in given.items() if name not in ("self", "unknown")}
+        self._runtime: Runtime = resolve_runtime(
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            plugins=plugins,
+            owner="Trainer",
+        )
+        set_deterministic(deterministic, benchmark=benchmark)
+        self.state = TrainerState()
+        self._progress = Progress()
+        self._meters = Meters(self._runtime)
+        self._hooks: Hooks | None = None
+        self._run: Run | None = None
+        self._should_stop = False
+        self._accumulate_grad_batches = self._arguments.accumulate_grad_batches
+        self._loggers = parts.loggers(self._arguments)
+        self._callbacks = WatchedList(parts.callbacks(self._arguments), self._callbacks_changed)
+        self._module: LightningModule | None = None
+        self._datamodule: LightningDataModule | None = None
+        self._reads_datamodule = False
+        self._ckpt_path: str | None = None
+        self._received_sigterm = False
+        self._between_batches = True
+
+    advise = live.advise
+
+    # -- the four calls
+
+    def fit(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train.
+
+        Args:
+            model: the module.
+            train_dataloaders: the training data: a DataLoader or any iterable of batches; or a datamodule.
+            val_dataloaders: the validation data: one or several.
+            datamodule: gives the data instead.
+            ckpt_path: go on from this checkpoint: a path, "last" (the newest whole one, if there is one) or
+                "best".
+            weights_only: False reads a checkpoint that holds Python objects: only for files you trust.
+
+        Raises:
+            ValueError: something the run needs is missing or does not fit; the message says what to change.
+
+        """
+        if isinstance(train_dataloaders, LightningDataModule):
+            datamodule, train_dataloaders = train_dataloaders, None
+        model = parts.inner_model(model)
+        check_call(self._arguments, "fit", model, datamodule, train_dataloaders, val_dataloaders)
+        given = {"train": train_dataloaders, "validate": val_dataloaders}
+        with (
+            choose_speed(self, model, train_dataloaders, datamodule),
+            self._batch_size_found(model, given, datamodule, ckpt_path),
+        ):
+            self._call(TrainerFn.FITTING, model, datamodule, given, ckpt_path, weights_only, _fit)
+
+    def validate(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run validation once; return the values logged, a dict for each loader.
+
+        Args:
+            model: the module; the one of the last fit by default.
+            dataloaders: the data: one or several loaders; or a datamodule.
+            ckpt_path: weights to use: a path, "best" or "last"; those in memory by default.
+            verbose: print the values.
+            datamodule: gives the data instead.
+            weights_only: see ``fit``.
+
+        """
+        return self._evaluate(
+            TrainerFn.VALIDATING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only
+        )
+
+    def test(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Run the test once; return the values logged, a dict for each loader. See ``validate``."""
+        return self._evaluate(
+            TrainerFn.TESTING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only
+        )
+
+    def predict(
+        self,
+        model: LightningModule | None = None,
+        dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | None:
+        """Predict on every batch.
+
+        Args:
+            model: the module; the one of the last fit by default.
+            dataloaders: the data: one or several loaders; or a datamodule.
+            datamodule: gives the data instead.
+            return_predictions: keep and return the outputs, by batch (and by loader, if there are several);
+                True by default where all runs in this process.
+            ckpt_path: weights to use: a path, "best" or "last"; those in memory by default.
+            weights_only: see ``fit``.
+
+        """
+        if isinstance(dataloaders, LightningDataModule):
+            datamodule, dataloaders = dataloaders, None
+        module = self._module_for("predict", model)
+        check_call(self._arguments, "predict", module, datamodule, dataloaders, None)
+        path = parts.weights_for(self, TrainerFn.PREDICTING, model, ckpt_path)
+        body = functools.partial(predict, return_predictions=return_predictions is not False)
+        given = {"predict": dataloaders}
+        result: list[Any] | None = self._call(
+            TrainerFn.PREDICTING, module, datamodule, given, path, weights_only, body
+        )
+        return result
+
+    def save_checkpoint(
+        self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any = None
+    ) -> None:
+        """Save everything needed to go on exactly from here; all processes must call it.
+
+        Args:
+            filepath: path or URL of the file; the previous one stays whole until the new one is.
+            weights_only: leave out what only training needs.
+            storage_options: passed to the file system of a URL.
+
+        Inside a batch (in ``training_step`` or ``on_after_backward``, say) the checkpoint is that of the moment when
+        the batch began, and a resumed run computes the batch again. States of callbacks are those of now.
+
+        Raises:
+            OSError: the file could not be written; the previous one is untouched.
+            RuntimeError: a batch has begun, and the run could not go on exactly: the optimizer has stepped in it, or
+                the Trainer could not see beforehand that one of the run's hooks saves inside a batch.
+
+        """
+        run = self._run
+        if run is None:
+            raise AttributeError(
+                "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached. Call fit, "
+                "validate, test or predict first."
+            )
+        with self.profiler.profile("save_checkpoint"):
+            checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
+            self._runtime.save(filepath, checkpoint, storage_options=storage_options)
+
+    # -- one call, from beginning to end
+
+    @contextmanager
+    def _batch_size_found(
+        self, model: LightningModule, given: dict[str, Any], datamodule: Any, ckpt_path: Any
+    ) -> Iterator[None]:
+        if self._arguments.speed.batch_size != "auto":
+            yield
+            return
+        from hasten.tuner.automatic import find_batch_size, set_batch_size
+
+        find_batch_size(self, model, given, datamodule, ckpt_path)
+        try:
+            yield
+        finally:
+            # Another fit tries again: its model may be another.
+            set_batch_size(self, "auto")
+
+    def _call(
+        self,
+        fn: TrainerFn,
+        module: LightningModule,
+        datamodule: LightningDataModule | None,
+        given: dict[str, Any],
+        ckpt_path: str | os.PathLike[str] | None,
+        weights_only: bool | None,
+        body: Callable[[Run], Any],
+    ) -> Any:
+        """Start the other processes if there are any, and run ``body`` with everything in place."""
+        check_signatures(module, datamodule, self._callbacks)
+        self.state = TrainerState(TrainerStatus.RUNNING, fn, FIRST_STAGE[fn])
+        self._should_stop = False
+        # One given earlier stays: its hooks for preparing and moving data belong to this Trainer's runs.
+        self._reads_datamodule = datamodule is not None
+        self._module, self._datamodule = module, datamodule or self._datamodule
+        # Here, where copies of this process learn it, and where the program goes on afterwards.
+        parts.settle_loggers(self._loggers, self._runtime)
+        try:
+            return self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
+        except BaseException as error:
+            shorten(error)
+            raise
+
+    def _in_process(
+        self,
+        given: dict[str, Any],
+        ckpt_path: str | os.PathLike[str] | None,
+        weights_only: bool | None,
+        body: Callable[[Run], Any],
+    ) -> Any:
+        module, runtime = self._module, self._runtime
+        assert module is not None
+        parts.attach(self, module, self._datamodule)
+        runtime.strategy._trainer = self
+        self._meters.forget_callback_values()
+        several = runtime.world_size > 1
+        parts.settle_loggers(self._loggers, runtime)
+        with StopRequests(runtime.all_reduce if several else None) as stop:
+            run = self._run = self._make_run(module, given, stop)
+            try:
+                self._between_batches = True
+                checkpoint = functools.partial(self._read_checkpoint, ckpt_path, weights_only)
+                with profiled(run, self.profiler, lambda: self.log_dir):
+                    prepare(run, self._callbacks, self._datamodule, checkpoint)
+                    result = run.watch(LOOP, body)(run)
+                    self._finish(run)
+            except Stopped as stopped:
+                self._leave(run, stopped.signal_number)
+            except KeyboardInterrupt as interrupt:
+                # A second Ctrl-C, or one raised by the user's code: the batch in hand is not complete.
+                self._between_batches = False
+                self._abort(run, interrupt)
+                parts.leave_program(signals.SIGINT, interrupt)
+            except BaseException as error:
+                self._abort(run, error)
+                raise
+            if stop.signal is not None:
+                # It came when nothing was left to be stopped, and still ends the program.
+                parts.leave_program(stop.signal, SystemExit(128 + stop.signal))
+        return result
+
+    def _make_run(self, module: LightningModule, given: dict[str, Any], stop: StopRequests) -> Run:
+        arguments, runtime = self._arguments, self._runtime
+        sampler = runtime.distributed_sampler_kwargs if arguments.use_distributed_sampler else None
+
+        def source(stage: str, limit: Any) -> Source:
+            return Source(
+                stage,
+                given=given.get(stage),
+                module=module,
+                datamodule=self._datamodule,
+                reads_datamodule=self._reads_datamodule,
+                limit=limit,
+                sampler_kwargs=sampler,
+                overfit=bool(arguments.overfit_batches),
+                reload_every_n_epochs=arguments.reload_dataloaders_every_n_epochs,
+                remake=functools.partial(remake_loader, arguments.speed, device=runtime.device),
+            )
+
+        self._meters.loggers = self._loggers if runtime.is_global_zero else ()
+        self._hooks = Hooks(self, module, self._callbacks, self._datamodule, self._meters)
+        before, fn = self._run, self.state.fn
+        run = Run(
+            arguments=arguments,
+            runtime=runtime,
+            module=module,
+            wrapped=module,
+            hooks=self._hooks,
+            meters=self._meters,
+            progress=self._progress,
+            state=self.state,
+            stop=stop,
+            checks=ValidationChecks(arguments.val_check_interval, arguments.check_val_every_n_epoch),
+            train=source("train", arguments.limit_train_batches),
+            validation=source("validate", arguments.limit_val_batches),
+            test=source("test", arguments.limit_test_batches),
+            predict=source("predict", arguments.limit_predict_batches),
+            accumulate_grad_batches=self._accumulate_grad_batches,
+        )
+        if before is not None and fn != TrainerFn.FITTING and before.module is module:
+            # After an evaluation a checkpoint still holds all that the fit before it left.
+            run.optimizers, run.wrapped_optimizers = before.optimizers, before.wrapped_optimizers
+            run.schedulers, run.train, run.averages = before.schedulers, before.train, before.averages
+            if fn != TrainerFn.VALIDATING:
+                run.validation = before.validation
+        return run
+
+    def _evaluate(
+        self,
+        fn: TrainerFn,
+        model: LightningModule | None,
+        dataloaders: Any,
+        ckpt_path: str | os.PathLike[str] | None,
+        verbose: bool,
+        datamodule: LightningDataModule | None,
+        weights_only: bool | None,
+    ) -> list[dict[str, float]]:
+        if isinstance(dataloaders, LightningDataModule):
+            datamodule, dataloaders = dataloaders, None
+        stage = "validate" if fn == TrainerFn.VALIDATING else "test"
+        module = self._module_for(stage, model)
+        check_call(self._arguments, stage, module, datamodule, dataloaders, None)
+        path = parts.weights_for(self, fn, model, ckpt_path)
+        body = functools.partial(evaluate_and_print, testing=fn == TrainerFn.TESTING, verbose=verbose)
+        results: list[dict[str, float]] = self._call(
+            fn, module, datamodule, {stage: dataloaders}, path, weights_only, body
+        )
+        return results
+
+    def _finish(self, run: Run) -> None:
+        """Leave an orderly run: fit_end, teardown, loggers closed, workers gone."""
+        if self.state.fn == TrainerFn.FITTING:
+            run.hooks.on_fit_end()
+        self._release(run, "success")
+        self.state.status, self.state.stage = TrainerStatus.FINISHED, None
+
+    def _leave(self, run: Run, signal_number: int) -> NoReturn:
+        """Leave after Ctrl-C or SIGTERM, between two batches, with the state saved by checkpoint callbacks."""
+        self._received_sigterm = signal_number == signals.SIGTERM
+        name = "SIGTERM" if self._received_sigterm else "Ctrl-C"
+        rank_zero_info(f"{name}: the run ends here, after a complete batch.")
+        error = SystemExit(128 + signal_number) if self._received_sigterm else KeyboardInterrupt()
+        self._abort(run, error)
+        parts.leave_program(signal_number, error)
+
+    def _abort(self, run: Run, error: BaseException) -> None:
+        self.state.status = TrainerStatus.INTERRUPTED
+        try:
+            self._runtime.strategy.on_exception(error)
+            run.hooks.on_exception(error)
+        finally:
+            try:
+                self._release(run, "aborted" if isinstance(error, KeyboardInterrupt) else "failed")
+            finally:
+                self.state.stage = None
+
+    def _release(self, run: Run, status: str) -> None:
+        self._meters.deliver(wait=True)
+        self._meters.report = None
+        self._meters.leave()
+        try:
+            run.hooks.teardown(self.state.fn.value if self.state.fn else "")
+        finally:
+            for source in (run.train, run.validation, run.test, run.predict):
+                source.close()
+            if self.is_global_zero:
+                for logger in self._loggers:
+                    logger.finalize(status)
+            run.undo.close()
+            run.last_loss = None  # It holds the graph of a step.
+            parts.to_host(run, failed=status != "success")
+            self._runtime.teardown()
+            parts.let_log(self._callbacks, None)
+
+    # -- copies of this Trainer in other processes (strategy="ddp_spawn" and its like)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_hooks": None, "_run": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._callbacks = WatchedList(self._callbacks, self._callbacks_changed)
+
+    def export_results(self) -> dict[str, Any]:
+        """Return what the process that started the copies must learn of the run."""
+        return copies.export_results(self)
+
+    def import_results(self, results: dict[str, Any]) -> None:
+        """Take over what the first copy exported."""
+        copies.import_results(self, results)
+
+    # -- checkpoints
+
+    def _checkpoint(self, run: Run, *, weights_only: bool) -> dict[str, Any]:
+        snapshot = Snapshot(run, self._callbacks, self._datamodule)
+        weights_only = weights_only or not run.optimizers
+        with as_saved(run, weights_only=weights_only):
+            checkpoint = collect(run, snapshot, weights_only=weights_only)
+        assert self._hooks is not None
+        self._hooks.on_save_checkpoint(checkpoint)
+        return checkpoint
+
+    def _read_checkpoint(
+        self, ckpt_path: Any, weights_only: bool | None
+    ) -> tuple[dict[str, Any] | None, str | None]:
+        path = resolve_path(self, ckpt_path)
+        self._ckpt_path = path
+        if path is None:
+            return None, None
+        checkpoint = self._runtime.load(path, map_location="cpu", weights_only=weights_only is not False)
+        assert self._hooks is not None
+        if self._hooks.on_load_checkpoint is nothing:
+            # Else after that hook, which may put things right.
+            check_entries(checkpoint, path, training=self.state.fn == TrainerFn.FITTING)
+        checkpoint = from_lightning(checkpoint, path)
+        rank_zero_info(f"Restoring from {path}")
+        return checkpoint, path
+
+    # -- optimizers
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward for a module with manual optimisation, with its hooks."""
+        run = self._run
+        assert run is not None
+        run.last_loss = loss if loss.numel() == 1 else None
+        if run.guard is not None:
+            run.guard.check_manual(loss)
+        run.hooks.on_before_backward(loss)
+        run.runtime.strategy.prepare_backward(loss, run.wrapped)
+        if overrides(run.module, LightningModule, "backward"):
+            scaled = loss if run.runtime.scaler is None else run.runtime.scaler.scale(loss)
+            run.module.backward(scaled, *args, **kwargs)
+        else:
+            run.runtime.backward(loss, *args, **kwargs)
+        run.hooks.on_after_backward()
+
+    def clip_gradients(self, optimizer: Any, clip_val: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of ``optimizer``; None takes the Trainer's own arguments."""
+        clip_val = self._arguments.gradient_clip_val if clip_val is None else clip_val
+        algorithm = str(algorithm or self._arguments.gradient_clip_algorithm or "norm")
+        if not clip_val:
+            return
+        parameters = to_clip(optimizer, "clip_gradients()")
+        if algorithm == "value":
+            self._runtime.clip_value(parameters, float(clip_val))
+        elif algorithm == "norm":
+            self._runtime.clip_norm(parameters, float(clip_val))
+        else:
+            raise ValueError(f"clip_gradients(gradient_clip_algorithm={algorithm!r}): use 'norm' or 'value'.")
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gather tensors of all processes."""
+        return self._runtime.all_gather(data, group=group, sync_grads=sync_grads)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process, beside the progress bar."""
+        if not self.is_global_zero:
+            return
+        write = getattr(self.progress_bar_callback, "print", print)
+        write(*args, **kwargs)
+
+    def init_module(self, empty_init: bool | None = None) -> Any:
+        """Return a context in which modules are made on the device and in the precision of the run."""
+        return self._runtime.init_module(empty_init)
+
+    def _module_for(self, call: str, model: LightningModule | None) -> LightningModule:
+        if model is not None:
+            return parts.inner_model(model)
+        if self._module is None:
+            raise TypeError(f"`Trainer.{call}()` requires a `LightningModule`: pass one, or call fit first.")
+        return self._module
+
+    def _callbacks_changed(self) -> None:
+        if self._hooks is not None:
+            parts.let_log(self._callbacks, self._module)
+            self._hooks.find()
+
+
+def _fit(run: Run) -> None:
+    with torch.autograd.set_detect_anomaly(run.arguments.detect_anomaly):
+        fit(run)
