@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
+from hasten.loggers import CSVLogger
 from hasten.strategies import Strategy
 from tests.models import Classifier, loader, quiet, same_weights
 
@@ -248,3 +250,69 @@ def test_optimizers_of_others_are_given_the_closure() -> None:
     assert same_weights(model, plain)
     assert trainer.global_step == 10
     assert isinstance(model.layers, nn.Sequential)
+
+
+def test_with_arguments_makes_another_trainer_on_the_same_callbacks_and_loggers(tmp_path: Path) -> None:
+    added, logger = L.Callback(), CSVLogger(tmp_path)
+    trainer = quiet(logger=logger, max_epochs=1, enable_progress_bar=True)
+    trainer.callbacks.append(added)
+    trainer.limit_train_batches = 2
+    trainer.fit(Classifier(), loader())
+    other = trainer.with_arguments(max_epochs=3, precision="bf16-mixed", enable_progress_bar=False)
+    assert other.callbacks == [added]
+    assert other.loggers == [logger]
+    assert (other.max_epochs, other.precision, other.limit_train_batches) == (3, "bf16-mixed", 2)
+    assert (other.global_step, other.callback_metrics) == (0, {})
+    other.fit(Classifier(), loader())
+    assert (other.global_step, trainer.global_step) == (6, 2)
+    assert (trainer.max_epochs, trainer.precision) == (1, "32-true")
+    assert trainer.progress_bar_callback is not None
+
+
+def test_with_arguments_keeps_the_class_and_attributes_of_a_subclass() -> None:
+    class Own(L.Trainer):
+        def __init__(self, name: str) -> None:
+            super().__init__(accelerator="cpu", logger=False, enable_checkpointing=False)
+            self.name = name
+
+    other = Own("run").with_arguments(max_steps=7)
+    assert (type(other), other.name, other.max_steps) == (Own, "run", 7)
+
+
+def test_changed_arguments_count_from_the_next_call_on() -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Classifier(), loader())
+    trainer.change_arguments(max_epochs=2, precision="bf16-mixed", gradient_clip_val=1.0, packed=True)
+    assert trainer.given_arguments["precision"] == "bf16-mixed"
+    assert (trainer.precision, trainer.max_epochs, trainer.gradient_clip_val) == ("bf16-mixed", 2, 1.0)
+    assert trainer.current_epoch == 1
+    trainer.change_arguments(packed=False)
+    trainer.fit(Classifier(), loader())
+    assert trainer.current_epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"max_epoch": 3}, TypeError, "Did you mean 'max_epochs'"),
+        ({"max_epochs": 1.5}, TypeError, "max_epochs=1.5"),
+        ({"min_epochs": 5, "max_epochs": 3}, ValueError, "above the most"),
+        ({"callbacks": []}, TypeError, "assign Trainer.callbacks"),
+    ],
+)
+def test_a_refused_change_leaves_the_trainer_as_it_was(
+    changes: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    trainer = quiet(max_epochs=1)
+    with pytest.raises(error, match=match):
+        trainer.change_arguments(**changes)
+    assert trainer.max_epochs == 1
+
+
+def test_arguments_are_not_changed_while_a_call_runs() -> None:
+    class Changes(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            trainer.change_arguments(max_epochs=2)
+
+    with pytest.raises(RuntimeError, match="a call is running"):
+        quiet(callbacks=[Changes()]).fit(Classifier(), loader())

@@ -21,11 +21,13 @@ class TrainerSettings:
     """
 
     _arguments: Arguments
+    _given: dict[str, Any]
     _run: Run | None
     _accumulate_grad_batches: int
 
     def _change(self, name: str, value: Any) -> None:
         self._arguments = checks.changed(self._arguments, name, value)
+        self._given = {**self._given, name: -1 if value == math.inf else value}
         if self._run is not None:
             self._run.change_arguments(self._arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import signal as signals
@@ -62,6 +63,7 @@ from hasten.trainer import spawned as copies
 from hasten.trainer.properties import TrainerView
 
 if TYPE_CHECKING:
+    from hasten.arguments import Arguments
     from hasten.runtime import Runtime
 
 # What ``plugins=`` takes; also read by the command line, which makes objects of these classes.
@@ -216,29 +218,12 @@ class Trainer(TrainerView):
         given = locals()
         if unknown:
             refuse_unknown(unknown, Trainer.__init__, "Trainer", make=resolve_runtime)
-        self.profiler = resolve_profiler(profiler)
-        if barebones and profiler is not None:
-            raise ValueError(
-                f"Trainer(barebones=True, profiler={profiler!r}): barebones switches all of that off. Leave out one "
-                "or the other."
-            )
         if model_registry is not None:
             raise ValueError("Trainer(model_registry=...): not in this version of hasten. Leave it out.")
-        # One row an argument in the signature and one in the checks; no third list of them here.
-        self._arguments = checks.check(
-            **{name: given[name] for name in checks.NAMES if name != "speed_arguments"},
-            speed_arguments=check_speed(**{name: given[name] for name in SPEED_NAMES}),
-        )
         self._given = {name: value for name, value in given.items() if name not in ("self", "unknown")}
-        self._runtime: Runtime = resolve_runtime(
-            accelerator=accelerator,
-            strategy=strategy,
-            devices=devices,
-            num_nodes=num_nodes,
-            precision=precision,
-            plugins=plugins,
-            owner="Trainer",
-        )
+        self._arguments = _checked(self._given)
+        self.profiler = resolve_profiler(profiler)
+        self._runtime: Runtime = _runtime_for(self._given)
         set_deterministic(deterministic, benchmark=benchmark)
         self.state = TrainerState()
         self._progress = Progress()
@@ -249,6 +234,7 @@ class Trainer(TrainerView):
         self._accumulate_grad_batches = self._arguments.accumulate_grad_batches
         self._loggers = parts.loggers(self._arguments)
         self._callbacks = WatchedList(parts.callbacks(self._arguments), self._callbacks_changed)
+        self._default_callbacks = [c for c in self._callbacks if c not in self._arguments.callbacks]
         self._module: LightningModule | None = None
         self._datamodule: LightningDataModule | None = None
         self._reads_datamodule = False
@@ -257,6 +243,84 @@ class Trainer(TrainerView):
         self._between_batches = True
 
     advise = live.advise
+
+    # -- other arguments
+
+    @property
+    def given_arguments(self) -> dict[str, Any]:
+        """The arguments of ``Trainer(...)`` by name, as they were written or assigned since; a copy."""
+        return dict(self._given)
+
+    def with_arguments(self, **changes: Any) -> Trainer:
+        """Return a new Trainer with the same callbacks, loggers and arguments, except for those changed.
+
+        The new Trainer has counters, metrics and a run of its own; this one stays as it is. Callbacks and loggers are
+        the same objects, also those added to this Trainer since it was made. Callbacks that a Trainer adds by itself
+        (progress bar, model summary, checkpoints, timer) follow the new arguments and are made again.
+
+        Args:
+            changes: arguments of ``Trainer``, with their new values.
+
+        Raises:
+            TypeError: an argument does not exist or has a wrong type.
+            ValueError: an argument is out of range, or two contradict each other.
+
+        Example::
+
+            >>> import hasten as L
+            >>> trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+            >>> trainer.with_arguments(max_epochs=5).max_epochs
+            5
+
+        """
+        own = set(map(id, self._default_callbacks))
+        callbacks = [callback for callback in self._callbacks if id(callback) not in own]
+        # A copy, for the attributes that a subclass adds; __init__ of the subclass may have other arguments.
+        new = copy.copy(self)
+        Trainer.__init__(new, **{**self._given, "callbacks": callbacks, **changes})
+        if not {"logger", "barebones", "fast_dev_run", "default_root_dir"} & changes.keys():
+            new.loggers = self._loggers
+        return new
+
+    def change_arguments(self, **changes: Any) -> None:
+        """Change arguments of this Trainer between two calls, also those that cannot be assigned.
+
+        ``accelerator``, ``strategy``, ``devices``, ``num_nodes``, ``precision`` and ``plugins`` choose devices and
+        precision again. Counters, callbacks and loggers stay.
+
+        Args:
+            changes: arguments of ``Trainer`` except ``callbacks`` and ``logger``, with their new values.
+
+        Raises:
+            TypeError: an argument does not exist, has a wrong type, or cannot be changed.
+            ValueError: an argument is out of range, or two contradict each other.
+            RuntimeError: a call is running.
+
+        """
+        fixed = {"callbacks", "logger"} & changes.keys()
+        if fixed:
+            raise TypeError(
+                f"Trainer.change_arguments({min(fixed)}=...): assign Trainer.callbacks or Trainer.loggers."
+            )
+        unknown = {name: value for name, value in changes.items() if name not in self._given}
+        if unknown:
+            refuse_unknown(unknown, Trainer.__init__, "Trainer", make=resolve_runtime)
+        if self.state.status == TrainerStatus.RUNNING:
+            raise RuntimeError(
+                "Trainer.change_arguments(): a call is running. Change arguments before or after it."
+            )
+        given = {**self._given, **changes}
+        arguments = _checked(given)
+        runtime = _runtime_for(given) if set(_MACHINE) & changes.keys() else None
+        self._given, self._arguments = given, arguments
+        self._accumulate_grad_batches = arguments.accumulate_grad_batches
+        if "profiler" in changes:
+            self.profiler = resolve_profiler(changes["profiler"])
+        if {"deterministic", "benchmark"} & changes.keys():
+            set_deterministic(arguments.deterministic, benchmark=arguments.benchmark)
+        if runtime is not None:
+            self._runtime = runtime
+            self._meters = Meters(runtime)
 
     # -- the four calls
 
@@ -691,6 +755,26 @@ class Trainer(TrainerView):
         if self._hooks is not None:
             parts.let_log(self._callbacks, self._module)
             self._hooks.find()
+
+
+# Arguments that choose the runtime.
+_MACHINE = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
+
+
+def _checked(given: dict[str, Any]) -> Arguments:
+    if given["barebones"] and given["profiler"] is not None:
+        raise ValueError(
+            f"Trainer(barebones=True, profiler={given['profiler']!r}): barebones switches all of that off. Leave out "
+            "one or the other."
+        )
+    return checks.check(
+        **{name: given[name] for name in checks.NAMES if name != "speed_arguments"},
+        speed_arguments=check_speed(**{name: given[name] for name in SPEED_NAMES}),
+    )
+
+
+def _runtime_for(given: dict[str, Any]) -> Runtime:
+    return resolve_runtime(**{name: given[name] for name in _MACHINE}, owner="Trainer")
 
 
 def _fit(run: Run) -> None:
