@@ -5,11 +5,13 @@ The public names are loaded when they are first used, so that ``import hasten`` 
 
 from __future__ import annotations
 
-import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hasten._lib.version import VERSION as __version__  # noqa: N811 - the name Python looks for
+from hasten._lib.lazy import attach
+from hasten._lib.version import VERSION
+
+__version__ = VERSION
 
 # ``torch.cuda.is_available()`` then asks the driver's library, and does not begin to use CUDA: a process that has can
 # not be copied any more, as notebooks do to train on several GPUs.
@@ -26,59 +28,33 @@ if TYPE_CHECKING:
     from hasten.seed import seed_everything as seed_everything
     from hasten.trainer import Trainer as Trainer
 
-_HOME = {
-    "Callback": "hasten.module.callback",
-    "Fabric": "hasten.fabric",
-    "LightningDataModule": "hasten.module.datamodule",
-    "LightningModule": "hasten.module",
-    "Trainer": "hasten.trainer",
-    "fast_dropout": "hasten.packed.dropout",
-    "packed_blocks": "hasten.packed.blocks",
-    "plot_logs": "hasten.report.plots",
-    "seed_everything": "hasten.seed",
-}
-
-_ROOMS = (
-    "accelerators",
-    "callbacks",
-    "cli",
-    "compat",
-    "data",
-    "demos",
-    "loggers",
-    "optim",
-    "plugins",
-    "profilers",
-    "strategies",
-    "tuner",
-    "utilities",
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "hasten.fabric": ("Fabric",),
+        "hasten.module": ("LightningModule",),
+        "hasten.module.callback": ("Callback",),
+        "hasten.module.datamodule": ("LightningDataModule",),
+        "hasten.packed.blocks": ("packed_blocks",),
+        "hasten.packed.dropout": ("fast_dropout",),
+        "hasten.report.plots": ("plot_logs",),
+        "hasten.seed": ("seed_everything",),
+        "hasten.trainer": ("Trainer",),
+    },
+    also=("__version__",),
+    submodules=(
+        "accelerators",
+        "callbacks",
+        "cli",
+        "compat",
+        "data",
+        "demos",
+        "loggers",
+        "optim",
+        "plugins",
+        "profilers",
+        "strategies",
+        "tuner",
+        "utilities",
+    ),
 )
-
-__all__ = [
-    "Callback",
-    "Fabric",
-    "LightningDataModule",
-    "LightningModule",
-    "Trainer",
-    "__version__",
-    "fast_dropout",
-    "packed_blocks",
-    "plot_logs",
-    "seed_everything",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    if name in _ROOMS:
-        return importlib.import_module(f"hasten.{name}")
-    from hasten._lib.names import did_you_mean
-
-    raise AttributeError(f"module 'hasten' has no attribute {name!r}.{did_you_mean(name, [*_HOME, *_ROOMS])}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, *_ROOMS])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from hasten._lib.tree import map_tensors, move_to
+from hasten._lib.tree import leaves, map_leaves, map_tensors, move_to
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -125,3 +125,9 @@ def test_what_can_move_itself_does() -> None:
     assert in_place.device == "meta"
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     assert type(move_to(packed, "cpu")) is type(packed)
+
+
+def test_leaves_are_everything_but_collections() -> None:
+    data = {"x": [X, Frozen(1)], "e": Encoding({"n": None}), "p": Pair("a", (2.0,))}
+    assert leaves(data) == [X, 1, "a", None, "a", 2.0]
+    assert map_leaves(lambda leaf: 0, data)["p"] == Pair(0, (0,))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ATOMS = frozenset({str, int, float, bool, bytes, complex, type(None)})
+_ATOMS: frozenset[type] = frozenset({str, int, float, bool, bytes, complex, type(None)})
 
 
 def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
@@ -34,6 +34,37 @@ def map_tensors(function: Callable[[Tensor], Any], data: Any) -> Any:
     if isinstance(data, Tensor):
         return function(data)
     return _map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, data)
+
+
+def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
+    """Return ``data`` with ``function`` applied to everything in it that is not a collection, see ``map_tensors``.
+
+    Example::
+
+        >>> map_leaves(str, {"x": [1, None], "name": "a"})
+        {'x': ['1', 'None'], 'name': 'a'}
+
+    """
+    return _map(function, data, frozenset())
+
+
+def leaves(data: Any) -> list[Any]:
+    """Return everything in ``data`` that is not a collection, in order; see ``map_tensors``.
+
+    Example::
+
+        >>> leaves({"x": [1, None], "name": "a"})
+        [1, None, 'a']
+
+    """
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    _map(note, data, frozenset())
+    return found
 
 
 def move_to(data: Any, device: torch.device | str, *, non_blocking: bool = False) -> Any:
@@ -64,28 +95,28 @@ def move_to(data: Any, device: torch.device | str, *, non_blocking: bool = False
     return _map(move, data)
 
 
-def _map(function: Callable[[Any], Any], data: Any) -> Any:
+def _map(function: Callable[[Any], Any], data: Any, unchanged: frozenset[type] = _ATOMS) -> Any:
     kind = type(data)
-    if kind in _ATOMS:
+    if kind in unchanged:
         return data
     if kind is tuple or kind is list:
-        items = [_map(function, item) for item in data]
+        items = [_map(function, item, unchanged) for item in data]
         same = all(new is old for new, old in zip(items, data, strict=True))
         return data if same else kind(items)
     if isinstance(data, (dict, UserDict)):
         changed = {}
         for key, value in data.items():
-            if (new := _map(function, value)) is not value:
+            if (new := _map(function, value, unchanged)) is not value:
                 changed[key] = new
         return _with_items(data, changed) if changed else data
     if isinstance(data, Tensor) or hasattr(data, "to"):
         return function(data)
     if isinstance(data, Mapping):
-        items_by_key = {key: _map(function, value) for key, value in data.items()}
+        items_by_key = {key: _map(function, value, unchanged) for key, value in data.items()}
         same = all(items_by_key[key] is value for key, value in data.items())
         return data if same else kind(items_by_key)
     if isinstance(data, (list, tuple)):
-        items = [_map(function, item) for item in data]
+        items = [_map(function, item, unchanged) for item in data]
         if all(new is old for new, old in zip(items, data, strict=True)):
             return data
         return kind(*items) if hasattr(data, "_fields") else kind(items)
@@ -93,7 +124,7 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
         changed = {}
         for field in dataclasses.fields(data):
             value = getattr(data, field.name, None)
-            if (new := _map(function, value)) is not value:
+            if (new := _map(function, value, unchanged)) is not value:
                 changed[field.name] = new
         return _with_fields(data, changed) if changed else data
     return function(data)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hasten._lib.lazy import attach
 
 if TYPE_CHECKING:
     from hasten.callbacks.accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
@@ -33,74 +34,31 @@ if TYPE_CHECKING:
     from hasten.callbacks.weight_averaging import WeightAveraging as WeightAveraging
     from hasten.module.callback import Callback as Callback
 
-_HOME = {
-    "BackboneFinetuning": "hasten.callbacks.finetuning",
-    "BaseFinetuning": "hasten.callbacks.finetuning",
-    "BasePredictionWriter": "hasten.callbacks.prediction_writer",
-    "BatchSizeFinder": "hasten.callbacks.batch_size_finder",
-    "Callback": "hasten.module.callback",
-    "Checkpoint": "hasten.callbacks.checkpoint",
-    "DeviceStatsMonitor": "hasten.callbacks.device_stats",
-    "EMAWeightAveraging": "hasten.callbacks.weight_averaging",
-    "EarlyStopping": "hasten.callbacks.early_stopping",
-    "GradientAccumulationScheduler": "hasten.callbacks.accumulation",
-    "LambdaCallback": "hasten.callbacks.lambda_function",
-    "LearningRateFinder": "hasten.callbacks.lr_finder",
-    "LearningRateMonitor": "hasten.callbacks.lr_monitor",
-    "ModelCheckpoint": "hasten.callbacks.model_checkpoint",
-    "ModelPruning": "hasten.callbacks.pruning",
-    "ModelSummary": "hasten.callbacks.model_summary",
-    "OnExceptionCheckpoint": "hasten.callbacks.on_exception_checkpoint",
-    "ProgressBar": "hasten.callbacks.progress",
-    "RichModelSummary": "hasten.callbacks.rich_summary",
-    "RichProgressBar": "hasten.callbacks.rich_progress",
-    "SpikeDetection": "hasten.callbacks.spike",
-    "StochasticWeightAveraging": "hasten.callbacks.swa",
-    "TQDMProgressBar": "hasten.callbacks.progress",
-    "ThroughputMonitor": "hasten.callbacks.throughput",
-    "Timer": "hasten.callbacks.timer",
-    "WeightAveraging": "hasten.callbacks.weight_averaging",
-}
-
-__all__ = [
-    "BackboneFinetuning",
-    "BaseFinetuning",
-    "BasePredictionWriter",
-    "BatchSizeFinder",
-    "Callback",
-    "Checkpoint",
-    "DeviceStatsMonitor",
-    "EMAWeightAveraging",
-    "EarlyStopping",
-    "GradientAccumulationScheduler",
-    "LambdaCallback",
-    "LearningRateFinder",
-    "LearningRateMonitor",
-    "ModelCheckpoint",
-    "ModelPruning",
-    "ModelSummary",
-    "OnExceptionCheckpoint",
-    "ProgressBar",
-    "RichModelSummary",
-    "RichProgressBar",
-    "SpikeDetection",
-    "StochasticWeightAveraging",
-    "TQDMProgressBar",
-    "ThroughputMonitor",
-    "Timer",
-    "WeightAveraging",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    from hasten._lib.names import did_you_mean
-
-    raise AttributeError(f"module 'hasten.callbacks' has no attribute {name!r}.{did_you_mean(name, _HOME)}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "hasten.module.callback": ("Callback",),
+        "hasten.callbacks.accumulation": ("GradientAccumulationScheduler",),
+        "hasten.callbacks.batch_size_finder": ("BatchSizeFinder",),
+        "hasten.callbacks.checkpoint": ("Checkpoint",),
+        "hasten.callbacks.device_stats": ("DeviceStatsMonitor",),
+        "hasten.callbacks.early_stopping": ("EarlyStopping",),
+        "hasten.callbacks.finetuning": ("BackboneFinetuning", "BaseFinetuning"),
+        "hasten.callbacks.lambda_function": ("LambdaCallback",),
+        "hasten.callbacks.lr_finder": ("LearningRateFinder",),
+        "hasten.callbacks.lr_monitor": ("LearningRateMonitor",),
+        "hasten.callbacks.model_checkpoint": ("ModelCheckpoint",),
+        "hasten.callbacks.model_summary": ("ModelSummary",),
+        "hasten.callbacks.on_exception_checkpoint": ("OnExceptionCheckpoint",),
+        "hasten.callbacks.prediction_writer": ("BasePredictionWriter",),
+        "hasten.callbacks.progress": ("ProgressBar", "TQDMProgressBar"),
+        "hasten.callbacks.pruning": ("ModelPruning",),
+        "hasten.callbacks.rich_progress": ("RichProgressBar",),
+        "hasten.callbacks.rich_summary": ("RichModelSummary",),
+        "hasten.callbacks.spike": ("SpikeDetection",),
+        "hasten.callbacks.swa": ("StochasticWeightAveraging",),
+        "hasten.callbacks.throughput": ("ThroughputMonitor",),
+        "hasten.callbacks.timer": ("Timer",),
+        "hasten.callbacks.weight_averaging": ("EMAWeightAveraging", "WeightAveraging"),
+    },
+)

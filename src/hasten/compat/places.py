@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import re
 
-import hasten.callbacks
-import hasten.demos
-import hasten.loggers
-import hasten.profilers
-import hasten.utilities
+from hasten._lib.lazy import homes_of
 from hasten.compat.modules import ROOTS, TABLE, relative
 
 _FAMILIES = {
-    "hasten.callbacks": hasten.callbacks._HOME,
-    "hasten.demos": hasten.demos._HOME,
-    "hasten.loggers": hasten.loggers._HOME,
-    "hasten.profilers": hasten.profilers._HOME,
+    package: homes_of(package)
+    for package in ("hasten.callbacks", "hasten.demos", "hasten.loggers", "hasten.profilers")
 }
 # Reached as attributes after `import hasten`.
 _ROOMS = frozenset(
@@ -75,11 +69,11 @@ def place_of(module: str, name: str) -> tuple[str, str] | None:
     if found is None or found[0] == "hasten.compat.version":
         return None
     home, there = found
-    utilities = hasten.utilities._HOME
+    utilities = homes_of("hasten.utilities")
     if name in utilities and (home.startswith("hasten.utilities") or utilities[name] == found):
         return "hasten.utilities", name
     for family, names in _FAMILIES.items():
-        if names.get(name) == home and there == name:
+        if names.get(name) == found and there == name:
             return family, name
     return home, there
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hasten._lib.lazy import attach
 
 if TYPE_CHECKING:
     from hasten.batching.lengths import LengthBatchSampler as LengthBatchSampler
@@ -26,53 +27,24 @@ if TYPE_CHECKING:
     from hasten.data.worker_count import auto_workers as auto_workers
     from hasten.data.worker_count import with_workers as with_workers
 
-# The file each public name lives in: nothing is imported before it is asked for.
-_HOME = {
-    "CombinedLoader": "hasten.data.combined",
-    "LengthBatchSampler": "hasten.batching.lengths",
-    "LengthBatching": "hasten.batching.rebatch",
-    "MicroBatch": "hasten.batching.sample_fields",
-    "PackCollator": "hasten.batching.packing",
-    "PackedBatchSampler": "hasten.batching.packing",
-    "PadCollator": "hasten.batching.pad",
-    "ResidentLoader": "hasten.data.memory.on_device",
-    "TokenBatchSampler": "hasten.batching.lengths",
-    "auto_workers": "hasten.data.worker_count",
-    "document_block_mask": "hasten.batching.packing",
-    "document_mask": "hasten.batching.packing",
-    "pack": "hasten.batching.packing",
-    "packed_attention": "hasten.batching.packing",
-    "pad_collate": "hasten.batching.pad",
-    "preload": "hasten.data.memory.shared",
-    "rebatch": "hasten.batching.rebatch",
-    "resident": "hasten.data.memory.on_device",
-    "with_workers": "hasten.data.worker_count",
-}
-
-__all__ = [
-    "CombinedLoader",
-    "LengthBatchSampler",
-    "LengthBatching",
-    "MicroBatch",
-    "PackCollator",
-    "PackedBatchSampler",
-    "PadCollator",
-    "ResidentLoader",
-    "TokenBatchSampler",
-    "auto_workers",
-    "document_block_mask",
-    "document_mask",
-    "pack",
-    "packed_attention",
-    "pad_collate",
-    "preload",
-    "rebatch",
-    "resident",
-    "with_workers",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'hasten.data' has no attribute {name!r}")
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "hasten.batching.rebatch": ("LengthBatching", "rebatch"),
+        "hasten.data.combined": ("CombinedLoader",),
+        "hasten.batching.lengths": ("LengthBatchSampler", "TokenBatchSampler"),
+        "hasten.batching.packing": (
+            "PackCollator",
+            "PackedBatchSampler",
+            "document_block_mask",
+            "document_mask",
+            "pack",
+            "packed_attention",
+        ),
+        "hasten.batching.pad": ("PadCollator", "pad_collate"),
+        "hasten.data.memory.shared": ("preload",),
+        "hasten.data.memory.on_device": ("ResidentLoader", "resident"),
+        "hasten.batching.sample_fields": ("MicroBatch",),
+        "hasten.data.worker_count": ("auto_workers", "with_workers"),
+    },
+)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hasten._lib.lazy import attach
 
 if TYPE_CHECKING:
     from hasten.demos.boring_classes import BoringDataModule as BoringDataModule
@@ -16,40 +17,11 @@ if TYPE_CHECKING:
     from hasten.demos.transformer import Transformer as Transformer
     from hasten.demos.transformer import WikiText2 as WikiText2
 
-_HOME = {
-    "BoringDataModule": "hasten.demos.boring_classes",
-    "BoringModel": "hasten.demos.boring_classes",
-    "DemoModel": "hasten.demos.boring_classes",
-    "LightningLSTM": "hasten.demos.lstm",
-    "LightningTransformer": "hasten.demos.transformer",
-    "SequenceSampler": "hasten.demos.lstm",
-    "SimpleLSTM": "hasten.demos.lstm",
-    "Transformer": "hasten.demos.transformer",
-    "WikiText2": "hasten.demos.transformer",
-}
-
-__all__ = [
-    "BoringDataModule",
-    "BoringModel",
-    "DemoModel",
-    "LightningLSTM",
-    "LightningTransformer",
-    "SequenceSampler",
-    "SimpleLSTM",
-    "Transformer",
-    "WikiText2",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    from hasten._lib.names import did_you_mean
-
-    raise AttributeError(f"module 'hasten.demos' has no attribute {name!r}.{did_you_mean(name, _HOME)}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "hasten.demos.boring_classes": ("BoringDataModule", "BoringModel", "DemoModel"),
+        "hasten.demos.lstm": ("LightningLSTM", "SequenceSampler", "SimpleLSTM"),
+        "hasten.demos.transformer": ("LightningTransformer", "Transformer", "WikiText2"),
+    },
+)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hasten._lib.absent import absent
 from hasten._lib.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
@@ -288,3 +289,11 @@ def write_hparams(path: str, params: Mapping[str, Any]) -> None:
 
     text = yaml.safe_dump(plain(params), sort_keys=False, allow_unicode=True)
     write_whole(path, text.encode())
+
+
+_INSTEAD = (
+    "There are CSVLogger, CometLogger, MLFlowLogger, TensorBoardLogger, WandbLogger; or subclass "
+    "hasten.loggers.Logger."
+)
+LitLogger = absent("LitLogger", Logger, home="hasten.loggers", instead=_INSTEAD)
+NeptuneLogger = absent("NeptuneLogger", Logger, home="hasten.loggers", instead=_INSTEAD)

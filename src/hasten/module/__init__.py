@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hasten._lib.lazy import attach
 
 if TYPE_CHECKING:
     from hasten.module.module import LightningModule as LightningModule
 
-__all__ = ["LightningModule"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "LightningModule":
-        from hasten.module.module import LightningModule
-
-        return LightningModule
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, __all__ = attach(__name__, {"hasten.module.module": ("LightningModule",)})

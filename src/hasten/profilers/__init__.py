@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hasten._lib.lazy import attach
 
 if TYPE_CHECKING:
     from hasten.profilers.advanced import AdvancedProfiler as AdvancedProfiler
@@ -13,34 +14,13 @@ if TYPE_CHECKING:
     from hasten.profilers.simple import SimpleProfiler as SimpleProfiler
     from hasten.profilers.xla import XLAProfiler as XLAProfiler
 
-_HOME = {
-    "AdvancedProfiler": "hasten.profilers.advanced",
-    "PassThroughProfiler": "hasten.profilers.base",
-    "Profiler": "hasten.profilers.base",
-    "PyTorchProfiler": "hasten.profilers.pytorch",
-    "SimpleProfiler": "hasten.profilers.simple",
-    "XLAProfiler": "hasten.profilers.xla",
-}
-
-__all__ = [
-    "AdvancedProfiler",
-    "PassThroughProfiler",
-    "Profiler",
-    "PyTorchProfiler",
-    "SimpleProfiler",
-    "XLAProfiler",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    from hasten._lib.names import did_you_mean
-
-    raise AttributeError(f"module 'hasten.profilers' has no attribute {name!r}.{did_you_mean(name, _HOME)}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "hasten.profilers.advanced": ("AdvancedProfiler",),
+        "hasten.profilers.base": ("PassThroughProfiler", "Profiler"),
+        "hasten.profilers.pytorch": ("PyTorchProfiler",),
+        "hasten.profilers.simple": ("SimpleProfiler",),
+        "hasten.profilers.xla": ("XLAProfiler",),
+    },
+)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hasten._lib.lazy import attach
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer as Trainer
 
-__all__ = ["Trainer"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Trainer":
-        from hasten.trainer.trainer import Trainer
-
-        return Trainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, __all__ = attach(__name__, {"hasten.trainer.trainer": ("Trainer",)})

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hasten._lib.lazy import attach
 
 if TYPE_CHECKING:
     from hasten.tuner.tuner import Tuner as Tuner
 
-__all__ = ["Tuner"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module("hasten.tuner.tuner"), name)
-    raise AttributeError(f"module 'hasten.tuner' has no attribute {name!r}. It has: {', '.join(__all__)}.")
+__getattr__, __dir__, __all__ = attach(__name__, {"hasten.tuner.tuner": ("Tuner",)})

@@ -5,8 +5,9 @@ A thin room: most names here live elsewhere in hasten, and are looked up when th
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hasten._lib.lazy import attach
 
 if TYPE_CHECKING:
     from hasten._lib.errors import MisconfigurationException as MisconfigurationException
@@ -48,49 +49,46 @@ if TYPE_CHECKING:
     from hasten.utilities.warnings import PossibleUserWarning as PossibleUserWarning
     from hasten.utilities.warnings import disable_possible_user_warnings as disable_possible_user_warnings
 
-# Module -> names that live there; `name=other` is called `other` there.
-_ROWS = {
-    "hasten._lib.errors": "MisconfigurationException",
-    "hasten._lib.rank_zero": "rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn",
-    "hasten.data.combined": "CombinedLoader",
-    "hasten.module.hparams": "AttributeDict HyperparametersMixin",
-    "hasten.loops.states": "RunningStage TrainerFn TrainerState TrainerStatus",
-    "hasten.optim": "LRSchedulerConfig LightningOptimizer=HastenOptimizer",
-    "hasten.report.summary": "ModelSummary summarize",
-    "hasten.report.throughput": "Throughput measure_flops",
-    "hasten.seed": "isolate_rng",
-    "hasten.utilities.data": "apply_to_collection is_shared_filesystem move_data_to_device suggested_max_num_workers",
-    "hasten.utilities.enums": "GradClipAlgorithmType LightningEnum",
-    "hasten.utilities.grads": "grad_norm",
-    "hasten.utilities.model_helpers": "is_overridden",
-    "hasten.utilities.parameter_tying": "find_shared_parameters set_shared_parameters",
-    "hasten.utilities.parsing": "is_picklable",
-    "hasten.utilities.types": "EVAL_DATALOADERS OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT "
-    "TRAIN_DATALOADERS",
-    "hasten.utilities.warnings": "PossibleUserWarning disable_possible_user_warnings",
-}
-_HOME = {
-    name.partition("=")[0]: (module, name.rpartition("=")[2])
-    for module, names in _ROWS.items()
-    for name in names.split()
-}
-
 # The distance from 1 to the next larger number of each type; programs add it to divisors.
 FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = 2.0**-10, 2.0**-23, 2.0**-52
 
-__all__ = ["FLOAT16_EPSILON", "FLOAT32_EPSILON", "FLOAT64_EPSILON", *sorted(_HOME)]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        module, there = _HOME[name]
-        value = getattr(importlib.import_module(module), there)
-        globals()[name] = value
-        return value
-    from hasten._lib.names import did_you_mean
-
-    raise AttributeError(f"module 'hasten.utilities' has no attribute {name!r}.{did_you_mean(name, _HOME)}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "hasten._lib.errors": ("MisconfigurationException",),
+        "hasten._lib.rank_zero": (
+            "rank_zero_debug",
+            "rank_zero_deprecation",
+            "rank_zero_info",
+            "rank_zero_only",
+            "rank_zero_warn",
+        ),
+        "hasten.data.combined": ("CombinedLoader",),
+        "hasten.module.hparams": ("AttributeDict", "HyperparametersMixin"),
+        "hasten.loops.states": ("RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"),
+        "hasten.optim": ("LRSchedulerConfig", "LightningOptimizer=HastenOptimizer"),
+        "hasten.report.summary": ("ModelSummary", "summarize"),
+        "hasten.report.throughput": ("Throughput", "measure_flops"),
+        "hasten.seed": ("isolate_rng",),
+        "hasten.utilities.data": (
+            "apply_to_collection",
+            "is_shared_filesystem",
+            "move_data_to_device",
+            "suggested_max_num_workers",
+        ),
+        "hasten.utilities.enums": ("GradClipAlgorithmType", "LightningEnum"),
+        "hasten.utilities.grads": ("grad_norm",),
+        "hasten.utilities.model_helpers": ("is_overridden",),
+        "hasten.utilities.parameter_tying": ("find_shared_parameters", "set_shared_parameters"),
+        "hasten.utilities.parsing": ("is_picklable",),
+        "hasten.utilities.types": (
+            "EVAL_DATALOADERS",
+            "OptimizerLRScheduler",
+            "OptimizerLRSchedulerConfig",
+            "STEP_OUTPUT",
+            "TRAIN_DATALOADERS",
+        ),
+        "hasten.utilities.warnings": ("PossibleUserWarning", "disable_possible_user_warnings"),
+    },
+    also=("FLOAT16_EPSILON", "FLOAT32_EPSILON", "FLOAT64_EPSILON"),
+)

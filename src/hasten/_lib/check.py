@@ -1,0 +1,241 @@
+"""Guards for arguments: one line each, and one wording for all.
+
+Each guard takes the owner, the name and the value of an argument and returns the value. A wrong type raises
+``TypeError``, a wrong value ``ValueError``; ``error=`` raises that instead of both. A bool is not a number here.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Iterable
+from numbers import Real
+from typing import TypeVar
+
+from hasten._lib.names import did_you_mean
+
+_T = TypeVar("_T")
+_Error = type[Exception] | None
+
+
+def whole(
+    owner: str,
+    name: str,
+    value: _T,
+    *,
+    at_least: int | None = None,
+    at_most: int | None = None,
+    unit: str = "",
+    allow_none: bool = False,
+    allowed: str = "",
+    error: _Error = None,
+) -> _T:
+    """Return ``value`` as an ``int``; numpy's integers count as whole numbers.
+
+    Args:
+        owner: the function or class that has the argument, for the message.
+        name: of the argument.
+        value: what was given.
+        at_least: the smallest number allowed.
+        at_most: the largest number allowed.
+        unit: what is counted, for the message: ``"steps"``.
+        allow_none: accept and return None.
+        allowed: describes what is allowed, in place of the text made from the other arguments.
+        error: the exception to raise in place of ``TypeError`` and ``ValueError``.
+
+    Example::
+
+        >>> whole("Trainer", "max_epochs", -3, at_least=0)
+        Traceback (most recent call last):
+            ...
+        ValueError: Trainer(max_epochs=-3): use a whole number of at least 0.
+
+    """
+    if value is None and allow_none:
+        return value
+    allowed = allowed or _described("a whole number", unit, at_least, at_most, None, None, allow_none)
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        if isinstance(value, float) and value.is_integer():
+            text = f"{owner}({name}={value!r}): use {allowed}, for instance {name}={int(value)}."
+            raise (error or TypeError)(text) from None
+        raise _wrong_type(owner, name, value, allowed, error) from None
+    if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
+        raise wrong(owner, name, value, allowed, error=error)
+    return number  # type: ignore[return-value]
+
+
+def number(
+    owner: str,
+    name: str,
+    value: _T,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    unit: str = "",
+    allow_none: bool = False,
+    allowed: str = "",
+    error: _Error = None,
+) -> _T:
+    """Return ``value`` if it is a real number within the bounds; NaN never is. See ``whole`` for the arguments.
+
+    Example::
+
+        >>> number("advise", "timeout_seconds", 0, above=0, unit="seconds")
+        Traceback (most recent call last):
+            ...
+        ValueError: advise(timeout_seconds=0): use a number of seconds above 0.
+
+    """
+    if value is None and allow_none:
+        return value
+    allowed = allowed or _described("a number", unit, at_least, at_most, above, below, allow_none)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _wrong_type(owner, name, value, allowed, error)
+    given = float(value)
+    fits = (
+        not math.isnan(given)
+        and (at_least is None or given >= at_least)
+        and (at_most is None or given <= at_most)
+        and (above is None or given > above)
+        and (below is None or given < below)
+    )
+    if not fits:
+        raise wrong(owner, name, value, allowed, error=error)
+    return value
+
+
+def share(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _Error = None) -> _T:
+    """Return ``value`` if it is a number from 0 to 1. See ``whole`` for the arguments."""
+    return number(owner, name, value, at_least=0, at_most=1, allow_none=allow_none, error=error)
+
+
+def boolean(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _Error = None) -> _T:
+    """Return ``value`` if it is True or False. See ``whole`` for the arguments."""
+    if isinstance(value, bool) or (value is None and allow_none):
+        return value
+    raise (error or TypeError)(
+        f"{owner}({name}={value!r}): use {'True, False or None' if allow_none else 'True or False'}."
+    )
+
+
+def one_of(
+    owner: str,
+    name: str,
+    value: _T,
+    allowed: Iterable[object],
+    *,
+    allow_none: bool = False,
+    error: _Error = None,
+) -> _T:
+    """Return ``value`` if it is one of ``allowed``; the message names the nearest. See ``whole`` for the arguments.
+
+    Example::
+
+        >>> one_of("Trainer", "on_bad_loss", "skp", ("warn", "skip"))
+        Traceback (most recent call last):
+            ...
+        ValueError: Trainer(on_bad_loss='skp'): use one of 'warn', 'skip'. Did you mean 'skip'?
+
+    """
+    choices = tuple(allowed)
+    # 1 == True: a number is not taken for a bool.
+    if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices):
+        return value
+    if value is None and allow_none:
+        return value
+    texts = [choice for choice in choices if isinstance(choice, str)]
+    hint = did_you_mean(value, texts) if isinstance(value, str) else ""
+    listed = ", ".join(map(repr, choices)) + (", or None" if allow_none else "")
+    raise wrong(owner, name, value, f"one of {listed}", hint=hint, error=error)
+
+
+def instance(
+    owner: str,
+    name: str,
+    value: _T,
+    kinds: type | tuple[type, ...],
+    allowed: str,
+    *,
+    allow_none: bool = False,
+    error: _Error = None,
+) -> _T:
+    """Return ``value`` if it is an instance of one of ``kinds``, which ``allowed`` describes. See ``whole``."""
+    if isinstance(value, kinds) or (value is None and allow_none):
+        return value
+    raise _wrong_type(owner, name, value, allowed + (", or None" if allow_none else ""), error)
+
+
+def path(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _Error = None) -> _T:
+    """Return ``value`` if it is a string or an ``os.PathLike``. See ``whole`` for the arguments."""
+    return instance(owner, name, value, (str, os.PathLike), "a path", allow_none=allow_none, error=error)
+
+
+def callable_(
+    owner: str,
+    name: str,
+    value: _T,
+    *,
+    allowed: str = "a function",
+    allow_none: bool = False,
+    error: _Error = None,
+) -> _T:
+    """Return ``value`` if it can be called. See ``whole`` for the arguments."""
+    if callable(value) or (value is None and allow_none):
+        return value
+    raise _wrong_type(owner, name, value, allowed + (", or None" if allow_none else ""), error)
+
+
+def wrong(
+    owner: str, name: str, value: object, allowed: str, *, hint: str = "", error: _Error = None
+) -> Exception:
+    """Return the exception for a wrong value: what was given, and what is allowed.
+
+    Example::
+
+        >>> wrong("Trainer", "max_time", "soon", "a time such as '90min'")
+        ValueError("Trainer(max_time='soon'): use a time such as '90min'.")
+
+    """
+    return (error or ValueError)(f"{owner}({name}={value!r}): use {allowed}.{hint}")
+
+
+def _wrong_type(owner: str, name: str, value: object, allowed: str, error: _Error) -> Exception:
+    given = "" if value is None else f", not {type(value).__name__}"
+    return (error or TypeError)(f"{owner}({name}={value!r}): use {allowed}{given}.")
+
+
+def _described(
+    what: str,
+    unit: str,
+    at_least: float | None,
+    at_most: float | None,
+    above: float | None,
+    below: float | None,
+    allow_none: bool,
+) -> str:
+    if unit:
+        what += f" of {unit}"
+    if at_least is not None and at_most is not None:
+        what += f" from {at_least} to {at_most}"
+    else:
+        bounds: list[str] = []
+        if at_least is not None:
+            bounds.append(f"{', ' if unit else ' of '}at least {at_least}")
+        if at_most is not None:
+            bounds.append(f"{', ' if unit else ' of '}at most {at_most}")
+        bounds += [
+            f" {word} {bound}" for word, bound in (("above", above), ("below", below)) if _is_finite(bound)
+        ]
+        what += " and".join(bounds)
+    return what + (", or None" if allow_none else "")
+
+
+def _is_finite(bound: float | None) -> bool:
+    return bound is not None and not math.isinf(bound)

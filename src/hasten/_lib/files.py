@@ -1,0 +1,104 @@
+"""Files that other processes, and the next run after a crash, find whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+# The end of the name of a file that is still being written; a cleaner removes those whose writer has died.
+TEMPORARY = ".hasten-tmp"
+
+
+def write_atomically(
+    path: str | os.PathLike[str],
+    data: bytes | str | Callable[[IO[bytes]], object],
+    *,
+    durable: bool = True,
+) -> None:
+    """Write a file; at any moment ``path`` is the old file or the new one, whole.
+
+    Args:
+        path: in a folder that exists. A symbolic link is replaced, not followed.
+        data: the content (text as UTF-8), or a function that writes it to the open file.
+        durable: wait until the file would survive a power cut.
+
+    Example::
+
+        >>> import tempfile
+        >>> target = Path(tempfile.mkdtemp(), "a.txt")
+        >>> write_atomically(target, "hello")
+        >>> target.read_text()
+        'hello'
+
+    """
+    with replacing(path, durable=durable) as file:
+        if isinstance(data, str):
+            file.write(data.encode())
+        elif isinstance(data, bytes):
+            file.write(data)
+        else:
+            data(file)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """Open a temporary file beside ``path`` that takes its place if the block succeeds, and is removed otherwise.
+
+    The file is locked while its writer lives; see ``is_abandoned``. Arguments as for ``write_atomically``.
+    """
+    target = Path(path)
+    while True:
+        temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
+        file = open(temporary, "x+b")  # noqa: SIM115  (closed below; the name must be known to remove it)
+        _lock(file)
+        # A cleaner may have come between opening and locking.
+        if temporary.exists():
+            break
+        file.close()
+    try:
+        yield file
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        if durable:
+            sync_folder(target.parent)
+    finally:
+        with suppress(OSError):
+            file.close()
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def is_abandoned(temporary: str | os.PathLike[str]) -> bool:
+    """Return whether the writer of a temporary file has died; the system then has released its lock."""
+    with open(temporary, "rb+") as file:
+        return _lock(file)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a file if no other process has locked it; return whether that worked."""
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Make a rename or a new file in ``folder`` survive a power cut."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

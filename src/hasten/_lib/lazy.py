@@ -1,0 +1,64 @@
+"""Packages whose public names are imported when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def attach(
+    package: str,
+    homes: Mapping[str, Sequence[str]],
+    *,
+    also: Sequence[str] = (),
+    hidden: Sequence[str] = (),
+    submodules: Sequence[str] = (),
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a package that loads its names lazily.
+
+    Args:
+        package: the package's ``__name__``.
+        homes: the names of each module, ``{"hasten.callbacks.timer": ("Timer",)}``. ``"Name=other"`` is called
+            ``other`` there.
+        also: names that the package defines itself, for ``__all__``.
+        hidden: names of ``homes`` to leave out of ``__all__``.
+        submodules: subpackages that are imported when they are used as attributes of the package.
+
+    Example, in the ``__init__`` of a package::
+
+        __getattr__, __dir__, __all__ = attach(__name__, {"hasten.callbacks.timer": ("Timer",)})
+
+    """
+    names: dict[str, tuple[str, str]] = {}
+    for module, members in homes.items():
+        for member in members:
+            name, _, other = member.partition("=")
+            names[name] = (module, other or name)
+    public = sorted({*names, *also}.difference(hidden))
+
+    def load(name: str) -> Any:
+        if name in names:
+            module, member = names[name]
+            value = getattr(importlib.import_module(module), member)
+            setattr(sys.modules[package], name, value)
+            return value
+        if name in submodules:
+            return importlib.import_module(f"{package}.{name}")
+        from hasten._lib.names import did_you_mean
+
+        hint = did_you_mean(name, [*public, *submodules])
+        raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
+
+    def listed() -> list[str]:
+        return sorted([*public, *submodules])
+
+    load.homes = names  # type: ignore[attr-defined]
+    return load, listed, public
+
+
+def homes_of(package: str) -> dict[str, tuple[str, str]]:
+    """Return (module, name there) for each name that ``package`` loads lazily."""
+    homes: dict[str, tuple[str, str]] = vars(importlib.import_module(package))["__getattr__"].homes
+    return homes

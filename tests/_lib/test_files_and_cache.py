@@ -1,0 +1,63 @@
+"""Files are written whole or not at all; what is cached is read back, or counts as absent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from hasten._lib.cache import cache_folder, read_json, remember_json
+from hasten._lib.files import TEMPORARY, is_abandoned, replacing, write_atomically
+
+
+@pytest.mark.parametrize("data", ["héllo", "héllo".encode(), lambda file: file.write("héllo".encode())])
+def test_a_file_is_written_whole(tmp_path: Path, data: object) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+    write_atomically(target, data)  # type: ignore[arg-type]
+    assert target.read_text(encoding="utf-8") == "héllo"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+
+    def fail(file: IO[bytes]) -> None:
+        file.write(b"half")
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write_atomically(target, fail)
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_file_is_abandoned_once_its_writer_has_gone(tmp_path: Path) -> None:
+    with replacing(tmp_path / "a.txt"):
+        (temporary,) = tmp_path.glob(f".*{TEMPORARY}")
+        assert not is_abandoned(temporary)
+    left = tmp_path / f".a.txt.1{TEMPORARY}"
+    left.touch()
+    assert is_abandoned(left)
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HASTEN_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "hasten"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    assert cache_folder("x") == Path.home() / ".cache" / "hasten" / "x"
+    monkeypatch.setenv("HASTEN_CACHE", "~/chosen")
+    assert cache_folder("x") == Path.home() / "chosen" / "x"
+
+
+def test_cached_values_are_read_back_and_damaged_ones_are_absent(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.json"
+    assert read_json(path) is None
+    assert remember_json(path, {"workers": 2})
+    assert read_json(path) == {"workers": 2}
+    path.write_text('{"work')
+    assert read_json(path) is None
+    assert not remember_json(path / "below-a-file.json", 1)
