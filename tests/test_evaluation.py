@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import hasten as L
 from hasten.callbacks import BasePredictionWriter
-from hasten.loggers import Logger
+from tests.fakes import RowLogger
 from tests.models import Classifier, dataset, loader, quiet
 from tests.test_trainer_arguments import Modes
 
@@ -257,26 +257,14 @@ def test_hooks_of_each_call_and_no_others(call: str, stage: str) -> None:
     assert hooks.seen == [f"{stage} {moment}" for moment in moments]
 
 
-class Rows(Logger):
-    name, version = "rows", 0
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, {name: value for name, value in metrics.items() if name != "epoch"}))
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
-
-
 def test_values_of_evaluation_steps_go_to_the_loggers_by_batch() -> None:
     class Steps(Classifier):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("v", float(batch_idx), on_step=True, on_epoch=True)
 
-    logger = Rows()
+    logger = RowLogger()
     quiet(logger=logger).validate(Steps(), loader(12), verbose=False)
-    assert logger.rows == [
+    assert logger.without_epoch() == [
         (0, {"v_step": 0.0}),
         (1, {"v_step": 1.0}),
         (2, {"v_step": 2.0}),
@@ -293,7 +281,7 @@ def test_an_evaluation_that_failed_leaves_no_value_for_the_next() -> None:
                 raise ZeroDivisionError
             self.log("v", 100.0 if self.failing else 1.0, batch_size=1)
 
-    model, logger = Fails(), Rows()
+    model, logger = Fails(), RowLogger()
     trainer = quiet(logger=logger)
     with pytest.raises(ZeroDivisionError):
         trainer.validate(model, loader(12), verbose=False)
@@ -302,7 +290,7 @@ def test_an_evaluation_that_failed_leaves_no_value_for_the_next() -> None:
     model.failing = False
     assert trainer.validate(model, loader(12), verbose=False) == [{"v": 1.0}]
     # Also the loggers are back, which the sanity check goes without.
-    assert logger.rows == [(0, {"v": 1.0})]
+    assert logger.without_epoch() == [(0, {"v": 1.0})]
 
 
 @pytest.mark.parametrize("several", [False, True])

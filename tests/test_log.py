@@ -11,30 +11,8 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 import hasten as L
+from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
-
-
-class Rows:
-    """A logger that keeps what it is given."""
-
-    name, version, save_dir, log_dir = "rows", 0, None, None
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        assert step is not None
-        assert all(isinstance(value, (int, float)) for value in metrics.values())
-        self.rows.append((step, metrics))
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
-    def log_graph(self, model: Any, input_array: Any = None) -> None: ...
-    def save(self) -> None: ...
-    def finalize(self, status: str) -> None: ...
-    def after_save_checkpoint(self, callback: Any) -> None: ...
-
-    def of(self, name: str) -> list[tuple[int, float]]:
-        return [(step, row[name]) for step, row in self.rows if name in row]
 
 
 class Logs(L.LightningModule):
@@ -74,7 +52,7 @@ BATCHES = [torch.full((size, 1), float(size)) for size in (4, 4, 2)]
 
 
 def test_step_values_reach_the_logger_at_the_interval_with_the_index_of_the_step() -> None:
-    logger = Rows()
+    logger = RowLogger()
     module = Logs(lambda m, b, i: m.log("x", torch.tensor(float(i))))
     quiet(logger=logger, log_every_n_steps=2, max_epochs=2).fit(module, BATCHES)
     assert logger.of("x") == [(1, 1.0), (3, 0.0), (5, 2.0)]
@@ -82,7 +60,7 @@ def test_step_values_reach_the_logger_at_the_interval_with_the_index_of_the_step
 
 
 def test_epoch_mean_is_weighted_by_batch_size() -> None:
-    logger = Rows()
+    logger = RowLogger()
     module = Logs(lambda m, b, i: m.log("x", b.mean(), on_step=False, on_epoch=True))
     trainer = quiet(logger=logger)
     trainer.fit(module, BATCHES)
@@ -133,7 +111,7 @@ def test_extremes_of_mixed_types_are_those_of_their_numbers(values: tuple[Any, .
     ],
 )
 def test_sums_of_counts_are_exact(values: tuple[Any, ...]) -> None:
-    logger = Rows()
+    logger = RowLogger()
 
     def log(m: Any, b: Any, i: int) -> None:
         m.log("x", values[i], on_step=False, on_epoch=True, reduce_fx="sum")
@@ -156,7 +134,7 @@ def test_numbers_and_tensors_give_the_same(as_number: bool) -> None:
 
 
 def test_a_value_changed_in_place_after_logging_keeps_its_logged_value() -> None:
-    logger = Rows()
+    logger = RowLogger()
 
     def log(m: Any, b: Any, i: int) -> None:
         value = torch.tensor(float(i))
@@ -168,7 +146,7 @@ def test_a_value_changed_in_place_after_logging_keeps_its_logged_value() -> None
 
 
 def test_validation_values_are_epoch_means_and_go_to_the_logger_once() -> None:
-    logger = Rows()
+    logger = RowLogger()
     module = Validates(validation=lambda m, b, i: m.log("v", b.mean()))
     trainer = quiet(logger=logger, num_sanity_val_steps=0)
     trainer.fit(module, BATCHES, BATCHES)
@@ -177,7 +155,7 @@ def test_validation_values_are_epoch_means_and_go_to_the_logger_once() -> None:
 
 
 def test_sanity_check_leaves_no_value_behind() -> None:
-    logger = Rows()
+    logger = RowLogger()
     seen: list[dict[str, Any]] = []
 
     class Look(L.Callback):
@@ -247,7 +225,7 @@ def test_values_of_epoch_hooks_share_the_row_of_the_epoch() -> None:
         def on_train_epoch_end(self) -> None:
             self.log("end", 5.0)
 
-    logger = Rows()
+    logger = RowLogger()
     module = Ends(lambda m, b, i: m.log("x", b.mean(), on_step=False, on_epoch=True))
     quiet(logger=logger).fit(module, BATCHES)
     assert logger.rows == [(2, {"x": pytest.approx(3.6), "end": 5.0, "epoch": 0})]
@@ -280,7 +258,7 @@ def test_torchmetrics_objects() -> None:
             self.log("m", self.mean, on_step=True, on_epoch=True)
             return self.weight * 1.0
 
-    logger = Rows()
+    logger = RowLogger()
     trainer = quiet(logger=logger, log_every_n_steps=1, max_epochs=2)
     module = Metric()
     trainer.fit(module, BATCHES)
@@ -312,7 +290,7 @@ def test_log_dict_and_metric_collections() -> None:
 
 
 def test_accumulation_logs_each_optimizer_step() -> None:
-    logger = Rows()
+    logger = RowLogger()
     module = Logs(lambda m, b, i: m.log("x", float(i)))
     quiet(logger=logger, log_every_n_steps=1, accumulate_grad_batches=2).fit(module, BATCHES)
     assert logger.of("x") == [(0, 1.0), (1, 2.0)]

@@ -10,7 +10,7 @@ import torch
 
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
-from hasten.loggers import Logger
+from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet, same_weights
 
 
@@ -22,20 +22,6 @@ class Several(Classifier):
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("test_loss", self.loss(batch))
-
-
-class Rows(Logger):
-    """Keeps rows in memory."""
-
-    name, version = "rows", 0
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, metrics))
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
 
 
 # -- the epoch and the step, seen from every side
@@ -127,7 +113,7 @@ def test_current_epoch_where_a_fit_ends_or_goes_on_within_one(tmp_path: Path) ->
 
 
 def test_rows_of_loggers_after_fit_are_of_the_next_epoch() -> None:
-    logger, model = Rows(), Classifier()
+    logger, model = RowLogger(), Classifier()
     trainer = quiet(max_epochs=2, logger=logger, num_sanity_val_steps=0)
     trainer.fit(model, loader(8), loader(8))
     trainer.test(model, loader(8), verbose=False)

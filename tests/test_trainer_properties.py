@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import hasten as L
+from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
-from tests.test_trainer import Rows, Several
+from tests.test_trainer import Several
 
 
 def test_properties_before_anything_ran() -> None:
@@ -126,7 +127,7 @@ def test_metrics_of_step_and_epoch() -> None:
             assert not outputs["loss"].requires_grad
             seen.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
-    trainer = quiet(logger=Rows(), log_every_n_steps=2)
+    trainer = quiet(logger=RowLogger(), log_every_n_steps=2)
     trainer.fit(Logs(), loader(16))
     assert seen[0] == {"a": 0.0, "a_step": 0.0, "b": 2.0}
     assert seen[3] == {"a": 3.0, "a_step": 3.0, "b": 2.0}

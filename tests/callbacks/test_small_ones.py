@@ -19,30 +19,9 @@ from torch import nn
 import hasten as L
 from hasten.callbacks import LambdaCallback, LearningRateMonitor, ModelCheckpoint, ModelSummary, Timer
 from hasten.hooks import overrides
-from hasten.loggers import Logger
 from tests.callbacks.scripted import BATCHES, Scripted, run
+from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
-
-
-class Rows(Logger):
-    """Keeps rows in memory."""
-
-    name, version = "rows", 0
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, metrics))
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def of(self, name: str) -> list[tuple[int | None, float]]:
-        return [(step, pytest.approx(row[name])) for step, row in self.rows if name in row]
-
-    def names(self) -> set[str]:
-        return {name for _, row in self.rows for name in row if "lr" in name}
 
 
 class Tuned(Scripted):
@@ -64,8 +43,10 @@ class Tuned(Scripted):
         return self.make([self.weight, self.extra])
 
 
-def logged(make: Callable[[list[nn.Parameter]], Any], monitor: LearningRateMonitor, **arguments: Any) -> Rows:
-    rows = Rows()
+def logged(
+    make: Callable[[list[nn.Parameter]], Any], monitor: LearningRateMonitor, **arguments: Any
+) -> RowLogger:
+    rows = RowLogger()
     trainer = quiet(
         callbacks=[monitor], logger=rows, **{"max_epochs": 2, "log_every_n_steps": 2, **arguments}
     )
@@ -95,7 +76,7 @@ def test_a_scheduler_by_epochs_is_logged_by_epochs() -> None:
 def test_other_callbacks_can_use_a_learning_rate(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, "{lr-SGD:.3f}")
     callbacks = [LearningRateMonitor(), checkpoint]
-    trainer = quiet(callbacks=callbacks, logger=Rows(), enable_checkpointing=True, log_every_n_steps=1)
+    trainer = quiet(callbacks=callbacks, logger=RowLogger(), enable_checkpointing=True, log_every_n_steps=1)
     trainer.fit(Tuned(halving("step")), BATCHES)
     assert trainer.callback_metrics["lr-SGD"] == 0.125
     assert [path.name for path in tmp_path.iterdir()] == ["lr-SGD=0.125.ckpt"]
@@ -124,12 +105,13 @@ def test_names_of_groups_and_several_optimizers() -> None:
             [{"params": parameters[:1]}, {"params": parameters[1:], "name": "bias"}], lr=0.1
         )
 
-    assert logged(groups, LearningRateMonitor()).names() == {"lr-Adam/pg1", "lr-Adam/bias"}
+    rows = logged(groups, LearningRateMonitor()).rows
+    assert {name for _, row in rows for name in row if "lr" in name} == {"lr-Adam/pg1", "lr-Adam/bias"}
 
     def several(parameters: list[nn.Parameter]) -> Any:
         return [torch.optim.SGD(parameters[:1], lr=0.1), torch.optim.SGD(parameters[1:], lr=0.2)]
 
-    rows = Rows()
+    rows = RowLogger()
     trainer = quiet(callbacks=[LearningRateMonitor()], logger=rows, log_every_n_steps=1)
     trainer.fit(Tuned(several, automatic=False), BATCHES)
     assert rows.of("lr-SGD")[0] == (0, 0.1)

@@ -17,35 +17,11 @@ import torch
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
 from hasten.fabric import loggers as fabric_loggers
-from hasten.loggers import CSVLogger, Logger, TensorBoardLogger
+from hasten.loggers import CSVLogger, TensorBoardLogger
 from hasten.loggers.artifacts import Shelf
 from hasten.loggers.base import DummyExperiment, DummyLogger
+from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
-
-
-class Recorder(Logger):
-    """Keeps what it is given."""
-
-    name = "recorder"
-    version = 3
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
-        self.params: list[Any] = []
-        self.graphs: list[Any] = []
-        self.statuses: list[str] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, metrics))
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self.params.append(dict(params))
-
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
-        self.graphs.append(model)
-
-    def finalize(self, status: str) -> None:
-        self.statuses.append(status)
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -54,7 +30,7 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 def test_all_loggers_get_the_same(tmp_path: Path) -> None:
-    recorders = [Recorder(), Recorder()]
+    recorders = [RowLogger(), RowLogger()]
     trainer = quiet(logger=[*recorders, CSVLogger(tmp_path)], log_every_n_steps=5)
     model = Classifier()
     trainer.fit(model, loader(), loader())
@@ -77,11 +53,11 @@ def test_all_loggers_get_the_same(tmp_path: Path) -> None:
 
 
 def test_a_row_belongs_to_one_logger_alone() -> None:
-    class Spoils(Recorder):
+    class Spoils(RowLogger):
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
             metrics.clear()
 
-    recorder = Recorder()
+    recorder = RowLogger()
     quiet(logger=[Spoils(), recorder], log_every_n_steps=10).fit(Classifier(), loader())
     assert ["train_loss" in row for _, row in recorder.rows] == [True]
 
@@ -94,7 +70,7 @@ def test_loggers_learn_how_a_run_ended(error: BaseException, status: str) -> Non
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise error
 
-    recorder = Recorder()
+    recorder = RowLogger()
     with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
         quiet(logger=recorder).fit(Fails(), loader())
     assert recorder.statuses == [status]
@@ -103,7 +79,7 @@ def test_loggers_learn_how_a_run_ended(error: BaseException, status: str) -> Non
 def test_loggers_are_opened_before_the_module_is_set_up(tmp_path: Path) -> None:
     order: list[str] = []
 
-    class Opens(Recorder):
+    class Opens(RowLogger):
         @property
         def experiment(self) -> Any:
             order.append("experiment")
