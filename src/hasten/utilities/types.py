@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, NotRequired, Protocol, Required, TypedDict, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
@@ -17,6 +16,14 @@ from hasten.checkpoint.io import CheckpointIO
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.optim import LRSchedulerConfig
 from hasten.precision.base import Precision
+from hasten.types import (
+    LRSchedulerConfigType,
+    OptimizerConfig,
+    OptimizerLRScheduler,
+    OptimizerLRSchedulerConfig,
+    Scheduler,
+    StepOutput,
+)
 
 if torch.distributed.is_available():
     from torch.distributed import ProcessGroup, ReduceOp
@@ -24,7 +31,7 @@ else:  # pragma: no cover - a build of torch without it
     ProcessGroup = ReduceOp = object  # type: ignore[misc,assignment]
 
 # What a step returns, and what a run gives back.
-STEP_OUTPUT = Tensor | Mapping[str, Any] | None
+STEP_OUTPUT = StepOutput
 _NUMBER = int | float
 _METRIC = Metric | Tensor | int | float
 _EVALUATE_OUTPUT = list[Mapping[str, float]]
@@ -36,47 +43,9 @@ EVAL_DATALOADERS = Any
 
 # Learning-rate schedulers: objects, and classes.
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
-LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
+LRSchedulerTypeUnion = Scheduler
 LRSchedulerPLType = LRSchedulerTypeUnion
 LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
-
-
-class LRSchedulerConfigType(TypedDict, total=False):
-    """The dict under ``lr_scheduler`` in what ``configure_optimizers`` returns."""
-
-    scheduler: Required[LRSchedulerTypeUnion]
-    name: str | None
-    interval: str
-    frequency: int
-    reduce_on_plateau: bool
-    monitor: str | None
-    strict: bool
-
-
-class OptimizerConfig(TypedDict):
-    """The smallest dict that ``configure_optimizers`` may return."""
-
-    optimizer: Optimizer
-
-
-class OptimizerLRSchedulerConfig(TypedDict):
-    """A dict with a scheduler that ``configure_optimizers`` may return."""
-
-    optimizer: Optimizer
-    lr_scheduler: LRSchedulerTypeUnion | LRSchedulerConfigType
-    monitor: NotRequired[str]
-
-
-OptimizerLRScheduler = (
-    Optimizer
-    | Sequence[Optimizer]
-    | tuple[Sequence[Optimizer], Sequence[LRSchedulerTypeUnion | LRSchedulerConfig]]
-    | OptimizerConfig
-    | OptimizerLRSchedulerConfig
-    | Sequence[OptimizerConfig]
-    | Sequence[OptimizerLRSchedulerConfig]
-    | None
-)
 
 # Places, devices, groups.
 _PATH = str | Path
