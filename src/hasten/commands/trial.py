@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from hasten.commands import run
 from hasten.seed import seed_everything
-from hasten.speed.trial import leave
+from hasten.speed.program import leave
 
 
 class _Enough(BaseException):
@@ -73,7 +73,7 @@ def run_copy(orders: str, read_fd: int, write_fd: int, payload: dict[str, Any]) 
 
 
 def _begin(read_fd: int, write_fd: int, orders: str) -> tuple[Any, Any]:
-    from hasten.speed.trial import Channel, Orders, Trial, leave_with_parent
+    from hasten.speed.program import Channel, Orders, Trial, leave_with_parent
     from hasten.trainer import Trainer
 
     channel = Channel(read_fd, write_fd)

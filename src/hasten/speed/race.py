@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from hasten.machine.allocator import file_of
 from hasten.speed.levers import Lever
-from hasten.speed.trial import Orders
+from hasten.speed.program import Orders
 
 _KILL_SECONDS = 5.0
 _LINES_OF_A_LOG = 12
@@ -78,7 +78,7 @@ Start = Callable[[str, int, int, Any], Process]
 
 @dataclasses.dataclass
 class Turn:
-    """What a trial answers after a turn; see ``hasten.speed.trial``."""
+    """What a trial answers after a turn; see ``hasten.speed.program``."""
 
     seconds: float
     step_seconds: list[float]

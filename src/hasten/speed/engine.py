@@ -1,0 +1,555 @@
+"""Race variants of a program, each in a process of its own: start them, step them in turns, compare their speed.
+
+The parent's side; ``hasten.speed.trial`` is the child's::
+
+    with Engine() as engine:
+        plain = engine.start("package.module:train")
+        other = engine.start("package.module:train", "bf16-mixed")
+        (found,) = race(plain, [other], steps=5)
+        print(found.verdict, found.speed)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import pickle
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from hasten.machine.allocator import file_of
+from hasten.speed.fork_server import ForkServer
+from hasten.speed.verdict import FASTER, NO_GAIN, SLOWER, SMALLEST_GAIN, UNCLEAR, Interval, interval
+
+FAILED = "failed"
+# Numbers of turns after which a race is judged: each look costs certainty, so the later the fewer.
+_LOOKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+# Times as slow as the base: one turn is enough, however busy the machine is.
+_HOPELESS = 4.0
+# A gain that may be as large as this is unclear when the time is over; a smaller one counts as none.
+_WORTH_MORE_TURNS = 1.1
+_KILL_SECONDS = 5.0
+_LINES_OF_A_LOG = 12
+# Loader workers put sockets into it, and the path of a socket may have 107 characters.
+_LONGEST_FOLDER = 70
+
+
+class TrialError(RuntimeError):
+    """A trial failed.
+
+    Args:
+        text: what went wrong.
+        refused: whether the program or an argument refused; otherwise something broke.
+        log: the last lines that the program wrote.
+
+    """
+
+    def __init__(self, text: str, *, refused: bool = False, log: str = "") -> None:
+        super().__init__(text)
+        self.text, self.refused, self.log = text, refused, log
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether it asked for more memory than there is."""
+        return any(
+            text in self.text for text in ("OutOfMemoryError", "out of memory", "can't allocate memory")
+        )
+
+    @property
+    def with_log(self) -> str:
+        """What went wrong, and the last lines."""
+        return f"{self.text}\nIts last lines were:\n{self.log}" if self.log else self.text
+
+
+class LateError(TrialError):
+    """The time was over before a trial answered."""
+
+
+@dataclasses.dataclass
+class Turn:
+    """Some steps of a trial.
+
+    Args:
+        seconds: of all steps, from the order to the last one's end.
+        step_seconds: of each step.
+        losses: of each step; None where a step gave none.
+        samples: in all batches; None where a batch does not tell its size.
+        tokens: useful tokens in all batches; None without an ``attention_mask``.
+        slots: places for tokens in all batches, padding included.
+        faults: pages of memory that the operating system provided.
+        memory_bytes: the most that the process has held so far.
+
+    """
+
+    seconds: float
+    step_seconds: list[float]
+    losses: list[float | None] = dataclasses.field(default_factory=list)
+    samples: int | None = None
+    tokens: int | None = None
+    slots: int | None = None
+    faults: int = 0
+    memory_bytes: int = 0
+
+    @property
+    def steps(self) -> int:
+        """How many steps it had."""
+        return len(self.step_seconds)
+
+    def cost(self, unit: str) -> float:
+        """Return the seconds of one of its "tokens", "samples" or "steps"."""
+        return self.seconds / {"tokens": self.tokens, "samples": self.samples, "steps": self.steps}[unit]  # type: ignore[operator]
+
+
+class Trial(Protocol):
+    """A variant that can be stepped; a fake of it needs no process."""
+
+    def turn(self, steps: int, until: float = math.inf) -> Turn:
+        """Train so many steps; raise ``LateError`` where they are not done by ``until``."""
+
+    def ask(self, name: str, **options: Any) -> Any:
+        """Return what the trial's handler of this name returns."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class Process(Protocol):
+    """The process of a trial."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
+
+
+class Engine:
+    """Starts trials and ends all of them when it is closed, whatever happens.
+
+    Trials are forks of one process that has imported torch, hasten and what ``preload`` names, so a start takes
+    milliseconds; where that is not possible, each is a fresh process.
+
+    Args:
+        timeout_seconds: how long an answer of a trial may take.
+
+    """
+
+    def __init__(self, *, timeout_seconds: float = 900.0) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._server: ForkServer | None = None
+        self._open: list[TrialProcess] = []
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> Engine:
+        self._folder = _scratch_folder()
+        self.scratch = self._folder.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for trial in list(self._open):
+            trial.close()
+        if self._server is not None:
+            self._server.close()
+        self._folder.__exit__(kind, error, traceback)
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Have later trials start with these modules imported; those that cannot be imported are left out."""
+        self._fork_server().preload(modules)
+
+    def start(
+        self, target: str, *arguments: Any, allocator: str | None = None, name: str = ""
+    ) -> TrialProcess:
+        """Start a trial; it returns at once.
+
+        Args:
+            target: "package.module:function", called in the new process with a ``hasten.speed.trial.Session``.
+            arguments: what it gets besides; they are pickled.
+            allocator: "tcmalloc" or "jemalloc", which the process is then started with.
+            name: for messages.
+
+        """
+        path = self.scratch / f"trial-{next(self._numbers)}.pickle"
+        path.write_bytes(pickle.dumps((target, pickle.dumps(arguments), str(self.scratch))))
+        start: _Start
+        if allocator is None and self._fork_server().is_ready():
+            start = self._fork_server().start
+        else:
+            start = functools.partial(_start_fresh, trial_environment(self.scratch, allocator))
+        trial = TrialProcess(path, start, self.timeout_seconds, name, self._open.remove)
+        self._open.append(trial)
+        return trial
+
+    def _fork_server(self) -> ForkServer:
+        if self._server is None:
+            self._server = ForkServer(trial_environment(self.scratch), self.scratch)
+        return self._server
+
+
+# (path of the pickled call, read end of the orders, write end of the answers, file for what it prints) -> the process
+_Start = Callable[[str, int, int, int], Process]
+
+
+class TrialProcess:
+    """A ``Trial`` in a process of its own, made by ``Engine.start``."""
+
+    def __init__(
+        self,
+        path: Path,
+        start: _Start,
+        timeout_seconds: float,
+        name: str,
+        on_close: Callable[[TrialProcess], None],
+    ) -> None:
+        self.name = name
+        self.history: list[Turn] = []
+        self._facts: dict[str, Any] | None = None
+        self._timeout, self._on_close = timeout_seconds, on_close
+        self._log = path.with_suffix(".log")
+        self._buffer = b""
+        read_orders, self._orders = os.pipe()
+        self._answers, write_answers = os.pipe()
+        try:
+            with open(self._log, "wb") as log:
+                self._process = start(str(path), read_orders, write_answers, log.fileno())
+        except BaseException:
+            self._close_pipes()
+            raise
+        finally:
+            os.close(read_orders)
+            os.close(write_answers)
+
+    def ready(self, until: float = math.inf) -> dict[str, Any]:
+        """Wait until it is ready to train; return what it gave to ``Session.ready``."""
+        if self._facts is None:
+            self._facts = self._answer("ready", until, "the program has not called Trainer.fit")["facts"]
+        return self._facts
+
+    def turn(self, steps: int, until: float = math.inf) -> Turn:
+        """Train so many steps; raise ``LateError`` where they are not done by ``until``."""
+        self.ready(until)
+        self._order({"do": "turn", "steps": steps})
+        answer = self._answer("turn", until)
+        turn = Turn(**{field.name: answer[field.name] for field in dataclasses.fields(Turn)})
+        self.history.append(turn)
+        return turn
+
+    def ask(self, name: str, **options: Any) -> Any:
+        """Return what the trial's handler of this name returns."""
+        self.ready()
+        self._order({"do": "ask", "name": name, "options": options})
+        return self._answer("asked", math.inf)["value"]
+
+    def close(self) -> None:
+        """End it, with all that it started, and wait until it is gone."""
+        if self._orders < 0:
+            return
+        if self._process.poll() is None:
+            # Its workers are in its group. Before the pipes: a trial whose pipe ends takes the parent for dead.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_KILL_SECONDS)
+        self._close_pipes()
+        self._on_close(self)
+
+    def _close_pipes(self) -> None:
+        for fd in (self._orders, self._answers):
+            with suppress(OSError):
+                os.close(fd)
+        self._orders = self._answers = -1
+
+    def _order(self, order: Mapping[str, Any]) -> None:
+        with suppress(BrokenPipeError):
+            # Where it is gone, the answer says so.
+            os.write(self._orders, (json.dumps(order) + "\n").encode())
+
+    def _answer(self, event: str, until: float, late: str = "no answer") -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self._line(until, late))
+        if answer["event"] == event:
+            return answer
+        if answer["event"] == "error":
+            raise TrialError(answer["text"], refused=answer["refused"], log=self._last_lines())
+        if answer["event"] == "ended" and event == "ready":
+            raise TrialError("the program ended without calling Trainer.fit", log=self._last_lines())
+        raise TrialError("the training ended by itself before enough steps were measured")
+
+    def _line(self, until: float, late: str) -> bytes:
+        last = time.monotonic() + self._timeout
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._answers, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                left = min(last, until) - time.monotonic()
+                if left <= 0 and until < last:
+                    raise LateError("the time was over before it was ready")
+                if left <= 0:
+                    raise TrialError(f"{late} within {self._timeout:.0f} s", log=self._last_lines())
+                if selector.select(min(left, 1.0)):
+                    part = os.read(self._answers, 1 << 16)
+                    if not part:
+                        raise TrialError(self._how_it_died(), log=self._last_lines())
+                    self._buffer += part
+                elif self._process.poll() is not None and not selector.select(0):
+                    # A worker that outlived it may hold the other end.
+                    raise TrialError(self._how_it_died(), log=self._last_lines())
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _how_it_died(self) -> str:
+        try:
+            code = self._process.wait(timeout=_KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the process closed its end"
+        if code < 0:
+            hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+            return f"the process died of {signal.Signals(-code).name}{hint}"
+        return f"the process ended with code {code}"
+
+    def _last_lines(self) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(lines[-_LINES_OF_A_LOG:])
+
+
+# -- comparing
+
+
+@dataclasses.dataclass
+class Comparison:
+    """How fast a trial is, measured in turns with another.
+
+    Args:
+        worth: the smallest speed-up that counts.
+        base: turns of the trial it is compared with.
+        turns: its own.
+        verdict: "faster", "slower", "no gain", "unclear" (the time was over first), or "failed"; empty before.
+        error: why it failed.
+
+    """
+
+    worth: float = 1.0 + SMALLEST_GAIN
+    base: list[Turn] = dataclasses.field(default_factory=list)
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+    verdict: str = ""
+    error: TrialError | None = None
+
+    @property
+    def interval(self) -> Interval:
+        """The logarithm of the speed-up, and what it is at least and at most."""
+        return interval(self._log_ratios(), max(0, sum(look <= len(self.turns) for look in _LOOKS) - 1))
+
+    @property
+    def speed(self) -> float:
+        """How many times as fast as the base."""
+        return math.exp(self.interval.middle)
+
+    @property
+    def low(self) -> float:
+        """What ``speed`` is at least."""
+        return math.exp(self.interval.low)
+
+    @property
+    def high(self) -> float:
+        """What ``speed`` is at most."""
+        return math.exp(self.interval.high)
+
+    def add(self, base: Turn, turn: Turn) -> None:
+        """Add a turn of each, and decide if it is time to look."""
+        self.base.append(base)
+        self.turns.append(turn)
+        if len(self.turns) in _LOOKS:
+            self.verdict = self.interval.verdict(math.log(self.worth))
+        elif len(self.turns) == 1 and self._log_ratios()[0] < -math.log(_HOPELESS):
+            self.verdict = SLOWER
+
+    def end(self) -> None:
+        """Decide by what there is: the time is over, or enough turns were taken."""
+        if not self.verdict:
+            self.verdict = NO_GAIN if self.turns and self.high < _WORTH_MORE_TURNS else UNCLEAR
+
+    def _log_ratios(self) -> list[float]:
+        return [math.log(a / max(b, 1e-12)) for a, b in zip(*costs(self.base, self.turns), strict=True)]
+
+
+def costs(base: Sequence[Turn], turns: Sequence[Turn]) -> tuple[list[float], list[float]]:
+    """Return the seconds that the same work takes in each of the turns of two trials.
+
+    The work is a useful token where batches have a mask: batches by length are short or long, and a few of them are
+    not a fair sample. Elsewhere it is a sample, or a step where batches do not tell their size.
+    """
+    every = [*base, *turns]
+    unit = next(
+        (name for name in ("tokens", "samples") if all(getattr(turn, name) for turn in every)), "steps"
+    )
+    return [turn.cost(unit) for turn in base], [turn.cost(unit) for turn in turns]
+
+
+def race(
+    base: Trial,
+    challengers: Sequence[Trial],
+    *,
+    steps: int,
+    worth: float = 1.0 + SMALLEST_GAIN,
+    most: int = 96,
+    until: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+    on_turn: Callable[[int], None] = lambda number: None,
+) -> list[Comparison]:
+    """Let trials take turns (A B C A B C ...), each challenger until it is certain how it compares with the base.
+
+    The interval of a speed-up holds over all looks at it: a factor of four shows in two turns, three percent in
+    forty. Two turns are taken also where the time is over.
+
+    Args:
+        base: what the others are compared with.
+        challengers: the others.
+        steps: of a turn.
+        worth: the smallest speed-up that counts.
+        most: turns of each at most.
+        until: when the time is over, on the clock.
+        clock: gives seconds.
+        on_turn: called before each round with its number.
+
+    Raises:
+        TrialError: the base failed. A challenger that fails has the error in its comparison.
+
+    Example::
+
+        >>> class Fake:
+        ...     def __init__(self, seconds):
+        ...         self.seconds = seconds
+        ...     def turn(self, steps, until=math.inf):
+        ...         return Turn(self.seconds * steps, [self.seconds] * steps)
+        >>> (found,) = race(Fake(2.0), [Fake(0.5)], steps=1)
+        >>> found.verdict, round(found.speed, 3), len(found.turns)
+        ('faster', 4.0, 2)
+
+    """
+    found = [Comparison(worth) for _ in challengers]
+    for number in range(1, most + 1):
+        running = [(trial, each) for trial, each in zip(challengers, found, strict=True) if not each.verdict]
+        if not running or (number > _LOOKS[0] and clock() > until):
+            break
+        on_turn(number)
+        beside = base.turn(steps)
+        # What is ready may be late by as much as its slowness takes to show.
+        patience = clock() + 2 * _HOPELESS * beside.seconds
+        for trial, comparison in running:
+            try:
+                comparison.add(beside, trial.turn(steps, max(until, patience)))
+            except TrialError as error:
+                comparison.verdict, comparison.error = FAILED, error
+    for comparison in found:
+        comparison.end()
+    return found
+
+
+# -- processes and their folder
+
+
+def _start_fresh(
+    environment: Mapping[str, str], path: str, read_fd: int, write_fd: int, log: int
+) -> subprocess.Popen[bytes]:
+    program = "from hasten.speed.trial import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(read_fd), str(write_fd), path],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(read_fd, write_fd),
+        # Ctrl-C is for the parent, which then ends its trials.
+        start_new_session=True,
+        env=environment,
+    )
+
+
+def trial_environment(scratch: Path, allocator: str | None = None) -> dict[str, str]:
+    """Return an environment in which a program leaves nothing behind."""
+    environment = {
+        **os.environ,
+        "TMPDIR": str(scratch),
+        "WANDB_MODE": "disabled",
+        "PYTHONUNBUFFERED": "1",
+        # Asking whether there is a GPU must not start CUDA, which no fork survives.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # Compiled code of one trial serves the next, not the user's own runs: a cold start is timed, and nothing stays.
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        "HASTEN_CACHE": str(scratch / "cache"),
+    }
+    library = file_of(allocator) if allocator is not None else None
+    if library is not None:
+        environment["LD_PRELOAD"] = " ".join(filter(None, (library, environment.get("LD_PRELOAD"))))
+    # A trial is one process, whoever started this one.
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"):
+        environment.pop(name, None)
+    return environment
+
+
+@contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    """Give a folder that is removed at the end, also when this process is asked to terminate."""
+    folder = Path(tempfile.mkdtemp(prefix="hasten-advise-"))
+    if len(str(folder)) > _LONGEST_FOLDER and os.path.isdir("/tmp"):
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="hasten-advise-", dir="/tmp"))
+    try:
+        with _terminated_in_order():
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _terminated_in_order() -> Iterator[None]:
+    """Make SIGTERM unwind as Ctrl-C does, unless the program has a handler for it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+__all__ = [
+    "FAILED",
+    "FASTER",
+    "NO_GAIN",
+    "SLOWER",
+    "UNCLEAR",
+    "Comparison",
+    "Engine",
+    "LateError",
+    "Trial",
+    "TrialError",
+    "TrialProcess",
+    "Turn",
+    "costs",
+    "race",
+]
