@@ -22,7 +22,7 @@ LARGE_PACKAGES = {
     "_lib": 24,
     "demo": 16,
     "loops": 31,
-    "speed": 19,
+    "speed": 22,
     "utilities": 18,
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hasten as L
 from hasten.speed.levers import Lever
-from hasten.speed.race import Turn, Variant
+from hasten.speed.race import MeasuredTurn, Variant
 from hasten.speed.safety import Safety
 
 # Steps that sleep differ by a factor that no busy machine hides.
@@ -186,8 +186,8 @@ def variants(*seconds: list[float]) -> list[Variant]:
     return [Variant(turns=[_turn(each) for each in every]) for every in seconds]
 
 
-def _turn(seconds: float) -> Turn:
-    return Turn(
+def _turn(seconds: float) -> MeasuredTurn:
+    return MeasuredTurn(
         seconds=seconds,
         step_seconds=[seconds / 2] * 2,
         losses=[0.0, 0.0],

@@ -13,11 +13,12 @@ from hasten.speed import advice as words
 from hasten.speed.advice import Advice, Line, Row, composed
 from hasten.speed.budget import Estimate, Progress, Turns, fit
 from hasten.speed.changes import usable_cores
+from hasten.speed.engine import LateError, TrialError
 from hasten.speed.figures import figures, one_time_seconds
 from hasten.speed.levers import FITTING, Lever, choose
 from hasten.speed.notes import notes
 from hasten.speed.plan import AdviceError, Plan, by_promise
-from hasten.speed.race import LateError, Start, TrialError, Variant, costs, scratch_folder
+from hasten.speed.race import Start, Variant, costs, scratch_folder
 from hasten.speed.safety import Safety
 from hasten.speed.turns import Races
 from hasten.speed.verdict import (

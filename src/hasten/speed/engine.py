@@ -34,7 +34,7 @@ from typing import Any, Protocol
 
 from hasten.machine.allocator import file_of
 from hasten.speed.fork_server import ForkServer
-from hasten.speed.verdict import FASTER, NO_GAIN, SLOWER, SMALLEST_GAIN, UNCLEAR, Interval, interval
+from hasten.speed.verdict import FASTER, NO_GAIN, SLOWER, SMALLEST_GAIN, UNCLEAR, SpeedInterval, interval
 
 FAILED = "failed"
 # Numbers of turns after which a race is judged: each look costs certainty, so the later the fewer.
@@ -354,7 +354,7 @@ class Comparison:
     error: TrialError | None = None
 
     @property
-    def interval(self) -> Interval:
+    def interval(self) -> SpeedInterval:
         """The logarithm of the speed-up, and what it is at least and at most."""
         return interval(self._log_ratios(), max(0, sum(look <= len(self.turns) for look in _LOOKS) - 1))
 

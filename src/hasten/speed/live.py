@@ -22,8 +22,9 @@ from hasten.loops.preflight import check_call
 from hasten.speed import look, remembered
 from hasten.speed.advice import Advice
 from hasten.speed.advisor import MakeStart, Plan, measure
+from hasten.speed.engine import Process
 from hasten.speed.levers import Lever
-from hasten.speed.race import Process, Start, environment, start_command
+from hasten.speed.race import Start, environment, start_command
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

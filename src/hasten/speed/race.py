@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from hasten.machine.allocator import file_of
+from hasten.speed.engine import LateError, Process, TrialError
 from hasten.speed.levers import Lever
 from hasten.speed.program import Orders
 
@@ -29,55 +30,12 @@ _LINES_OF_A_LOG = 12
 _LONGEST_FOLDER = 70
 
 
-class TrialError(RuntimeError):
-    """A trial could not do what it was told.
-
-    Args:
-        text: what went wrong.
-        refused: the program or an argument said no; otherwise something broke.
-        log: the last lines that the program wrote.
-
-    """
-
-    def __init__(self, text: str, *, refused: bool = False, log: str = "") -> None:
-        super().__init__(text)
-        self.text, self.refused, self.log = text, refused, log
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        """Whether it asked for more memory than there is."""
-        return any(
-            text in self.text for text in ("OutOfMemoryError", "out of memory", "can't allocate memory")
-        )
-
-    @property
-    def with_log(self) -> str:
-        """What went wrong, and the last lines."""
-        return f"{self.text}\nIts last lines were:\n{self.log}" if self.log else self.text
-
-
-class LateError(TrialError):
-    """The budget was spent before a trial was ready."""
-
-
-class Process(Protocol):
-    """The process of a trial."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return its exit code; None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end."""
-
-
 # (orders as JSON, read end of the orders, write end of the answers, file for what it prints) -> the process
 Start = Callable[[str, int, int, Any], Process]
 
 
 @dataclasses.dataclass
-class Turn:
+class MeasuredTurn:
     """What a trial answers after a turn; see ``hasten.speed.program``."""
 
     seconds: float
@@ -125,8 +83,8 @@ class Variant:
     checks_samples: bool = False
     # How its samples affect one another, where that was looked at and they do.
     not_apart: str | None = None
-    prepared: Turn | None = None
-    turns: list[Turn] = dataclasses.field(default_factory=list)
+    prepared: MeasuredTurn | None = None
+    turns: list[MeasuredTurn] = dataclasses.field(default_factory=list)
     error: TrialError | None = None
     given_up: bool = False
     given: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -230,11 +188,11 @@ class Contestant:
         """Wait until the program begins to train."""
         self.variant.given = self._answer("at_fit", "the program has not called Trainer.fit")["given"]
 
-    def prepare(self) -> Turn:
+    def prepare(self) -> MeasuredTurn:
         """Let it set up and warm up."""
         return self._turn({"do": "prepare"})
 
-    def turn(self, steps: int) -> Turn:
+    def turn(self, steps: int) -> MeasuredTurn:
         """Let it train so many steps."""
         return self._turn({"do": "turn", "steps": steps})
 
@@ -268,11 +226,15 @@ class Contestant:
                 os.close(fd)
         self._orders = self._answers = -1
 
-    def _turn(self, order: dict[str, Any]) -> Turn:
+    def _turn(self, order: dict[str, Any]) -> MeasuredTurn:
         self._order(order)
         found = self._answer("turn")
-        return Turn(
-            **{field.name: found[field.name] for field in dataclasses.fields(Turn) if field.name in found}
+        return MeasuredTurn(
+            **{
+                field.name: found[field.name]
+                for field in dataclasses.fields(MeasuredTurn)
+                if field.name in found
+            }
         )
 
     def _order(self, order: dict[str, Any]) -> None:

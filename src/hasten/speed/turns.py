@@ -10,8 +10,9 @@ from typing import Any
 
 from hasten.speed.budget import Progress
 from hasten.speed.changes import usable_cores
+from hasten.speed.engine import LateError, TrialError
 from hasten.speed.levers import Lever
-from hasten.speed.race import Contestant, LateError, Start, TrialError, Variant, costs
+from hasten.speed.race import Contestant, Start, Variant, costs
 
 # Times as slow as the first: seen once that is enough, however busy the machine is.
 _HOPELESS = 4.0

@@ -167,7 +167,7 @@ def verdict_on_speed(speed: Speed, noise: float) -> str:
 
 
 @dataclass(frozen=True)
-class Interval:
+class SpeedInterval:
     """Where the logarithm of a speed-up lies.
 
     Args:
@@ -189,9 +189,9 @@ class Interval:
 
         Example::
 
-            >>> Interval(0.7, 0.6, 0.8).verdict(0.03), Interval(-0.2, -0.3, -0.1).verdict(0.03)
+            >>> SpeedInterval(0.7, 0.6, 0.8).verdict(0.03), SpeedInterval(-0.2, -0.3, -0.1).verdict(0.03)
             ('faster', 'slower')
-            >>> Interval(0.01, -0.01, 0.02).verdict(0.03), Interval(0.3, -0.1, 0.7).verdict(0.03)
+            >>> SpeedInterval(0.01, -0.01, 0.02).verdict(0.03), SpeedInterval(0.3, -0.1, 0.7).verdict(0.03)
             ('no gain', '')
 
         """
@@ -202,7 +202,7 @@ class Interval:
         return NO_GAIN if self.high < worth else ""
 
 
-def interval(log_ratios: Sequence[float], looks: int = 0) -> Interval:
+def interval(log_ratios: Sequence[float], looks: int = 0) -> SpeedInterval:
     """Return the interval of a mean of logarithms that is right over repeated looks at it.
 
     The mean is trimmed, as turns on a busy machine have outliers (Yuen, "The two-sample trimmed t for unequal
@@ -223,7 +223,7 @@ def interval(log_ratios: Sequence[float], looks: int = 0) -> Interval:
     count = len(log_ratios)
     if count < 2:
         middle = log_ratios[0] if log_ratios else 0.0
-        return Interval(middle, -math.inf, math.inf)
+        return SpeedInterval(middle, -math.inf, math.inf)
     cut = count // _TRIMMED
     ordered = sorted(log_ratios)
     kept = ordered[cut : count - cut]
@@ -232,7 +232,7 @@ def interval(log_ratios: Sequence[float], looks: int = 0) -> Interval:
     error = deviation / ((1 - 2 * cut / count) * math.sqrt(count))
     half = error * _students_t(_RISK / ((looks + 1) * (looks + 2)), len(kept) - 1)
     middle = fmean(kept)
-    return Interval(middle, middle - half, middle + half)
+    return SpeedInterval(middle, middle - half, middle + half)
 
 
 @functools.cache
