@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import hasten as L
-from hasten.compile.regions import SETS_OF_HOOKS
+from hasten.compile.regions import MAX_HOOK_SETS
 from tests.models import loader, quiet, same_weights
 
 # Traces as every backend does, and computes with torch's own operations: quick, and equal bit for bit.
@@ -380,7 +380,7 @@ def test_hooks_that_change_all_the_time_are_heard_without_a_graph_for_each() -> 
 
     fitted(compile=TRACED, max_epochs=1, limit_val_batches=0, callbacks=Registers())
     assert heard == list(range(11))
-    assert graphs() == SETS_OF_HOOKS
+    assert graphs() == MAX_HOOK_SETS
 
 
 def test_a_module_compiled_by_the_user_is_trained_compiled() -> None:

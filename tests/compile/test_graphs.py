@@ -28,7 +28,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     monkeypatch.setattr(CompileSettings, "cuda_graphs", property(lambda self: True))
     monkeypatch.setattr(loops_compiled, "check_possible", lambda *_: None)
-    monkeypatch.setattr(cuda_graphs, "begin_graphs", lambda: seen.append("begin"))
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: seen.append("begin"))
     return seen
 
 

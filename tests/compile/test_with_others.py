@@ -202,7 +202,7 @@ def test_packed_blocks_without_a_part_to_compile_are_refused() -> None:
             self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     with pytest.raises(
-        ValueError, match=r"no part beside attention.*use batching='length' in place of packed"
+        ValueError, match=r"no part outside attention.*use batching='length' instead of packed"
     ):
         quiet(compile=TRACED, packed=True).fit(Encoder(), loader())
 

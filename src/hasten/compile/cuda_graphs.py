@@ -1,8 +1,8 @@
-"""CUDA graphs: where a recorded step begins, and what it may hand out.
+"""CUDA graphs: mark where a recorded step begins, and copy outputs that outlive it.
 
-A replay writes to the memory it was recorded with, and torch has to be told when what lies there is no longer needed.
-It is told once an optimizer step, not once a compiled part: outputs of one part are inputs of the next. Gradients lie
-there, too, as autograd takes them over from the graph without a copy: those that outlive a step are copied.
+A replay overwrites the memory it was recorded with, so torch must know when that memory is free. hasten marks this
+once per optimizer step, not once per compiled part: outputs of one part are inputs of the next. Gradients are in that
+memory, too, because autograd takes them over from the graph without a copy; those that outlive a step are copied.
 
 Source: https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html
 """
@@ -19,17 +19,12 @@ from torch import Tensor, nn
 from hasten._lib.kinds import by_kind
 from hasten._lib.tree import map_tensors
 
-# On a gradient that is a copy already: autograd adds to it in place from then on.
+# Marks a gradient that is a copy already: autograd adds to it in place from then on.
 _COPIED = "_hasten_copied"
 
 
-def begin_graphs() -> None:
-    """Say that what the last replay of the recorded graphs gave is no longer needed."""
-    torch.compiler.cudagraph_mark_step_begin()
-
-
-class RecordedSteps:
-    """Where the steps of a run begin, whose graphs are recorded.
+class CudaGraphSteps:
+    """Marks the steps of a run whose graphs are recorded.
 
     Args:
         parameters: of the model.
@@ -41,15 +36,15 @@ class RecordedSteps:
         self._parameters = list(parameters)
 
     def begin(self) -> None:
-        """Begin a step: what the graphs gave before may be overwritten; gradients that are there still are kept."""
+        """Begin a step: the graphs may overwrite their earlier outputs; gradients that exist are copied."""
         self.keep_gradients()
-        begin_graphs()
+        torch.compiler.cudagraph_mark_step_begin()
 
     def keep_gradients(self) -> None:
         """Copy gradients out of the memory of the graphs, once each: a later backward adds to the copies.
 
-        With that all outputs of a graph are dead, and the next batch replays the same graphs: without, it would be
-        recorded anew as what follows this one, once for each batch of an accumulation.
+        Then all outputs of a graph are free, and the next batch replays the same graphs. Without the copies, each
+        batch of an accumulation would be recorded separately, as a continuation of the one before.
         """
         given = [p for p in self._parameters if p.grad is not None and not hasattr(p.grad, _COPIED)]
         for parameters in by_kind(given, lambda parameter: parameter.grad):
@@ -64,10 +59,10 @@ class RecordedSteps:
 
 @contextmanager
 def marked_by_us() -> Iterator[None]:
-    """Give torch its own way of finding where a step begins back at the end.
+    """Restore torch's own detection of steps at the end.
 
-    Once a step was marked, torch waits for marks for as long as the process lives: a loop of the user's that marks
-    none would be recorded anew at each step.
+    Once a step was marked, torch waits for marks as long as the process lives: a later loop that marks none would
+    record each step again.
     """
     from torch._inductor.cudagraph_trees import MarkStepBox
 
@@ -75,7 +70,7 @@ def marked_by_us() -> Iterator[None]:
     try:
         yield
     finally:
-        # 0 is where nobody has marked anything.
+        # 0: no step was marked.
         if found:
             MarkStepBox.mark_step_counter = 0
 

@@ -1,4 +1,4 @@
-"""A compiled model: its parts, its steps, its cache and its report, kept from one run to the next."""
+"""A compiled model: its parts, steps, cache and report, kept from one run to the next."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from torch import nn
 
 from hasten.compile.cache import Artifacts, key_of
-from hasten.compile.regions import Place
-from hasten.compile.report import CompileReport, Watch
+from hasten.compile.regions import CompiledParts
+from hasten.compile.report import CompileCounters, CompileReport
 from hasten.compile.settings import CompileSettings
 from hasten.compile.steps import Step
 
 
 class CompiledModel:
-    """One model and what the compiler made of it: a second run with it compiles nothing again.
+    """One model and its graphs: a second run with the same model compiles nothing again.
 
     Args:
         module: the model.
         settings: how it is compiled.
         device: where it computes.
         dims: how many leading dimensions of a batch may change from batch to batch.
-        variant: what else decides what is computed, such as the precision.
+        variant: whatever else decides what is computed, such as the precision.
         packed: its blocks compute rows of real tokens.
 
     """
@@ -39,74 +39,74 @@ class CompiledModel:
         variant: str = "",
         packed: bool = False,
     ) -> None:
-        self.asked = (settings, device, dims, variant, packed)
+        self.key = (settings, device, dims, variant, packed)
         self.dims = dims
         self.settings = settings
-        self._watch = Watch(self.report)
+        self._counters = CompileCounters(self.report)
         self._steps: dict[str, tuple[Any, Step]] = {}
-        self._place = Place(module, settings, self._watch, dims, packed)
-        # Steps are tried as a whole, unless blocks were asked for, or the user's own torch.compile has the say.
-        self._takes_steps = not self._place.blocks and settings.context is None
-        keeps = settings.cache and settings.backend == "inductor" and settings.context is None
-        self._artifacts = Artifacts(key_of(module, settings, device, f"{dims} {variant}")) if keeps else None
+        self._parts = CompiledParts(module, settings, self._counters, dims, packed)
+        # Steps are compiled whole unless the user asked for blocks or compiled the model with torch.compile.
+        self._compiles_steps = not self._parts.blocks and settings.context is None
+        cached = settings.cache and settings.backend == "inductor" and settings.context is None
+        self._artifacts = Artifacts(key_of(module, settings, device, f"{dims} {variant}")) if cached else None
         self._graphs_saved = 0
 
     @contextmanager
-    def on(self, *, writes: bool = True) -> Iterator[CompiledModel]:
-        """Have the model called compiled, until the end.
+    def enabled(self, *, writes: bool = True) -> Iterator[CompiledModel]:
+        """Call the model compiled inside of the block.
 
         Args:
             writes: whether this process writes the cache.
 
         """
         artifacts = self._artifacts
-        if artifacts is not None and not self._watch.graphs_made:
+        if artifacts is not None and not self._counters.graphs_made:
             artifacts.load()
-        self._watch.start()
-        self._place.on()
+        self._counters.start()
+        self._parts.enable()
         try:
             yield self
         finally:
-            self._place.off()
-            self._watch.stop()
+            self._parts.disable()
+            self._counters.stop()
             if writes:
                 self._save()
 
-    def on_for_good(self, *, writes: bool = True) -> None:
-        """Have the model called compiled until the program ends, which writes the cache.
+    def enable_until_exit(self, *, writes: bool = True) -> None:
+        """Call the model compiled until the program ends, which writes the cache.
 
         Args:
             writes: whether this process writes the cache.
 
         """
-        context = self.on(writes=writes)
+        context = self.enabled(writes=writes)
         context.__enter__()
         atexit.register(context.__exit__, None, None, None)
 
     def step(self, name: str, function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """Return a step of ``module`` compiled; as it is where only parts of the model are.
+        """Return a step of ``module`` compiled; unchanged where only parts of the model are compiled.
 
         Args:
             name: of the step.
             function: the step.
-            module: whose step it is.
+            module: the module it belongs to.
 
         """
         manual = name == "training_step" and getattr(module, "automatic_optimization", True) is False
-        if not self._takes_steps or manual:
+        if not self._compiles_steps or manual:
             return function
-        # The user may have put another step in place of the one compiled.
+        # The user may have replaced the step since it was compiled.
         source = getattr(module, name)
         source = getattr(source, "__func__", source)
         known = self._steps.get(name)
         if known is None or known[0] is not source:
-            step = Step(name, function, module, self.settings, self._watch, self.dims)
+            step = Step(name, function, module, self.settings, self._counters, self.dims)
             known = self._steps[name] = (source, step)
         return known[1]
 
     def report(self) -> CompileReport:
-        """Return what compiling has come to so far."""
-        return self._watch.report({} if self._artifacts is None else self._artifacts.cold_seconds)
+        """Return the results of compiling so far."""
+        return self._counters.report({} if self._artifacts is None else self._artifacts.cold_seconds)
 
     def __reduce__(self) -> Any:
         return _nothing, ()
@@ -115,17 +115,17 @@ class CompiledModel:
         return None
 
     def _save(self) -> None:
-        artifacts, graphs = self._artifacts, self._watch.graphs_made
+        artifacts, graphs = self._artifacts, self._counters.graphs_made
         if artifacts is None or graphs == self._graphs_saved:
             return
         self._graphs_saved = graphs
         self.report()
-        if self._watch.misses or not artifacts.cold_seconds:
-            artifacts.save(self._watch.marks)
+        if self._counters.misses or not artifacts.cold_seconds:
+            artifacts.save(self._counters.seconds_by_graphs)
 
 
-# In the module's own dictionary: a table beside it would keep every model that was ever compiled alive.
-_PLACE = "_hasten_compiled"
+# In the module's own dictionary: a global table would keep every compiled model alive.
+_ATTRIBUTE = "_hasten_compiled"
 
 
 def compiled_model(
@@ -137,22 +137,15 @@ def compiled_model(
     variant: str = "",
     packed: bool = False,
 ) -> CompiledModel:
-    """Return ``module`` compiled: the same object as last time if it is asked for in the same way.
+    """Return ``module`` compiled: the same object as last time if the arguments are the same.
 
-    Args:
-        module: the model.
-        settings: how to compile it.
-        device: where it computes.
-        dims: how many leading dimensions of a batch may change from batch to batch.
-        variant: what else decides what is computed, such as the precision.
-        packed: its blocks compute rows of real tokens.
-
+    Args: see ``CompiledModel``.
     """
-    known = module.__dict__.get(_PLACE)
-    if known is None or known.asked != (settings, device, dims, variant, packed):
-        known = module.__dict__[_PLACE] = CompiledModel(module, settings, device, dims, variant, packed)
+    known = module.__dict__.get(_ATTRIBUTE)
+    if known is None or known.key != (settings, device, dims, variant, packed):
+        known = module.__dict__[_ATTRIBUTE] = CompiledModel(module, settings, device, dims, variant, packed)
     return known
 
 
 def _nothing() -> None:
-    """Stand for a compiled model in a copy or a file: what was compiled belongs to one module in one process."""
+    """Replace a compiled model in copies and pickles: graphs belong to one module in one process."""

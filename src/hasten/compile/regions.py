@@ -1,9 +1,10 @@
-"""Which parts of a model are compiled, and how they are called: in place, with nothing to see from outside."""
+"""Choose the parts of a model to compile, and call them compiled in place."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hasten._lib.rank_zero import warn_once
 from hasten.compile.cuda_graphs import kept_outputs
-from hasten.compile.report import FROZEN, Watch, brief
+from hasten.compile.report import FROZEN, CompileCounters, brief
 from hasten.compile.settings import CompileSettings
 
 
 def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a copy of ``function`` that the compiler takes for another one: with graphs and limits of its own."""
+    """Return a copy of ``function`` that the compiler treats as another function, with separate graphs and limits."""
     assert isinstance(function, types.FunctionType)
     code = function.__code__.replace(co_name=name)
     copy = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
@@ -28,45 +29,49 @@ def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def batch_size(data: Any) -> int | None:
     """Return the first dimension of the first tensor in ``data``; None if there is none."""
-    if isinstance(data, Tensor):
-        return data.shape[0] if data.dim() else None
-    if isinstance(data, dict) or hasattr(data, "values"):
-        data = data.values()
-    elif not isinstance(data, (list, tuple)):
-        return None
-    for item in data:
-        size = batch_size(item)
-        if size is not None:
-            return size
+    for leaf in leaves(data):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
     return None
 
 
+def leaves(data: Any) -> Iterator[Any]:
+    """Yield what nested mappings, lists and tuples hold; a tokenizer's encoding is a mapping, too."""
+    if isinstance(data, dict) or (hasattr(data, "items") and not isinstance(data, Tensor)):
+        data = data.values()
+    elif not isinstance(data, (list, tuple)):
+        yield data
+        return
+    for item in data:
+        yield from leaves(item)
+
+
 def mark_dynamic(data: Any, dims: range) -> None:
-    """Tell the compiler that these dimensions of each tensor may change from batch to batch."""
-    # Softly: where a model fixes a size, the compiler does too, without complaint.
-    if isinstance(data, Tensor):
-        for dim in dims:
-            if dim < data.dim() and data.shape[dim] > 1:
-                torch._dynamo.maybe_mark_dynamic(data, dim)
-    elif isinstance(data, dict) or hasattr(data, "values"):
-        for item in data.values():
-            mark_dynamic(item, dims)
-    elif isinstance(data, (list, tuple)):
-        for item in data:
-            mark_dynamic(item, dims)
+    """Mark these dimensions of each tensor as ones that may change from batch to batch."""
+    for leaf in leaves(data):
+        if isinstance(leaf, Tensor):
+            for dim in dims:
+                # Where a model fixes a size, "maybe" lets the compiler fix it too, without an error.
+                if dim < leaf.dim() and leaf.shape[dim] > 1:
+                    torch._dynamo.maybe_mark_dynamic(leaf, dim)
 
 
 def must_stay_python() -> bool:
-    """Return whether somebody looks at each operation just now (counting them, tracing an export)."""
+    """Return whether every operation is observed at the moment, for example to count it or to trace an export."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
 
 
-class Hooks:
-    """The hooks on a module and its parts, followed: a graph is for those it was made with.
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Graphs are made for this many sets of hooks; with more, the module computes in Python while it has any.
+MAX_HOOK_SETS = 4
 
-    The compiler does not ask again which hooks there are, so a graph would pass by one that was added later, and go
-    on with one that was removed. Torch counts the hooks that are added, so where there are none one comparison says
-    that there are still none.
+
+class InstalledHooks:
+    """The hooks on a module and its parts; a graph is valid only for the hooks it was made with.
+
+    The compiler does not guard on hooks: a graph would skip a hook that was added later and keep calling one that was
+    removed. Torch numbers the hooks that a program adds, so while a module has none, one comparison shows that it
+    still has none.
 
     Args:
         module: the module.
@@ -75,93 +80,135 @@ class Hooks:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # How many hooks the program had added when these were looked at.
-        self.added = -1
-        self.there: tuple[int, ...] = ()
+        self._next_id = -1
+        self.ids: tuple[int, ...] = ()
 
-    def look(self) -> None:
-        """Find the hooks that are there now; their numbers are of the whole program."""
-        self.added = RemovableHandle.next_id
-        found = [number for table in _global_hooks() for number in table]
+    def current(self) -> tuple[int, ...]:
+        """Return the numbers of the hooks that are installed now."""
+        if self._next_id == RemovableHandle.next_id and not self.ids:
+            return self.ids
+        self._next_id = RemovableHandle.next_id
+        found: list[int] = []
+        for name in _HOOK_TABLES:
+            found += getattr(nn.modules.module, f"_global{name}", ())
         for part in self._module.modules():
-            own = part.__dict__
-            for name in _HOOKS:
-                if table := own.get(name):
-                    found += table
-        self.there = tuple(found)
+            for name in _HOOK_TABLES:
+                found += part.__dict__.get(name) or ()
+        self.ids = tuple(found)
+        return self.ids
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# For how many sets of hooks graphs are made; with more, the module computes in Python while it has any.
-SETS_OF_HOOKS = 4
+@dataclass
+class Graph:
+    """A compiled function and the batch size of its first call."""
+
+    call: Callable[..., Any]
+    size: int | None
+    compiled: int = 0
 
 
-def _global_hooks() -> Iterator[dict[int, Any]]:
-    for name in _HOOKS:
-        yield getattr(nn.modules.module, f"_global{name}", {})
+class GraphTable:
+    """The graphs of one function: one for each phase and set of hooks.
+
+    Args:
+        settings: how the function is compiled.
+
+    """
+
+    def __init__(self, settings: CompileSettings) -> None:
+        self._settings = settings
+        self._graphs: dict[tuple[Any, tuple[int, ...]], Graph] = {}
+        self._hook_sets: set[tuple[int, ...]] = set()
+
+    def find(
+        self, phase: Any, hooks: tuple[int, ...], size: int | None, make: Callable[[], Callable[..., Any]]
+    ) -> Graph | None:
+        """Return the graph for a call, made if it is the first; None if this call is not worth another graph.
+
+        Args:
+            phase: what is fixed in a graph, such as training or evaluation.
+            hooks: the hooks that are installed.
+            size: of the batch.
+            make: compiles the function.
+
+        """
+        graph = self._graphs.get((phase, hooks))
+        if graph is None:
+            self._hook_sets.add(hooks)
+            if hooks and len(self._hook_sets) > MAX_HOOK_SETS:
+                return None
+            graph = self._graphs[phase, hooks] = Graph(make(), size)
+        elif size != graph.size and (size == 1 or self._settings.one_size):
+            # The compiler treats size 1 unlike all others, and a recorded graph has one batch size: the odd batch at
+            # the end of an epoch is not worth another graph, nor are its parts.
+            return None
+        return graph
+
+    @property
+    def empty(self) -> bool:
+        """Whether no graph was made yet."""
+        return not self._graphs
+
+    def clear(self) -> None:
+        """Drop all graphs."""
+        self._graphs.clear()
 
 
 class Region:
-    """The compiled call of one module, or of several alike: training and evaluation apart.
+    """The compiled call of one module, or of several with the same structure: one graph each to train and to evaluate.
 
     Args:
         name: of the part, for reports.
         settings: how it is compiled.
-        watch: told what happens.
+        counters: gets what happens.
         dims: how many leading dimensions of its inputs may change from call to call.
 
     """
 
-    def __init__(self, name: str, settings: CompileSettings, watch: Watch, dims: int) -> None:
+    def __init__(self, name: str, settings: CompileSettings, counters: CompileCounters, dims: int) -> None:
         self.name = name
         self._settings = settings
-        self._watch = watch
+        self._counters = counters
         self._dims = settings.dynamic_dims(dims)
-        self._phases: dict[tuple[bool, bool, tuple[int, ...]], tuple[Callable[..., Any], int | None]] = {}
-        self._sets_of_hooks: set[tuple[int, ...]] = set()
-        self.failed = False
+        self._graphs = GraphTable(settings)
+        self._failed = False
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Hooks) -> Any:
+    def _compile(self) -> Callable[..., Any]:
+        return self._settings.compile(own_code(_call, self.name))
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: InstalledHooks
+    ) -> Any:
         """Call ``module``, which has these hooks, compiled."""
-        if self.failed or self._watch.paused or must_stay_python():
+        counters = self._counters
+        if self._failed or counters.paused or must_stay_python():
             return module._call_impl(*args, **kwargs)
-        # Apart, so that what one phase fixes (dropout, statistics, gradients) never undoes the other's graph.
-        if hooks.added != RemovableHandle.next_id or hooks.there:
-            hooks.look()
-        phase = (module.training, torch.is_grad_enabled(), hooks.there)
-        made = self._phases.get(phase)
+        gradients = torch.is_grad_enabled()
         size = batch_size(args) if args else batch_size(kwargs)
-        if made is None:
-            self._sets_of_hooks.add(hooks.there)
-            if hooks.there and len(self._sets_of_hooks) > SETS_OF_HOOKS:
-                with self._watch.pause():
-                    return module._call_impl(*args, **kwargs)
-            made = self._phases[phase] = (self._settings.compile(own_code(_call, self.name)), size)
-        compiled, first_size = made
-        if size != first_size and (size == 1 or self._settings.one_size):
-            # The compiler treats 1 unlike all other sizes, and a recorded graph has one batch size only: the odd batch
-            # at the end is not worth another graph, nor are its parts.
-            with self._watch.pause():
+        # Apart, so that what one phase fixes (dropout, statistics, gradients) never invalidates the other's graph.
+        graph = self._graphs.find((module.training, gradients), hooks.current(), size, self._compile)
+        if graph is None:
+            with counters.pause():
                 return module._call_impl(*args, **kwargs)
         if self._dims:
             mark_dynamic((args, kwargs), self._dims)
-        before = self._watch.graphs()
+        before = counters.graphs_in_process()
         try:
-            output = compiled(module, *args, **kwargs)
+            output = graph.call(module, *args, **kwargs)
         except TorchDynamoException as error:
             failure = error
         else:
-            if self._watch.graphs() != before:
-                self._watch.made(self.name)
-                tell_recompiles(self._watch)
-            elif self._watch.unsaid:
-                self._watch.say()
-            return kept_outputs(output, all_of_them=not phase[1]) if self._settings.cuda_graphs else output
-        # Outside of the handler: an error of the model's own comes up here in its own words, at its own place.
+            if counters.graphs_in_process() != before:
+                counters.add_compiled(self.name)
+                warn_of_recompiles(counters)
+            elif counters.unprinted:
+                counters.print_report()
+            return kept_outputs(output, all_of_them=not gradients) if self._settings.cuda_graphs else output
+        # Outside of the handler, so that an error of the model itself is raised with its own text and place.
         output = module._call_impl(*args, **kwargs)
-        self.failed = True
+        self._failed = True
         reason = f"{type(failure).__name__}: {brief(str(failure))}"
-        self._watch.leave(self.name, reason)
+        counters.add_python(self.name, reason)
         warn_once(
             f"compile {self.name} {reason}",
             f"compile: {self.name} could not be compiled and stays Python. {reason} Change that part, or leave it "
@@ -174,17 +221,17 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-# Of how many recompiles a program is warned; all are in the report.
-_TOLD = 3
+# A program is warned of this many recompiles; the report lists them all.
+_MAX_RECOMPILE_WARNINGS = 3
 
 
-def tell_recompiles(watch: Watch) -> None:
-    """Warn of graphs made again that could be avoided: of the first few causes."""
-    for reason in watch.new_recompiles():
+def warn_of_recompiles(counters: CompileCounters) -> None:
+    """Warn of the first few recompiles that could be avoided."""
+    for reason in counters.new_recompiles():
         if reason.endswith(FROZEN):
             continue
-        watch.told += 1
-        if watch.told <= _TOLD:
+        counters.recompiles_warned += 1
+        if counters.recompiles_warned <= _MAX_RECOMPILE_WARNINGS:
             warn_once(f"recompile {reason}", f"compile: a graph was made again. {reason} {_advice(reason)}")
 
 
@@ -202,27 +249,27 @@ def _advice(reason: str) -> str:
     return "Keep what differs out of forward and of the step."
 
 
-class _InPlace:
-    """What stands in ``module._compiled_call_impl``: torch calls it in place of the module's own call."""
+class _CompiledCallImpl:
+    """Replaces ``module._compiled_call_impl``, which torch calls instead of the module's own ``_call_impl``."""
 
     def __init__(self, module: nn.Module, region: Region) -> None:
         self._module = module
         self._region = region
-        self._hooks = Hooks(module)
+        self._hooks = InstalledHooks(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._region(self._module, args, kwargs, self._hooks)
 
 
-class Place:
-    """The compiled parts of one model: switched on and off in place.
+class CompiledParts:
+    """The compiled parts of one model, enabled and disabled in place.
 
-    Classes, names of parameters, hooks and ``state_dict`` stay as they are; a copy of the model is not compiled.
+    Classes, names of parameters, hooks and ``state_dict`` do not change; a copy of the model is not compiled.
 
     Args:
         module: the model.
         settings: how it is compiled.
-        watch: told what happens.
+        counters: gets what happens.
         dims: how many leading dimensions of the inputs may change from call to call.
         packed: the blocks compute rows of real tokens, whose attention depends on the data.
 
@@ -232,67 +279,75 @@ class Place:
     """
 
     def __init__(
-        self, module: nn.Module, settings: CompileSettings, watch: Watch, dims: int = 1, packed: bool = False
+        self,
+        module: nn.Module,
+        settings: CompileSettings,
+        counters: CompileCounters,
+        dims: int = 1,
+        packed: bool = False,
     ) -> None:
-        self._calls: list[tuple[nn.Module, _InPlace]] = []
-        blocks = list(repeated_blocks(module)) if settings.regional or packed else []
+        groups = list(repeated_blocks(module)) if settings.regional or packed else []
         if packed:
-            blocks = _beside_attention(blocks)
-            if not blocks:
+            groups = _beside_attention(groups)
+            if not groups:
                 raise ValueError(
-                    f"Trainer(compile=..., packed=True): the blocks of {type(module).__name__} have no part beside "
-                    "attention that could be compiled, and attention over packed rows depends on the data. Leave "
-                    "compile out, or use batching='length' in place of packed."
+                    f"Trainer(compile=..., packed=True): {type(module).__name__} has no part outside attention to "
+                    "compile. Leave compile out, or use batching='length' instead of packed."
                 )
-        self.blocks = len(blocks)
-        if blocks:
-            for name, group in blocks:
-                region = Region(name, settings, watch, dims)
-                self._calls += [(block, _InPlace(block, region)) for block in group]
-            return
-        owner = type(module).__name__
-        parts = [(owner, module), *((f"{owner}.{name}", part) for name, part in _parts(module))]
-        self._calls = [(part, _InPlace(part, Region(name, settings, watch, dims))) for name, part in parts]
+        self.blocks = len(groups)
+        if not groups:
+            owner = type(module).__name__
+            groups = [(owner, [module]), *((f"{owner}.{name}", [part]) for name, part in _parts(module))]
+        self._calls: list[tuple[nn.Module, _CompiledCallImpl]] = []
+        for name, parts in groups:
+            region = Region(name, settings, counters, dims)
+            self._calls += [(part, _CompiledCallImpl(part, region)) for part in parts]
 
-    def on(self) -> None:
-        """Have the parts called compiled."""
+    def enable(self) -> None:
+        """Call the parts compiled from now on; one that the user compiled is left alone."""
         for module, call in self._calls:
-            # One that the user compiled stays the user's.
             if module._compiled_call_impl is None:
                 module._compiled_call_impl = call
 
-    def off(self) -> None:
-        """Have the parts called as they are."""
+    def disable(self) -> None:
+        """Call the parts uncompiled from now on."""
         for module, call in self._calls:
             if module.__dict__.get("_compiled_call_impl") is call:
                 del module.__dict__["_compiled_call_impl"]
 
 
 def _beside_attention(groups: list[tuple[str, list[nn.Module]]]) -> list[tuple[str, list[nn.Module]]]:
-    """Return the largest parts of blocks that hold no attention, alike ones together."""
-    found: dict[Any, tuple[str, list[nn.Module]]] = {}
+    """Return the largest parts of blocks that contain no attention, grouped by structure."""
+    found: dict[Any, list[nn.Module]] = {}
 
-    def look(part: nn.Module) -> None:
-        if not any(True for _ in part.children()):
+    def visit(part: nn.Module) -> None:
+        if not _has_children(part):
             return  # One layer is too small a graph.
         if any("attention" in type(inner).__name__.lower() for inner in part.modules()):
             for child in part.children():
-                look(child)
-            return
-        if not any(True for _ in part.parameters()):
-            return
-        shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in part.named_parameters())
-        found.setdefault((type(part), shapes), (type(part).__name__, []))[1].append(part)
+                visit(child)
+        elif any(True for _ in part.parameters()):
+            found.setdefault(_structure(part), []).append(part)
 
     for _, group in groups:
         for block in group:
             for child in block.children():
-                look(child)
-    return list(found.values())
+                visit(child)
+    return [(kind.__name__, parts) for (kind, _), parts in found.items()]
+
+
+def _structure(module: nn.Module) -> tuple[type[nn.Module], Any]:
+    """Return what modules that can share a graph have in common: class, and names and shapes of parameters."""
+    return type(module), tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+
+
+def _has_children(module: nn.Module) -> bool:
+    """Return whether a module is more than a single layer."""
+    return any(True for _ in module.children())
 
 
 def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the largest parts that are called by themselves when a step does not call the whole."""
+    """Yield the largest parts that a step may call without calling the whole model."""
     for name, child in module.named_children():
         if not any(True for _ in child.parameters()):
             continue
@@ -303,7 +358,7 @@ def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield (name, blocks) for each group of alike children of a list, the outermost only.
+    """Yield (name, blocks) for each group of children of a list that share their structure; the outermost only.
 
     Args:
         module: the model.
@@ -319,9 +374,8 @@ def repeated_blocks(module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
     if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         for child in module.children():
             # A single layer is too small a graph to gain anything.
-            if any(True for _ in child.children()):
-                shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in child.named_parameters())
-                alike.setdefault((type(child), shapes), []).append(child)
+            if _has_children(child):
+                alike.setdefault(_structure(child), []).append(child)
     found = {id(block) for group in alike.values() if len(group) > 1 for block in group}
     for (kind, _), group in alike.items():
         if len(group) > 1:

@@ -1,4 +1,4 @@
-"""What was compiled, how long it took, and what went wrong: read from the compiler's own counters."""
+"""Report what was compiled, how long it took and what went wrong, from the compiler's own counters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hasten._lib.rank_zero import rank_zero_info
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What compiling a model has come to so far.
+    """The results of compiling a model so far.
 
     Args:
         compiled: the steps and parts of the model that are compiled, by name.
         left: the steps and parts that stay Python, with the reason.
         seconds: spent compiling.
-        graphs: how many the compiler made: one for each phase (training, evaluation) where all is well.
+        graphs: how many the compiler made: ideally one for each phase (training, evaluation).
         graph_breaks: places where a graph had to end: reason and how often.
         recompiles: causes for which a graph had to be made again.
         cache_hit: whether graphs came from an earlier run of the program.
-        seconds_saved: by them, against the run that made them; None without.
+        seconds_saved: against the run that made them; None without a cache.
 
     """
 
@@ -70,105 +70,104 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-class Watch:
-    """Adds up what the compiler does while it is on: between ``start`` and ``stop``, as often as needed.
+class CompileCounters:
+    """What the compiler does while this is running: between ``start`` and ``stop``, which may be called repeatedly.
 
     Args:
-        report: gives the report for the console.
+        report: returns the report for the console.
 
     """
 
     def __init__(self, report: Callable[[], CompileReport]) -> None:
         self._report = report
-        self.compiled: dict[str, None] = {}
-        self.left: dict[str, str] = {}
-        # Seconds spent on the first so many graphs.
-        self.marks: dict[int, float] = {}
-        # Said in the next step: the first one's backward is compiled after its forward has returned.
-        self.unsaid = False
-        # Of how many recompiles the program was warned.
-        self.told = 0
-        # Whether everything is computed by Python just now.
+        self._compiled: dict[str, None] = {}
+        self._python: dict[str, str] = {}
+        # Seconds spent compiling, by the number of graphs made in that time.
+        self.seconds_by_graphs: dict[int, float] = {}
+        # Printed in the next step: the first step's backward is compiled after its forward has returned.
+        self.unprinted = False
+        self.recompiles_warned = 0
+        # While true, every part computes in Python.
         self.paused = False
         self._totals: dict[str, float] = {"seconds": 0.0, "graphs": 0, "hits": 0, "misses": 0}
         self._breaks: dict[str, int] = {}
         self._recompiles: list[str] = []
         self._seen: set[tuple[Any, Any]] = set()
-        self._running: dict[str, Any] | None = None
+        self._last: dict[str, Any] | None = None
 
     def start(self) -> None:
-        """Begin to add up."""
-        self._running = _snapshot()
+        """Start counting."""
+        self._last = _snapshot()
         self._seen.update(map(_key, utils.get_compilation_metrics()))
 
     def stop(self) -> None:
-        """End adding up; what was counted stays."""
-        self._take()
-        self.say()
-        self._running = None
+        """Stop counting; the totals stay."""
+        self._update()
+        self.print_report()
+        self._last = None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Have all parts called as they are."""
+        """Have all parts compute in Python."""
         self.paused = True
         try:
             yield
         finally:
             self.paused = False
 
-    def graphs(self) -> int:
+    def graphs_in_process(self) -> int:
         """Return how many graphs the compiler has made in this process."""
         return int(utils.counters["stats"]["unique_graphs"])
 
     def new_recompiles(self) -> list[str]:
         """Return the causes of the recompiles since the last call."""
         known = len(self._recompiles)
-        self._take()
+        self._update()
         return self._recompiles[known:]
 
-    def made(self, name: str) -> None:
-        """Note that a part was compiled."""
-        self.compiled[name] = None
-        self.unsaid = True
+    def add_compiled(self, name: str) -> None:
+        """Add a step or part to those that are compiled."""
+        self._compiled[name] = None
+        self.unprinted = True
 
-    def leave(self, name: str, reason: str) -> None:
-        """Note that a part stays Python."""
-        self.left[name] = reason
-        self.compiled.pop(name, None)
+    def add_python(self, name: str, reason: str) -> None:
+        """Add a step or part to those that stay Python."""
+        self._python[name] = reason
+        self._compiled.pop(name, None)
 
-    def say(self) -> None:
-        """Say on the console what was compiled, if that was not said."""
-        if self.unsaid:
-            self.unsaid = False
+    def print_report(self) -> None:
+        """Print what was compiled since the last time."""
+        if self.unprinted:
+            self.unprinted = False
             rank_zero_info(self._report().line())
 
     @property
     def graphs_made(self) -> int:
-        """How many graphs were made while this was on."""
-        self._take()
+        """How many graphs were made while this was running."""
+        self._update()
         return int(self._totals["graphs"])
 
     @property
     def misses(self) -> int:
         """Graphs that were in no cache on disk."""
-        self._take()
+        self._update()
         return int(self._totals["misses"])
 
     def report(self, cold_seconds: Mapping[int, float]) -> CompileReport:
-        """Return what has been counted.
+        """Return the totals.
 
         Args:
-            cold_seconds: what the first so many graphs took in the run that made them.
+            cold_seconds: the seconds that the run without a cache spent compiling, by the number of graphs.
 
         """
-        self._take()
+        self._update()
         seconds, graphs = self._totals["seconds"], int(self._totals["graphs"])
-        self.marks[graphs] = seconds
+        self.seconds_by_graphs[graphs] = seconds
         hit = bool(cold_seconds) and self._totals["hits"] > 0
         saved = max(cold_seconds[graphs] - seconds, 0.0) if hit and graphs in cold_seconds else None
         return CompileReport(
-            compiled=tuple(self.compiled),
-            left=dict(self.left),
+            compiled=tuple(self._compiled),
+            left=dict(self._python),
             seconds=seconds,
             graphs=graphs,
             graph_breaks=dict(self._breaks),
@@ -177,23 +176,23 @@ class Watch:
             seconds_saved=saved,
         )
 
-    def _take(self) -> None:
-        before = self._running
+    def _update(self) -> None:
+        before = self._last
         if before is None:
             return
-        now = self._running = _snapshot()
+        now = self._last = _snapshot()
         for name in self._totals:
             # A program may reset the compiler's counters at any time.
             self._totals[name] += now[name] - before[name] if now[name] >= before[name] else now[name]
         for reason, count in now["breaks"].items():
             if (new := count - before["breaks"].get(reason, 0)) > 0:
-                said = brief(reason)
-                self._breaks[said] = self._breaks.get(said, 0) + new
+                text = brief(reason)
+                self._breaks[text] = self._breaks.get(text, 0) + new
         for entry in utils.get_compilation_metrics():
             if _key(entry) in self._seen:
                 continue
             self._seen.add(_key(entry))
-            # Training and evaluation are a graph each; one that breaks has its parts in common.
+            # Training and evaluation have a graph each; parts of a step that breaks may be shared by both.
             if entry.recompile_reason and "grad_mode" not in entry.recompile_reason:
                 self._recompiles.append(f"{entry.co_name}: {brief(_without_id(entry.recompile_reason))}")
 
@@ -219,7 +218,7 @@ def _without_id(reason: str) -> str:
     return rest if separator and "/" in head and " " not in head.strip() else reason
 
 
-# Where the part of a message ends that says what happened.
+# The useful part of a message ends before a line that starts with one of these.
 _ENDS = (
     "User Stack",
     "User stack trace",
@@ -233,20 +232,20 @@ _ENDS = (
     "The branch condition involves",
 )
 _PLACE = re.compile(r'File "(.+?)", line (\d+), in \S+\n\s*(.+)')
-# A graph each is what there has to be, so nobody is warned of it.
+# Unavoidable, so it is reported without a warning.
 FROZEN = "what is trained and what is frozen has a graph each"
 _KNOWN = {
     "Could not guard on data-dependent expression": (
         "A number taken from a tensor (.item(), float(), bool()) decides what comes next, which a graph cannot "
         "wait for."
     ),
-    # The rest of that message is advice on a setting of the compiler that has nothing to do with it.
+    # The rest of that message suggests an unrelated setting of the compiler.
     "requires_grad mismatch": FROZEN,
 }
 
 
 def brief(reason: str, width: int = 300) -> str:
-    """Return what one of the compiler's messages says, and the place in the user's program, in one line.
+    """Return the essence of a compiler message and the place in the user's program, in one line.
 
     Args:
         reason: the message.
@@ -254,7 +253,7 @@ def brief(reason: str, width: int = 300) -> str:
 
     """
     whole = str(reason).strip()
-    text = next((said for found, said in _KNOWN.items() if found in whole), None) or _first_lines(whole)
+    text = next((known for found, known in _KNOWN.items() if found in whole), None) or _first_lines(whole)
     if len(text) > width:
         text = text[: width - 3] + "..."
     places = _PLACE.findall(whole.partition("from user code:")[2])

@@ -1,4 +1,4 @@
-"""What ``compile=`` was told, checked: which parts of a model are compiled, and with which options."""
+"""Check the argument ``compile``: which parts of a model are compiled, and with which options."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 from hasten._lib.names import did_you_mean
 
-# Ours beside those of torch.compile.
+# Options of hasten; all others are torch.compile's.
 _OWN = ("regional", "cache")
-# What torch.compile takes that cannot be chosen here: one model is compiled, and where is settled by the run.
-_SETTLED = ("model", "disable", "fullgraph", "name", "isolate_recompiles")
+# Arguments of torch.compile that the run decides.
+_RESERVED = ("model", "disable", "fullgraph", "name", "isolate_recompiles")
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class CompileSettings:
     """How a model is compiled.
 
     Args:
-        regional: compile the repeated blocks of the model once, and leave the rest as it is.
-        cache: keep what was compiled for the next run of the program.
+        regional: compile the repeated blocks of the model once, and nothing else.
+        cache: keep compiled code for the next run of the program.
         options: for ``torch.compile``.
-        context: what an earlier ``torch.compile(model)`` of the user's stands for; used instead of ``options``.
-        context_records: whether that one records CUDA graphs.
+        context: from the user's own ``torch.compile(model)``; used instead of ``options``.
+        context_records: whether ``context`` records CUDA graphs.
 
     """
 
@@ -40,7 +40,7 @@ class CompileSettings:
 
     @property
     def backend(self) -> Any:
-        """The compiler's backend: a name, or a function of the user's."""
+        """The backend of the compiler: a name, or the user's function."""
         return self.options.get("backend") or "inductor"
 
     @property
@@ -58,14 +58,14 @@ class CompileSettings:
 
     @property
     def one_size(self) -> bool:
-        """Whether a graph is for one batch size only: recorded, or told so."""
+        """Whether a graph is valid for one batch size only: it is recorded, or ``dynamic`` is False."""
         return self.cuda_graphs or self.options.get("dynamic") is False
 
     def dynamic_dims(self, dims: int) -> range:
-        """Return the dimensions of a batch that the compiler is told may change from batch to batch.
+        """Return the dimensions of a batch to mark as changing from batch to batch.
 
         Args:
-            dims: how many leading ones do in this run.
+            dims: how many leading dimensions change in this run.
 
         Example::
 
@@ -77,12 +77,12 @@ class CompileSettings:
         """
         if self.options.get("dynamic") is False:
             return range(0)
-        # Few widths are compiled once and recorded once each; an odd batch at the end is not worth a recording.
+        # Each of the few widths is compiled and recorded once; an odd batch at the end is not worth a recording.
         return range(1 if self.cuda_graphs else 0, dims)
 
     @property
     def recipe(self) -> str:
-        """All that decides what the compiler makes of a model, in words."""
+        """Everything that decides the compiled code, as text."""
         options = {name: value for name, value in self.options.items() if name != "backend"}
         return f"regional={self.regional} backend={self.backend} {sorted(options.items(), key=str)}"
 
@@ -91,7 +91,7 @@ class CompileSettings:
 
         Args:
             function: what to compile.
-            whole: raise where it cannot be one graph, instead of compiling it in parts.
+            whole: raise if it cannot be one graph, instead of compiling it in parts.
 
         """
         if self.context is not None:
@@ -101,7 +101,7 @@ class CompileSettings:
 
 
 def as_compile(owner: str, value: Any) -> CompileSettings | None:
-    """Return what ``compile=value`` asks for; None for nothing.
+    """Return the settings for ``compile=value``; None for no compilation.
 
     Args:
         owner: "Trainer" or "Fabric", for messages.
@@ -112,8 +112,8 @@ def as_compile(owner: str, value: Any) -> CompileSettings | None:
         the settings, or None.
 
     Raises:
-        TypeError: it is something else, or an option has a type it cannot have.
-        ValueError: a word, mode or option does not exist.
+        TypeError: the value or an option has a wrong type.
+        ValueError: the word, mode or option does not exist.
 
     Example::
 
@@ -153,12 +153,12 @@ def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
     for name, value in own.items():
         if not isinstance(value, bool):
             raise TypeError(f"{owner}(compile={{{name!r}: {value!r}}}): use True or False.")
-    known = [name for name in inspect.signature(torch.compile).parameters if name not in _SETTLED]
+    known = [name for name in inspect.signature(torch.compile).parameters if name not in _RESERVED]
     for name in given:
-        if name in _SETTLED:
+        if name in _RESERVED:
             raise ValueError(
-                f"{owner}(compile={{{name!r}: ...}}): that is settled by the run. Leave it out; steps that cannot be "
-                "one graph are named in trainer.compile_report."
+                f"{owner}(compile={{{name!r}: ...}}): the run decides it. Leave it out; "
+                "trainer.compile_report names steps that cannot be one graph."
             )
         if name not in known:
             near = did_you_mean(name, (*known, *_OWN)) or _as_inner_option(name)
@@ -223,15 +223,15 @@ def _modes() -> list[str]:
 
 
 def check_possible(owner: str, settings: CompileSettings, device: torch.device) -> None:
-    """Check that what was asked for works on this machine.
+    """Check that the settings work on this machine.
 
     Args:
         owner: "Trainer" or "Fabric", for messages.
-        settings: what was asked for.
+        settings: to check.
         device: the device of this process.
 
     Raises:
-        ValueError: this Python, machine or device cannot do it; the message names the nearest that works.
+        ValueError: this Python, machine or device cannot; the message names the nearest setting that can.
 
     Example::
 
@@ -250,17 +250,15 @@ def check_possible(owner: str, settings: CompileSettings, device: torch.device) 
             f"{owner}(compile=...): torch {torch.__version__} cannot compile under Python "
             f"{sys.version.split()[0]}: {error} Leave compile out."
         ) from None
-    # The user's own torch.compile is left to torch, which records nothing here.
+    # With the user's own torch.compile, torch decides, and records nothing here.
     if settings.cuda_graphs and device.type != "cuda" and settings.context is None:
-        asked = {
-            name: settings.options[name]
-            for name in ("mode", "options", "backend")
-            if name in settings.options
+        options = {
+            name: value for name, value in settings.options.items() if name in ("mode", "options", "backend")
         }
-        nearest = {"mode": "max-autotune-no-cudagraphs"} if asked.get("mode") == "max-autotune" else True
+        nearest = {"mode": "max-autotune-no-cudagraphs"} if options.get("mode") == "max-autotune" else True
         raise ValueError(
-            f"{owner}(compile={asked}) records CUDA graphs, which need a CUDA device; this run is on {device.type!r}. "
-            f"Use compile={nearest}, which compiles for this device."
+            f"{owner}(compile={options}) records CUDA graphs, which need a CUDA device; this run is on "
+            f"{device.type!r}. Use compile={nearest}, which compiles for this device."
         )
     if settings.backend == "inductor" and settings.context is None and device.type == "cpu":
         _check_compiler(owner)

@@ -1,4 +1,4 @@
-"""The steps of a module, each compiled as a whole where it is one graph: forward, loss and what is logged."""
+"""Compile each step of a module as one graph: forward, loss and logged values."""
 
 from __future__ import annotations
 
@@ -6,54 +6,46 @@ import dis
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.utils.hooks import RemovableHandle
 
 from hasten._lib.rank_zero import warn_once
 from hasten.compile.cuda_graphs import kept_outputs
 from hasten.compile.regions import (
-    SETS_OF_HOOKS,
-    Hooks,
+    Graph,
+    GraphTable,
+    InstalledHooks,
     batch_size,
+    leaves,
     mark_dynamic,
     must_stay_python,
     own_code,
-    tell_recompiles,
+    warn_of_recompiles,
 )
-from hasten.compile.report import Watch, brief
+from hasten.compile.report import CompileCounters, brief
 from hasten.compile.settings import CompileSettings
 
-# How often a step may be compiled before it is left to Python: once, and for inputs of other shapes.
-_GRAPHS_ALLOWED = 3
+# A step is compiled once, and again for inputs of other shapes; beyond this it is left to Python.
+_MAX_COMPILES = 3
 
-# What self.log was given while a compiled step ran: the graph hands it out, and it is logged afterwards.
+# The calls of self.log during a compiled step: the graph returns the values, and they are logged afterwards.
 _logged: list[tuple[Any, str, Any, tuple[Any, ...], dict[str, Any]]] = []
 
 
-@dataclass
-class _Traced:
-    call: Callable[..., Any]
-    # Of the batch it was made for.
-    size: int | None
-    graphs: int = 0
-
-
 class Step:
-    """A step of a module as one graph; as Python, with compiled parts, where it cannot be one.
+    """A step of a module compiled as one graph, or left in Python, with compiled parts, where that is impossible.
 
-    ``self.log`` is kept out of the graph: it leaves with the values, and they are logged when the step has returned.
+    ``self.log`` stays out of the graph: the values leave with the outputs and are logged when the step has returned.
 
     Args:
         name: of the step.
         function: the step: ``(batch, batch_idx)``, perhaps more.
-        module: whose step it is.
+        module: the module it belongs to.
         settings: how it is compiled.
-        watch: told what happens.
+        counters: gets what happens.
         dims: how many leading dimensions of a batch may change from batch to batch.
 
     """
@@ -64,88 +56,80 @@ class Step:
         function: Callable[..., Any],
         module: nn.Module,
         settings: CompileSettings,
-        watch: Watch,
+        counters: CompileCounters,
         dims: int,
     ) -> None:
         self.name = name
         self._function = function
         self._settings = settings
-        self._watch = watch
+        self._counters = counters
         self._dims = settings.dynamic_dims(dims)
         self._loggers = _loggers_of(module)
         self._parts = [part for part in module.modules() if hasattr(part, "config")]
-        # One for each number of arguments (the loader's index comes where there are several loaders) and the hooks.
-        self._traced: dict[tuple[int, tuple[int, ...]], _Traced] = {}
-        self._hooks = Hooks(module)
-        self._sets_of_hooks: set[tuple[int, ...]] = set()
+        # One for each number of arguments: with several loaders, the index of the loader is passed too.
+        self._graphs = GraphTable(settings)
+        self._hooks = InstalledHooks(module)
         self._label = f"{type(module).__name__}.{name}"
         reason = _python_only(getattr(module, name, function))
-        self._left = reason is not None
+        self._stays_python = reason is not None
         if reason is not None:
-            watch.leave(self._label, reason)
+            counters.add_python(self._label, reason)
+
+    def _compile(self) -> Callable[..., Any]:
+        return self._settings.compile(own_code(_calling(self._function), self.name), whole=True)
 
     def __call__(self, *args: Any) -> Any:
         """Take the step."""
-        if self._left or must_stay_python():
+        if self._stays_python or must_stay_python():
             return self._function(*args)
-        settings, watch, size, hooks = self._settings, self._watch, batch_size(args[0]), self._hooks
-        if hooks.added != RemovableHandle.next_id or hooks.there:
-            hooks.look()
-        key = (len(args), hooks.there)
-        traced = self._traced.get(key)
-        if traced is None:
-            self._sets_of_hooks.add(hooks.there)
-            if hooks.there and len(self._sets_of_hooks) > SETS_OF_HOOKS:
-                with watch.pause():
-                    return self._function(*args)
+        if self._graphs.empty:
             reason = _not_only_tensors(args[0])
             if reason is not None:
-                self._leave(reason)
+                self._leave_to_python(reason)
                 return self._function(*args)
             settle_lazily(self._parts, args[0])
-            code = own_code(_calling(self._function), self.name)
-            traced = self._traced[key] = _Traced(settings.compile(code, whole=True), size)
-        elif size != traced.size and (size == 1 or settings.one_size):
-            # See Region: the odd batch at the end is not worth another graph.
-            with watch.pause():
+        counters, recorded = self._counters, self._settings.cuda_graphs
+        graph = self._graphs.find(len(args), self._hooks.current(), batch_size(args[0]), self._compile)
+        if graph is None:
+            with counters.pause():
                 return self._function(*args)
         if self._dims:
             mark_dynamic(args[0], self._dims)
-        before = watch.graphs()
+        before = counters.graphs_in_process()
         failure: Exception | None = None
         _logged.clear()
         with _collecting(self._loggers):
             try:
-                output = traced.call(*args)
+                output = graph.call(*args)
             except torch.OutOfMemoryError:
                 raise
             except TorchDynamoException as error:
                 failure = error
             except Exception as error:
-                if watch.graphs() != before or traced.graphs:
+                if counters.graphs_in_process() != before or graph.compiled:
                     raise
                 failure = error
         if failure is not None:
             _logged.clear()
-            self._leave(brief(str(failure)))
-            # Outside of the handler: an error of the step's own comes up here in its own words, at its own place.
+            self._leave_to_python(brief(str(failure)))
+            # Outside of the handler, so that an error of the step itself is raised with its own text and place.
             return self._function(*args)
-        if settings.cuda_graphs:
+        if recorded:
             output = kept_outputs(output, all_of_them=not torch.is_grad_enabled())
-        _log_all(copy=settings.cuda_graphs)
-        if watch.graphs() != before:
-            self._made(traced)
-        elif watch.unsaid:
-            watch.say()
+        _log_all(copy=recorded)
+        if counters.graphs_in_process() != before:
+            self._count(graph)
+        elif counters.unprinted:
+            counters.print_report()
         return output
 
-    def _made(self, traced: _Traced) -> None:
-        traced.graphs += 1
-        self._watch.made(self._label)
-        tell_recompiles(self._watch)
-        if traced.graphs > _GRAPHS_ALLOWED:
-            self._leave(
-                f"it was compiled {traced.graphs} times. The causes are in trainer.compile_report.recompiles"
+    def _count(self, graph: Graph) -> None:
+        graph.compiled += 1
+        self._counters.add_compiled(self._label)
+        warn_of_recompiles(self._counters)
+        if graph.compiled > _MAX_COMPILES:
+            self._leave_to_python(
+                f"it was compiled {graph.compiled} times. The causes are in trainer.compile_report.recompiles"
             )
             warn_once(
                 f"compile {self._label}",
@@ -153,10 +137,10 @@ class Step:
                 "in trainer.compile_report.recompiles; its forward stays compiled.",
             )
 
-    def _leave(self, reason: str) -> None:
-        self._left = True
-        self._traced.clear()
-        self._watch.leave(self._label, reason)
+    def _leave_to_python(self, reason: str) -> None:
+        self._stays_python = True
+        self._graphs.clear()
+        self._counters.add_python(self._label, reason)
 
 
 def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,13 +190,13 @@ def _log_all(*, copy: bool) -> None:
         module.log(name, value, *args, **kwargs)
 
 
-# -- what a model settles on its first call
+# -- what a model decides on its first call
 
 
 def settle_lazily(parts: list[nn.Module], batch: Any) -> None:
-    """Choose the loss of transformers' classifiers beforehand, as their first call does, by the kind of labels.
+    """Choose the loss of transformers' classifiers by the kind of labels, as their first call does.
 
-    The choice is kept in their configuration: made within the first graph, the second call would need another.
+    They store the choice in their configuration: made inside the first graph, it would invalidate that graph.
     """
     labels = batch.get("labels") if hasattr(batch, "get") else None
     if not isinstance(labels, Tensor):
@@ -229,15 +213,15 @@ def settle_lazily(parts: list[nn.Module], batch: Any) -> None:
         config.problem_type = kind  # type: ignore[union-attr]
 
 
-# -- what cannot be one graph, known without trying
+# -- steps that cannot be one graph
 
 
 def _python_only(step: Callable[..., Any]) -> str | None:
-    """Return why a step is not worth a try as a graph; None if it is."""
+    """Return why a step cannot be one graph; None if it may be."""
     function = inspect.unwrap(getattr(step, "__func__", step))
     code = getattr(function, "__code__", None)
     if code is None:
-        return "it is no Python function."
+        return "it is not a Python function."
     taken = list(inspect.signature(function).parameters.values())
     if any(one.kind is one.VAR_POSITIONAL or one.kind is one.VAR_KEYWORD for one in taken):
         return "it takes any arguments (*args), batch_idx among them, which is another number each time."
@@ -257,19 +241,8 @@ def _loaded(instruction: dis.Instruction) -> tuple[str, ...]:
 
 def _not_only_tensors(batch: Any) -> str | None:
     kinds = {
-        type(leaf).__name__ for leaf in _leaves(batch) if leaf is not None and not isinstance(leaf, Tensor)
+        type(leaf).__name__ for leaf in leaves(batch) if leaf is not None and not isinstance(leaf, Tensor)
     }
     if kinds:
-        return f"its batches hold {', '.join(sorted(kinds))} beside tensors. Its forward is compiled."
+        return f"its batches hold {', '.join(sorted(kinds))} besides tensors. Its forward is compiled."
     return None
-
-
-def _leaves(data: Any) -> Iterator[Any]:
-    if isinstance(data, dict) or hasattr(data, "items"):
-        for value in data.values():
-            yield from _leaves(value)
-    elif isinstance(data, (list, tuple)):
-        for value in data:
-            yield from _leaves(value)
-    else:
-        yield data

@@ -1,4 +1,4 @@
-"""Models that the user compiled: taken as the model inside, compiled in the user's way."""
+"""Unwrap models that the user passed through torch.compile, and compile them with the same options."""
 
 from __future__ import annotations
 
@@ -9,49 +9,47 @@ from torch import nn
 
 from hasten.compile.settings import CompileSettings
 
-_PLACE = "_hasten_compiled_by_user"
+_ATTRIBUTE = "_hasten_compiled_by_user"
 _Model = TypeVar("_Model")
 
 
 def inner_model(model: _Model) -> _Model:
-    """Return the model inside of ``torch.compile(model)``, which is compiled in that way; others as they are.
+    """Return the model inside of ``torch.compile(model)`` and remember its options; other objects unchanged.
 
     Args:
-        model: what the user gave.
+        model: what the user passed.
 
     """
-    inner = getattr(model, "_orig_mod", None) if isinstance(model, nn.Module) else None
+    if not isinstance(model, nn.Module):
+        return model
+    inner = getattr(model, "_orig_mod", None)
     if isinstance(inner, nn.Module):
-        inner.__dict__[_PLACE] = _Way(getattr(model, "dynamo_ctx", None))
-        # What torch.compile makes of a model stands for it: same attributes, same call.
+        inner.__dict__[_ATTRIBUTE] = _UserOptions(getattr(model, "dynamo_ctx", None))
+        # The result of torch.compile has the attributes and the call of the model.
         return cast(_Model, inner)
-    if isinstance(model, nn.Module):
-        model.__dict__.pop(_PLACE, None)
+    model.__dict__.pop(_ATTRIBUTE, None)
     return model
 
 
 def users_settings(model: nn.Module) -> CompileSettings | None:
-    """Return how the user compiled ``model`` before it was given; None if it came as it is."""
-    way = model.__dict__.get(_PLACE)
-    if way is None or way.context is None:
+    """Return how the user compiled ``model``; None if it was not compiled."""
+    options = model.__dict__.get(_ATTRIBUTE)
+    if options is None or options.context is None:
         return None
-    return CompileSettings(context=way.context, context_records=_records(way.context), cache=False)
+    # Options of inductor; other backends have none of this name.
+    config = getattr(options.context, "compiler_config", None)
+    records = isinstance(config, dict) and bool(config.get("triton.cudagraphs")) and torch.cuda.is_available()
+    return CompileSettings(context=options.context, context_records=records, cache=False)
 
 
-def _records(context: Any) -> bool:
-    # Of inductor alone; other backends have no such options.
-    options = getattr(context, "compiler_config", None)
-    return isinstance(options, dict) and bool(options.get("triton.cudagraphs")) and torch.cuda.is_available()
-
-
-class _Way:
-    """How a model was compiled; a copy of the model is not compiled."""
+class _UserOptions:
+    """The options of the user's torch.compile; a copy of the model is not compiled."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
 
     def __reduce__(self) -> Any:
-        return _Way, (None,)
+        return _UserOptions, (None,)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Way:
-        return _Way(None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _UserOptions:
+        return _UserOptions(None)

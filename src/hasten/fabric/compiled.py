@@ -26,7 +26,7 @@ def compile_for_good(module: nn.Module, settings: CompileSettings, runtime: Runt
     from hasten.compile.model import compiled_model
 
     model = compiled_model(module, settings, runtime.device, variant=str(runtime.precision.precision))
-    model.on_for_good(writes=runtime.is_global_zero)
+    model.enable_until_exit(writes=runtime.is_global_zero)
     return model
 
 

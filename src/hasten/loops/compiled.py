@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hasten.compile.cuda_graphs import RecordedSteps, marked_by_us
+from hasten.compile.cuda_graphs import CudaGraphSteps, marked_by_us
 from hasten.compile.settings import CompileSettings, check_possible
 from hasten.compile.user_compiled import users_settings
 from hasten.loops.run import Run
@@ -48,7 +48,7 @@ def compile_module(run: Run) -> None:
     )
     if settings.cuda_graphs:
         run.undo.enter_context(marked_by_us())
-    run.compiled = run.undo.enter_context(model.on(writes=runtime.is_global_zero))
+    run.compiled = run.undo.enter_context(model.enabled(writes=runtime.is_global_zero))
 
 
 def compiled_step(run: Run, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,11 +56,11 @@ def compiled_step(run: Run, name: str, step: Callable[..., Any]) -> Callable[...
     return step if run.compiled is None else run.compiled.step(name, step, run.module)
 
 
-def recorded_steps(run: Run) -> RecordedSteps | None:
+def recorded_steps(run: Run) -> CudaGraphSteps | None:
     """Return what marks where a step begins; None in a run without CUDA graphs."""
     if run.compiled is None or not run.compiled.settings.cuda_graphs:
         return None
-    return RecordedSteps(run.module.parameters())
+    return CudaGraphSteps(run.module.parameters())
 
 
 def _settings(run: Run) -> CompileSettings | None:
