@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hasten as L
-from hasten.compile import cuda_graphs
 from hasten.compile.settings import CompileSettings
 from hasten.compile.user_compiled import inner_model, users_settings
 from hasten.loops import compiled as loops_compiled

@@ -93,7 +93,7 @@ _run_backward_in_threads: Any = _if_torchs(
 _Variable: Any = getattr(torch.autograd, "Variable", None)
 _engine = getattr(_Variable, "_execution_engine", None)
 _run_backward: Callable[..., Any] | None = getattr(_engine, "run_backward", None)
-_own_folders = (str(Path(torch_optimizer.__file__).parent), str(Path(__file__).with_name("optim")))
+_own_folders = (str(Path(torch_optimizer.__file__).parent), str(Path(__file__).parent))
 
 
 # -- the optimizer

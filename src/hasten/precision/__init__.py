@@ -1,4 +1,4 @@
-"""In which numbers a run computes."""
+"""Precisions: the number formats of parameters, inputs and computation."""
 
 from hasten.precision.base import Precision
 from hasten.precision.bitsandbytes import BitsandbytesPrecision

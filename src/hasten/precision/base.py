@@ -1,4 +1,4 @@
-"""The base of all precisions, which is also full precision."""
+"""The base class of all precisions, which computes in 32-bit floats."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from hasten._lib.tree import map_tensors
 
 
 class Precision:
-    """32-bit floats; the base of the others.
+    """Full precision, and the base class of all others.
 
-    A subclass overrides what it changes. What it does not override costs nothing: the runtime asks once, in
-    setup, which methods are overridden.
+    A subclass overrides what it changes. Methods that are not overridden cost nothing: the runtime finds out once, in
+    setup, which ones are.
     """
 
     precision: str = "32-true"
 
-    # GradScaler for numbers so small that gradients would vanish; None for all others.
+    # For types in which small gradients would become zero; None for all others.
     scaler: torch.amp.GradScaler | None = None
 
-    # Whether the module is converted before weights are loaded into it, because they would not fit, or be rounded.
+    # Whether to convert the module before loading weights, because they would otherwise be rounded or not fit.
     converts_before_loading: bool = False
 
     def check_device(self, device: torch.device) -> None:
         """Check that the device can compute in this precision.
 
         Raises:
-            ValueError: it cannot; the message names the nearest precision that it can.
+            ValueError: it cannot; the message names the nearest supported precision.
 
         """
 
@@ -39,15 +39,15 @@ class Precision:
         return module
 
     def convert_input(self, data: Any) -> Any:
-        """Return what the module is called with, its floating tensors in this precision."""
+        """Return the inputs of the module with floating tensors in this precision."""
         return data
 
     def convert_output(self, data: Any) -> Any:
-        """Return what the module gave, its floating tensors in torch's default type."""
+        """Return the outputs of the module with floating tensors in torch's default type."""
         return data
 
     def convert_optimizer(self, optimizer: Any) -> None:
-        """Prepare an optimizer, in place, for parameters in this precision; called at least once for each."""
+        """Prepare an optimizer in place for parameters in this precision; may be called more than once."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return a context in which the module computes."""
@@ -62,16 +62,48 @@ class Precision:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` gave."""
+        """Restore the state that ``state_dict`` returned."""
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
 
     def teardown(self) -> None:
-        """Give back what the precision holds."""
+        """Undo changes to the module and free resources."""
+
+
+class DtypePrecision(Precision):
+    """The base of precisions whose parameters, inputs and computation have one floating type.
+
+    Args:
+        dtype: the type.
+
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def convert_input(self, data: Any) -> Any:
+        """Return ``data`` with its floating tensors in the precision's type."""
+        return to_floating(data, self._dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        """Return ``data`` with its floating tensors in torch's default type."""
+        return to_floating(data, torch.get_default_dtype())
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new floating tensors have the precision's type."""
+        return DefaultType(self._dtype)
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new parameters have the precision's type."""
+        return DefaultType(self._dtype)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Return a context in which new floating tensors have the precision's type."""
+        return DefaultType(self._dtype)
 
 
 class DefaultType(AbstractContextManager[None]):
@@ -93,14 +125,4 @@ def to_floating(data: Any, dtype: torch.dtype) -> Any:
     """Return ``data`` with its floating tensors as ``dtype``; the same object where nothing changes."""
     if type(data) is Tensor:
         return data.to(dtype) if data.is_floating_point() else data
-    changes = False
-
-    def convert(tensor: Tensor) -> Tensor:
-        nonlocal changes
-        if not tensor.is_floating_point() or tensor.dtype == dtype:
-            return tensor
-        changes = True
-        return tensor.to(dtype)
-
-    converted = map_tensors(convert, data)
-    return converted if changes else data
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Literal
 
@@ -14,14 +13,14 @@ from torch import nn
 
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
-from hasten.precision.base import DefaultType, Precision, to_floating
+from hasten.precision.base import DtypePrecision, Precision
 from hasten.precision.builtin import HalfPrecision
 from hasten.precision.layers import check_ignored, ignored, replace
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 
 
-class BitsandbytesPrecision(Precision):
+class BitsandbytesPrecision(DtypePrecision):
     """Linear layers hold their weights in four or eight bits; all else computes in ``dtype``.
 
     The weights of these layers are constants, but for "int8-training": train what stands beside them, such as
@@ -76,6 +75,7 @@ class BitsandbytesPrecision(Precision):
         _bitsandbytes()
         self.mode = mode
         self.dtype = dtype
+        super().__init__(dtype)
         self.ignore_modules = frozenset(ignore_modules or ())
         names = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
         self._rest = HalfPrecision(names[dtype]) if dtype in names else Precision()  # type: ignore[arg-type]
@@ -139,26 +139,6 @@ class BitsandbytesPrecision(Precision):
         """Have the optimizer step in 32 bits."""
         self._rest.convert_optimizer(optimizer)
 
-    def convert_input(self, data: Any) -> Any:
-        """Return ``data`` with floating tensors of ``dtype``."""
-        return to_floating(data, self.dtype)
-
-    def convert_output(self, data: Any) -> Any:
-        """Return ``data`` with floating tensors of torch's default type."""
-        return to_floating(data, torch.get_default_dtype())
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new floating tensors have ``dtype``."""
-        return DefaultType(self.dtype)
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new parameters have ``dtype``; layers are quantized afterwards."""
-        return DefaultType(self.dtype)
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new floating tensors have ``dtype``."""
-        return DefaultType(self.dtype) if self.dtype != torch.float32 else nullcontext()
-
 
 def _devices_of(bnb: Any) -> set[str]:
     return set(getattr(bnb, "supported_torch_devices", ("cuda",)))
@@ -172,7 +152,7 @@ def _short_type() -> torch.dtype:
 
 def _bitsandbytes() -> ModuleType:
     with warnings.catch_warnings():
-        # What it says of missing GPUs is told by check_device.
+        # It warns of missing GPUs, which check_device reports.
         warnings.simplefilter("ignore")
         return need("bitsandbytes", purpose="BitsandbytesPrecision")
 

@@ -1,4 +1,4 @@
-"""The precisions that torch brings: mixed, half and double."""
+"""Mixed, half and double precision."""
 
 from __future__ import annotations
 
@@ -11,57 +11,40 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hasten._lib.rank_zero import warn_once
-from hasten.precision.base import DefaultType, Precision, to_floating
+from hasten.precision.base import DtypePrecision, Precision, to_floating
 from hasten.precision.matmul import cpu_has_bfloat16
 from hasten.precision.small_updates import keep_small_updates
 
 
-class DoublePrecision(Precision):
+class DoublePrecision(DtypePrecision):
     """Parameters, inputs and computation in 64-bit floats."""
 
     precision = "64-true"
     # Loading 64-bit weights into parameters of 32 bits would round them.
     converts_before_loading = True
 
+    def __init__(self) -> None:
+        super().__init__(torch.float64)
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Return ``module`` with 64-bit parameters."""
         return module.double()
 
-    def convert_input(self, data: Any) -> Any:
-        """Return ``data`` with 64-bit floating tensors."""
-        return to_floating(data, torch.float64)
 
-    def convert_output(self, data: Any) -> Any:
-        """Return ``data`` with floating tensors of torch's default type."""
-        return to_floating(data, torch.get_default_dtype())
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new floating tensors have 64 bits."""
-        return DefaultType(torch.float64)
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new parameters have 64 bits."""
-        return DefaultType(torch.float64)
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new floating tensors have 64 bits."""
-        return DefaultType(torch.float64)
-
-
-class HalfPrecision(Precision):
+class HalfPrecision(DtypePrecision):
     """Parameters, inputs and computation in 16-bit floats; no update of a parameter is lost.
 
-    Safe where it costs little: optimizers step in 32 bits, with their states, and keep what the parameters' 16 bits
-    cannot hold; the running statistics of batch normalisation stay in 32 bits. Sums over many logits are better
-    computed in 32 bits too: ``cross_entropy(logits.float(), targets)``.
+    Optimizers step in 32 bits, with 32-bit states, and keep the part of each parameter that 16 bits cannot hold. The
+    running statistics of batch normalisation stay in 32 bits. Compute sums over many logits in 32 bits, too:
+    ``cross_entropy(logits.float(), targets)``.
 
     Args:
         precision: "bf16-true" or "16-true".
-        keep_small_updates: False lets the optimizer compute in the parameters' 16 bits: less memory, and updates
-            smaller than about 0.4 % (bf16) or 0.05 % (fp16) of a parameter are lost.
+        keep_small_updates: if False, the optimizer computes in the parameters' 16 bits. This needs less memory, and
+            loses updates smaller than about 0.4 % (bf16) or 0.05 % (fp16) of a parameter.
 
     Raises:
-        ValueError: the precision is another.
+        ValueError: the precision has another value.
 
     Example::
 
@@ -82,10 +65,10 @@ class HalfPrecision(Precision):
             raise TypeError(f"HalfPrecision(keep_small_updates={keep_small_updates!r}): use True or False.")
         self.precision = precision
         self.keep_small_updates = keep_small_updates
-        self._dtype = torch.bfloat16 if precision == "bf16-true" else torch.float16
+        super().__init__(torch.bfloat16 if precision == "bf16-true" else torch.float16)
 
     def check_device(self, device: torch.device) -> None:
-        """Check that the device has bfloat16, if that is asked for."""
+        """Check that the device supports bfloat16 if the precision needs it."""
         if self.precision == "bf16-true":
             check_bfloat16(device, self.precision, instead="16-true")
 
@@ -111,26 +94,6 @@ class HalfPrecision(Precision):
         if self.keep_small_updates and isinstance(optimizer, Optimizer):
             keep_small_updates(optimizer)
 
-    def convert_input(self, data: Any) -> Any:
-        """Return ``data`` with 16-bit floating tensors."""
-        return to_floating(data, self._dtype)
-
-    def convert_output(self, data: Any) -> Any:
-        """Return ``data`` with floating tensors of torch's default type."""
-        return to_floating(data, torch.get_default_dtype())
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new floating tensors have 16 bits."""
-        return DefaultType(self._dtype)
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new parameters have 16 bits."""
-        return DefaultType(self._dtype)
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new floating tensors have 16 bits."""
-        return DefaultType(self._dtype)
-
 
 class MixedPrecision(Precision):
     """Parameters in 32-bit floats, computation in 16-bit floats where that is safe.
@@ -138,10 +101,10 @@ class MixedPrecision(Precision):
     Args:
         precision: "16-mixed" or "bf16-mixed".
         device: the kind of device: "cuda", "cpu", "mps".
-        scaler: a GradScaler of your own; "16-mixed" makes one by itself.
+        scaler: your own GradScaler; "16-mixed" creates one by default.
 
     Raises:
-        ValueError: the precision is another, or cannot be had on the device.
+        ValueError: the precision has another value, or the device does not support it.
 
     Source: Micikevicius et al., Mixed Precision Training, 2018; https://pytorch.org/docs/stable/amp.html
 
@@ -173,12 +136,12 @@ class MixedPrecision(Precision):
         self._dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
 
     def check_device(self, device: torch.device) -> None:
-        """Check that the device has bfloat16, if that is asked for."""
+        """Check that the device supports bfloat16 if the precision needs it."""
         if self.precision == "bf16-mixed":
             check_bfloat16(device, self.precision, instead="16-mixed")
 
     def convert_input(self, data: Any) -> Any:
-        """Return ``data`` with 32-bit floating tensors: autocast takes it from there."""
+        """Return ``data`` with 32-bit floating tensors, which autocast converts."""
         return to_floating(data, torch.float32)
 
     def convert_output(self, data: Any) -> Any:
@@ -191,17 +154,17 @@ class MixedPrecision(Precision):
 
 
 def check_bfloat16(device: torch.device, precision: str, *, instead: str) -> None:
-    """Check that a device computes in bfloat16; a CPU that is slow at it is warned of, since programs are tried there.
+    """Check that a device computes in bfloat16; warn of a CPU without instructions for it.
 
     Raises:
-        ValueError: it does not, or only by many steps in other numbers, which is slower than 32-bit floats.
+        ValueError: a GPU has no bfloat16 units; emulating them is slower than 32-bit floats.
 
     """
     if device.type == "cpu" and not cpu_has_bfloat16():
         warn_once(
             "bfloat16 on the CPU",
-            f"precision={precision!r}: this CPU has no bfloat16 instructions and takes tens of times as long for a "
-            "product as in 32 bits. Use precision='32-true', unless the program is only tried out here.",
+            f"precision={precision!r}: this CPU has no bfloat16 instructions: a matrix product takes tens of times as "
+            "long as in 32 bits. Use precision='32-true', unless you only try the program out here.",
         )
     if device.type != "cuda" or torch.version.hip is not None:
         return

@@ -11,7 +11,7 @@ from torch import nn
 
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.precision.base import DefaultType, Precision, to_floating
+from hasten.precision.base import DefaultType, DtypePrecision
 from hasten.precision.builtin import HalfPrecision
 from hasten.precision.float8 import check_float8
 from hasten.precision.layers import classes_replaced, put_back, replace
@@ -19,7 +19,7 @@ from hasten.precision.layers import classes_replaced, put_back, replace
 _PURPOSE = "TransformerEnginePrecision"
 
 
-class TransformerEnginePrecision(Precision):
+class TransformerEnginePrecision(DtypePrecision):
     """Linear layers and layer normalisation by Transformer Engine, which multiplies in 8-bit floats.
 
     Layers whose ``in_features`` are no multiple of 8 or ``out_features`` no multiple of 16 stay as they are; rows of a
@@ -66,6 +66,7 @@ class TransformerEnginePrecision(Precision):
             if isinstance(options.get("fp8_format"), str):
                 options["fp8_format"] = getattr(recipes.Format, options["fp8_format"])
             recipe = recipes.DelayedScaling(**options)
+        super().__init__(weights_dtype)
         self.weights_dtype = weights_dtype
         self.recipe = recipe
         self.replace_layers = replace_layers
@@ -94,14 +95,6 @@ class TransformerEnginePrecision(Precision):
         if self.weights_dtype != torch.float32:
             HalfPrecision().convert_optimizer(optimizer)
 
-    def convert_input(self, data: Any) -> Any:
-        """Return ``data`` with floating tensors of ``weights_dtype``."""
-        return to_floating(data, self.weights_dtype)
-
-    def convert_output(self, data: Any) -> Any:
-        """Return ``data`` with floating tensors of torch's default type."""
-        return to_floating(data, torch.get_default_dtype())
-
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """Return a context in which layers of Transformer Engine compute in 8-bit floats."""
@@ -122,10 +115,6 @@ class TransformerEnginePrecision(Precision):
             layers = {"Linear": engine.Linear, "LayerNorm": engine.LayerNorm}
         with classes_replaced(layers), DefaultType(self.weights_dtype):
             yield
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new floating tensors have ``weights_dtype``."""
-        return DefaultType(self.weights_dtype)
 
     def teardown(self) -> None:
         """Put the module's own layers back."""
