@@ -254,7 +254,7 @@ def test_cuda_graphs_are_refused_without_a_gpu() -> None:
         ({"mode": "default", "options": {"max_autotune": True}}, ValueError, "takes one of the two"),
         ({"options": {"max_autotone": True}}, ValueError, "max_autotune"),
         ({"backend": "inductr"}, ValueError, "Did you mean 'inductor'"),
-        ({"fullgraph": True}, ValueError, "settled by the run"),
+        ({"fullgraph": True}, ValueError, "the run decides it"),
         ({"regional": "yes"}, TypeError, "use True or False"),
     ],
 )

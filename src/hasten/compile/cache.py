@@ -1,7 +1,7 @@
-"""What was compiled, kept for the next run of the same program: torch's cache artifacts, one file a model.
+"""Keep compiled code for the next run of the same program: torch's cache artifacts, one file per model.
 
-Files lie in ``compile`` in ``HASTEN_CACHE``, or in ``hasten`` in the user's cache folder. Artifacts hold pickles, as
-torch's own cache folder does: a file is read only if it and its folder belong to this user alone, and if it is whole.
+Files are in the folder ``compile`` of ``hasten._lib.cache``. Artifacts contain pickles, as torch's own cache folder
+does, so a file is read only if it is complete and only this user can write to it and its folder.
 """
 
 from __future__ import annotations
@@ -11,47 +11,30 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from hasten._lib.cache import cache_folder
+from hasten._lib.files import write_atomically
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.compile.settings import CompileSettings
 
 _MAGIC = b"hasten compile 1\n"
-# torch keeps here what the artifacts do not hold: on the CPU, the machine code.
+# torch's folder for what the artifacts do not contain: on the CPU, the machine code.
 _TORCH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def cache_folder() -> Path:
-    """Return where compiled artifacts are kept: ``HASTEN_CACHE``, else ``hasten`` in the user's cache folder.
-
-    Example::
-
-        >>> os.environ["HASTEN_CACHE"] = "/data/cache"
-        >>> cache_folder().as_posix()
-        '/data/cache/compile'
-        >>> del os.environ["HASTEN_CACHE"]
-
-    """
-    chosen = os.environ.get("HASTEN_CACHE")
-    if chosen:
-        return Path(chosen).expanduser() / "compile"
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path("~/.cache").expanduser()) / "hasten" / "compile"
-
-
 def key_of(module: nn.Module, settings: CompileSettings, device: torch.device, variant: str = "") -> str:
-    """Return a name for what compiling ``module`` gives: the same for the same structure, options and machine.
+    """Return a name for the compiled code of ``module``: equal for the same structure, options and machine.
 
     Args:
         module: the model.
         settings: how it is compiled.
         device: where it computes.
-        variant: what else decides what is computed, such as the precision.
+        variant: whatever else decides what is computed, such as the precision.
 
     """
     parts = [
@@ -81,12 +64,12 @@ class Artifacts:
     """
 
     def __init__(self, key: str) -> None:
-        self.path = cache_folder() / f"{key}.bin"
-        # What the first so many graphs took in the run that made them; empty without a file.
+        self.path = cache_folder("compile") / f"{key}.bin"
+        # Seconds that the run without a cache spent compiling, by the number of graphs; empty without a file.
         self.cold_seconds: dict[int, float] = {}
 
     def load(self) -> None:
-        """Give torch what an earlier run compiled; a file that cannot be used is dropped, and said in one line."""
+        """Load the code that an earlier run compiled; a file that cannot be used is deleted with a one-line message."""
         self._keep_torchs_folder()
         try:
             content = _read(self.path)
@@ -101,7 +84,7 @@ class Artifacts:
             return
         try:
             loaded = torch.compiler.load_cache_artifacts(artifacts) is not None
-        except Exception as error:  # Whatever is wrong with it, a cache must never stop a run.
+        except Exception as error:  # A cache must never stop a run.
             self._drop(f"torch cannot read it ({type(error).__name__})")
             return
         if not loaded:
@@ -113,7 +96,7 @@ class Artifacts:
         """Write what torch has compiled in this process, whole or not at all.
 
         Args:
-            seconds: what the first so many graphs took without a cache.
+            seconds: spent compiling without a cache, by the number of graphs.
 
         """
         try:
@@ -125,14 +108,14 @@ class Artifacts:
             meta = json.dumps({"torch": torch.__version__, "seconds": kept}).encode() + b"\n"
             digest = hashlib.sha256(meta + artifacts).hexdigest().encode() + b"\n"
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _write(self.path, _MAGIC + digest + meta + artifacts)
-        except Exception as error:  # A full or read-only disk, or artifacts that cannot be written out.
+            write_atomically(self.path, _MAGIC + digest + meta + artifacts)
+        except Exception as error:  # For example a full or read-only disk.
             rank_zero_info(
                 f"The compile cache was not written to {self.path} ({error}). The run is not affected."
             )
 
     def _drop(self, reason: str) -> None:
-        rank_zero_info(f"The compile cache {self.path} is not used: {reason}. It will be made again.")
+        rank_zero_info(f"The compile cache {self.path} is not used: {reason}. It will be written again.")
         with contextlib.suppress(OSError):
             self.path.unlink()
 
@@ -158,7 +141,7 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
         _check_owner(path, os.fstat(file.fileno()))
         content = file.read()
     if not content.startswith(_MAGIC):
-        raise ValueError("it is no file of this cache")
+        raise ValueError("it is not a file of this cache")
     digest, _, rest = content[len(_MAGIC) :].partition(b"\n")
     if hashlib.sha256(rest).hexdigest().encode() != digest:
         raise ValueError("it is damaged")
@@ -170,7 +153,7 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _check_owner(path: Path, status: os.stat_result | None = None) -> None:
-    """Raise if others could have written to ``path``: what it holds is executed."""
+    """Raise if others can write to ``path``, because its content is executed."""
     if not hasattr(os, "geteuid"):
         return
     status = status if status is not None else path.stat()
@@ -178,17 +161,3 @@ def _check_owner(path: Path, status: os.stat_result | None = None) -> None:
         raise ValueError(f"{path} belongs to another user")
     if status.st_mode & 0o022:
         raise ValueError(f"{path} can be written by other users (chmod go-w makes it usable)")
-
-
-def _write(path: Path, content: bytes) -> None:
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise

@@ -13,6 +13,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils.hooks import RemovableHandle
 
 from hasten._lib.rank_zero import warn_once
+from hasten._lib.tree import leaves
 from hasten.compile.cuda_graphs import kept_outputs
 from hasten.compile.report import FROZEN, CompileCounters, brief
 from hasten.compile.settings import CompileSettings
@@ -33,17 +34,6 @@ def batch_size(data: Any) -> int | None:
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.shape[0]
     return None
-
-
-def leaves(data: Any) -> Iterator[Any]:
-    """Yield what nested mappings, lists and tuples hold; a tokenizer's encoding is a mapping, too."""
-    if isinstance(data, dict) or (hasattr(data, "items") and not isinstance(data, Tensor)):
-        data = data.values()
-    elif not isinstance(data, (list, tuple)):
-        yield data
-        return
-    for item in data:
-        yield from leaves(item)
 
 
 def mark_dynamic(data: Any, dims: range) -> None:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from hasten._lib.rank_zero import warn_once
+from hasten._lib.tree import leaves
 from hasten.compile.cuda_graphs import kept_outputs
 from hasten.compile.regions import (
     Graph,
     GraphTable,
     InstalledHooks,
     batch_size,
-    leaves,
     mark_dynamic,
     must_stay_python,
     own_code,
