@@ -303,7 +303,7 @@ def test_a_second_run_of_the_program_takes_what_the_first_compiled(tmp_path: Pat
     content = kept.read_bytes()
     kept.write_bytes(content[: len(content) // 2])
     third, said = run_program(tmp_path / "c")
-    assert said.count("is not used: it is damaged. It will be made again.") == 1
+    assert said.count("is not used: it is damaged. It will be written again.") == 1
     assert third[4] == first[4]
     assert kept.read_bytes() != content[: len(content) // 2]
 
