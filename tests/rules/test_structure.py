@@ -37,7 +37,6 @@ MOST_UNTYPED_RESULTS = 10.8
 DUPLICATE_CLASSES = {
     "Fit",
     "Hook",
-    "Hooks",
     "Interval",
     "ModelSummary",
     "Progress",
