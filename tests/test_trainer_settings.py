@@ -296,7 +296,7 @@ def test_changed_arguments_count_from_the_next_call_on() -> None:
     [
         ({"max_epoch": 3}, TypeError, "Did you mean 'max_epochs'"),
         ({"max_epochs": 1.5}, TypeError, "max_epochs=1.5"),
-        ({"min_epochs": 5, "max_epochs": 3}, ValueError, "above the most"),
+        ({"min_epochs": 5, "max_epochs": 3}, ValueError, "the minimum is above"),
         ({"callbacks": []}, TypeError, "assign Trainer.callbacks"),
     ],
 )

@@ -14,7 +14,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_lib",),
     ("machine", "checkpoint", "loggers", "profilers", "seed"),
     ("strategies", "precision", "optim", "packed", "data", "batching"),
-    ("runtime", "resolve", "compile", "arguments_speed", "memory", "types"),
+    ("runtime", "resolve", "compile", "memory", "types"),
     ("module", "hooks", "logged_value", "logged_values"),
     ("loops", "callbacks", "tuner", "report", "arguments", "speed"),
     ("trainer", "fabric"),

@@ -296,7 +296,7 @@ def test_the_name_of_an_argument_stands_for_its_levers() -> None:
 
 
 def test_every_lever_has_a_line_a_class_and_known_arguments() -> None:
-    from hasten.arguments_speed import SPEED_NAMES
+    from hasten.arguments import SPEED_NAMES
 
     for lever in choose(None):
         assert set(lever.arguments) <= {*SPEED_NAMES, "precision"}, lever

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hasten._lib.argument_names import refuse_unknown
-from hasten.arguments_speed import check_speed
+from hasten.arguments import check_speed
 from hasten.data.loaders import prepare
 from hasten.fabric import state as states
 from hasten.fabric.checks import check_devices, check_in_backward, check_optimizer, check_parameters
@@ -99,12 +99,12 @@ class Fabric(FabricView):
             plugins=plugins,
             owner="Fabric",
         )
-        speed = check_speed(
-            matmul_precision=matmul_precision,
-            fused_optimizer=fused_optimizer,
-            compile=compile,
-            owner="Fabric",
-        )
+        options = {
+            "matmul_precision": matmul_precision,
+            "fused_optimizer": fused_optimizer,
+            "compile": compile,
+        }
+        speed = check_speed("Fabric", options)
         self._matmul_precision, self._compile = speed.matmul_precision, speed.compile
         self._fused = speed.fused_optimizer
         self._compiled: list[CompiledModel] = []

@@ -10,7 +10,7 @@ import torch
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.arguments_speed import SpeedArguments
+from hasten.arguments import SpeedArguments
 from hasten.batching.rebatch import rebatch
 from hasten.data.memory.on_device import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers

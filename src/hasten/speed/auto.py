@@ -9,10 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.arguments_speed import SPEED_NAMES, check_speed
-from hasten.logged_values import Meters
 from hasten.machine.allocator import preloaded
-from hasten.resolve import runtime as resolve_runtime
 from hasten.speed import live, look, remembered
 from hasten.speed.advice import NOT_TRIED, Advice, composed
 from hasten.speed.advisor import AdviceError, Plan, measure
@@ -147,18 +144,8 @@ def _recommend(advice: Advice) -> None:
 
 
 def _set_arguments(trainer: Any, levers: list[Lever]) -> None:
-    given = trainer.__dict__.get("_given", {})
     arguments = {name: value for lever in levers for name, value in lever.arguments.items()}
-    precision = arguments.pop("precision", None)
-    asked = {name: given[name] for name in SPEED_NAMES if name in given}
-    speed = check_speed(**{**asked, "speed": None, **arguments})
-    trainer._arguments = dataclasses.replace(trainer._arguments, speed=speed)
-    if precision is not None:
-        names = ("accelerator", "strategy", "devices", "num_nodes", "plugins")
-        trainer._runtime = resolve_runtime(
-            **{name: given[name] for name in names if name in given}, precision=precision, owner="Trainer"
-        )
-        trainer._meters = Meters(trainer._runtime)
+    trainer.change_arguments(**{**arguments, "speed": None})
 
 
 def _is_one_of_several() -> bool:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.version import VERSION
-from hasten.arguments_speed import SPEED_NAMES
+from hasten.arguments import SPEED_NAMES
 from hasten.data.memory.read import is_random
 from hasten.precision.matmul import matmul_precision as float32_products
 from hasten.seed import isolate_rng

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib.batch_size import batch_size_of
-from hasten.arguments_speed import SPEED_NAMES
+from hasten.arguments import SPEED_NAMES
 from hasten.module.callback import Callback
 from hasten.profilers.simple import SimpleProfiler
 from hasten.seed import seed_everything

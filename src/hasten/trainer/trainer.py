@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 
-from hasten import arguments as checks
 from hasten._lib.argument_names import refuse_unknown
 from hasten._lib.rank_zero import rank_zero_info
 from hasten._lib.tracebacks import shorten
 from hasten._lib.watched import WatchedList
-from hasten.arguments_speed import SPEED_NAMES, check_speed
+from hasten.arguments import check_arguments
 from hasten.batching.sample_fields import MicroBatch
 from hasten.checkpoint.entries import check_entries
 from hasten.checkpoint.io import CheckpointIO
@@ -63,7 +62,6 @@ from hasten.trainer import spawned as copies
 from hasten.trainer.properties import TrainerView
 
 if TYPE_CHECKING:
-    from hasten.arguments import Arguments
     from hasten.runtime import Runtime
 
 # What ``plugins=`` takes; also read by the command line, which makes objects of these classes.
@@ -221,7 +219,7 @@ class Trainer(TrainerView):
         if model_registry is not None:
             raise ValueError("Trainer(model_registry=...): not in this version of hasten. Leave it out.")
         self._given = {name: value for name, value in given.items() if name not in ("self", "unknown")}
-        self._arguments = _checked(self._given)
+        self._arguments = check_arguments(self._given)
         self.profiler = resolve_profiler(profiler)
         self._runtime: Runtime = _runtime_for(self._given)
         set_deterministic(deterministic, benchmark=benchmark)
@@ -310,7 +308,7 @@ class Trainer(TrainerView):
                 "Trainer.change_arguments(): a call is running. Change arguments before or after it."
             )
         given = {**self._given, **changes}
-        arguments = _checked(given)
+        arguments = check_arguments(given)
         runtime = _runtime_for(given) if set(_MACHINE) & changes.keys() else None
         self._given, self._arguments = given, arguments
         self._accumulate_grad_batches = arguments.accumulate_grad_batches
@@ -759,18 +757,6 @@ class Trainer(TrainerView):
 
 # Arguments that choose the runtime.
 _MACHINE = ("accelerator", "strategy", "devices", "num_nodes", "precision", "plugins")
-
-
-def _checked(given: dict[str, Any]) -> Arguments:
-    if given["barebones"] and given["profiler"] is not None:
-        raise ValueError(
-            f"Trainer(barebones=True, profiler={given['profiler']!r}): barebones switches all of that off. Leave out "
-            "one or the other."
-        )
-    return checks.check(
-        **{name: given[name] for name in checks.NAMES if name != "speed_arguments"},
-        speed_arguments=check_speed(**{name: given[name] for name in SPEED_NAMES}),
-    )
 
 
 def _runtime_for(given: dict[str, Any]) -> Runtime:
