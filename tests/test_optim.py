@@ -530,7 +530,7 @@ def test_none_trains_nothing_and_says_so() -> None:
     before = copy.deepcopy(model)
     trainer = quiet(max_epochs=2)
     with pytest.warns(
-        UserWarning, match=r"NoGradient\.configure_optimizers\(\) returned None: this fit trains"
+        UserWarning, match=r"NoGradient\.configure_optimizers\(\) returned None: nothing is trained"
     ):
         trainer.fit(model, loader())
     assert same_weights(model, before)
@@ -600,15 +600,15 @@ def no_step(_: Any) -> Any:
         (lambda o: ([o], [{"scheduler": halve(o), "frequency": 1.5}]), r"frequency=1\.5"),
         (
             lambda o: ([o], [lr_scheduler.ReduceLROnPlateau(o)]),
-            r"ReduceLROnPlateau steps on a value, and none is named",
+            r"ReduceLROnPlateau steps on a monitored value, and none is given",
         ),
         (
             lambda o: ([o], [{"scheduler": Own(), "reduce_on_plateau": True}]),
-            r"Own steps on a value.*\"monitor\": \"val_loss\"",
+            r"Own steps on a monitored value.*\"monitor\": \"val_loss\"",
         ),
         (
             lambda o: [o, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)],
-            r"returned 2 optimizers, and automatic optimisation steps one.*automatic_optimization = False",
+            r"returned 2 optimizers, and automatic optimization steps one.*automatic_optimization = False",
         ),
         (
             lambda o: ([o], [halve(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))]),

@@ -177,7 +177,9 @@ def test_in_manual_optimisation_there_is_nothing_left_to_clip() -> None:
         def configure_optimizers(self) -> Any:
             return in_backward(torch.optim.SGD, self.parameters(), lr=0.1)
 
-    with pytest.raises(ValueError, match=r"clip_gradients\(\): in_backward\(SGD\) has stepped.*clip_value"):
+    with pytest.raises(
+        ValueError, match=r"clip_gradients\(\): in_backward\(SGD\) steps in backward.*clip_value"
+    ):
         quiet().fit(Manual(), loader())
 
 

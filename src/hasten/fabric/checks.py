@@ -42,7 +42,7 @@ def check_devices(module: nn.Module, method: str, move_to_device: bool) -> None:
 
 
 def check_in_backward(optimizer: InBackward, runtime: Runtime) -> None:
-    name = optimizer.of.__name__
+    name = optimizer.optimizer_class.__name__
     if runtime.scaler is not None:
         raise ValueError(
             f"in_backward({name}) and Fabric(precision={runtime.precision.precision!r}): whether a scaled gradient is "

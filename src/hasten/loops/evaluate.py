@@ -66,7 +66,7 @@ def evaluate(
         meters.loggers = ()
     meters.start_epoch(stage)
     try:
-        with run.averages.shown(), _modes_kept(run.module, stage), without_gradients(run):
+        with run.averages.applied(), _modes_kept(run.module, stage), without_gradients(run):
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
             several = len(source.loaders) > 1

@@ -87,7 +87,7 @@ def fit(run: Run) -> None:
         while not run.finished():
             train_epoch(run)
     _say_why_finished(run)
-    run.averages.show_for_good()
+    run.averages.keep_averaged()
     run.hooks.on_train_end()
 
 

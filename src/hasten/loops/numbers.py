@@ -69,7 +69,7 @@ def _check_in_backward(run: Run, optimizer: InBackward) -> None:
 
     """
     arguments, speed, runtime = run.arguments, run.arguments.speed, run.runtime
-    name = optimizer.of.__name__
+    name = optimizer.optimizer_class.__name__
     instead = f"use torch.optim.{name} as it is."
     reason = None
     if run.accumulate_grad_batches > 1:
@@ -129,7 +129,7 @@ def collect(run: Run, snapshot: Snapshot, *, weights_only: bool) -> dict[str, An
     averages = run.averages
     if not averages:
         return contents.collect(snapshot, weights_only=weights_only)
-    with averages.shown():
+    with averages.applied():
         checkpoint = contents.collect(snapshot, weights_only=weights_only)
         if "hasten" in checkpoint:
             checkpoint["hasten"]["training_weights"] = averages.training_weights()
@@ -144,4 +144,4 @@ def collect(run: Run, snapshot: Snapshot, *, weights_only: bool) -> dict[str, An
 def go_on_with_training_weights(run: Run, checkpoint: dict[str, Any] | None) -> None:
     """Have the weights of training in the module: those of the checkpoint, or what the averages imply."""
     own = (checkpoint or {}).get("hasten") or {}
-    run.averages.go_on_with(own.get("training_weights"))
+    run.averages.resume_with(own.get("training_weights"))

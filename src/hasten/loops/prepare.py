@@ -30,7 +30,7 @@ from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
 from hasten.module.hparams import logged_hparams
 from hasten.optim import HastenOptimizer
-from hasten.optim.averaged import Averages
+from hasten.optim.averaged import AveragedWeights
 from hasten.optim.backward import InBackward
 
 # () -> (checkpoint, where it came from), or (None, None) to start from the beginning
@@ -157,8 +157,8 @@ def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSc
 
     run.optimizers = WatchedList(optimizers, lambda: _optimizers_changed(run))
     run.schedulers = WatchedList(schedulers, schedulers_changed)
-    run.averages = Averages(optimizers)
-    run.undo.callback(lambda: run.averages.show_for_good())
+    run.averages = AveragedWeights(optimizers)
+    run.undo.callback(lambda: run.averages.keep_averaged())
     run.wrapped_optimizers = [_counted(run, optimizer) for optimizer in optimizers]
     run.changed = True
 
@@ -174,8 +174,8 @@ def _optimizers_changed(run: Run) -> None:
             optimizer.stop()
     if new or gone:
         # The weights in the module stay: training goes on from them.
-        run.averages = Averages(run.optimizers)
-        run.averages.go_on_with(None)
+        run.averages = AveragedWeights(run.optimizers)
+        run.averages.resume_with(None)
     run.wrapped_optimizers = [before.get(id(one)) or _counted(run, one) for one in run.optimizers]
     run.changed = True
 

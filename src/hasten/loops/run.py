@@ -22,7 +22,7 @@ from hasten.loops.states import RunningStage, TrainerState
 from hasten.loops.validation_schedule import ValidationChecks
 from hasten.module import LightningModule
 from hasten.optim import LRSchedulerConfig
-from hasten.optim.averaged import Averages
+from hasten.optim.averaged import AveragedWeights
 from hasten.optim.fast_step import clears_gradients
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Run:
     wrapped_optimizers: list[Any] = field(default_factory=list)
     schedulers: list[LRSchedulerConfig] = field(default_factory=list)
     # Which weights are in the module where optimizers train with others than they evaluate with.
-    averages: Averages = field(default_factory=lambda: Averages(()))
+    averages: AveragedWeights = field(default_factory=lambda: AveragedWeights(()))
     accumulate_grad_batches: int = 1
     # Something was changed that the loop had decided upon: it decides again before the next batch.
     changed: bool = False

@@ -1,4 +1,4 @@
-"""Optimizers whose weights for evaluation are not those of training: schedule-free ones and their like."""
+"""Schedule-free optimizers, and others that evaluate with averages of the training weights."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _CLASSES = {"adamw": "AdamWScheduleFree", "radam": "RAdamScheduleFree", "sgd": "
 def schedule_free(
     params: nn.Module | Iterable[Any], lr: float | None = None, *, kind: str = "adamw", **options: Any
 ) -> Any:
-    """Return a schedule-free optimizer of the package schedulefree: no learning-rate schedule, no last step to know.
+    """Return a schedule-free optimizer of the package schedulefree, which needs no learning-rate schedule.
 
-    It trains with other weights than it evaluates with, which are their running average. The Trainer changes between
-    the two: validation, saved ``state_dict``s and the module after training have the averaged weights, and a resumed
-    run goes on exactly. In a loop of your own, call ``optimizer.train()`` and ``optimizer.eval()``.
+    It evaluates with a running average of the weights it trains. The Trainer switches between the two: validation,
+    saved ``state_dict``s and the module after training have the averaged weights, and a resumed run continues exactly.
+    In your own loop, call ``optimizer.train()`` and ``optimizer.eval()``.
 
     Args:
         params: a module, or parameters or groups of them.
-        lr: learning rate; the package's own by default (0.0025 for "adamw"; "sgd" wants about 1.0).
+        lr: learning rate; the default of the package (0.0025 for "adamw"; about 1.0 suits "sgd").
         kind: "adamw", "radam" (needs no warm-up) or "sgd".
         options: for the class: warmup_steps, weight_decay, betas, ...
 
     Raises:
-        ValueError: ``kind`` is another.
+        ValueError: ``kind`` has another value.
         ModuleNotFoundError: schedulefree is not installed.
 
     Source: Defazio et al., The Road Less Scheduled, 2024; `schedulefree
@@ -53,41 +53,41 @@ def schedule_free(
     return getattr(package, _CLASSES[kind])(params, **options)
 
 
-class Averages:
-    """Which weights the optimizers of a run have in the module: those of training, or their averages.
+class AveragedWeights:
+    """Switches the module between the training weights of its optimizers and their averages.
 
     Args:
-        optimizers: of the run; those without ``train`` and ``eval`` are left alone.
+        optimizers: of the run; those without ``train`` and ``eval`` are ignored.
 
     """
 
     def __init__(self, optimizers: Iterable[Any]) -> None:
         self._optimizers = [optimizer for optimizer in optimizers if _changes(optimizer)]
-        # While the averages are in the module: what training goes on with, in the order of the groups.
+        # The training weights while the averages are in the module, in the order of the groups.
         self._training: list[Tensor] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._optimizers)
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Have the averages in the module; afterwards the weights of training again, bit for bit."""
+    def applied(self) -> Iterator[None]:
+        """Put the averages into the module, and the training weights back at the end, bit for bit."""
         if self._training is not None or not self._optimizers:
             yield
             return
-        self._training = self._show()
+        self._training = self._apply()
         try:
             yield
         finally:
-            self.hide()
+            self.restore()
 
-    def show_for_good(self) -> None:
-        """Leave the averages in the module; those of training are kept for a checkpoint, in main memory."""
+    def keep_averaged(self) -> None:
+        """Leave the averages in the module, and the training weights in main memory for a checkpoint."""
         if self._optimizers and self._training is None:
-            self._training = [tensor.to("cpu") for tensor in self._show()]
+            self._training = [tensor.to("cpu") for tensor in self._apply()]
 
-    def hide(self) -> None:
-        """Have the weights of training in the module."""
+    def restore(self) -> None:
+        """Put the training weights into the module."""
         training, self._training = self._training, None
         for optimizer in self._optimizers:
             full_precision(optimizer, optimizer.train)
@@ -95,19 +95,19 @@ class Averages:
             self._write(training)
 
     def training_weights(self) -> list[Tensor] | None:
-        """Return copies of the weights of training, while the averages are in the module."""
+        """Return copies of the training weights while the averages are in the module; else None."""
         return self._training
 
-    def go_on_with(self, weights: list[Tensor] | None) -> None:
-        """Have the weights that a checkpoint says training goes on with; None for what the averages imply."""
+    def resume_with(self, weights: list[Tensor] | None) -> None:
+        """Put the training weights of a checkpoint into the module; None for those that the averages imply."""
         self._training = None
         for optimizer in self._optimizers:
             full_precision(optimizer, optimizer.train)
         if weights is not None:
             self._write(weights)
 
-    def _show(self) -> list[Tensor]:
-        """Put the averages into the module; return what was there."""
+    def _apply(self) -> list[Tensor]:
+        """Put the averages into the module and return the training weights."""
         training: list[Tensor] = []
         for optimizer in self._optimizers:
             training += full_precision(optimizer, functools.partial(_copies, optimizer))
@@ -116,7 +116,7 @@ class Averages:
 
     @torch.no_grad()
     def _write(self, weights: list[Tensor]) -> None:
-        # Averaging back and forth rounds: training must not depend on how often it was looked at.
+        # Converting back from the averages rounds: training must not depend on how often it was evaluated.
         remaining = iter(weights)
 
         def write(optimizer: Any) -> None:

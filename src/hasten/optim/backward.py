@@ -1,4 +1,4 @@
-"""Optimizers that step each parameter as soon as its gradient is there, within backward."""
+"""Optimizers that step each parameter during backward, as soon as its gradient is computed."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from torch.optim import Optimizer
 from hasten.optim.fused import use_fused, why_not_fused
 from hasten.precision.small_updates import full_precision
 
-# Each computes the step of one parameter from that parameter alone.
+# Their step of one parameter depends on that parameter only.
 _KINDS: tuple[type[Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
     optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Adafactor, optim.Muon,
 )  # fmt: skip
-# Devices where launching ten small kernels takes longer than what they compute.
+# Devices where launching ten small kernels takes longer than running them.
 KERNELS_TO_JOIN: tuple[str, ...] = ("cuda",)
 
 
 def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **options: Any) -> Any:
     """Return an optimizer that steps each parameter during backward, and frees its gradient at once.
 
-    There is never more than a gradient or two: for large models that saves as much memory as the weights take. The
-    weights are those of the same optimizer stepped as usual. State and checkpoints are those of ``optimizer_class``.
+    Only one or two gradients exist at a time, which saves about as much memory as the weights take. The weights equal
+    those of the same optimizer stepped as usual. State and checkpoints are those of ``optimizer_class``.
 
-    Call ``optimizer.step()`` after each backward as always: it says that the step is over. Gradients exist for no
-    longer than a moment, so nothing can be accumulated, thrown away or clipped by its norm. The Trainer refuses these
-    before training where it can know. In a loop of your own, a second gradient of a parameter before ``step()``, and
-    ``zero_grad()`` between backward and ``step()``, raise a RuntimeError.
+    Call ``optimizer.step()`` after each backward as usual; it ends the step. Gradients are freed at once, so they
+    cannot be accumulated, discarded or clipped by their norm. The Trainer refuses these before training where
+    possible. In your own loop, a second gradient of a parameter before ``step()``, and ``zero_grad()`` between
+    backward and ``step()``, raise a RuntimeError.
 
-    On CUDA each parameter steps in one kernel where torch has that; pass ``fused=False`` to leave it.
+    On CUDA each parameter steps in one kernel if torch has one; pass ``fused=False`` to disable it.
 
     Args:
-        optimizer_class: of ``torch.optim``: SGD, Adam, AdamW, ...; not LBFGS and not SparseAdam.
+        optimizer_class: from ``torch.optim``: SGD, Adam, AdamW, ...; not LBFGS and not SparseAdam.
         params: parameters or groups of them, as for the class.
         options: for the class: lr, weight_decay, ...
 
     Raises:
-        TypeError: the class is no optimizer, or ``params`` is a module.
+        TypeError: the class is not an optimizer, or ``params`` is a module.
         ValueError: it needs all gradients at once, or the parameters are on several devices.
 
     Example::
@@ -83,20 +83,20 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
 
 
 class InBackward(Optimizer):
-    """What the classes that ``in_backward`` makes have beside the optimizer's own."""
+    """The base of the classes that ``in_backward`` creates, next to the optimizer's class."""
 
-    # Limits each element of a gradient just before its step; the Trainer sets it.
+    # Limits each element of a gradient before its step; set by the Trainer.
     clip_value: float | None = None
-    # The class whose arithmetic it is.
-    of: type[Optimizer]
+    # The optimizer whose step is computed.
+    optimizer_class: type[Optimizer]
     _handles: list[Any]
-    # In which group a parameter is: asked once for each in every backward.
-    _places: dict[Tensor, int]
-    # What has stepped since the last ``step()``: none may do so twice.
+    # The index of each parameter's group.
+    _group_index: dict[Tensor, int]
+    # The parameters that stepped since the last ``step()``; none may step twice.
     _stepped: set[Tensor]
 
     def start(self) -> None:
-        """Step parameters during backward, from now on."""
+        """Step parameters during backward from now on."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         devices = sorted({str(p.device) for p in parameters})
         if len(devices) > 1:
@@ -105,19 +105,19 @@ class InBackward(Optimizer):
                 "Use the optimizer as it is."
             )
         self.stop()
-        self._handles = [handle for p in parameters if (handle := self._watched(p)) is not None]
+        self._handles = [handle for p in parameters if (handle := self._hook(p)) is not None]
 
     def stop(self) -> None:
-        """Leave gradients alone, from now on."""
+        """Leave gradients alone from now on."""
         for handle in self.__dict__.get("_handles", ()):
             handle.remove()
         self._handles = []
         self._stepped = set()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; they, too, step during backward."""
+        """Add parameters, which step during backward, too."""
         super().add_param_group(param_group)
-        own = self.__dict__.setdefault("_places", {})
+        own = self.__dict__.setdefault("_group_index", {})
         own.update(dict.fromkeys(self.param_groups[-1]["params"], len(self.param_groups) - 1))
         if self.__dict__.get("_handles"):
             stepped = self._stepped
@@ -125,7 +125,7 @@ class InBackward(Optimizer):
             self._stepped = stepped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """End a step: run ``closure``, if there is one, and step what still has a gradient, set by hand or in a copy.
+        """End a step: run ``closure`` if given, and step parameters whose gradient was set by hand or in a copy.
 
         Raises:
             RuntimeError: such a parameter has stepped already.
@@ -135,22 +135,22 @@ class InBackward(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        left = [p for p in self._places if p.grad is not None]
+        left = [p for p in self._group_index if p.grad is not None]
         if left:
             for parameter in left:
                 self._once(parameter)
-            # Where weights have 16 bits, the groups hold stand-ins for them here.
+            # With 16-bit weights, the groups contain 32-bit copies of them here.
             for group in self.param_groups:
                 for parameter in group["params"]:
                     self._clip(parameter)
-            _arithmetic_of(self.of)(self)
+            _arithmetic_of(self.optimizer_class)(self)
             for parameter in left:
                 parameter.grad = None
         self._stepped = set()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Check that the gradients of the last backward were to be used; they are gone already.
+        """Check that no gradient of the last backward was to be discarded.
 
         Raises:
             RuntimeError: there was a backward since the last ``step()``.
@@ -158,22 +158,24 @@ class InBackward(Optimizer):
         """
         if self._stepped:
             raise RuntimeError(
-                f"in_backward({self.of.__name__}): zero_grad() after a backward without step() throws gradients away, "
-                f"and {len(self._stepped)} parameters have stepped with them. {self._instead()}"
+                f"in_backward({self.optimizer_class.__name__}): zero_grad() after a backward without step() discards "
+                f"gradients, but {len(self._stepped)} parameters have stepped with them. {self._instead()}"
             )
         super().zero_grad(set_to_none)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # A copy has no hooks and steps as usual.
-        self._places = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
+        # A copy has no hooks, and its parameters step in step().
+        self._group_index = {
+            p: index for index, group in enumerate(self.param_groups) for p in group["params"]
+        }
         self._stepped = set()
 
-    def _watched(self, parameter: Tensor) -> Any:
-        """Have a parameter step as soon as its gradient is there; None where it cannot have one."""
+    def _hook(self, parameter: Tensor) -> Any:
+        """Step a parameter as soon as its gradient is computed; None if it cannot have one."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return None
-        # Also one that is frozen now: it may be trained later, and torch takes no hook before.
+        # Also if it is frozen: it may be trained later, and torch refuses the hook until then.
         trained = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
@@ -185,11 +187,11 @@ class InBackward(Optimizer):
         self._once(parameter)
         self._clip(parameter)
         groups = self.param_groups
-        own = groups[self._places[parameter]]
+        own = groups[self._group_index[parameter]]
         try:
-            # A group of this parameter alone, with the options that schedulers change.
+            # A group of only this parameter, with the options that schedulers change.
             self.param_groups = [{**own, "params": [parameter]}]
-            full_precision(self, functools.partial(_arithmetic_of(self.of), self))
+            full_precision(self, functools.partial(_arithmetic_of(self.optimizer_class), self))
         finally:
             self.param_groups = groups
         parameter.grad = None
@@ -201,42 +203,41 @@ class InBackward(Optimizer):
     def _once(self, parameter: Tensor) -> None:
         if parameter in self._stepped:
             raise RuntimeError(
-                f"in_backward({self.of.__name__}): a parameter of shape {tuple(parameter.shape)} got a second gradient "
-                f"before optimizer.step(), and has stepped with the first. {self._instead()}"
+                f"in_backward({self.optimizer_class.__name__}): a parameter of shape {tuple(parameter.shape)} got a "
+                f"second gradient before optimizer.step(), and has stepped with the first. {self._instead()}"
             )
         self._stepped.add(parameter)
 
     def _instead(self) -> str:
         return (
-            "A parameter's gradient is used and gone when backward reaches it. Call optimizer.step() after each "
-            "backward; where the backward is for other parameters (a GAN), call it between toggle_optimizer(other) and "
-            "untoggle_optimizer(other), or with requires_grad_(False) on these; to accumulate gradients, use "
-            f"torch.optim.{self.of.__name__} as it is."
+            "Call optimizer.step() after each backward; run the backward of other parameters (a GAN) between "
+            "toggle_optimizer(other) and untoggle_optimizer(other); to accumulate gradients, use "
+            f"torch.optim.{self.optimizer_class.__name__} as it is."
         )
 
 
 def to_clip(optimizer: Any, method: str) -> list[Tensor]:
-    """Return the parameters whose gradients are to be clipped between backward and step.
+    """Return the parameters of an optimizer, whose gradients are clipped between backward and step.
 
     Args:
-        optimizer: whose parameters.
-        method: what clips, for the message.
+        optimizer: the optimizer.
+        method: the calling method, for the message.
 
     Raises:
-        ValueError: the optimizer has stepped in backward.
+        ValueError: the optimizer steps in backward.
 
     """
     if isinstance(optimizer, InBackward):
         raise ValueError(
-            f"{method}: in_backward({optimizer.of.__name__}) has stepped in backward, and there are no gradients left "
-            "to clip. Set optimizer.clip_value, which limits each element before its step, or use "
-            f"torch.optim.{optimizer.of.__name__} as it is."
+            f"{method}: in_backward({optimizer.optimizer_class.__name__}) steps in backward, so there are no "
+            "gradients left to clip. Set optimizer.clip_value, which limits each element before its step, or use "
+            f"torch.optim.{optimizer.optimizer_class.__name__} as it is."
         )
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _is_to_be_fused(optimizer: Any) -> bool:
-    """Return whether to have one kernel a parameter: otherwise there are about ten, as nothing is left to be joined."""
+    """Return whether to fuse the step of each parameter, which takes about ten kernels otherwise."""
     groups = optimizer.param_groups
     if any(group.get("fused") is not None or group.get("foreach") is not None for group in groups):
         return False
@@ -246,10 +247,12 @@ def _is_to_be_fused(optimizer: Any) -> bool:
 
 @functools.cache
 def _class_of(kind: type[Optimizer]) -> Any:
-    return type(f"{kind.__name__}InBackward", (InBackward, kind), {"__module__": __name__, "of": kind})
+    return type(
+        f"{kind.__name__}InBackward", (InBackward, kind), {"__module__": __name__, "optimizer_class": kind}
+    )
 
 
 def _arithmetic_of(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return the step of a class without its hooks, which are for whole steps."""
+    """Return the step of a class without torch's hooks around it, which are for whole steps."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` returned, checked once, as optimizers and schedulers."""
+"""Read and check the return value of ``configure_optimizers``."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class LRSchedulerConfig:
     Args:
         scheduler: the scheduler.
         name: the name under which ``LearningRateMonitor`` logs it.
-        interval: "epoch" or "step"; "2ep" or "500st" say the frequency, too.
+        interval: "epoch" or "step"; "2ep" or "500st" set the frequency, too.
         frequency: step it every so many intervals.
-        reduce_on_plateau: it steps on a monitored value.
+        reduce_on_plateau: whether it steps on a monitored value.
         monitor: the name of that value.
-        strict: an absent value is an error (otherwise a warning).
+        strict: whether a missing value is an error (otherwise a warning).
 
     """
 
@@ -50,14 +50,14 @@ _KEYS = ["optimizer", "lr_scheduler", "monitor"]
 
 
 def parse(configured: Any, owner: str) -> tuple[list[Any], list[LRSchedulerConfig]]:
-    """Read every form that ``configure_optimizers`` may return.
+    """Return the optimizers and schedulers in the return value of ``configure_optimizers``.
 
     Args:
         configured: its return value.
         owner: the module's class name, for messages.
 
     Raises:
-        MisconfigurationException: the value has another form, or names a key that does not exist.
+        MisconfigurationException: the value has an unsupported form, or a dict has an unknown key.
 
     """
     where = f"{owner}.configure_optimizers()"
@@ -89,7 +89,7 @@ def parse(configured: Any, owner: str) -> tuple[list[Any], list[LRSchedulerConfi
 def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], list[Any]]:
     optimizers, schedulers = [], []
     for item in items:
-        _tell_unknown_keys(
+        _report_unknown_keys(
             [key for key in item if key not in _KEYS and key != "frequency"],
             _KEYS,
             f"{where} returned a dict",
@@ -108,13 +108,13 @@ def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], 
     return optimizers, schedulers
 
 
-def _tell_unknown_keys(unknown: list[str], known: list[str], what: str) -> None:
-    """Raise for a key that looks like a known one; warn of others, which programs may keep there for themselves."""
+def _report_unknown_keys(unknown: list[str], known: list[str], what: str) -> None:
+    """Raise for a key that looks like a known one; warn of others, which programs may keep for their own use."""
     for key in unknown:
-        said = f"{what} with the key {key!r}; known are {known}."
+        message = f"{what} with the key {key!r}; known are {known}."
         if nearest(str(key), known):
-            raise MisconfigurationException(said + did_you_mean(str(key), known))
-        rank_zero_warn(f"{said} It is ignored.", category=RuntimeWarning)
+            raise MisconfigurationException(message + did_you_mean(str(key), known))
+        rank_zero_warn(f"{message} It is ignored.", category=RuntimeWarning)
 
 
 def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
@@ -123,7 +123,7 @@ def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
     if not isinstance(entry, Mapping):
         entry = {"scheduler": entry}
     unknown = [key for key in entry if key not in _SCHEDULER_KEYS]
-    _tell_unknown_keys(unknown, _SCHEDULER_KEYS, f"{where}: the lr_scheduler dict is")
+    _report_unknown_keys(unknown, _SCHEDULER_KEYS, f"{where}: the lr_scheduler dict is")
     entry = {key: value for key, value in entry.items() if key in _SCHEDULER_KEYS}
     if "scheduler" not in entry:
         raise MisconfigurationException(f'{where}: the lr_scheduler dict has no key "scheduler".')
@@ -146,14 +146,14 @@ def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
         )
     if isinstance(scheduler, OneCycleLR) and config.interval == "epoch":
         rank_zero_warn(
-            f"{where}: OneCycleLR counts steps, and steps once an epoch here. Is 'interval': 'step' meant?",
+            f"{where}: OneCycleLR counts steps, but it steps once per epoch here. Did you mean 'interval': 'step'?",
             category=RuntimeWarning,
         )
     if "reduce_on_plateau" not in entry:
         config.reduce_on_plateau = isinstance(scheduler, ReduceLROnPlateau)
     if config.reduce_on_plateau and config.monitor is None:
         raise MisconfigurationException(
-            f"{where}: {type(scheduler).__name__} steps on a value, and none is named. Return "
+            f"{where}: {type(scheduler).__name__} steps on a monitored value, and none is given. Return "
             '{"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}.'
         )
     return config
@@ -167,14 +167,14 @@ def _read_interval(config: LRSchedulerConfig, argument: str) -> None:
         )
     if config.frequency != 1:
         raise MisconfigurationException(
-            f"{argument}={config.interval!r} and frequency={config.frequency}: both say how often. Leave out one."
+            f"{argument}={config.interval!r} and frequency={config.frequency}: both set the frequency. Leave out one."
         )
     config.frequency = interval.epochs or interval.steps or 1
     config.interval = "epoch" if interval.epochs else "step"
 
 
 def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic: bool, owner: str) -> None:
-    """Check what automatic optimisation needs: exactly one optimizer, whose schedulers are its own.
+    """Check what automatic optimization needs: exactly one optimizer, and schedulers that drive it.
 
     Raises:
         MisconfigurationException: there are several optimizers, or a scheduler drives another one.
@@ -182,7 +182,7 @@ def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic:
     """
     if automatic and len(optimizers) > 1:
         raise MisconfigurationException(
-            f"{owner}.configure_optimizers() returned {len(optimizers)} optimizers, and automatic optimisation "
+            f"{owner}.configure_optimizers() returned {len(optimizers)} optimizers, and automatic optimization "
             "steps one. Return one, or set self.automatic_optimization = False in __init__ and step them "
             "in training_step."
         )
@@ -195,13 +195,12 @@ def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic:
             )
     if not optimizers:
         rank_zero_warn(
-            f"{owner}.configure_optimizers() returned None: this fit trains nothing by itself. "
-            "Return an optimizer if it should."
+            f"{owner}.configure_optimizers() returned None: nothing is trained. Return an optimizer to train."
         )
 
 
 def check_assigned(optimizers: list[Any], *, automatic: bool) -> None:
-    """Check the optimizers that somebody gave a run to go on with.
+    """Check the optimizers that were assigned to a running Trainer.
 
     Raises:
         MisconfigurationException: one of them is not an optimizer, or there are several where one is stepped.
@@ -210,21 +209,21 @@ def check_assigned(optimizers: list[Any], *, automatic: bool) -> None:
     _check_optimizers(optimizers, "trainer.optimizers = [...]: the list", "holds")
     if automatic and len(optimizers) > 1:
         raise MisconfigurationException(
-            f"trainer.optimizers = [...]: {len(optimizers)} optimizers, and automatic optimisation steps one. Assign "
+            f"trainer.optimizers = [...]: {len(optimizers)} optimizers, and automatic optimization steps one. Assign "
             "one, or set self.automatic_optimization = False in __init__ and step them in training_step."
         )
 
 
 def check_accumulation(optimizer: Any, batches: int, argument: str) -> None:
-    """Refuse an optimizer of torch's that computes the loss several times a step where batches are accumulated.
+    """Refuse accumulation with LBFGS, which computes the loss several times per step.
 
     Args:
         optimizer: the optimizer.
-        batches: how many batches one step takes.
-        argument: what asks for them, for the message.
+        batches: accumulated per step.
+        argument: the argument that accumulates, for the message.
 
     Raises:
-        MisconfigurationException: only the last of the batches could be computed again.
+        MisconfigurationException: ``batches`` is more than 1; only the last of them could be computed again.
 
     """
     if batches > 1 and isinstance(optimizer, LBFGS):
@@ -232,21 +231,21 @@ def check_accumulation(optimizer: Any, batches: int, argument: str) -> None:
 
 
 def no_accumulation(optimizer: Any, argument: str) -> MisconfigurationException:
-    """Return the error of an optimizer that computes the loss again in a step of several batches."""
+    """Return the error for an optimizer that computes the loss again in a step of several batches."""
     return MisconfigurationException(
-        f"{argument} with {type(optimizer).__name__}: its step computes the loss several times, and of the accumulated "
-        "batches only the last could be computed again. Use larger batches without accumulation, or another optimizer."
+        f"{argument} with {type(optimizer).__name__}: its step computes the loss several times, which is only "
+        "possible for the last accumulated batch. Use larger batches without accumulation, or another optimizer."
     )
 
 
 class HastenOptimizer:
-    """An optimizer as manual optimisation sees it: ``step`` counts, and knows the precision of the run.
+    """An optimizer for manual optimization: ``step`` counts, and uses the precision of the run.
 
-    Everything else is the wrapped optimizer's; ``optimizer`` is that optimizer.
+    All other attributes are those of the wrapped optimizer, ``optimizer``.
 
     Args:
         optimizer: the optimizer.
-        step: steps and counts it; its own ``step`` by default.
+        step: steps and counts the optimizer; ``optimizer.step`` by default.
         toggled: the context that ``toggle_model`` enters, given ``sync_grad``.
 
     """
@@ -269,8 +268,8 @@ class HastenOptimizer:
         """Return a context in which only this optimizer's parameters get gradients.
 
         Args:
-            sync_grad: exchange the gradients with the other processes; False while accumulating, since only the
-                last backward before a step needs the exchange.
+            sync_grad: whether to exchange gradients with the other processes; False while accumulating, since only
+                the last backward before a step needs the exchange.
 
         Example: ``with optimizer.toggle_model(sync_grad=is_last): self.manual_backward(loss)``
 
@@ -279,7 +278,7 @@ class HastenOptimizer:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # Also an instance of the wrapped optimizer's class: schedulers and programs ask for that.
+        # Schedulers and programs check isinstance against the wrapped optimizer's class.
         return type(self.__dict__.get("optimizer", self))
 
     def __getattr__(self, name: str) -> Any:
@@ -288,7 +287,7 @@ class HastenOptimizer:
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A scheduler made of this wrapper watches this wrapper's step, not that of the optimizer inside.
+        # A scheduler created with this wrapper replaces this wrapper's step, not that of the optimizer inside.
         if name in ("optimizer", "_step", "_toggled", "step"):
             object.__setattr__(self, name, value)
             if name == "step":

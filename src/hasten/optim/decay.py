@@ -1,4 +1,4 @@
-"""AdamW as it is used: weight decay for matrices alone, in one kernel where the device has it."""
+"""AdamW with weight decay for matrices only, fused where possible."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def adamw(
 ) -> AdamW:
     """Return torch's AdamW in two groups: matrices decay, biases and scales of normalisation do not.
 
-    Fused, so that all parameters are updated in one kernel, where the parameters' device has that; pass
-    ``fused=False`` to leave it. Call it when the model is on its device, as in ``configure_optimizers``.
+    It is fused (all parameters are updated in one kernel) if their device supports that; pass ``fused=False`` to
+    disable it. Call it when the model is on its device, as in ``configure_optimizers``.
 
     Args:
-        model: whose parameters to train; those that need no gradient are left out.
+        model: the model to train; parameters that need no gradient are left out.
         lr: learning rate.
-        betas: of the averages of gradients and their squares.
+        betas: decay rates of the averages of gradients and their squares.
         eps: added to the root of the averaged squares.
-        weight_decay: part of a matrix that is taken away each step, times the learning rate.
-        no_decay: parts of the names of more parameters that do not decay, for instance "embedding".
+        weight_decay: fraction of a matrix subtracted in each step, times the learning rate.
+        no_decay: parts of the names of further parameters that do not decay, for example "embedding".
         options: for ``torch.optim.AdamW``.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: it has nothing to train, or ``no_decay`` names nothing.
+        TypeError: ``model`` is not a module.
+        ValueError: it has nothing to train, or an entry of ``no_decay`` matches no parameter.
 
     Example::
 
@@ -70,11 +70,11 @@ def adamw(
 
 
 def trained(model: Any, owner: str) -> NamedParameters:
-    """Return names and parameters of a module that need gradients.
+    """Return the names and parameters of a module that need gradients.
 
     Raises:
-        TypeError: it is no module.
-        ValueError: it has none.
+        TypeError: ``model`` is not a module.
+        ValueError: no parameter needs gradients.
 
     """
     if not isinstance(model, nn.Module):
@@ -89,11 +89,11 @@ def trained(model: Any, owner: str) -> NamedParameters:
 
 
 def checked_patterns(patterns: Iterable[str], named: NamedParameters, what: str) -> tuple[str, ...]:
-    """Return the parts of names; each must be in some parameter's name.
+    """Return ``patterns`` as a tuple; each must occur in the name of a parameter.
 
     Raises:
-        TypeError: it is one string.
-        ValueError: one is in no name.
+        TypeError: ``patterns`` is a string.
+        ValueError: a pattern occurs in no name.
 
     """
     if isinstance(patterns, str):

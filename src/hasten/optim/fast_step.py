@@ -1,12 +1,12 @@
-"""Step, zero_grad and backward without the wrappers torch puts around them, where those do nothing.
+"""Step, zero_grad and backward without torch's wrappers around them, wherever the wrappers do nothing.
 
-``optimizer.step`` is wrapped in a profiler span, look-ups of step hooks and a guard of the grad mode, and
-``zero_grad`` and ``backward`` in similar ones; for small models they cost more than the arithmetic. The verbs
-here do the same arithmetic, bit for bit, and fall back to torch's own call whenever a wrapper would do
-something: step hooks, an active profiler, an overridden or replaced method. That is asked each time, without a
-Python-level call.
+torch wraps ``optimizer.step`` in a profiler span, look-ups of step hooks and a guard of the grad mode, and
+``zero_grad`` and ``backward`` similarly; for small models the wrappers cost more than the arithmetic. The functions
+here do the same arithmetic, bit for bit, and fall back to torch's own call whenever a wrapper would do something:
+step hooks, an active profiler, an overridden or replaced method. Each call checks this without calling Python
+functions.
 
-A wrapper is torch's if its code object is. Attributes say nothing: ``functools.wraps`` copies them from torch's
+A wrapper is torch's if its code object is. Attributes prove nothing: ``functools.wraps`` copies them from torch's
 functions to the user's.
 """
 
@@ -29,11 +29,11 @@ _profiler_enabled: Callable[[], bool] | None = getattr(torch.autograd, "_profile
 _pre_hooks: dict[int, Any] | None = getattr(torch_optimizer, "_global_optimizer_pre_hooks", None)
 _post_hooks: dict[int, Any] | None = getattr(torch_optimizer, "_global_optimizer_post_hooks", None)
 _set_grad_enabled: Callable[[bool], Any] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
-# Where torch does not say that no function mode is on, one may be.
+# Without torch's counter of function modes, assume that one is active.
 _function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 
 
-# -- what is torch's own
+# -- recognising torch's wrappers
 
 
 def _codes_within(code: CodeType) -> Iterator[CodeType]:
@@ -44,15 +44,15 @@ def _codes_within(code: CodeType) -> Iterator[CodeType]:
 
 
 def _wrappers_of(maker: Any, file: str | None) -> frozenset[CodeType]:
-    """Return the code of the functions that ``maker`` makes, if it is the one of torch's ``file``."""
+    """Return the code of the functions that ``maker`` creates, if torch's ``file`` defines it."""
     code = getattr(maker, "__code__", None)
     if code is None or code.co_filename != file:
         return frozenset()
     return frozenset(_codes_within(code))
 
 
-# The profiler span and the hooks around the step of every class, the guard of the grad mode inside, and what a
-# scheduler puts on the instance to see that it stepped.
+# The profiler span and the hooks around the step of every class, the guard of the grad mode inside, and the wrapper by
+# which a scheduler notices that the optimizer stepped.
 _span_codes = _wrappers_of(getattr(Optimizer, "profile_hook_step", None), torch_optimizer.__file__)
 _guard_codes = _wrappers_of(
     getattr(torch_optimizer, "_use_grad_for_differentiable", None), torch_optimizer.__file__
@@ -64,7 +64,7 @@ _undynamo_codes = _wrappers_of(
 
 
 def _cell(function: Any, codes: frozenset[CodeType], name: str) -> Any:
-    """Return the variable ``name`` that a wrapper holds; None if ``function`` is not one of these wrappers."""
+    """Return the closure variable ``name`` of a wrapper; None if ``function`` is not one of these wrappers."""
     if type(function) is not FunctionType or function.__code__ not in codes:
         return None
     names = function.__code__.co_freevars
@@ -74,7 +74,7 @@ def _cell(function: Any, codes: frozenset[CodeType], name: str) -> Any:
 
 
 def _if_torchs(function: Any, name: str, file: str | None) -> Any:
-    """Return ``function`` if torch's ``file`` defines it under this name, else None: somebody has replaced it."""
+    """Return ``function`` if torch's ``file`` defines it under this name; None if it was replaced."""
     inner = _cell(function, _undynamo_codes, "fn") or function
     if type(inner) is not FunctionType:
         return None
@@ -86,7 +86,7 @@ _zero_grad = _if_torchs(Optimizer.zero_grad, "zero_grad", torch_optimizer.__file
 _tensor_backward = _if_torchs(Tensor.backward, "backward", torch._tensor.__file__)
 _autograd: Any = torch.autograd
 _autograd_backward = _if_torchs(_autograd.backward, "backward", _autograd.__file__)
-# Accelerators run backward in threads of their own, which torch hands the context of the caller.
+# Accelerators run backward in separate threads, to which this function passes the context of the caller.
 _run_backward_in_threads: Any = _if_torchs(
     getattr(_autograd, "_engine_run_backward", None), "_engine_run_backward", torch.autograd.graph.__file__
 )
@@ -116,7 +116,7 @@ def make_step(optimizer: Any) -> Step:
 
     own, kind = vars(optimizer), type(optimizer)
     step_of_class = kind.step
-    # A scheduler wraps the instance's step only to see that it was called; the step below says so itself.
+    # A scheduler wraps the instance's step only to notice calls; the step below sets its flag.
     watched = own.get("step")
     profiled, before_all, after_all = _profiler_enabled, _pre_hooks, _post_hooks
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
@@ -151,7 +151,7 @@ def make_step(optimizer: Any) -> Step:
 
 
 def clears_gradients(optimizer: Any) -> bool:
-    """Return whether ``optimizer.zero_grad()`` is torch's: gradients become None, whatever they were."""
+    """Return whether ``optimizer.zero_grad()`` is torch's, which sets gradients to None."""
     kind: Any = type(optimizer)
     return (
         _zero_grad is not None
@@ -162,7 +162,7 @@ def clears_gradients(optimizer: Any) -> bool:
 
 
 def make_zero_grad(optimizer: Any) -> Callable[[], None]:
-    """Return ``zero_grad()`` for one optimizer: gradients become None."""
+    """Return ``zero_grad()`` for one optimizer, which sets gradients to None."""
     kind: Any = type(optimizer)
     torchs = _zero_grad
     if (
@@ -191,9 +191,9 @@ def make_zero_grad(optimizer: Any) -> Callable[[], None]:
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """Return whether ``optimizer.step`` must be given a closure, because it may call it several times.
+    """Return whether ``optimizer.step`` needs a closure because it may call it several times.
 
-    Of torch's own optimizers and hasten's that is known; others may use a closure whenever they can take one.
+    This is known for the optimizers of torch and hasten; others may use a closure whenever they accept one.
     """
     own = getattr(optimizer, "__dict__", {}).get("step")
     if own is not None and _cell(own, _scheduler_codes, "func") is not None:
@@ -211,12 +211,12 @@ def needs_closure(optimizer: Any) -> bool:
 
 def _accepts(function: Any, *arguments: Any) -> bool:
     try:
-        # Not that of a function it says it wraps: the arguments that count are its own.
+        # The signature of the wrapper, not of the function it wraps.
         inspect.signature(function, follow_wrapped=False).bind(*arguments)
     except TypeError:
         return False
     except ValueError:
-        pass  # Written in C: nothing is known.
+        pass  # Written in C, without a signature.
     return True
 
 
@@ -227,9 +227,9 @@ def backward(loss: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None
     """Run ``loss.backward(*args, **kwargs)``.
 
     Args:
-        loss: a tensor; the fast way is for one without dimensions, as losses are.
+        loss: a tensor; one without dimensions, as losses are, takes the fast path.
         args: for ``Tensor.backward``.
-        model: whose loss it is; only strategies with an engine of their own ask for it.
+        model: the module of the loss; only strategies with a separate engine use it.
         kwargs: for ``Tensor.backward``.
 
     """
@@ -251,7 +251,7 @@ def backward(loss: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None
         loss.backward(*args, **kwargs)
         return
     run: Any = _run_backward if loss.is_cpu else _run_backward_in_threads
-    # The ones are made anew each time: a hook on the loss may change them in place.
+    # New ones each time: a hook on the loss may change them in place.
     run(
         (loss,),
         (torch.ones_like(loss, memory_format=torch.preserve_format),),

@@ -1,4 +1,4 @@
-"""Optimizers that update all parameters in one kernel."""
+"""Fused optimizers: update all parameters in one kernel."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-# Each with the kinds of devices that torch has a kernel for.
+# The device types for which torch has a fused kernel.
 _DEVICES: dict[type[Optimizer], tuple[str, ...]] = {
     Adam: ("cuda", "cpu", "mps", "xpu"),
     AdamW: ("cuda", "cpu", "mps", "xpu"),
     SGD: ("cuda", "cpu", "mps", "xpu"),
     Adagrad: ("cpu",),
 }
-# What the user's own groups say: it is what checkpoints hold.
+# The flags of the user's groups, which checkpoints keep.
 _own: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
 def use_fused(optimizer: Any, fused: bool = True, *, owner: str = "use_fused") -> None:
-    """Have an optimizer update all parameters in one kernel, or not, in place.
+    """Make an optimizer update all parameters in one kernel, or not, in place.
 
-    The same arithmetic in another order: weights are equal up to rounding. The state is kept. Checkpoints are those of
-    the optimizer as it was, and either kind loads both.
+    The arithmetic is the same in another order: weights are equal up to rounding. The state is kept. Checkpoints have
+    the optimizer's original flags, and load into fused and unfused optimizers alike.
 
     Args:
         optimizer: Adam, AdamW, SGD or Adagrad (on the CPU) of ``torch.optim``, or one that ``hasten.optim`` made.
-        fused: False switches it off.
-        owner: what to call the caller in messages.
+        fused: False disables it.
+        owner: name of the caller, for messages.
 
     Raises:
-        ValueError: torch has no fused kernel for this optimizer, its options, or where its parameters are.
+        ValueError: torch has no fused kernel for this optimizer, its options, or the device of its parameters.
 
     Example::
 
@@ -53,7 +53,7 @@ def use_fused(optimizer: Any, fused: bool = True, *, owner: str = "use_fused") -
     if fused and (reason := why_not_fused(optimizer)) is not None:
         raise ValueError(f"{owner}: {reason}")
     if not isinstance(optimizer, Optimizer) or "fused" not in optimizer.defaults:
-        return  # There is nothing to switch off.
+        return  # Nothing to disable.
     if optimizer not in _own:
         _own[optimizer] = [_flags(group) for group in optimizer.param_groups]
         optimizer.register_state_dict_post_hook(_with_own_flags)
@@ -62,12 +62,12 @@ def use_fused(optimizer: Any, fused: bool = True, *, owner: str = "use_fused") -
 
 
 def why_not_fused(optimizer: Any) -> str | None:
-    """Say why an optimizer cannot update all parameters in one kernel; None where it can."""
-    # One that steps in backward has another class's arithmetic.
-    kind = getattr(optimizer, "of", type(optimizer))
+    """Return why torch has no fused kernel for an optimizer; None if it has one."""
+    # An optimizer that steps in backward has the arithmetic of another class.
+    kind = getattr(optimizer, "optimizer_class", type(optimizer))
     known = ", ".join(sorted(each.__name__ for each in _DEVICES))
     base = next((each for each in _DEVICES if isinstance(optimizer, each) and _same_step(kind, each)), None)
-    # Adam's step is AdamW's, too; a subclass with a step of its own computes something else.
+    # A subclass that overrides step computes something else.
     if base is None:
         return (
             f"torch has no fused {kind.__name__}; it has {known}. Leave fused_optimizer out"
@@ -97,7 +97,7 @@ def _in_few_kernels(optimizer: Any) -> str:
 
 
 def _same_step(kind: Any, base: type[Optimizer]) -> bool:
-    """Return whether a class has the arithmetic of another: torch wraps it once an optimizer of the class is made."""
+    """Return whether two classes share ``step``, which torch wraps once an optimizer of the class exists."""
     return _unwrapped(kind.step) is _unwrapped(base.step)
 
 
@@ -106,11 +106,11 @@ def _unwrapped(step: Any) -> Any:
 
 
 def fused_where_possible(optimizer: Any) -> Any:
-    """Return ``optimizer``, fused where torch has a kernel for it and the user said nothing else."""
-    asked = any(
+    """Return ``optimizer``, fused if torch has a kernel for it and the user set neither fused nor foreach."""
+    chosen = any(
         group.get("fused") is not None or group.get("foreach") is not None for group in optimizer.param_groups
     )
-    if not asked and why_not_fused(optimizer) is None:
+    if not chosen and why_not_fused(optimizer) is None:
         _switch(optimizer, True)
     return optimizer
 
@@ -119,7 +119,7 @@ def _switch(optimizer: Any, fused: bool) -> None:
     for group in [optimizer.defaults, *optimizer.param_groups]:
         group["fused"] = fused
         group["foreach"] = False if fused else None
-    # For a GradScaler: a fused kernel unscales by itself, and leaves out steps with infinite gradients.
+    # For a GradScaler: a fused kernel unscales by itself, and skips steps with infinite gradients.
     optimizer._step_supports_amp_scaling = fused
     optimizer._need_device_dtype_check_for_fused = True
     for group in optimizer.param_groups:
@@ -138,7 +138,7 @@ def _flags(group: dict[str, Any]) -> dict[str, Any]:
 def _with_own_flags(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     own = _own.get(optimizer, [])
     groups = list(state_dict["param_groups"])
-    # A group added later has no flags of the user's: those of the first hold for it.
+    # A group added later gets the flags of the last known group.
     groups = [{**group, **(own[min(i, len(own) - 1)] if own else {})} for i, group in enumerate(groups)]
     return {**state_dict, "param_groups": groups}
 

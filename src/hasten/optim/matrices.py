@@ -1,4 +1,4 @@
-"""Muon for the matrices inside of a network, AdamW for all else, as one optimizer."""
+"""Muon for the hidden matrices of a network and AdamW for all other parameters, as one optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hasten.optim.fused import fused_where_possible
 from hasten.precision.matmul import cpu_has_bfloat16
 
 _KINDS = ("muon", "adamw")
-# What the field calls the layer that gives the answer, and matrices of learned vectors that are not ``nn.Embedding``.
+# Usual names of output layers, and of matrices of learned vectors that are not ``nn.Embedding``.
 _HEADS = frozenset({"head", "lm_head", "classifier", "score"})
 _VECTORS = re.compile(r"(^|_)(emb|embed|embedding|embeddings|pos|position|positions|positional|tokens?)(_|$)")
 
@@ -36,30 +36,30 @@ def muon(
 ) -> MuonAdamW:
     """Return one optimizer: Muon for the hidden matrices of a model, AdamW for its other parameters.
 
-    Hidden matrices are the two-dimensional weights, but for those of embeddings and of the head. Embeddings are
-    ``nn.Embedding`` and parameters called so (``pos_embed``, ``class_token``). The head is the last ``Linear`` of what
-    is called "head", "lm_head", "classifier" or "score", else the last of the model; and any that shares its weight
-    with an embedding. Vectors (biases, scales of normalisation) and convolutions go to AdamW; vectors do not decay.
-    ``optimizer.param_groups`` has the names, under ``param_names``.
+    Hidden matrices are the two-dimensional weights except those of embeddings and of the head. Embeddings are
+    ``nn.Embedding`` layers and parameters with such names (``pos_embed``, ``class_token``). The head is the last
+    ``Linear`` in a module named "head", "lm_head", "classifier" or "score", else the last ``Linear`` of the model; and
+    any layer that shares its weight with an embedding. AdamW updates vectors (biases, scales of normalization), which
+    do not decay, and convolutions. ``optimizer.param_groups`` lists the names as ``param_names``.
 
-    Muon's iteration multiplies in bfloat16; on a CPU without instructions for that, in 32 bits, which is many times
+    Muon's iteration multiplies in bfloat16; on a CPU without bfloat16 instructions in 32 bits, which is many times
     faster there and more exact.
 
     Args:
-        model: whose parameters to train; those that need no gradient are left out.
+        model: the model to train; parameters that need no gradient are left out.
         lr: learning rate of Muon.
-        adamw_lr: learning rate of AdamW; ``lr`` by default, which fits with "match_rms_adamw".
+        adamw_lr: learning rate of AdamW; ``lr`` by default, which suits "match_rms_adamw".
         weight_decay: of both, for matrices.
         momentum: of Muon.
         betas: of AdamW.
         eps: of AdamW.
-        adjust_lr_fn: "match_rms_adamw" makes Muon's updates as large as AdamW's, so that learning rates known from
+        adjust_lr_fn: "match_rms_adamw" scales Muon's updates to the size of AdamW's, so that learning rates for
             AdamW fit; "original" is the rule of Muon's author, with a learning rate such as 0.02.
-        adamw: parts of the names of more matrices that AdamW shall have.
+        adamw: parts of the names of further matrices that AdamW updates.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: it has no hidden matrices, or ``adamw`` names nothing.
+        TypeError: ``model`` is not a module.
+        ValueError: it has no hidden matrices, or an entry of ``adamw`` matches no parameter.
 
     Example::
 
@@ -88,8 +88,8 @@ def muon(
             hidden.append((name, parameter))
     if not hidden:
         raise ValueError(
-            f"muon(model): {type(model).__name__} has no hidden matrices: two-dimensional weights beside those of "
-            "embeddings and of the last Linear. Use hasten.optim.adamw(model)."
+            f"muon(model): {type(model).__name__} has no hidden matrices: two-dimensional weights other than those "
+            "of embeddings and of the last Linear. Use hasten.optim.adamw(model)."
         )
     own = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "adjust_lr_fn": adjust_lr_fn}
     others = {"lr": lr if adamw_lr is None else adamw_lr, "betas": betas, "eps": eps}
@@ -101,10 +101,10 @@ def muon(
 
 
 class MuonAdamW(Optimizer):
-    """Muon and AdamW with one ``step``, one ``state_dict`` and one list of groups; ``muon`` makes it.
+    """Muon and AdamW with one ``step``, one ``state_dict`` and one list of groups; created by ``muon``.
 
     Args:
-        params: groups, each with ``algorithm``: "muon" or "adamw", and the options of that one.
+        params: groups, each with ``algorithm``, "muon" or "adamw", and the options of that algorithm.
 
     """
 
@@ -114,7 +114,7 @@ class MuonAdamW(Optimizer):
         self._share()
 
     def _make_parts(self) -> None:
-        # Their own groups are replaced by those of this one; they must be made with something.
+        # Their groups are replaced below, but torch requires at least one parameter.
         self._muon = Muon([torch.zeros(1, 1)])
         self._adamw = AdamW([torch.zeros(1)])
 
@@ -124,7 +124,7 @@ class MuonAdamW(Optimizer):
         if algorithm not in _KINDS:
             raise ValueError(f"MuonAdamW: a group has algorithm={algorithm!r}. Use 'muon' or 'adamw'.")
         if self.param_groups and (plain := _without_names(param_group["params"])) is not None:
-            # All groups of an optimizer have names, or none has.
+            # Either all groups of an optimizer have names, or none.
             start = sum(len(group["params"]) for group in self.param_groups)
             param_group["params"] = [(f"added.{start + i}", p) for i, p in enumerate(plain)]
         inner: Optimizer = self._muon if algorithm == "muon" else self._adamw
@@ -137,7 +137,7 @@ class MuonAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Have both step the groups and the state of this one."""
+        """Make both algorithms use the groups and the state of this optimizer."""
         for kind, inner in (("muon", self._muon), ("adamw", self._adamw)):
             inner.param_groups = [group for group in self.param_groups if group["algorithm"] == kind]
             inner.state = self.state
@@ -151,7 +151,7 @@ class MuonAdamW(Optimizer):
         self._share()
 
     def fusible_parts(self) -> list[Optimizer]:
-        """Return what can be fused: AdamW."""
+        """Return the optimizers that can be fused: AdamW."""
         return [self._adamw]
 
     @torch.no_grad()
@@ -161,17 +161,17 @@ class MuonAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Groups can be put in place of others from outside; which they are is asked again each time.
+        # A program may replace groups between steps.
         self._muon.param_groups = [group for group in self.param_groups if group["algorithm"] == "muon"]
         self._adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
-        with _Full() if _emulates_bfloat16(self._muon) else nullcontext():
+        with _In32Bits() if _emulates_bfloat16(self._muon) else nullcontext():
             self._muon.step()
         self._adamw.step()
         return loss
 
 
-class _Full(TorchFunctionMode):
-    """Have ``tensor.bfloat16()``, with which torch's Muon begins its iteration, give a copy in 32 bits."""
+class _In32Bits(TorchFunctionMode):
+    """Replace ``tensor.bfloat16()``, with which torch's Muon starts its iteration, by a copy in 32 bits."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,20 +182,20 @@ class _Full(TorchFunctionMode):
 
 
 def _emulates_bfloat16(optimizer: Optimizer) -> bool:
-    """Return whether products in bfloat16 are made of many steps where the parameters are."""
+    """Return whether the device of the parameters emulates products in bfloat16."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     on_cpu = first is not None and first.device.type == "cpu"
     return on_cpu and not cpu_has_bfloat16()
 
 
 def _without_names(params: Any) -> list[Tensor] | None:
-    """Return parameters as a list; None where they come with names."""
+    """Return parameters as a list; None if they have names."""
     listed = [params] if isinstance(params, Tensor) else list(params)
     return None if listed and isinstance(listed[0], tuple) else listed
 
 
 def _embeddings_and_head(model: nn.Module) -> set[int]:
-    """Return the ids of the weights of embeddings, and of the layer that gives the answer."""
+    """Return the ids of the weights of embeddings and of the output layer."""
     found: set[int] = set()
     last: Tensor | None = None
     head: Tensor | None = None

@@ -196,7 +196,7 @@ class Trial:
         else:
             run.wrapped = outer.wrapped
         take_optimizers(run, outer.optimizers, schedulers)
-        run.averages.go_on_with(None)
+        run.averages.resume_with(None)
 
     def try_out(
         self, method: str, count: int, *, check: Callable[[list[Any]], None] = lambda loaders: None
