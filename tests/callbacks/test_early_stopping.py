@@ -206,22 +206,6 @@ def test_an_absent_value_may_be_allowed() -> None:
     assert epochs(trainer) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"mode": "best"}, "mode='best'"),
-        ({"patience": -1}, "patience=-1"),
-        ({"patience": 1.5}, r"patience=1\.5"),
-        ({"min_delta": "a"}, "min_delta='a'"),
-        ({"stopping_threshold": "a"}, "stopping_threshold='a'"),
-        ({"monitor": 3}, "monitor=3"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EarlyStopping(**{"monitor": "val_loss", **arguments})
-
-
 # -- state
 
 

@@ -138,15 +138,6 @@ def test_ctrl_c_saves_the_run(tmp_path: Path) -> None:
     assert stored["global_step"] == 1
 
 
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"filename=''\): give a name without .ckpt"):
-        OnExceptionCheckpoint(".", "")
-    with pytest.raises(ValueError, match="filename=None"):
-        OnExceptionCheckpoint(".", None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"dirpath=None\): give the path of a folder"):
-        OnExceptionCheckpoint(None)  # type: ignore[arg-type]
-
-
 def test_on_two_processes_it_needs_both(tmp_path: Path) -> None:
     program = f"""
 import hasten as L

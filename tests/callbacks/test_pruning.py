@@ -314,36 +314,6 @@ def test_what_is_pruned_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "pruned" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"pruning_fn": "l1"}, r"pruning_fn='l1'\): use one of \['ln_structured', 'l1_unstructured'"),
-        ({"pruning_fn": 5}, r"pruning_fn=5\): use one of"),
-        ({"pruning_fn": prune.L1Unstructured(1)}, "the class, not an instance"),
-        ({"pruning_fn": prune.LnStructured}, "structured pruning looks at one parameter at a time"),
-        ({"pruning_fn": prune.L1Unstructured, "use_global_unstructured": False}, "a class needs use_global"),
-        (
-            {"pruning_fn": "random_structured", "use_global_unstructured": False},
-            "in which dimension with pruning_dim",
-        ),
-        (
-            {"pruning_fn": "ln_structured", "pruning_dim": 0, "use_global_unstructured": False},
-            "by which norm with pruning_norm",
-        ),
-        ({"pruning_fn": "random_structured", "pruning_dim": 0}, "Use use_global_unstructured=False"),
-        ({"parameter_names": ["weights"]}, r"'weights' is none of \['weight', 'bias'\].*weight"),
-        ({"amount": "0.5"}, r"amount='0.5'\): use a share from 0.0 to 1.0, a number"),
-        ({"amount": True}, "amount=True"),
-        ({"amount": 1.5}, r"amount=1.5\): use a share from 0.0 to 1.0 \(float\), or a number"),
-        ({"amount": -1}, "amount=-1"),
-        ({"verbose": 3}, r"verbose=3\): use 0, 1 or 2"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelPruning(**{"pruning_fn": "l1_unstructured", **arguments})
-
-
 def test_parameters_that_are_not_there_are_refused() -> None:
     model = make()
     for given, message in (

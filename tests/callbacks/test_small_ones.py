@@ -120,7 +120,7 @@ def test_names_of_groups_and_several_optimizers() -> None:
     def twice(parameters: list[nn.Parameter]) -> Any:
         return torch.optim.SGD([{"params": [parameter], "name": "same"} for parameter in parameters], lr=0.1)
 
-    with pytest.raises(ValueError, match="several parameter groups of the name 'same'"):
+    with pytest.raises(ValueError, match="several parameter groups named 'same'"):
         logged(twice, LearningRateMonitor())
 
 
@@ -143,12 +143,6 @@ def test_what_the_monitor_needs() -> None:
 )
 def test_durations(duration: Any) -> None:
     assert Timer(duration).time_remaining() == 30.0
-
-
-@pytest.mark.parametrize("arguments", [{"duration": "soon"}, {"duration": 5}, {"interval": "batch"}])
-def test_bad_durations(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        Timer(**arguments)
 
 
 def test_no_time_left_stops_at_once() -> None:
@@ -245,13 +239,6 @@ def test_every_hook_can_be_a_function() -> None:
     hooks = [name for name in dir(L.Callback) if name.startswith("on_")] + ["setup", "teardown"]
     callback = LambdaCallback(**{name: lambda *_: None for name in hooks})
     assert all(overrides(callback, L.Callback, name) for name in hooks)
-
-
-def test_a_wrong_hook_is_named() -> None:
-    with pytest.raises(TypeError, match="Did you mean 'on_train_start'"):
-        LambdaCallback(on_train_strat=print)
-    with pytest.raises(TypeError, match="give a function"):
-        LambdaCallback(on_train_start="print")  # type: ignore[arg-type]
 
 
 # -- ModelSummary

@@ -174,7 +174,7 @@ def test_a_resumed_run_compares_with_the_losses_before(tmp_path: Path) -> None:
     assert resumed.state_dict()["recent"] == [[1.0, 1.0, 3.25, 1.0]]
     with pytest.raises(TrainingSpikeException):
         fit(ckpt_path=saver.path, rtol=0.7, warmup=2, window=2)
-    fresh = {"seen": 0, "last": [], "recent": [], "waiting": [], "bad_batches": []}
+    fresh = {"seen": 0, "last": [], "recent": [], "pending": [], "bad_batches": []}
     assert SpikeDetection().state_dict() == fresh
     # A new fit begins anew, but keeps what was found bad.
     whole.bad_batches = [7]
@@ -188,14 +188,14 @@ def test_losses_that_are_on_their_way_are_not_forgotten(tmp_path: Path) -> None:
     callback._recent, callback._last, callback._seen = [__import__("collections").deque([1.0], 10)], [1.0], 5
     from hasten._lib.host import send_to_host
 
-    callback._waiting.append((3, send_to_host([1.5, 1.0])))
-    callback._waiting.append((4, send_to_host([9.0, 1.0])))
+    callback._pending.append((3, send_to_host([1.5, 1.0])))
+    callback._pending.append((4, send_to_host([9.0, 1.0])))
     state = callback.state_dict()
-    assert state["waiting"] == [[3, [1.5, 1.0]], [4, [9.0, 1.0]]]
+    assert state["pending"] == [[3, [1.5, 1.0]], [4, [9.0, 1.0]]]
     again = SpikeDetection(exclude_batches_path=tmp_path)
     again.load_state_dict(state)
     trainer = quiet(callbacks=[again])
-    again._judge(trainer, keep=1)
+    again._check(trainer, keep=1)
     assert again.state_dict()["seen"] == 6
     with pytest.raises(TrainingSpikeException, match="batch 4"):
         again.on_train_epoch_end(trainer, None)  # type: ignore[arg-type]
@@ -218,23 +218,6 @@ def test_manual_optimisation_must_return_a_loss(tmp_path: Path) -> None:
     module.returned = {"loss": torch.tensor(NAN)}
     with pytest.raises(TrainingSpikeException):
         quiet(callbacks=[SpikeDetection(exclude_batches_path=tmp_path)]).fit(module, [torch.zeros(1)] * 2)
-
-
-def test_bad_arguments_are_refused() -> None:
-    for name, value, message in (
-        ("mode", "mix", r"mode='mix'\): use 'min' or 'max'.*min"),
-        ("window", 0, r"window=0\): use a whole number of at least 1"),
-        ("window", 1.5, "window=1.5"),
-        ("warmup", -1, r"warmup=-1\): use a whole number of at least 0"),
-        ("warmup", True, "warmup=True"),
-        ("atol", -1.0, r"atol=-1.0\): use a number of at least 0, or None"),
-        ("rtol", "2", "rtol='2'"),
-        ("rtol", NAN, "rtol=nan"),
-        ("rtol", True, "rtol=True"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            SpikeDetection(**{name: value})
-    assert SpikeDetection(atol=0, rtol=0).atol == 0
 
 
 def test_a_spike_on_one_process_ends_all(tmp_path: Path) -> None:
@@ -275,7 +258,7 @@ trainer.fit(Mine([]), [torch.zeros(1)] * 8)
 def test_nothing_is_read_from_a_device_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     callback = SpikeDetection()
-    monkeypatch.setattr(callback, "_judge", lambda trainer, keep: read.append(keep))
+    monkeypatch.setattr(callback, "_check", lambda trainer, keep: read.append(keep))
 
     class OnDevice(Tensor):
         is_cuda = True
@@ -285,4 +268,4 @@ def test_nothing_is_read_from_a_device_in_a_step(monkeypatch: pytest.MonkeyPatch
     callback.on_train_batch_end(trainer, None, torch.tensor(1.0).as_subclass(OnDevice), None, 1)  # type: ignore[arg-type]
     callback.on_train_epoch_end(trainer, None)  # type: ignore[arg-type]
     assert read == [0, SpikeDetection.lag, 0]
-    assert len(callback._waiting) == 2
+    assert len(callback._pending) == 2

@@ -263,15 +263,6 @@ def test_times_that_the_device_says() -> None:
     assert found[-1] == {"time": 5.0, "batches": 4, "samples": 16, "lengths": 8, "flops": 7}
 
 
-def test_bad_arguments() -> None:
-    with pytest.raises(TypeError, match=r"ThroughputMonitor\(batch_size_fn=4\)"):
-        ThroughputMonitor(4)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"ThroughputMonitor\(length_fn='x'\)"):
-        ThroughputMonitor(len, length_fn="x")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="window_size=1"):
-        ThroughputMonitor(len, window_size=1)
-
-
 def test_it_travels_to_another_process(tmp_path: Path) -> None:
     callback = ThroughputMonitor(len, window_size=7)
     quiet(callbacks=[callback]).fit(Classifier(), loader())

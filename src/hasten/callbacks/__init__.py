@@ -1,4 +1,4 @@
-"""Callbacks: what watches a run and acts at named moments."""
+"""Callbacks: code that runs at the hooks of a run, beside the module."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hasten.callbacks.accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
     from hasten.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from hasten.callbacks.checkpoint import Checkpoint as Checkpoint
+    from hasten.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
     from hasten.callbacks.device_stats import DeviceStatsMonitor as DeviceStatsMonitor
     from hasten.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from hasten.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
@@ -17,19 +18,18 @@ if TYPE_CHECKING:
     from hasten.callbacks.lambda_function import LambdaCallback as LambdaCallback
     from hasten.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
     from hasten.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
-    from hasten.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from hasten.callbacks.model_summary import ModelSummary as ModelSummary
+    from hasten.callbacks.model_summary import RichModelSummary as RichModelSummary
     from hasten.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from hasten.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from hasten.callbacks.progress import ProgressBar as ProgressBar
-    from hasten.callbacks.progress import TQDMProgressBar as TQDMProgressBar
     from hasten.callbacks.pruning import ModelPruning as ModelPruning
     from hasten.callbacks.rich_progress import RichProgressBar as RichProgressBar
-    from hasten.callbacks.rich_summary import RichModelSummary as RichModelSummary
     from hasten.callbacks.spike import SpikeDetection as SpikeDetection
     from hasten.callbacks.swa import StochasticWeightAveraging as StochasticWeightAveraging
     from hasten.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from hasten.callbacks.timer import Timer as Timer
+    from hasten.callbacks.tqdm_progress import TQDMProgressBar as TQDMProgressBar
     from hasten.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from hasten.callbacks.weight_averaging import WeightAveraging as WeightAveraging
     from hasten.module.callback import Callback as Callback
@@ -40,25 +40,24 @@ __getattr__, __dir__, __all__ = attach(
         "hasten.module.callback": ("Callback",),
         "hasten.callbacks.accumulation": ("GradientAccumulationScheduler",),
         "hasten.callbacks.batch_size_finder": ("BatchSizeFinder",),
-        "hasten.callbacks.checkpoint": ("Checkpoint",),
+        "hasten.callbacks.checkpoint": ("Checkpoint", "ModelCheckpoint"),
         "hasten.callbacks.device_stats": ("DeviceStatsMonitor",),
         "hasten.callbacks.early_stopping": ("EarlyStopping",),
         "hasten.callbacks.finetuning": ("BackboneFinetuning", "BaseFinetuning"),
         "hasten.callbacks.lambda_function": ("LambdaCallback",),
         "hasten.callbacks.lr_finder": ("LearningRateFinder",),
         "hasten.callbacks.lr_monitor": ("LearningRateMonitor",),
-        "hasten.callbacks.model_checkpoint": ("ModelCheckpoint",),
-        "hasten.callbacks.model_summary": ("ModelSummary",),
+        "hasten.callbacks.model_summary": ("ModelSummary", "RichModelSummary"),
         "hasten.callbacks.on_exception_checkpoint": ("OnExceptionCheckpoint",),
         "hasten.callbacks.prediction_writer": ("BasePredictionWriter",),
-        "hasten.callbacks.progress": ("ProgressBar", "TQDMProgressBar"),
+        "hasten.callbacks.progress": ("ProgressBar",),
         "hasten.callbacks.pruning": ("ModelPruning",),
         "hasten.callbacks.rich_progress": ("RichProgressBar",),
-        "hasten.callbacks.rich_summary": ("RichModelSummary",),
         "hasten.callbacks.spike": ("SpikeDetection",),
         "hasten.callbacks.swa": ("StochasticWeightAveraging",),
         "hasten.callbacks.throughput": ("ThroughputMonitor",),
         "hasten.callbacks.timer": ("Timer",),
+        "hasten.callbacks.tqdm_progress": ("TQDMProgressBar",),
         "hasten.callbacks.weight_averaging": ("EMAWeightAveraging", "WeightAveraging"),
     },
 )

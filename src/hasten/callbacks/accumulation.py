@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten.module.callback import Callback
 from hasten.optim import check_accumulation
@@ -16,18 +17,18 @@ if TYPE_CHECKING:
 class GradientAccumulationScheduler(Callback):
     """Change how many batches are accumulated for an optimizer step, by epoch.
 
-    What applies to an epoch follows from its index alone, so a resumed run, also one resumed in the middle of an
-    epoch, accumulates as the uninterrupted one. When fit ends, ``trainer.accumulate_grad_batches`` is as before.
+    The number depends on the index of the epoch alone, so a resumed run accumulates like the uninterrupted one, also
+    if it is resumed in the middle of an epoch. When fit ends, ``trainer.accumulate_grad_batches`` is 1 again.
 
     Args:
         scheduling: the first epoch (from 0) to the number of batches accumulated from then on; 1 batch in the epochs
             before the first one named.
 
     Raises:
-        TypeError: ``scheduling`` is no dict, or empty.
+        TypeError: ``scheduling`` is not a dict, or is empty.
         MisconfigurationException: an epoch is below 0 or a number of batches below 1; when fit begins, if the Trainer
-            accumulates by itself or the optimizer computes the loss several times a step.
-        RuntimeError: when fit begins, if the module optimises by hand.
+            has another ``accumulate_grad_batches`` or the optimizer computes the loss several times a step.
+        RuntimeError: when fit begins, if the module uses manual optimization.
 
     Example::
 
@@ -43,17 +44,10 @@ class GradientAccumulationScheduler(Callback):
                 f"GradientAccumulationScheduler(scheduling={scheduling!r}): give a dict of epoch to number of batches, "
                 "for instance {0: 8, 4: 2}."
             )
+        owner, error = "GradientAccumulationScheduler", MisconfigurationException
         for epoch, batches in scheduling.items():
-            if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-                raise MisconfigurationException(
-                    f"GradientAccumulationScheduler(scheduling={scheduling!r}): the epoch {epoch!r} is not "
-                    "a whole number of at least 0."
-                )
-            if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
-                raise MisconfigurationException(
-                    f"GradientAccumulationScheduler(scheduling={scheduling!r}): {batches!r} batches in epoch {epoch}; "
-                    "use a whole number of at least 1."
-                )
+            check.whole(owner, "scheduling: epoch", epoch, at_least=0, error=error)
+            check.whole(owner, f"scheduling: epoch {epoch}", batches, at_least=1, unit="batches", error=error)
         self.scheduling = {0: 1, **scheduling}
         self.epochs = sorted(self.scheduling)
         self._active = False
@@ -67,18 +61,17 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(start for start in self.epochs if start <= epoch)]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what cannot be scheduled, before anything is trained."""
+        """Refuse runs whose accumulation cannot be scheduled."""
         self._active = False
         if not pl_module.automatic_optimization:
             raise RuntimeError(
-                f"GradientAccumulationScheduler: {type(pl_module).__name__} optimises by hand "
-                "(automatic_optimization = False), so nothing accumulates for it. Remove the callback."
+                f"GradientAccumulationScheduler: {type(pl_module).__name__} uses manual optimization, which does not "
+                "accumulate automatically. Remove the callback."
             )
         if trainer.accumulate_grad_batches != 1:
             raise MisconfigurationException(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
-                "GradientAccumulationScheduler contradict each other. Remove one; the callback's "
-                f"scheduling={{0: {trainer.accumulate_grad_batches}, ...}} says the same."
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulationScheduler "
+                f"contradict each other. Use scheduling={{0: {trainer.accumulate_grad_batches}, ...}} alone."
             )
         for optimizer in trainer.optimizers:
             check_accumulation(
@@ -89,7 +82,7 @@ class GradientAccumulationScheduler(Callback):
         self._active = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the number for the epoch in hand, which may be one resumed in its middle."""
+        """Set the number for the current epoch, which may be resumed in its middle."""
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -97,10 +90,10 @@ class GradientAccumulationScheduler(Callback):
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave a Trainer behind that can fit again, unless it was refused for its own number."""
+        """Reset the number, so that the Trainer can fit again, unless it was refused for its own number."""
         if self._active:
             trainer.accumulate_grad_batches = 1
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the Trainer as it was."""
+        """Reset the number."""
         trainer.accumulate_grad_batches = 1

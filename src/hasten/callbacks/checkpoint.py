@@ -1,10 +1,34 @@
-"""Checkpoint: the base of all callbacks that save checkpoints."""
+"""ModelCheckpoint: when to save, under which name, and which files to keep."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from weakref import proxy
 
+import torch
+from torch import Tensor
+
+from hasten._lib.durations import Interval, parse_interval
+from hasten._lib.errors import BadLossError, MisconfigurationException
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten.callbacks import checkpoint_folder
+from hasten.callbacks.checkpoint_names import check_template, format_name
+from hasten.callbacks.monitored import MetricSource, check_mode, check_monitor, not_logged, validates
+from hasten.callbacks.shared_deadline import SharedDeadline
+from hasten.callbacks.unused_hooks import disable_hooks, enable_hooks
+from hasten.loggers.folders import exists, is_url, write_whole
+from hasten.loops.states import TrainerFn
 from hasten.module.callback import Callback
+
+if TYPE_CHECKING:
+    from hasten.module import LightningModule
+    from hasten.trainer import Trainer
 
 
 class Checkpoint(Callback):
@@ -18,3 +42,700 @@ class Checkpoint(Callback):
     """
 
     runs_last: ClassVar[bool] = True
+
+
+@dataclass
+class Ranking:
+    """The files a ModelCheckpoint has written and their scores; a failed save restores it as a whole.
+
+    Containers are replaced, never changed in place, so a shallow copy is enough.
+    """
+
+    kth_value: Tensor
+    best_k_models: dict[str, Tensor] = field(default_factory=dict)
+    best_model_path: str = ""
+    best_model_score: Tensor | None = None
+    current_score: Tensor | None = None
+    kth_best_model_path: str = ""
+    last_model_path: str = ""
+    last_checkpoint_saved: str = ""
+    last_global_step_saved: int = 0
+    ranked_step: int = 0
+    # (optimizer steps, batches) at which a file, and ``last``, was saved.
+    saved_at: tuple[int, int] | None = None
+    last_saved_at: tuple[int, int] | None = None
+    # To be removed once their replacement is complete; stored, so that a resumed run removes them too.
+    replaced_files: list[str] = field(default_factory=list)
+
+
+def _ranked(name: str) -> Any:
+    """Return a property for a field of the ranking."""
+
+    def get(checkpoint: ModelCheckpoint) -> Any:
+        return getattr(checkpoint._ranking, name)
+
+    def set_(checkpoint: ModelCheckpoint, value: Any) -> None:
+        setattr(checkpoint._ranking, name, value)
+
+    return property(get, set_)
+
+
+class ModelCheckpoint(Checkpoint):
+    """Save the run while it trains: the best ones by a logged value, and the last.
+
+    A file is written under a temporary name and renamed when it is complete; only then is a file that is no
+    longer among the best removed. ``last`` is saved whenever saving is due, whatever the monitored value.
+    On Ctrl-C and SIGTERM the state after the last complete batch is saved as ``last.ckpt``.
+
+    Args:
+        dirpath: folder of the files, or a URL; by default ``checkpoints`` in the logger's folder of the run.
+        filename: template of the names, such as ``"{epoch}-{val_loss:.2f}"``; ``"{epoch}-{step}"`` by default.
+        monitor: name of a logged value that ranks the files; None keeps the newest.
+        verbose: report what is saved.
+        save_last: also keep ``last.ckpt``; ``"link"`` makes it a symbolic link to a file that was just saved.
+        save_top_k: how many of the best to keep; -1 for all, 0 for none.
+        save_on_exception: save when an exception ends the run.
+        save_weights_only: leave out what only training needs; such a file cannot resume a run.
+        mode: "min" when lower is better, "max" when higher is.
+        auto_insert_metric_name: write ``name=value`` in file names, not the value alone.
+        every_n_train_steps: save after this many optimizer steps.
+        train_time_interval: save after this much time.
+        every_n_epochs: save after this many epochs; 1 unless another argument sets the interval.
+        save_on_train_epoch_end: save when a training epoch ends (True) or when a validation ends (False); by
+            default where the monitored value is new.
+        enable_version_counter: add a version (``-v1``) to a name that exists instead of overwriting the file.
+
+    Raises:
+        MisconfigurationException: an argument is out of range, or two contradict each other; during the run,
+            if ``monitor`` was not logged by the time it should be there.
+
+    Example::
+
+        >>> best = ModelCheckpoint(monitor="val_acc", mode="max", filename="{epoch}-{val_acc:.3f}")
+        >>> best.format_checkpoint_name({"epoch": 3, "val_acc": 0.9125})
+        'epoch=3-val_acc=0.912.ckpt'
+
+    """
+
+    CHECKPOINT_JOIN_CHAR: str = "-"
+    CHECKPOINT_EQUALS_CHAR: str = "="
+    CHECKPOINT_NAME_LAST: str = "last"
+    FILE_EXTENSION: str = ".ckpt"
+    STARTING_VERSION: ClassVar[int] = 1
+
+    best_k_models: dict[str, Tensor] = _ranked("best_k_models")
+    best_model_path: str = _ranked("best_model_path")
+    best_model_score: Tensor | None = _ranked("best_model_score")
+    current_score: Tensor | None = _ranked("current_score")
+    kth_best_model_path: str = _ranked("kth_best_model_path")
+    kth_value: Tensor = _ranked("kth_value")
+    last_model_path: str = _ranked("last_model_path")
+    _last_checkpoint_saved: str = _ranked("last_checkpoint_saved")
+    _last_global_step_saved: int = _ranked("last_global_step_saved")
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: Literal["min", "max"] = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | str | None = None,
+        train_time_interval: timedelta | str | dict[str, int] | None = None,
+        every_n_epochs: int | str | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        self.mode = check_mode("ModelCheckpoint", mode)
+        self.monitor = None if monitor is None else check_monitor("ModelCheckpoint", monitor)
+        if filename is not None:
+            check_template(filename, "ModelCheckpoint(filename)")
+        _check_what_is_kept(save_last, save_top_k, monitor)
+        self.verbose = verbose
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self.save_on_exception = save_on_exception
+        self.save_weights_only = save_weights_only
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.dirpath: str | None = checkpoint_folder.resolve(dirpath)
+        self.filename = filename
+        self._every_n_train_steps, self._every_n_epochs, self._train_time_interval = _intervals(
+            every_n_train_steps, every_n_epochs, train_time_interval
+        )
+        self._save_on_train_epoch_end = save_on_train_epoch_end
+        self._enable_version_counter = enable_version_counter
+        self._default_folder = self.dirpath is None
+
+        self._ranking = Ranking(kth_value=torch.tensor(torch.inf if mode == "min" else -torch.inf))
+        self._found_as_last: str | None = None
+        self._resumed = False
+        # A ranked save is due and waits for a new value of the monitored metric.
+        self._deferred = False
+        self._source = MetricSource(monitor)
+        self._deadline = SharedDeadline()
+        self._last_time_checked: float | None = None
+        self._enable_batch_hook()
+
+    @property
+    def every_n_epochs(self) -> int:
+        """Epochs between saves; 0 when epochs do not count."""
+        return self._every_n_epochs
+
+    # -- state
+
+    @property
+    def state_key(self) -> str:
+        """Name of the state in a checkpoint; two of them differ in ``monitor``, ``mode`` or when they save."""
+        return self._generate_state_key(
+            monitor=self.monitor,
+            mode=self.mode,
+            every_n_train_steps=self._every_n_train_steps,
+            every_n_epochs=self._every_n_epochs,
+            train_time_interval=self._train_time_interval,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the files and their scores."""
+        return {
+            "monitor": self.monitor,
+            "dirpath": self.dirpath,
+            "deferred": self._deferred,
+            "metric_source": self._source.stage,
+            **{each.name: getattr(self._ranking, each.name) for each in fields(Ranking)},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the ranking; from another folder only ``best_model_path``."""
+        self.best_model_path = state_dict["best_model_path"]
+        folder = state_dict.get("dirpath", self.dirpath)
+        if folder != self.dirpath:
+            if not self._default_folder:
+                rank_zero_warn(
+                    f"ModelCheckpoint: the dirpath has changed from {folder!r} to {self.dirpath!r}, so a new ranking "
+                    "starts; only best_model_path is kept. Pass the same dirpath= to continue the old one."
+                )
+            return
+        self._resumed = True
+        self._deferred = state_dict.get("deferred", False)
+        self._source.stage = state_dict.get("metric_source")
+        for each in fields(Ranking):
+            if each.name in state_dict:
+                setattr(self._ranking, each.name, state_dict[each.name])
+        self.kth_value = torch.as_tensor(self.kth_value)
+
+    # -- when to save
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Choose the folder, and remove temporary files of killed writers."""
+        folder: str = trainer.strategy.broadcast(self.dirpath or checkpoint_folder.default(trainer))
+        self.dirpath = folder
+        if self.save_last == "link" and is_url(folder):
+            raise ValueError(
+                f"ModelCheckpoint(save_last='link', dirpath={folder!r}): links need a local folder. "
+                "Use save_last=True."
+            )
+        if trainer.is_global_zero and stage == TrainerFn.FITTING:
+            checkpoint_folder.clean(folder)
+        self._enable_batch_hook()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock, and check what is in the folder."""
+        self._last_time_checked = time.monotonic()
+        self._source.start(trainer)
+        if not trainer.is_global_zero or not self.dirpath:
+            return
+        if self._resumed:
+            self._remove_replaced(trainer, keep=trainer.ckpt_path)
+        elif (
+            not self._default_folder
+            and self.save_top_k != 0
+            and not self._last_checkpoint_saved
+            and checkpoint_folder.find(self.dirpath, self.FILE_EXTENSION)
+        ):
+            rank_zero_warn(
+                f"Checkpoint directory {self.dirpath} exists and is not empty. Its files are kept; a new file of the "
+                "same name gets a version such as -v1. Pass another dirpath=, or resume with ckpt_path='last'."
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if steps or time are due."""
+        if not self._due_after_batch(trainer) or self._should_skip_saving_checkpoint(trainer):
+            return
+        self._source.update_in_training(trainer)
+        source = self._source.stage
+        # Ranking waits for a new value; keeping all files only waits for the first.
+        waits = self.monitor is not None and source != "step" and self.save_top_k != 0
+        if self.save_top_k == -1 and source is not None:
+            waits = False
+        self._deferred = self._deferred or waits
+        self._save(trainer, ranked=not waits)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out where the monitored value is logged."""
+        if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
+            self._source.update_in_training(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save if it is due after validation."""
+        if self._should_skip_saving_checkpoint(trainer):
+            return
+        self._source.update_after_validation(trainer)
+        if self._deferred and self._source.stage in ("validate", "step"):
+            self._save(trainer, ranked=True)
+        elif (
+            self._due_after_epoch(trainer)
+            and not self._should_save_on_train_epoch_end(trainer)
+            and not self._waits_for_epoch_end(trainer)
+        ):
+            self._save(trainer, ranked=self._every_n_epochs > 0)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save if it is due after the training epoch."""
+        if self._should_skip_saving_checkpoint(trainer):
+            return
+        self._source.update_after_epoch(trainer)
+        if self._deferred and self._source.stage == "epoch":
+            self._save(trainer, ranked=True)
+        elif self._due_after_epoch(trainer) and (
+            self._should_save_on_train_epoch_end(trainer) or self._waits_for_epoch_end(trainer)
+        ):
+            self._save(trainer, ranked=self._every_n_epochs > 0)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make sure that ``last`` exists."""
+        if (
+            self.save_last
+            and self._ranking.last_saved_at is None
+            and not self._should_skip_saving_checkpoint(trainer)
+        ):
+            self._save(trainer, ranked=False)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove what a killed run had replaced, also if the resumed run had nothing left to train."""
+        if self._resumed:
+            self._remove_replaced(trainer, keep=trainer.ckpt_path)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save the state when the run is stopped from outside, and on errors with ``save_on_exception``."""
+        if self._should_skip_saving_checkpoint(trainer) or trainer.total_batch_idx < 0:
+            return
+        position, ranking = _position(trainer), self._ranking
+        if isinstance(exception, (KeyboardInterrupt, SystemExit, BadLossError)):
+            is_saved = position in (ranking.saved_at, ranking.last_saved_at)
+            if trainer.between_batches and self._keeps_stopped_run(trainer) and not is_saved:
+                self._save_stopped(trainer)
+        elif self.save_on_exception and ranking.saved_at != position:
+            candidates = self._monitor_candidates(trainer)
+            path = self._get_metric_interpolated_filepath_name(candidates, trainer)
+            self._save_checkpoint(trainer, path)
+            self._save_last_checkpoint(trainer, candidates)
+            rank_zero_info(f"{type(exception).__name__}: {exception}. Saved the run as {path}.")
+
+    def _due_after_batch(self, trainer: Trainer) -> bool:
+        if self._every_n_train_steps:
+            step = trainer.global_step
+            # The batches of one accumulation share a step: save once.
+            return step % self._every_n_train_steps == 0 and step != self._last_global_step_saved
+        if self._train_time_interval is None:
+            return False
+        since, now = self._last_time_checked, time.monotonic()
+        is_late = since is not None and now - since >= self._train_time_interval.total_seconds()
+        if self._deadline.passed(trainer, is_late):
+            self._last_time_checked = now
+            return True
+        return False
+
+    def _due_after_epoch(self, trainer: Trainer) -> bool:
+        every = self._every_n_epochs
+        if every:
+            return (trainer.current_epoch + 1) % every == 0
+        # every_n_epochs=0 alone switches off the ranked files, not ``last``.
+        return bool(self.save_last) and not self._every_n_train_steps and self._train_time_interval is None
+
+    def _should_save_on_train_epoch_end(self, trainer: Trainer) -> bool:
+        if self._save_on_train_epoch_end is not None:
+            return self._save_on_train_epoch_end
+        if self._source.stage == "epoch" or not validates(trainer):
+            return True
+        return bool(trainer.check_val_every_n_epoch == 1 and trainer.val_check_interval == 1.0)
+
+    def _waits_for_epoch_end(self, trainer: Trainer) -> bool:
+        """Return whether the value has not been logged yet but may be at the end of this epoch."""
+        if self.monitor is None or self.save_top_k == 0 or self._source.stage is not None:
+            return False
+        return trainer.num_training_batches != float("inf")
+
+    def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
+        return bool(trainer.fast_dev_run) or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking
+
+    def _keeps_stopped_run(self, trainer: Trainer) -> bool:
+        first = next(
+            (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)), self
+        )
+        return bool(self.save_last) or first is self
+
+    def _enable_batch_hook(self) -> None:
+        """Run a hook after each batch only if steps or time decide when to save."""
+        if self._every_n_train_steps or self._train_time_interval is not None:
+            enable_hooks(self, "on_train_batch_end")
+        else:
+            disable_hooks(self, ModelCheckpoint, "on_train_batch_end")
+
+    # -- what to save
+
+    def _save(self, trainer: Trainer, *, ranked: bool) -> None:
+        """Save the ranked file if it is good enough, then ``last``; then remove what they replace."""
+        candidates = self._monitor_candidates(trainer)
+        if ranked:
+            self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
+        self._remove_replaced(trainer)
+
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        if self.save_top_k == 0 or self._ranking.ranked_step == trainer.global_step:
+            self._deferred = False
+            return
+        if self.monitor is None:
+            self._save_none_monitor_checkpoint(trainer, monitor_candidates)
+            return
+        if self.monitor not in monitor_candidates:
+            if not self._source.validations and validates(trainer):
+                return  # the first validation is still to come
+            raise not_logged("ModelCheckpoint", self.monitor, trainer.callback_metrics)
+        self._deferred = False
+        current = monitor_candidates[self.monitor]
+        if self.check_monitor_top_k(trainer, current):
+            self._update_best_and_save(current, trainer, monitor_candidates)
+        elif self.verbose:
+            rank_zero_info(
+                f"Epoch {trainer.current_epoch}, global step {trainer.global_step}: {self.monitor!r} was not in "
+                f"top {self.save_top_k}"
+            )
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        """Return whether a value is good enough for its file to be kept."""
+        if current is None:
+            return False
+        if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
+            return True
+        better = torch.lt if self.mode == "min" else torch.gt
+        return bool(better(current, self.best_k_models[self.kth_best_model_path]))
+
+    def _update_best_and_save(
+        self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]
+    ) -> None:
+        k = len(self.best_k_models) + 1 if self.save_top_k == -1 else self.save_top_k
+        replaced = self.kth_best_model_path if len(self.best_k_models) == k else ""
+        if torch.isnan(current):
+            # NaN cannot be compared; as the worst value it is replaced by the first number.
+            current = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
+        path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, replaced)
+        with self._undo_on_failure():
+            scores = {name: score for name, score in self.best_k_models.items() if name != replaced}
+            scores[path] = current
+            self.best_k_models, self.current_score = scores, current
+            best, worst = (min, max) if self.mode == "min" else (max, min)
+            if len(scores) == k:
+                self.kth_best_model_path = worst(scores, key=lambda name: float(scores[name]))
+                self.kth_value = scores[self.kth_best_model_path]
+            self.best_model_path = best(scores, key=lambda name: float(scores[name]))
+            self.best_model_score = scores[self.best_model_path]
+            if self.verbose:
+                rank_zero_info(
+                    f"Epoch {trainer.current_epoch}, global step {trainer.global_step}: {self.monitor!r} reached "
+                    f"{current:0.5f} (best {self.best_model_score:0.5f}), saving model to {path!r} as top {k}"
+                )
+            self._save_ranked(trainer, path, replaced)
+
+    def _save_none_monitor_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        # With save_top_k=-1 all files are kept: none may be overwritten.
+        previous = self.best_model_path if self.save_top_k == 1 else ""
+        path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, previous)
+        with self._undo_on_failure():
+            self.best_model_path = path
+            self._save_ranked(trainer, path, previous)
+
+    def _save_ranked(self, trainer: Trainer, path: str, previous: str) -> None:
+        self._ranking.ranked_step = trainer.global_step
+        self._replace(trainer, previous, path)
+        self._save_checkpoint(trainer, path)
+
+    def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        position, ranking = _position(trainer), self._ranking
+        if not self.save_last or trainer.total_batch_idx < 0:
+            return
+        just_saved = ranking.last_checkpoint_saved if ranking.saved_at == position else ""
+        if ranking.last_saved_at == position and not (just_saved and just_saved != self.last_model_path):
+            return
+        previous = self.last_model_path
+        path = self._free_name(trainer, monitor_candidates, self.CHECKPOINT_NAME_LAST, previous)
+        with self._undo_on_failure():
+            ranking.last_model_path, ranking.last_saved_at = path, position
+            self._replace(trainer, previous, path)
+            if self.save_last == "link" and just_saved:
+                self._link_checkpoint(trainer, just_saved, path)
+            else:
+                self._save_checkpoint(trainer, path)
+
+    def _save_stopped(self, trainer: Trainer) -> None:
+        """Save a run that was stopped from outside, so that it can be resumed."""
+        previous, ranking = self.last_model_path, self._ranking
+        candidates = self._monitor_candidates(trainer)
+        path = self._free_name(trainer, candidates, self.CHECKPOINT_NAME_LAST, previous)
+        with self._undo_on_failure():
+            ranking.last_saved_at = _position(trainer)
+            if self.save_last:
+                self.last_model_path = path
+                self._replace(trainer, previous, path)
+            else:
+                # Only there to resume from: to be removed once the resumed run has saved again.
+                ranking.replaced_files = [*ranking.replaced_files, path]
+            self._save_checkpoint(trainer, path)
+        rank_zero_info(f"Saved the run as {path}. To resume it, call fit with ckpt_path='last'.")
+
+    @contextmanager
+    def _undo_on_failure(self) -> Iterator[None]:
+        """Restore the ranking if the file that it describes cannot be saved."""
+        before = replace(self._ranking)
+        try:
+            yield
+        except BaseException:
+            self._ranking = before
+            raise
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+        self._ranking.saved_at = _position(trainer)
+        trainer.save_checkpoint(filepath, self.save_weights_only)
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(proxy(self))
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
+        """Return everything logged, on the host, with ``epoch`` and ``step``; equal on all processes."""
+        if trainer.world_size > 1:
+            trainer.sync_step_values()
+        values = {
+            name: torch.as_tensor(value).detach().cpu().clone()
+            for name, value in trainer.callback_metrics.items()
+        }
+        for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
+            values[name] = values[name].int() if name in values else torch.tensor(count)
+        if trainer.world_size > 1:
+            # Values differ between processes unless they were logged with sync_dist; names must not.
+            values = trainer.strategy.broadcast(values)
+        return values
+
+    # -- names
+
+    def _format_checkpoint_name(
+        self,
+        filename: str | None,
+        metrics: dict[str, Any],
+        prefix: str | None = None,
+        auto_insert_metric_name: bool = True,
+    ) -> str:
+        template = filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
+        name = format_name(
+            template, metrics, equals=self.CHECKPOINT_EQUALS_CHAR, insert_names=auto_insert_metric_name
+        )
+        return name if prefix is None else self.CHECKPOINT_JOIN_CHAR.join([prefix, name])
+
+    def format_checkpoint_name(
+        self,
+        metrics: dict[str, Any],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """Return the path of a checkpoint.
+
+        Args:
+            metrics: values for the fields of the template.
+            filename: another template than ``self.filename``.
+            ver: version added at the end, as in ``-v1``.
+            prefix: text added at the beginning.
+
+        Example::
+
+            >>> from hasten.callbacks import ModelCheckpoint
+            >>> ModelCheckpoint(filename="{epoch:03d}").format_checkpoint_name({"epoch": 5}, ver=1)
+            'epoch=005-v1.ckpt'
+
+        """
+        name = self._format_checkpoint_name(
+            filename or self.filename, metrics, prefix, self.auto_insert_metric_name
+        )
+        if ver is not None:
+            name = self.CHECKPOINT_JOIN_CHAR.join([name, f"v{ver}"])
+        name += self.FILE_EXTENSION
+        return os.path.join(self.dirpath, name) if self.dirpath else name
+
+    def _get_metric_interpolated_filepath_name(
+        self, monitor_candidates: dict[str, Tensor], trainer: Trainer, del_filepath: str | None = None
+    ) -> str:
+        return self._free_name(trainer, monitor_candidates, None, del_filepath or "")
+
+    def _free_name(
+        self, trainer: Trainer, candidates: dict[str, Tensor], template: str | None, previous: str
+    ) -> str:
+        """Return the first name, counting versions, that is free, ``previous``, or that of a damaged file."""
+        path = self.format_checkpoint_name(candidates, template)
+        version = self.STARTING_VERSION
+        while self._enable_version_counter and path != previous and self.file_exists(path, trainer):
+            if trainer.strategy.broadcast(
+                trainer.is_global_zero and checkpoint_folder.is_damaged(path, trainer.runtime.checkpoint_io)
+            ):
+                break
+            path = self.format_checkpoint_name(candidates, template, ver=version)
+            version += 1
+        return path
+
+    def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
+        """Return whether there is a file, as the first process sees it."""
+        return bool(trainer.strategy.broadcast(trainer.is_global_zero and exists(os.fspath(filepath))))
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Write the kept files with their scores as YAML.
+
+        Args:
+            filepath: the file to write; ``best_k_models.yaml`` in ``dirpath`` by default.
+
+        """
+        import yaml
+
+        path = filepath or os.path.join(self.dirpath or "", "best_k_models.yaml")
+        scores = {name: float(score) for name, score in self.best_k_models.items()}
+        write_whole(os.fspath(path), yaml.safe_dump(scores, sort_keys=False).encode())
+
+    def find_last(self, trainer: Trainer) -> str | None:
+        """Return the newest undamaged checkpoint to resume from, or None.
+
+        Searches ``dirpath``; when that is the default, also the folders of earlier runs, the latest first.
+        Damaged files are skipped with a warning that names them.
+        """
+        found: str | None = None
+        if trainer.is_global_zero:
+            folder = self.dirpath or checkpoint_folder.default(trainer)
+            folders = [folder]
+            if self._default_folder:
+                folders += checkpoint_folder.of_earlier_runs(trainer, folder)
+            reader = trainer.runtime.checkpoint_io
+            newest = (
+                checkpoint_folder.newest_undamaged(checkpoint_folder.find(each, self.FILE_EXTENSION), reader)
+                for each in folders
+            )
+            found = next((path for path in newest if path is not None), None)
+        self._found_as_last = trainer.strategy.broadcast(found)
+        return self._found_as_last
+
+    # -- replaced files
+
+    def _replace(self, trainer: Trainer, previous: str, path: str) -> None:
+        """Mark ``previous`` for removal once ``path`` is complete."""
+        if previous and self._should_remove_checkpoint(trainer, previous, path):
+            self._ranking.replaced_files = [*self._ranking.replaced_files, previous]
+
+    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
+        """Return whether a replaced file may go: it is in our folder, and the user did not resume from it by name."""
+        if previous == current:
+            return False
+        if is_url(previous):
+            return True
+        path = os.path.abspath(previous)
+        start = trainer.ckpt_path
+        if start is not None and os.path.abspath(start) == path and start != self._found_as_last:
+            return False
+        folder = os.path.abspath(self.dirpath or "")
+        return os.path.commonpath([folder, path]) == folder
+
+    def _remove_replaced(self, trainer: Trainer, keep: str | None = None) -> None:
+        wanted = {*self.best_k_models, self.best_model_path, self.last_model_path}
+        replaced = self._ranking.replaced_files
+        self._ranking.replaced_files = [path for path in replaced if path == keep]
+        for path in replaced:
+            if path not in wanted and path != keep:
+                self._remove_checkpoint(trainer, path)
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if trainer.is_global_zero:
+            checkpoint_folder.remove(filepath, trainer.runtime.checkpoint_io)
+
+    @staticmethod
+    def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if trainer.is_global_zero:
+            checkpoint_folder.link(filepath, linkpath)
+        trainer.strategy.barrier()
+
+
+def _position(trainer: Trainer) -> tuple[int, int]:
+    return trainer.global_step, trainer.total_batch_idx
+
+
+# -- arguments
+
+
+def _check_what_is_kept(save_last: object, save_top_k: object, monitor: str | None) -> None:
+    if save_last not in (None, True, False, "link"):
+        raise MisconfigurationException(
+            f"ModelCheckpoint(save_last={save_last!r}): use True, False or 'link'."
+        )
+    if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
+        raise MisconfigurationException(
+            f"ModelCheckpoint(save_top_k={save_top_k!r}): Must be >= -1: how many to keep, -1 for all, 0 for none."
+        )
+    if monitor is None and save_top_k not in (-1, 0, 1):
+        raise MisconfigurationException(
+            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: nothing ranks "
+            "the files. Give monitor=, or save_top_k=-1 to keep all, 1 to keep the newest."
+        )
+
+
+def _intervals(steps: Any, epochs: Any, duration: Any) -> tuple[int, int, timedelta | None]:
+    """Return the steps, epochs and time between saves; 0 and None where they do not count.
+
+    "2ep", "500st" and "90min" mean the same in each of the three arguments.
+    """
+    given = [
+        interval
+        for interval in (
+            _interval("every_n_train_steps", steps),
+            _interval("every_n_epochs", epochs),
+            _interval("train_time_interval", duration),
+        )
+        if interval is not None
+    ]
+    if not given:
+        return 0, 1, None
+    active = [each for each in given if each.steps or each.epochs or each.time is not None]
+    if len(active) > 1:
+        raise MisconfigurationException(
+            f"ModelCheckpoint(every_n_train_steps={steps}, every_n_epochs={epochs}, train_time_interval={duration}): "
+            "these should be mutually exclusive. Use one ModelCheckpoint for each."
+        )
+    interval = active[0] if active else Interval()
+    return interval.steps or 0, interval.epochs or 0, interval.time
+
+
+def _interval(name: str, value: Any) -> Interval | None:
+    if value is None:
+        return None
+    if isinstance(value, (str, dict, timedelta)):
+        return parse_interval(value, argument=f"ModelCheckpoint({name})")
+    if name == "train_time_interval":
+        raise TypeError(
+            f"ModelCheckpoint({name}={value!r}): use a datetime.timedelta, or a text such as '90min'."
+        )
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"ModelCheckpoint({name}={value!r}): use a whole number.")
+    if value < 0:
+        raise MisconfigurationException(f"ModelCheckpoint({name}={value}): Must be >= 0.")
+    return Interval(steps=value) if name == "every_n_train_steps" else Interval(epochs=value)

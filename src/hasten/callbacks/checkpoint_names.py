@@ -12,13 +12,15 @@ from torch import Tensor
 from hasten._lib.errors import MisconfigurationException
 
 _FIELD = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
+# Characters that would lead to another folder.
+_UNSAFE = re.compile(r"[/\\\x00-\x1f]")
 
 
-def check_template(template: Any, argument: str) -> None:
-    """Check a template before the run: its fields can be filled, and it stays inside its folder.
+def check_template(template: str, argument: str) -> None:
+    """Check before the run that a template stays inside its folder and its fields can be filled.
 
     Raises:
-        TypeError: it is no string.
+        TypeError: it is not a string.
         MisconfigurationException: it names another folder, or a field cannot be filled with a number.
 
     """
@@ -32,12 +34,11 @@ def check_template(template: Any, argument: str) -> None:
     for name, spec in _FIELD.findall(template):
         if not name:
             raise MisconfigurationException(
-                f"{argument}={template!r} has a field without a name: write {{epoch}}."
+                f"{argument}={template!r}: a field without a name. Write {{epoch}}."
             )
         if not any(_fits(value, spec) for value in (1, 0.5)):
             raise MisconfigurationException(
-                f"{argument}={template!r}: {spec!r} in {{{name}:{spec}}} is not a format of a number. "
-                f"Write for instance {{{name}:.2f}}."
+                f"{argument}={template!r}: {spec!r} is not a format of a number. Write for instance {{{name}:.2f}}."
             )
 
 
@@ -51,7 +52,7 @@ def format_name(template: str, metrics: Mapping[str, Any], *, equals: str, inser
         insert_names: write ``name=value`` instead of ``value``.
 
     Raises:
-        ValueError: a value cannot be written in the format asked for.
+        ValueError: a value cannot be written in its format.
 
     Example::
 
@@ -60,19 +61,18 @@ def format_name(template: str, metrics: Mapping[str, Any], *, equals: str, inser
 
     """
 
-    def fill(field: re.Match[str]) -> str:
-        name, spec = field.group(1), field.group(2) or ""
+    def fill(match: re.Match[str]) -> str:
+        name, spec = match.group(1), match.group(2) or ""
         value = metrics.get(name, 0)
         if isinstance(value, Tensor):
             value = value.item()
         try:
-            text = format(value, spec)
+            text = _UNSAFE.sub("_", format(value, spec))
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"The checkpoint name {template!r} cannot be filled: {name} is {value!r}, which has no format "
                 f"{spec!r}. Write {{{name}:.2f}} for a fraction."
             ) from error
-        text = _safe(text)
         return f"{name}{equals}{text}" if insert_names else text
 
     return _FIELD.sub(fill, template)
@@ -84,8 +84,3 @@ def _fits(value: float, spec: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _safe(text: str) -> str:
-    """Return a value such that it names no folder."""
-    return re.sub(r"[/\\\x00-\x1f]", "_", text)

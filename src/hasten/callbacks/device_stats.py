@@ -1,9 +1,10 @@
-"""DeviceStatsMonitor: the load and memory of the device, beside the values of a run."""
+"""DeviceStatsMonitor: log the load and memory of the device."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten.module.callback import Callback
@@ -27,7 +28,7 @@ class DeviceStatsMonitor(Callback):
 
     Raises:
         MisconfigurationException: the Trainer has no logger.
-        ModuleNotFoundError: the CPU's load is asked for and psutil is not installed.
+        ModuleNotFoundError: the CPU's load is requested and psutil is not installed.
         TypeError: ``cpu_stats`` is neither None nor a bool.
 
     Example::
@@ -37,12 +38,10 @@ class DeviceStatsMonitor(Callback):
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
-        if cpu_stats is not None and not isinstance(cpu_stats, bool):
-            raise TypeError(f"DeviceStatsMonitor(cpu_stats={cpu_stats!r}): use True, False or None.")
-        self._cpu_stats = cpu_stats
+        self._cpu_stats = check.boolean("DeviceStatsMonitor", "cpu_stats", cpu_stats, allow_none=True)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that there is something to log, and something to log to."""
+        """Check that there is something to log, and a logger."""
         if stage != "fit":
             return
         if not trainer.loggers:
@@ -51,24 +50,20 @@ class DeviceStatsMonitor(Callback):
             )
         on_cpu = trainer.strategy.root_device.type == "cpu"
         if self._cpu_stats or (self._cpu_stats is None and on_cpu):
-            # The first call of cpu_percent has nothing to compare with, and says 0.
+            # The first call of cpu_percent has nothing to compare with, and returns 0.
             need("psutil", purpose=_PURPOSE).cpu_percent()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Log before a step whose values are logged."""
-        progress, every = trainer._progress, trainer.log_every_n_steps
-        if every and progress.window == 0 and (progress.updates + 1) % every == 0:
-            self._log(trainer, "on_train_batch_start", progress.updates)
+        self._log_step(trainer, "on_train_batch_start", ahead=1)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log after it."""
-        progress, every = trainer._progress, trainer.log_every_n_steps
-        if every and progress.window == 0 and progress.updates % every == 0:
-            self._log(trainer, "on_train_batch_end", progress.updates - 1)
+        """Log after a step whose values are logged."""
+        self._log_step(trainer, "on_train_batch_end", ahead=0)
 
     def on_validation_batch_start(
         self,
@@ -78,8 +73,8 @@ class DeviceStatsMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Log before a batch, now and then."""
-        self._evaluation(trainer, "on_validation_batch_start", batch_idx)
+        """Log before each ``log_every_n_steps``-th batch."""
+        self._log_evaluation(trainer, "start", batch_idx)
 
     def on_validation_batch_end(
         self,
@@ -90,47 +85,30 @@ class DeviceStatsMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Log after a batch, now and then."""
-        self._evaluation(trainer, "on_validation_batch_end", batch_idx)
+        """Log after each ``log_every_n_steps``-th batch."""
+        self._log_evaluation(trainer, "end", batch_idx)
 
-    def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Log before a batch, now and then."""
-        self._evaluation(trainer, "on_test_batch_start", batch_idx)
+    on_test_batch_start = on_validation_batch_start
+    on_test_batch_end = on_validation_batch_end
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Log after a batch, now and then."""
-        self._evaluation(trainer, "on_test_batch_end", batch_idx)
+    def _log_step(self, trainer: Trainer, hook: str, *, ahead: int) -> None:
+        progress, every = trainer.progress, trainer.log_every_n_steps
+        if every and progress.window == 0 and (progress.updates + ahead) % every == 0:
+            self._log(trainer, hook, progress.updates + ahead - 1)
 
-    def _evaluation(self, trainer: Trainer, hook: str, batch_idx: int) -> None:
+    def _log_evaluation(self, trainer: Trainer, edge: str, batch_idx: int) -> None:
         every = trainer.log_every_n_steps
         if every and (batch_idx + 1) % every == 0:
-            self._log(trainer, hook, trainer._progress.updates)
+            stage = "test" if trainer.testing else "validation"
+            self._log(trainer, f"on_{stage}_batch_{edge}", trainer.progress.updates)
 
     def _log(self, trainer: Trainer, hook: str, step: int) -> None:
-        if not trainer.is_global_zero:
-            return
-        stats = self._stats(trainer)
-        if not stats:
-            return
-        name = f"{type(self).__qualname__}.{hook}"
-        for logger in trainer.loggers:
-            separator = logger.group_separator
-            logger.log_metrics({f"{name}{separator}{key}": value for key, value in stats.items()}, step=step)
+        stats = self._stats(trainer) if trainer.is_global_zero else {}
+        if stats:
+            name = f"{type(self).__qualname__}.{hook}"
+            for logger in trainer.loggers:
+                separator = logger.group_separator
+                logger.log_metrics({f"{name}{separator}{key}": stats[key] for key in stats}, step=step)
 
     def _stats(self, trainer: Trainer) -> dict[str, float]:
         device = trainer.strategy.root_device

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import log, rank_zero_warn
-from hasten.callbacks.monitored import Origin, check_mode, check_monitor, not_logged, validates
+from hasten.callbacks.monitored import MetricSource, check_mode, check_monitor, not_logged, validates
 from hasten.loops.states import TrainerFn
 from hasten.module.callback import Callback
 
@@ -41,15 +42,15 @@ class EarlyStopping(Callback):
         monitor: name of the value, as given to ``self.log``.
         min_delta: smallest change that counts as an improvement, in the value's own unit.
         patience: number of checks in a row without improvement after which training stops.
-        verbose: say when the value improves and why training stops.
+        verbose: report when the value improves and why training stops.
         mode: "min" when lower is better, "max" when higher is.
-        strict: an absent value is an error; otherwise the check is left out.
+        strict: raise an error if the value is absent; otherwise the check is skipped.
         check_finite: stop when the value is NaN or infinite.
         stopping_threshold: stop when the value is better than this.
         divergence_threshold: stop when the value is worse than this.
         check_on_train_epoch_end: check when a training epoch ends (True) or when a validation ends (False);
             by default where the value is new.
-        log_rank_zero_only: with ``verbose``, speak on the first process only.
+        log_rank_zero_only: with ``verbose``, report on the first process only.
 
     Raises:
         MisconfigurationException: an argument is out of range.
@@ -75,7 +76,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         patience: int = 3,
         verbose: bool = False,
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         strict: bool = True,
         check_finite: bool = True,
         stopping_threshold: float | None = None,
@@ -85,21 +86,23 @@ class EarlyStopping(Callback):
     ) -> None:
         self.monitor = check_monitor("EarlyStopping", monitor)
         self.mode = check_mode("EarlyStopping", mode)
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise MisconfigurationException(
-                f"EarlyStopping(patience={patience!r}): use a whole number of checks, at least 0."
-            )
-        if not isinstance(min_delta, (int, float)) or math.isnan(min_delta):
-            raise MisconfigurationException(f"EarlyStopping(min_delta={min_delta!r}): use a number.")
+        error = MisconfigurationException
+        check.whole("EarlyStopping", "patience", patience, at_least=0, unit="checks", error=error)
+        check.number("EarlyStopping", "min_delta", min_delta, error=error)
         for name, threshold in (
             ("stopping_threshold", stopping_threshold),
             ("divergence_threshold", divergence_threshold),
         ):
-            if threshold is not None and not isinstance(threshold, (int, float, Tensor)):
-                raise MisconfigurationException(
-                    f"EarlyStopping({name}={threshold!r}): use a number, or None."
-                )
-        # Signed as the comparison needs it: value - min_delta must beat the best one.
+            check.instance(
+                "EarlyStopping",
+                name,
+                threshold,
+                (int, float, Tensor),
+                "a number",
+                allow_none=True,
+                error=error,
+            )
+        # Signed for the comparison: value - min_delta must be better than the best score.
         self.min_delta = min_delta if mode == "max" else -min_delta
         self.patience = patience
         self.verbose = verbose
@@ -114,7 +117,7 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
         self._check_on_train_epoch_end = check_on_train_epoch_end
-        self._origin = Origin(self.monitor)
+        self._source = MetricSource(self.monitor)
         self._checked_validations = 0
 
     @property
@@ -124,7 +127,7 @@ class EarlyStopping(Callback):
 
     @property
     def monitor_op(self) -> Callable[..., Tensor]:
-        """The comparison that says "better": ``torch.lt`` or ``torch.gt``."""
+        """The comparison for "better": ``torch.lt`` or ``torch.gt``."""
         return self.mode_dict[self.mode]
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,58 +139,57 @@ class EarlyStopping(Callback):
             "patience": self.patience,
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
-            "origin": self._origin.place,
+            "metric_source": self._source.stage,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore the best value, the count of checks, and the reason for stopping."""
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.best_score = torch.as_tensor(state_dict["best_score"])
         self.patience = state_dict["patience"]
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
-        self._origin.place = state_dict.get("origin")
+        self._source.stage = state_dict.get("metric_source")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to watch the value."""
-        self._origin.start(trainer)
+        """Start watching the value."""
+        self._source.start(trainer)
         self._checked_validations = 0
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Learn where the value comes from."""
+        """Find out where the value is logged."""
         if self._in_fit(trainer):
-            self._origin.during_training(trainer)
+            self._source.update_in_training(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check, if this is where the value is new."""
+        """Check, if the value is new after validation."""
         if not self._in_fit(trainer):
             return
-        self._origin.after_validation(trainer)
-        if self._checks_after_epoch(trainer):
-            return
-        # The first epoch of training may still bring the value; one without an end cannot.
-        if self._origin.place is None and not math.isinf(trainer.num_training_batches):
-            return
-        self._run_early_stopping_check(trainer)
+        self._source.update_after_validation(trainer)
+        # A value not seen yet may be logged at the end of the training epoch, if it has one.
+        may_come = self._source.stage is None and not math.isinf(trainer.num_training_batches)
+        if not may_come and not self._checks_after_epoch(trainer):
+            self._run_early_stopping_check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check, if this is where the value is new."""
+        """Check, if the value is new after the epoch."""
         if not self._in_fit(trainer):
             return
-        origin = self._origin
-        origin.after_train_epoch(trainer)
-        if origin.place is None and not origin.validations and validates(trainer):
-            return  # the first validation is still to come
-        if origin.place is not None and not self._checks_after_epoch(trainer):
+        source = self._source
+        source.update_after_epoch(trainer)
+        if source.stage is None:
+            if not source.validations and validates(trainer):
+                return  # the first validation is still to come
+        elif not self._checks_after_epoch(trainer):
             return
-        if origin.place == "validate" and origin.validations == self._checked_validations:
-            return  # no validation since the last check: the value is not new, so it does not cost patience
+        if source.stage == "validate" and source.validations == self._checked_validations:
+            return  # no validation since the last check: an old value must not cost patience
         self._run_early_stopping_check(trainer)
 
     def _checks_after_epoch(self, trainer: Trainer) -> bool:
-        """Return whether the end of a training epoch is the moment to check."""
-        if self._origin.place == "epoch" or not validates(trainer):
+        """Return whether to check at the end of a training epoch."""
+        if self._source.stage == "epoch" or not validates(trainer):
             return True
         if self._check_on_train_epoch_end is not None:
             return self._check_on_train_epoch_end
@@ -210,8 +212,8 @@ class EarlyStopping(Callback):
             if self.verbose:
                 rank_zero_warn(str(error), RuntimeWarning)
             return
-        self._checked_validations = self._origin.validations
-        # A copy on the host: the value must stay what it is now, and is compared with numbers only.
+        self._checked_validations = self._source.validations
+        # A copy on the host: the logged value may change later.
         current = metrics[self.monitor].detach().squeeze().cpu().clone()
         should_stop, reason = self._evaluate_stopping_criteria(current)
         if trainer.world_size > 1:
@@ -221,41 +223,34 @@ class EarlyStopping(Callback):
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = reason
         if reason and self.verbose:
-            self._say(trainer, reason)
+            self._report(trainer, reason)
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        better = self.monitor_op
+        better, value = self.monitor_op, f"{self.monitor} = {current}"
         if self.check_finite and not torch.isfinite(current):
             self.stopping_reason = EarlyStoppingReason.NON_FINITE_METRIC
-            return True, (
-                f"{self.monitor} = {current} is not finite; the best value was {self.best_score:.3f}. "
-                "Training stops."
-            )
-        if self.stopping_threshold is not None and better(current, self.stopping_threshold):
+            reason = f"{value} is not finite; the best value was {self.best_score:.3f}."
+        elif self.stopping_threshold is not None and better(current, self.stopping_threshold):
             self.stopping_reason = EarlyStoppingReason.STOPPING_THRESHOLD
-            return True, (
-                f"{self.monitor} = {current} {self.order_dict[self.mode]} {self.stopping_threshold}: the stopping "
-                "threshold is reached. Training stops."
-            )
-        if self.divergence_threshold is not None and better(-current, -self.divergence_threshold):
+            reason = f"{value} {self.order_dict[self.mode]} stopping_threshold={self.stopping_threshold}."
+        elif self.divergence_threshold is not None and better(-current, -self.divergence_threshold):
             self.stopping_reason = EarlyStoppingReason.DIVERGENCE_THRESHOLD
-            return True, (
-                f"{self.monitor} = {current} is worse than divergence_threshold={self.divergence_threshold}. "
-                "Training stops."
-            )
-        if better(current - self.min_delta, self.best_score.to(current.device)):
+            reason = f"{value} is worse than divergence_threshold={self.divergence_threshold}."
+        elif better(current - self.min_delta, self.best_score.to(current.device)):
             reason = self._improvement_message(current)
             self.best_score = current
             self.wait_count = 0
             return False, reason
-        self.wait_count += 1
-        if self.wait_count < self.patience:
-            return False, None
-        self.stopping_reason = EarlyStoppingReason.PATIENCE_EXHAUSTED
-        return True, (
-            f"{self.monitor} did not improve in the last {self.wait_count} checks; the best value is "
-            f"{self.best_score:.3f}. Training stops."
-        )
+        else:
+            self.wait_count += 1
+            if self.wait_count < self.patience:
+                return False, None
+            self.stopping_reason = EarlyStoppingReason.PATIENCE_EXHAUSTED
+            reason = (
+                f"{self.monitor} did not improve in the last {self.wait_count} checks; the best value is "
+                f"{self.best_score:.3f}."
+            )
+        return True, f"{reason} Training stops."
 
     def _improvement_message(self, current: Tensor) -> str:
         if not torch.isfinite(self.best_score):
@@ -265,7 +260,7 @@ class EarlyStopping(Callback):
             f"{self.monitor} improved by {change:.3f} >= min_delta = {abs(self.min_delta)}, to {current:.3f}."
         )
 
-    def _say(self, trainer: Trainer, reason: str) -> None:
+    def _report(self, trainer: Trainer, reason: str) -> None:
         if trainer.world_size == 1:
             log.info(reason)
         elif not self.log_rank_zero_only or trainer.global_rank == 0:

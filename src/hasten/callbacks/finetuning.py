@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.callbacks import param_groups
+from hasten.checkpoint.allowed_types import is_plain
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
     from hasten.trainer import Trainer
 
 # A module, or modules nested in lists, tuples, dict values or generators.
-Modules = nn.Module | Iterable[Any]
+Modules = nn.Module | Iterable["Modules"] | Mapping[Any, "Modules"]
+
+# Options of a parameter group that some schedulers keep in proportion to its learning rate, or unchanged.
+_PROPORTIONAL = ("max_lr", "min_lr", "swa_lr")
+_UNCHANGED = ("max_momentum", "base_momentum")
 
 
 def multiplicative(epoch: int) -> float:
@@ -36,9 +41,9 @@ class BaseFinetuning(Callback):
     runs at the start of each training epoch. Give the optimizer only what trains at first:
     ``filter(lambda p: p.requires_grad, self.parameters())``.
 
-    What is frozen, which parameters are in which group of the optimizer, and the state of the groups added later are
-    part of checkpoints: a resumed run goes on with the very parameters that trained. On several processes, gradients
-    of parameters unfrozen later are exchanged like all others. Learning-rate schedulers drive a group added later in
+    What is frozen, the parameter groups of the optimizer, and the state of the groups added later are part of
+    checkpoints: a resumed run continues with exactly the parameters that trained. On several processes, gradients
+    of parameters unfrozen later are exchanged like all others. Learning-rate schedulers scale a group added later in
     proportion to the first group. Only ``fit`` freezes; ``validate``, ``test`` and ``predict`` change nothing.
 
     Example::
@@ -57,8 +62,9 @@ class BaseFinetuning(Callback):
 
     def __init__(self) -> None:
         self._internal_optimizer_metadata: dict[int, list[dict[str, Any]]] = {}
-        self._trains: list[str] | None = None
-        self._tracks: dict[str, bool] = {}
+        # The names of trainable parameters, and whether each batch normalisation tracks its statistics.
+        self._trainable: list[str] | None = None
+        self._tracks_stats: dict[str, bool] = {}
         self._restarting = False
 
     # -- to override
@@ -77,7 +83,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return the modules inside that have parameters of their own or no children, each once."""
+        """Return the inner modules that have direct parameters or no children, each once."""
         found: dict[int, nn.Module] = {}
         for module in _each(modules):
             for inner in module.modules():
@@ -128,14 +134,14 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters that ``optimizer`` does not have yet; warn of those it has."""
+        """Return the parameters that ``optimizer`` does not have yet; warn about the others."""
         present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        given = list(params)
-        new = [parameter for parameter in given if id(parameter) not in present]
-        if len(new) < len(given):
+        params = list(params)
+        new = [parameter for parameter in params if id(parameter) not in present]
+        if len(new) < len(params):
             rank_zero_warn(
-                f"{len(given) - len(new)} of the parameters to unfreeze are in a group of {type(optimizer).__name__} "
-                "already and stay there, with its learning rate. In configure_optimizers, give the optimizer only "
+                f"{len(params) - len(new)} of the parameters to unfreeze are in a group of {type(optimizer).__name__} "
+                "already and keep its learning rate. In configure_optimizers, give the optimizer only "
                 "filter(lambda p: p.requires_grad, self.parameters())."
             )
         return new
@@ -153,15 +159,15 @@ class BaseFinetuning(Callback):
         Args:
             modules: what to unfreeze.
             optimizer: gets a new group, unless it has all the parameters already.
-            lr: learning rate of the group.
-            initial_denom_lr: without ``lr``, that of the first group is divided by this.
-            train_bn: unfreeze batch normalisation too; without it, what is frozen of it stays so.
+            lr: learning rate of the group; by default that of the first group divided by ``initial_denom_lr``.
+            initial_denom_lr: see ``lr``.
+            train_bn: unfreeze batch normalisation too.
 
         """
         wanted: list[nn.Parameter] = []
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm):
-                # What trained all the time is with the optimizer already, as it should be.
+                # Batch normalisation that was never frozen is in the optimizer already.
                 trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
                 if not train_bn or (trained and _has(optimizer, module)):
                     continue
@@ -181,91 +187,92 @@ class BaseFinetuning(Callback):
             self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Bring a resumed run to where its checkpoint was taken, before the optimizer gets its state back."""
+        """Restore what trains in a resumed run, before the optimizer gets its state."""
         if not self._restarting:
-            self._internal_optimizer_metadata, self._trains, self._tracks = {}, None, {}
+            self._internal_optimizer_metadata, self._trainable, self._tracks_stats = {}, None, {}
             return
         self._restarting = False
         before = _trainable(pl_module)
-        trains = None if self._trains is None else set(self._trains)
-        if trains is None:
-            # A checkpoint of the field's own names groups alone: what is in a group trains.
+        trainable = set(self._trainable or ())
+        if self._trainable is None:
+            # A checkpoint of Lightning stores groups alone: what is in a group trains.
             groups = [group for each in self._internal_optimizer_metadata.values() for group in each]
-            trains = {*before, *(name for group in groups for name in group["params"])}
-        if trains:
+            trainable = {*before, *(name for group in groups for name in group["params"])}
+        if trainable:
             for name, parameter in pl_module.named_parameters():
-                parameter.requires_grad = name in trains
+                parameter.requires_grad = name in trainable
             for name, module in pl_module.named_modules():
-                if name in self._tracks and isinstance(module, _BatchNorm):
-                    module.track_running_stats = self._tracks[name]
+                if name in self._tracks_stats and isinstance(module, _BatchNorm):
+                    module.track_running_stats = self._tracks_stats[name]
         for index, optimizer in enumerate(trainer.optimizers):
             if index in self._internal_optimizer_metadata:
-                param_groups.rebuild(
-                    pl_module, optimizer, self._internal_optimizer_metadata[index], type(self).__name__
-                )
+                groups = self._internal_optimizer_metadata[index]
+                _restore_groups(pl_module, optimizer, groups, type(self).__name__)
                 for config in trainer.lr_scheduler_configs:
-                    param_groups.adopt(config.scheduler, optimizer)
-        self._share_gradients(trainer, pl_module, before)
+                    schedule_new_groups(config.scheduler, optimizer)
+        self._exchange_new_gradients(trainer, pl_module, before)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let ``finetune_function`` do its work, and take note of what trains now."""
+        """Call ``finetune_function``, and record what trains now."""
         before = _trainable(pl_module)
         for index, optimizer in enumerate(trainer.optimizers):
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
             for config in trainer.lr_scheduler_configs:
-                param_groups.adopt(config.scheduler, optimizer)
-            groups = param_groups.describe(pl_module, optimizer)
+                schedule_new_groups(config.scheduler, optimizer)
+            groups = _named_groups(pl_module, optimizer)
             if groups is not None:
                 self._internal_optimizer_metadata[index] = groups
-        self._trains = _trainable(pl_module)
-        self._tracks = {
+        self._trainable = _trainable(pl_module)
+        self._tracks_stats = {
             name: module.track_running_stats
             for name, module in pl_module.named_modules()
             if isinstance(module, _BatchNorm)
         }
-        self._share_gradients(trainer, pl_module, before)
+        self._exchange_new_gradients(trainer, pl_module, before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what trains and how it is grouped."""
         return {
             "internal_optimizer_metadata": self._internal_optimizer_metadata,
-            "trains": self._trains,
-            "tracks": self._tracks,
+            "trains": self._trainable,
+            "tracks": self._tracks_stats,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore what trains and how it is grouped."""
         self._restarting = True
         self._internal_optimizer_metadata = dict(state_dict.get("internal_optimizer_metadata", {}))
-        self._trains = state_dict.get("trains")
-        self._tracks = dict(state_dict.get("tracks", {}))
+        self._trainable = state_dict.get("trains")
+        self._tracks_stats = dict(state_dict.get("tracks", {}))
 
-    def _share_gradients(self, trainer: Trainer, pl_module: LightningModule, before: list[str]) -> None:
-        """Wrap the module anew where other parameters train now: DDP exchanges what trained when it was wrapped."""
-        run = trainer._run
-        if run is not None and trainer.world_size > 1 and _trainable(pl_module) != before:
+    def _exchange_new_gradients(
+        self, trainer: Trainer, pl_module: LightningModule, before: list[str]
+    ) -> None:
+        """Wrap the module again if other parameters train now: DDP only exchanges those it was made with."""
+        if trainer.world_size > 1 and _trainable(pl_module) != before:
+            run = trainer.current_run
             run.wrapped = run.runtime.wrap(pl_module)
 
 
 class BackboneFinetuning(BaseFinetuning):
     """Train the rest of a model first, and its ``backbone`` too from a given epoch on.
 
-    The backbone's learning rate begins low and is multiplied each epoch by ``lambda_func``; with ``should_align`` it
-    stays at that of the first group once it has reached it. The module needs an attribute ``backbone``.
+    The backbone's learning rate starts low and is multiplied each epoch by ``lambda_func``; with ``should_align`` it
+    does not exceed that of the first group. The module needs an attribute ``backbone``.
 
-    Where it differs from Lightning: ``train_bn=False`` freezes the backbone's batch normalisation from the start, not
-    from the unfreezing on; and a resumed run goes on training what it trained.
+    Differences from Lightning: ``train_bn=False`` freezes the backbone's batch normalisation from the start, not
+    from the unfreezing on; and a resumed run continues to train what it trained.
 
     Args:
         unfreeze_backbone_at_epoch: the first epoch (from 0) in which the backbone trains.
         lambda_func: takes the epoch, counted from 1, and returns the factor; doubles by default.
         backbone_initial_ratio_lr: the backbone's first learning rate, as a share of the first group's.
-        backbone_initial_lr: the backbone's first learning rate itself, in place of the share.
-        should_align: do not go above the first group's learning rate.
-        initial_denom_lr: what ``unfreeze_and_add_param_group`` divides by, in subclasses that give no learning rate.
+        backbone_initial_lr: the backbone's first learning rate itself, instead of the share.
+        should_align: do not exceed the first group's learning rate.
+        initial_denom_lr: passed to ``unfreeze_and_add_param_group``, for subclasses.
         train_bn: train batch normalisation, also before the backbone is unfrozen.
-        verbose: say the learning rates each epoch.
-        rounding: digits after the point in what is said.
+        verbose: report the learning rates each epoch.
+        rounding: digits after the point in the report.
 
     Raises:
         MisconfigurationException: an argument is out of range; when fit begins, if there is no ``backbone``.
@@ -290,31 +297,14 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: int = 12,
     ) -> None:
         super().__init__()
-        for name, count in (
-            ("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch),
-            ("rounding", rounding),
-        ):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise MisconfigurationException(
-                    f"BackboneFinetuning({name}={count!r}): use a whole number of at least 0."
-                )
-        for name, number in (
-            ("backbone_initial_ratio_lr", backbone_initial_ratio_lr),
-            ("backbone_initial_lr", backbone_initial_lr),
-            ("initial_denom_lr", initial_denom_lr),
-        ):
-            optional = name == "backbone_initial_lr"
-            if number is None and optional:
-                continue
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
-                raise MisconfigurationException(
-                    f"BackboneFinetuning({name}={number!r}): use a number above 0{', or None' if optional else ''}."
-                )
-        if not callable(lambda_func):
-            raise MisconfigurationException(
-                f"BackboneFinetuning(lambda_func={lambda_func!r}): use a function that takes the epoch and returns a "
-                "factor, for instance lambda epoch: 1.5."
-            )
+        owner, error = "BackboneFinetuning", MisconfigurationException
+        check.whole(owner, "unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, at_least=0, error=error)
+        check.whole(owner, "rounding", rounding, at_least=0, error=error)
+        check.number(owner, "backbone_initial_ratio_lr", backbone_initial_ratio_lr, above=0, error=error)
+        check.number(owner, "backbone_initial_lr", backbone_initial_lr, above=0, allow_none=True, error=error)
+        check.number(owner, "initial_denom_lr", initial_denom_lr, above=0, error=error)
+        allowed = "a function that takes the epoch and returns a factor, for instance lambda epoch: 1.5"
+        check.callable_(owner, "lambda_func", lambda_func, allowed=allowed, error=error)
         self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
         self.lambda_func = lambda_func
         self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
@@ -332,8 +322,8 @@ class BackboneFinetuning(BaseFinetuning):
             if not isinstance(getattr(pl_module, "backbone", None), nn.Module):
                 parts = [name for name, _ in pl_module.named_children()]
                 raise MisconfigurationException(
-                    f"BackboneFinetuning: {type(pl_module).__name__} has no module called 'backbone'; its parts are "
-                    f"{parts}.{did_you_mean('backbone', parts)} Name the part to finetune self.backbone."
+                    f"BackboneFinetuning: {type(pl_module).__name__} has no module 'backbone'; its modules are {parts}."
+                    f"{did_you_mean('backbone', parts)} Assign the module to finetune to self.backbone."
                 )
             self.previous_backbone_lr = None
         super().setup(trainer, pl_module, stage)
@@ -343,7 +333,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(_backbone(pl_module), train_bn=self.train_bn)
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze the backbone when its epoch has come; afterwards raise its learning rate."""
+        """Unfreeze the backbone at its epoch; raise its learning rate afterwards."""
         if epoch < self.unfreeze_backbone_at_epoch:
             return
         head_lr = float(optimizer.param_groups[0]["lr"])
@@ -365,8 +355,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = rate
         if self.verbose:
             rank_zero_info(
-                f"Epoch {epoch}: learning rate {round(head_lr, self.rounding)}, of the backbone "
-                f"{round(rate, self.rounding)}"
+                f"Epoch {epoch}: learning rate {round(head_lr, self.rounding)}, backbone {round(rate, self.rounding)}"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -374,7 +363,7 @@ class BackboneFinetuning(BaseFinetuning):
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore what trains and the backbone's learning rate."""
         super().load_state_dict(state_dict)
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 
@@ -388,14 +377,14 @@ def _backbone(module: nn.Module) -> nn.Module:
 def _each(modules: Modules) -> Iterator[nn.Module]:
     if isinstance(modules, nn.Module):
         yield modules
-        return
-    for inner in modules.values() if isinstance(modules, dict) else modules:
-        yield from _each(inner)
+    else:
+        for inner in modules.values() if isinstance(modules, Mapping) else modules:
+            yield from _each(inner)
 
 
 def _set_trainable(module: nn.Module, trainable: bool) -> None:
     if isinstance(module, _BatchNorm):
-        # Frozen statistics do not follow the data either.
+        # The statistics are frozen with the parameters.
         module.track_running_stats = trainable
     for parameter in module.parameters(recurse=False):
         parameter.requires_grad = trainable
@@ -408,3 +397,64 @@ def _has(optimizer: Optimizer, module: nn.Module) -> bool:
 
 def _trainable(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+# -- parameter groups
+
+
+def _named_groups(module: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]] | None:
+    """Return the groups of ``optimizer`` with names instead of parameters; None if one is not the module's."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        params = [names.get(id(parameter)) for parameter in group["params"]]
+        if None in params:
+            return None
+        options = {key: value for key, value in group.items() if key != "params" and is_plain(value)}
+        groups.append({**options, "params": params})
+    return groups
+
+
+def _restore_groups(
+    module: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]], owner: str
+) -> None:
+    """Give ``optimizer`` the groups that ``_named_groups`` returned."""
+    parameters = dict(module.named_parameters())
+    for name in (name for group in groups for name in group["params"]):
+        if name not in parameters:
+            raise ValueError(
+                f"{owner}: the checkpoint has the parameter {name!r} in a group of the optimizer, and "
+                f"{type(module).__name__} does not have it.{did_you_mean(name, list(parameters))} "
+                "Resume with the model the run was started with."
+            )
+    optimizer.param_groups[:] = [
+        {**optimizer.defaults, **group, "params": [parameters[name] for name in group["params"]]}
+        for group in groups
+    ]
+
+
+def schedule_new_groups(scheduler: Any, optimizer: Optimizer) -> None:
+    """Let a scheduler scale groups added after it was made in proportion to the first group.
+
+    torch's schedulers only know the groups there were at their creation, and raise at the next step otherwise.
+    """
+    for inner in getattr(scheduler, "_schedulers", ()):
+        schedule_new_groups(inner, optimizer)
+    base_lrs = getattr(scheduler, "base_lrs", None)
+    if getattr(scheduler, "optimizer", None) is not optimizer or not base_lrs:
+        return
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    first, first_lr = groups[0], float(groups[0]["lr"])
+    for group in groups[len(base_lrs) :]:
+        ratio = float(group["lr"]) / first_lr if first_lr else 1.0
+        base_lrs.append(base_lrs[0] * ratio)
+        group.setdefault("initial_lr", base_lrs[-1])
+        for key in _PROPORTIONAL:
+            if key in first:
+                group.setdefault(key, first[key] * ratio)
+        for key in _UNCHANGED:
+            if key in first:
+                group.setdefault(key, first[key])
+    lambdas = getattr(scheduler, "lr_lambdas", None)
+    if lambdas:
+        lambdas.extend([lambdas[0]] * (len(groups) - len(lambdas)))

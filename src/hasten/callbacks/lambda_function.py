@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hasten._lib import check
 from hasten._lib.names import did_you_mean
-from hasten.module.callback import _HOOKS, Callback
+from hasten.module.callback import CALLBACK_HOOKS, Callback
 
-_ALLOWED = sorted(_HOOKS - {"state_key", "state_dict", "load_state_dict", "runs_last"})
+_ALLOWED = sorted(CALLBACK_HOOKS - {"state_key", "state_dict", "load_state_dict", "runs_last"})
 
 
 class LambdaCallback(Callback):
@@ -35,8 +36,6 @@ class LambdaCallback(Callback):
                 raise TypeError(
                     f"LambdaCallback({name}=...): there is no hook of that name.{did_you_mean(name, _ALLOWED)}"
                 )
-            if function is None:
-                continue
-            if not callable(function):
-                raise TypeError(f"LambdaCallback({name}={function!r}): give a function.")
-            setattr(self, name, function)
+            check.callable_("LambdaCallback", name, function, allow_none=True)
+            if function is not None:
+                setattr(self, name, function)

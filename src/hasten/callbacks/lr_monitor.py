@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.callbacks.silent import silence
+from hasten.callbacks.unused_hooks import disable_hooks
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
@@ -46,11 +47,10 @@ class LearningRateMonitor(Callback):
         log_momentum: bool = False,
         log_weight_decay: bool = False,
     ) -> None:
-        if logging_interval not in (None, "step", "epoch"):
-            raise MisconfigurationException(
-                f"LearningRateMonitor(logging_interval={logging_interval!r}): logging_interval should be `step` or "
-                "`epoch` or `None`."
-            )
+        name, error = "logging_interval", MisconfigurationException
+        check.one_of(
+            "LearningRateMonitor", name, logging_interval, ("step", "epoch"), allow_none=True, error=error
+        )
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
@@ -59,14 +59,13 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values: dict[str, float | None] = {}
         self._logged_at = -1
         if logging_interval == "epoch":
-            silence(self, LearningRateMonitor, "on_train_batch_start")
+            disable_hooks(self, LearningRateMonitor, "on_train_batch_start")
 
     def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Find names for all learning rates."""
         if not trainer.loggers:
             raise MisconfigurationException(
-                "LearningRateMonitor: the Trainer has no logger to log learning rates to. Leave it out, or do not "
-                "pass logger=False."
+                "LearningRateMonitor: the Trainer has no logger. Leave it out, or do not pass logger=False."
             )
         self._logged_at = -1
         found = self._named_optimizers(trainer)
@@ -105,7 +104,7 @@ class LearningRateMonitor(Callback):
     def _log(self, trainer: Trainer, interval: str | None, step: int) -> None:
         stats: dict[str, float] = {}
         for optimizer, names, when in self._named_optimizers(trainer):
-            # An optimizer without a scheduler has no interval of its own: it is logged at every one.
+            # An optimizer without a scheduler has no interval: it is logged at both.
             if interval is None or when is None or when == interval:
                 stats |= self._stats(optimizer, names)
         if not stats:
@@ -149,28 +148,27 @@ class LearningRateMonitor(Callback):
 
 
 def _names(optimizer: Optimizer, given: str | None, kinds: Counter[type]) -> list[str]:
+    """Return a name for each parameter group of an optimizer."""
     kind = type(optimizer)
-    name = given if given is not None else f"lr-{kind.__name__}"
-    if given is None:
+    name = given
+    if name is None:
         kinds[kind] += 1
-        if kinds[kind] > 1:
-            name = f"{name}-{kinds[kind] - 1}"
-    groups = optimizer.param_groups
-    own = [group.get("name") for group in groups]
-    labels = [own_name or f"pg{i}" for i, own_name in enumerate(own, start=1)]
-    twice = [label for label, count in Counter(labels).items() if count > 1]
-    if twice:
-        raise MisconfigurationException(
-            f"LearningRateMonitor: {kind.__name__} has several parameter groups of the name {twice[0]!r}. "
-            "Give each group a name of its own, or none."
-        )
-    if len(groups) == 1:
-        return [f"{name}/{own[0]}" if own[0] else name]
+        name = f"lr-{kind.__name__}" + (f"-{kinds[kind] - 1}" if kinds[kind] > 1 else "")
+    given_labels = [group.get("name") for group in optimizer.param_groups]
+    labels = [label or f"pg{i}" for i, label in enumerate(given_labels, start=1)]
+    for label, count in Counter(labels).items():
+        if count > 1:
+            raise MisconfigurationException(
+                f"LearningRateMonitor: {kind.__name__} has several parameter groups named {label!r}. "
+                "Give each group its own name, or none."
+            )
+    if len(labels) == 1 and not given_labels[0]:
+        return [name]
     return [f"{name}/{label}" for label in labels]
 
 
 def _number(value: Any) -> float:
-    # A tensor learning rate lives where it is (capturable optimizers); it is read once a logging interval.
+    # A learning rate may be a tensor on the device (capturable optimizers); it is read once a logging interval.
     return float(value.item()) if isinstance(value, Tensor) else value
 
 

@@ -1,13 +1,14 @@
-"""ModelSummary: a table of the model's layers before training."""
+"""ModelSummary and RichModelSummary: a table of the model's layers before training."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.module.callback import Callback
 from hasten.report.summary import ModelSummary as Summary
-from hasten.report.summary import check_depth, format_table
+from hasten.report.summary import check_depth, format_table, totals
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ModelSummary(Callback):
-    """Say which layers the model has, and how many parameters, when fit begins.
+    """Log the layers of the model and their parameters when fit begins.
 
     Override ``summarize`` to write the table elsewhere.
 
@@ -24,7 +25,7 @@ class ModelSummary(Callback):
         **summarize_kwargs: passed on to ``summarize``.
 
     Raises:
-        ValueError: ``max_depth`` is something else.
+        ValueError: ``max_depth`` is below -1 or not a whole number.
 
     Example::
 
@@ -71,16 +72,64 @@ class ModelSummary(Callback):
             trainable_parameters: those that require gradients.
             model_size: size of the parameters in MB.
             total_training_modes: number of modules in "train" and in "eval" mode.
-            total_flops: floating-point operations of a forward; 0 where it is not known.
-            **summarize_kwargs: what the constructor was given; unused here.
+            total_flops: floating-point operations of a forward pass; 0 if unknown.
+            **summarize_kwargs: those of the constructor; unused here.
 
         """
-        table = format_table(
-            summary_data,
-            total_parameters,
-            trainable_parameters,
-            model_size,
-            total_training_modes,
-            total_flops,
-        )
-        rank_zero_info("%s", "\n" + table)
+        below = totals(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
+        rank_zero_info("%s", "\n" + format_table(summary_data, below))
+
+
+class RichModelSummary(ModelSummary):
+    """Print the layers of the model and their parameters as a table drawn with rich when fit begins.
+
+    Args:
+        max_depth: how many levels of nested modules to list; -1 for all, 0 for no table.
+        **summarize_kwargs: ``header_style``, the style of the headings ("bold magenta").
+
+    Raises:
+        ModuleNotFoundError: rich is not installed.
+        ValueError: ``max_depth`` is below -1 or not a whole number.
+
+    Example::
+
+        >>> RichModelSummary(max_depth=2)._max_depth
+        2
+
+    """
+
+    def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+        need("rich", purpose="RichModelSummary()")
+        super().__init__(max_depth, **summarize_kwargs)
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int = 0,
+        **summarize_kwargs: Any,
+    ) -> None:
+        """Draw the table; see ``ModelSummary.summarize`` for the arguments."""
+        from rich import get_console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(header_style=summarize_kwargs.get("header_style", "bold magenta"))
+        for heading, _ in summary_data:
+            table.add_column(
+                heading,
+                justify="right" if heading in ("Params", "FLOPs", "In sizes", "Out sizes") else "left",
+                style="dim" if heading == " " else None,
+                no_wrap=heading == "Name",
+            )
+        for row in zip(*(cells for _, cells in summary_data), strict=True):
+            # As text: "[4, 8]" is a shape, not a style.
+            table.add_row(*(Text(cell) for cell in row))
+        console = get_console()
+        console.print(table)
+        below = totals(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
+        for number, what in below:
+            console.print(Text.assemble((what, "bold"), f": {number}"))

@@ -1,10 +1,11 @@
-"""A monitored value: found by its name, and where in a run it gets a new one."""
+"""Monitored values: their arguments, and where in a run they are logged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 
@@ -13,34 +14,25 @@ if TYPE_CHECKING:
 
 
 class MonitorNotLogged(MisconfigurationException, RuntimeError):
-    """A callback watches a value that was never logged."""
+    """A callback monitors a value that was never logged."""
 
 
-def check_mode(owner: str, mode: object) -> str:
-    """Return ``mode`` if it is "min" or "max".
-
-    Raises:
-        MisconfigurationException: it is something else.
-
-    """
-    if mode not in ("min", "max"):
-        raise MisconfigurationException(
-            f"{owner}(mode={mode!r}): `mode` can be 'min' (lower is better) or 'max', got {mode}."
-        )
-    return str(mode)
+def check_mode(owner: str, mode: Literal["min", "max"]) -> Literal["min", "max"]:
+    """Return ``mode`` if it is "min" (lower is better) or "max" (higher is better)."""
+    return check.one_of(owner, "mode", mode, ("min", "max"), error=MisconfigurationException)
 
 
-def check_monitor(owner: str, monitor: object) -> str:
+def check_monitor(owner: str, monitor: str) -> str:
     """Return ``monitor`` if it is a name."""
     if not isinstance(monitor, str) or not monitor:
         raise MisconfigurationException(
-            f"{owner}(monitor={monitor!r}): give the name of a logged value, for instance monitor='val_loss'."
+            f"{owner}(monitor={monitor!r}): use the name of a logged value, for instance monitor='val_loss'."
         )
     return monitor
 
 
 def not_logged(owner: str, name: str, logged: Iterable[str]) -> MonitorNotLogged:
-    """Return the error for a value that is not there, naming what is."""
+    """Return the error for a value that was not logged; it names those that were."""
     known = sorted(set(logged))
     listed = ", ".join(map(repr, known)) if known else "nothing"
     return MonitorNotLogged(
@@ -49,42 +41,42 @@ def not_logged(owner: str, name: str, logged: Iterable[str]) -> MonitorNotLogged
     )
 
 
-class Origin:
-    """Where a monitored value gets new values, learnt by watching when it first appears.
+class MetricSource:
+    """The part of a run that logs a monitored value, found by watching where it first appears.
 
-    ``"step"``: in training steps, so it is new at any time; ``"validate"``: in validation, so it is new when
-    one ends; ``"epoch"``: when a training epoch ends; None: not seen yet.
+    ``stage`` is ``"step"`` for a value logged in training steps, which may change at any time; ``"validate"`` for one
+    that changes when a validation ends; ``"epoch"`` when a training epoch ends; None until the value appears.
     """
 
     def __init__(self, name: str | None) -> None:
         self.name = name
-        self.place: str | None = None
+        self.stage: Literal["step", "validate", "epoch"] | None = None
         self.validations = 0
-        self._stale = False
+        self._is_stale = False
 
     def start(self, trainer: Trainer) -> None:
-        """Begin to watch, when training starts: a value that is there already says nothing."""
+        """Start watching when training starts; a value left from an earlier run is ignored."""
         self.validations = 0
-        self._stale = self.place is None and self.name in trainer.callback_metrics
+        self._is_stale = self.stage is None and self.name in trainer.callback_metrics
 
-    def during_training(self, trainer: Trainer) -> None:
-        """Look between training batches, and just before a validation."""
-        if not self._stale:
-            self._seen(trainer, "step")
+    def update_in_training(self, trainer: Trainer) -> None:
+        """Check for the value between training batches, and just before a validation."""
+        if not self._is_stale:
+            self._update(trainer, "step")
 
-    def after_validation(self, trainer: Trainer) -> None:
-        """Look when a validation has ended."""
+    def update_after_validation(self, trainer: Trainer) -> None:
+        """Check for the value when a validation has ended."""
         self.validations += 1
-        self._seen(trainer, "validate")
+        self._update(trainer, "validate")
 
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        """Look when a training epoch has ended."""
-        if not self._stale:
-            self._seen(trainer, "epoch")
+    def update_after_epoch(self, trainer: Trainer) -> None:
+        """Check for the value when a training epoch has ended."""
+        if not self._is_stale:
+            self._update(trainer, "epoch")
 
-    def _seen(self, trainer: Trainer, place: str) -> None:
-        if self.place is None and self.name is not None and self.name in trainer.callback_metrics:
-            self.place = place
+    def _update(self, trainer: Trainer, stage: Literal["step", "validate", "epoch"]) -> None:
+        if self.stage is None and self.name in trainer.callback_metrics:
+            self.stage = stage
 
 
 def validates(trainer: Trainer) -> bool:

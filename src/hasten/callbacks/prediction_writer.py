@@ -1,4 +1,4 @@
-"""BasePredictionWriter: hand predictions to code that stores them, each with the samples it is of."""
+"""BasePredictionWriter: pass predictions, with the indices of their samples, to code that stores them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
 from hasten.hooks import overrides
 from hasten.module.callback import Callback
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class WriteInterval(StrEnum):
-    """When predictions are handed over."""
+    """When predictions are written."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -38,9 +38,9 @@ class WriteInterval(StrEnum):
 class BasePredictionWriter(Callback):
     """Base of callbacks that store predictions; override ``write_on_batch_end`` or ``write_on_epoch_end``.
 
-    On several processes each one is handed its own part of the predictions, with the indices of the samples in the
-    dataset, so that the parts can be put together: over all processes every sample comes exactly once.
-    ``trainer.predict(..., return_predictions=False)`` then keeps nothing in memory with ``"batch"``.
+    On several processes each one gets its own part of the predictions, with the indices of the samples in the
+    dataset, so that the parts can be combined: over all processes every sample comes exactly once.
+    With ``"batch"`` and ``trainer.predict(..., return_predictions=False)`` nothing is kept in memory.
 
     Args:
         write_interval: ``"batch"`` (after each batch), ``"epoch"`` (when all are done) or ``"batch_and_epoch"``.
@@ -69,16 +69,13 @@ class BasePredictionWriter(Callback):
     """
 
     def __init__(self, write_interval: str = "batch") -> None:
-        if write_interval not in list(WriteInterval):
-            allowed = [interval.value for interval in WriteInterval]
-            raise MisconfigurationException(
-                f"{type(self).__name__}(write_interval={write_interval!r}): use one of {allowed}."
-                + did_you_mean(str(write_interval), allowed)
-            )
+        allowed = [interval.value for interval in WriteInterval]
+        owner, error = type(self).__name__, MisconfigurationException
+        check.one_of(owner, "write_interval", write_interval, allowed, error=error)
         self.interval = WriteInterval(write_interval)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse an interval whose method nobody wrote, before hours of prediction are lost to it."""
+        """Refuse an interval whose method is not overridden, before hours of prediction are lost."""
         if stage != "predict":
             return
         for due, name in (
@@ -107,11 +104,11 @@ class BasePredictionWriter(Callback):
             trainer: the Trainer.
             pl_module: the module.
             prediction: what ``predict_step`` returned.
-            batch_indices: the samples of the batch, by their index in the dataset; empty where that is not known
+            batch_indices: the indices of the batch's samples in the dataset; empty where they are not known
                 (an ``IterableDataset``, or no ``DataLoader``).
             batch: the batch.
             batch_idx: its index, from 0, in this process.
-            dataloader_idx: which of several loaders it is from.
+            dataloader_idx: the index of its loader.
 
         """
         raise NotImplementedError(f"{type(self).__name__} does not define write_on_batch_end.")
@@ -129,17 +126,15 @@ class BasePredictionWriter(Callback):
             trainer: the Trainer.
             pl_module: the module.
             predictions: what ``predict_step`` returned, by batch; by loader and batch where there are several.
-            batch_indices: the samples of each batch, always by loader and batch.
+            batch_indices: the indices of each batch's samples, always by loader and batch.
 
         """
         raise NotImplementedError(f"{type(self).__name__} does not define write_on_epoch_end.")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have the predictions kept if they are wanted at the end."""
+        """Keep the predictions if they are written at the end."""
         if self.interval.on_epoch:
-            run = trainer._run
-            assert run is not None
-            run.keeps_predictions = True
+            trainer.current_run.keeps_predictions = True
 
     def on_predict_batch_end(
         self,
@@ -150,20 +145,19 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Hand over the prediction of a batch."""
+        """Write the prediction of a batch."""
         indices = trainer.predict_loop.current_batch_indices
         if not indices:
             warn_once(
                 f"batch-indices-{dataloader_idx}",
-                f"{type(self).__name__}: the predict dataloader does not tell of which samples a batch is made, so "
-                "batch_indices are empty. Use a DataLoader with a dataset that has a length, or put the index into the "
-                "batch.",
+                f"{type(self).__name__}: the indices of the predict dataloader's samples are unknown, so batch_indices "
+                "are empty. Use a DataLoader with a dataset that has a length, or put the index into the batch.",
             )
         if self.interval.on_batch:
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hand over all predictions."""
+        """Write all predictions."""
         if self.interval.on_epoch:
             loop = trainer.predict_loop
             self.write_on_epoch_end(trainer, pl_module, loop.predictions, loop.epoch_batch_indices)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
@@ -42,30 +43,30 @@ _METHODS: dict[str, type[prune.BasePruningMethod]] = {
 
 
 class ModelPruning(Callback):
-    """Set the least important weights to zero, each epoch another share of those that are left.
+    """Set the least important weights to zero, each epoch another share of the remaining ones.
 
     It uses ``torch.nn.utils.prune``. Checkpoints hold plain weights with the zeros in them, so they load into a model
-    that knows nothing of pruning; masks and what they hide are in the callback's state, so that a resumed run goes on
-    bit for bit. When training ends, the masks become part of the weights.
+    without pruning; masks and the weights they hide are in the callback's state, so that a resumed run continues
+    bit for bit. When training ends, the masks are applied to the weights permanently.
 
-    Where it differs from Lightning: masks, and the first weights that the lottery ticket goes back to, survive a
-    resume; parameters keep their order in the module; an epoch prunes when it is complete.
+    Differences from Lightning: masks, and the initial weights of the lottery ticket, survive a resume; parameters keep
+    their order in the module; an epoch prunes when it is complete.
 
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or a
             subclass of ``torch.nn.utils.prune.BasePruningMethod`` (the class, not an instance).
         parameters_to_prune: pairs of module and parameter name; all weights and biases by default.
-        parameter_names: of these, only those called so: ``["weight"]``, ``["bias"]`` or both.
-        use_global_unstructured: compare all parameters with one another, not each in itself.
-        amount: how many: a share of what is left (float), a number (int), or a function of the epoch that returns one.
+        parameter_names: of these, only those with this name: ``["weight"]``, ``["bias"]`` or both.
+        use_global_unstructured: rank the values of all parameters together, not of each alone.
+        amount: a share of the remaining values (float), a number (int), or a function of the epoch that returns one.
         apply_pruning: whether to prune in an epoch: a bool, or a function of the epoch.
-        make_pruning_permanent: let the masks become part of the weights, in checkpoints and when training ends.
-        use_lottery_ticket_hypothesis: after pruning, put what is left back to its value at the beginning: a bool, or a
+        make_pruning_permanent: apply the masks to the weights, in checkpoints and when training ends.
+        use_lottery_ticket_hypothesis: after pruning, reset the remaining weights to their initial values: a bool, or a
             function of the epoch.
-        resample_parameters: for that, draw new first values in place of the old ones.
+        resample_parameters: for that, draw new initial values.
         pruning_dim: the dimension whose slices structured pruning removes.
-        pruning_norm: the norm by which ``"ln_structured"`` compares them.
-        verbose: say nothing (0), how much is pruned (1), or that of each parameter (2).
+        pruning_norm: the norm by which ``"ln_structured"`` ranks them.
+        verbose: report nothing (0), how much is pruned (1), or that of each parameter (2).
         prune_on_train_epoch_end: prune when a training epoch ends, not when a validation does.
 
     Raises:
@@ -101,27 +102,20 @@ class ModelPruning(Callback):
         verbose: int = 0,
         prune_on_train_epoch_end: bool = True,
     ) -> None:
+        error = MisconfigurationException
         for name in parameter_names or ():
-            if name not in self.PARAMETER_NAMES:
-                raise MisconfigurationException(
-                    f"ModelPruning(parameter_names={parameter_names}): {name!r} is none of "
-                    f"{list(self.PARAMETER_NAMES)}." + did_you_mean(str(name), self.PARAMETER_NAMES)
-                )
-        if isinstance(amount, bool) or not (isinstance(amount, (int, float)) or callable(amount)):
-            raise MisconfigurationException(
-                f"ModelPruning(amount={amount!r}): use a share from 0.0 to 1.0, a number of weights, or a function of "
-                "the epoch that returns one."
+            check.one_of("ModelPruning", "parameter_names", name, self.PARAMETER_NAMES, error=error)
+        if not callable(amount):
+            most = 1 if isinstance(amount, float) else None
+            allowed = "a share from 0.0 to 1.0 (float), a number of weights (int), or a function of the epoch"
+            check.number(
+                "ModelPruning", "amount", amount, at_least=0, at_most=most, allowed=allowed, error=error
             )
-        if not callable(amount) and (amount < 0 or (isinstance(amount, float) and amount > 1)):
-            raise MisconfigurationException(
-                f"ModelPruning(amount={amount!r}): use a share from 0.0 to 1.0 (float), or a number of weights (int)."
-            )
-        if verbose not in (0, 1, 2):
-            raise MisconfigurationException(f"ModelPruning(verbose={verbose!r}): use 0, 1 or 2.")
+        check.one_of("ModelPruning", "verbose", verbose, (0, 1, 2), error=error)
         self._use_global_unstructured = use_global_unstructured
         self._options: dict[str, Any] = {}
         self.pruning_fn = self._find_pruning_fn(pruning_fn, pruning_dim, pruning_norm)
-        self._given = parameters_to_prune
+        self._requested = parameters_to_prune
         self._parameters_to_prune = parameters_to_prune
         self._parameter_names = parameter_names or list(self.PARAMETER_NAMES)
         self.amount = amount
@@ -132,66 +126,54 @@ class ModelPruning(Callback):
         self._verbose = verbose
         self._prune_on_train_epoch_end = prune_on_train_epoch_end
         self._paths: list[str] = []
-        self._first_values: list[Tensor] = []
-        # Copies of layers, to draw new first values in.
+        self._initial_values: list[Tensor] = []
+        # Copies of layers, used to draw new initial values.
         self._templates: dict[int, nn.Module] = {}
         self._loaded: dict[str, Any] | None = None
 
-    def _find_pruning_fn(self, given: Any, dim: int | None, norm: int | None) -> Callable[..., Any]:
-        name = given.lower() if isinstance(given, str) else None
-        if name is None:
-            if not (inspect.isclass(given) and issubclass(given, prune.BasePruningMethod)):
-                raise MisconfigurationException(
-                    f"ModelPruning(pruning_fn={given!r}): use one of {list(_FUNCTIONS)}, or a subclass of torch's "
-                    "BasePruningMethod: the class, not an instance."
-                )
-            if not self._use_global_unstructured:
-                raise MisconfigurationException(
-                    f"ModelPruning(pruning_fn={given.__name__}): a class needs use_global_unstructured=True."
-                )
-            method: Any = given
-        else:
-            if name not in _FUNCTIONS:
-                raise MisconfigurationException(
-                    f"ModelPruning(pruning_fn={given!r}): use one of {list(_FUNCTIONS)}."
-                    + did_you_mean(name, list(_FUNCTIONS))
-                )
+    def _find_pruning_fn(
+        self, pruning_fn: Callable[..., Any] | str, dim: int | None, norm: int | None
+    ) -> Callable[..., Any]:
+        owner = f"ModelPruning(pruning_fn={pruning_fn!r})"
+        name, method = None, pruning_fn
+        if isinstance(pruning_fn, str):
+            name = pruning_fn.lower()
+            check.one_of("ModelPruning", "pruning_fn", name, _FUNCTIONS, error=MisconfigurationException)
+            method = _METHODS[name]
             if name.endswith("_structured"):
-                if dim is None:
-                    raise MisconfigurationException(
-                        f"ModelPruning(pruning_fn={given!r}): say in which dimension with pruning_dim=..., "
-                        "for instance 0."
-                    )
                 self._options["dim"] = dim
             if name == "ln_structured":
-                if norm is None:
-                    raise MisconfigurationException(
-                        f"ModelPruning(pruning_fn={given!r}): say by which norm with pruning_norm=..., for instance 2."
-                    )
                 self._options["n"] = norm
-            method = _METHODS[name]
-        if self._use_global_unstructured and method.PRUNING_TYPE != "unstructured":
+        elif not (inspect.isclass(pruning_fn) and issubclass(pruning_fn, prune.BasePruningMethod)):
             raise MisconfigurationException(
-                f"ModelPruning(pruning_fn={given!r}): structured pruning looks at one parameter at a time. Use "
-                "use_global_unstructured=False."
+                f"{owner}: use one of {list(_FUNCTIONS)}, or a subclass of torch's BasePruningMethod: the class, not "
+                "an instance."
             )
-        if self._use_global_unstructured:
-            self._pruning_method_name = method.__name__
-            return method  # type: ignore[no-any-return]
-        assert name is not None
-        self._pruning_method_name = name
-        return partial(_FUNCTIONS[name], **self._options)
+        assert isinstance(method, type)
+        is_global, problem = self._use_global_unstructured, None
+        if name is None and not is_global:
+            problem = "a class needs use_global_unstructured=True."
+        elif self._options.get("dim", 0) is None:
+            problem = "choose the dimension with pruning_dim=..., for instance 0."
+        elif self._options.get("n", 0) is None:
+            problem = "choose the norm with pruning_norm=..., for instance 2."
+        elif is_global and method.PRUNING_TYPE != "unstructured":  # type: ignore[attr-defined]
+            problem = "structured pruning ranks one parameter at a time. Use use_global_unstructured=False."
+        if problem is not None:
+            raise MisconfigurationException(f"{owner}: {problem}")
+        self._pruning_method_name = name if name is not None and not is_global else method.__name__
+        return method if is_global else partial(_FUNCTIONS[self._pruning_method_name], **self._options)
 
     # -- to override and to call
 
     def filter_parameters_to_prune(self, parameters_to_prune: Parameters = ()) -> Parameters:
-        """Return the parameters to prune of those found; override it to choose."""
+        """Return which of the parameters found to prune; override it to choose."""
         return parameters_to_prune
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune ``amount`` of what is left."""
+        """Prune ``amount`` of the remaining values."""
         before = [self._pruned(module, name) for module, name in self._parameters_to_prune]
-        with _order_kept(module for module, _ in self._parameters_to_prune):
+        with _keep_order(module for module, _ in self._parameters_to_prune):
             if self._use_global_unstructured:
                 prune.global_unstructured(
                     self._parameters_to_prune, pruning_method=self.pruning_fn, **self._options, amount=amount
@@ -200,21 +182,21 @@ class ModelPruning(Callback):
                 for module, name in self._parameters_to_prune:
                     self.pruning_fn(module, name=name, amount=amount)
         if self._verbose:
-            self._say(before, amount)
+            self._report(before, amount)
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Put the weights back to their values at the beginning, or to new first ones; masks stay."""
+        """Reset the weights to their initial values, or to new ones; masks stay."""
         for template in self._templates.values():
             template.reset_parameters()  # type: ignore[operator]
-        for (module, name), first in zip(self._parameters_to_prune, self._first_values, strict=True):
+        for (module, name), initial in zip(self._parameters_to_prune, self._initial_values, strict=True):
             layer = self._templates.get(id(module))
-            value = first if layer is None else getattr(layer, name)
+            value = initial if layer is None else getattr(layer, name)
             _original(module, name).data.copy_(value)
             _refresh(module, name)
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
-        """Make the masks of ``module`` and all in it part of the weights."""
-        with _order_kept(module.modules()):
+        """Apply the masks of ``module`` and its submodules to the weights permanently."""
+        with _keep_order(module.modules()):
             for inner in module.modules():
                 for hook in list(inner._forward_pre_hooks.values()):
                     if isinstance(hook, prune.BasePruningMethod):
@@ -227,7 +209,7 @@ class ModelPruning(Callback):
         """Return the pairs given, or all parameters of the module's layers called ``parameter_names``.
 
         Raises:
-            MisconfigurationException: a pair has another form, or its module or parameter is not there.
+            MisconfigurationException: a pair has another form, or its module or parameter does not exist.
 
         """
         names = parameter_names or ModelPruning.PARAMETER_NAMES
@@ -240,39 +222,37 @@ class ModelPruning(Callback):
                 and (name in module._parameters or name + "_orig" in module._parameters)
                 and _original(module, name) is not None
             ]
-        is_list = isinstance(parameters_to_prune, (list, tuple))
-        for pair in parameters_to_prune if is_list else [parameters_to_prune]:
-            if not (
-                isinstance(pair, (list, tuple))
-                and len(pair) == 2
-                and isinstance(pair[0], nn.Module)
-                and isinstance(pair[1], str)
-            ):
+        owner, kind = "ModelPruning(parameters_to_prune=...)", type(pl_module).__name__
+        pairs = (
+            parameters_to_prune if isinstance(parameters_to_prune, (list, tuple)) else [parameters_to_prune]
+        )
+        for pair in pairs:
+            module, name = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else (None, None)
+            if not isinstance(module, nn.Module) or not isinstance(name, str):
                 raise MisconfigurationException(
-                    f"ModelPruning(parameters_to_prune=...): {pair!r} is not a pair of a module and a "
-                    'parameter\'s name; write [(model.layer, "weight"), ...].'
+                    f"{owner}: {pair!r} is not a pair of a module and a parameter's name; write "
+                    '[(model.layer, "weight"), ...].'
                 )
-            module, name = pair
             if not any(module is inner for inner in pl_module.modules()):
                 raise MisconfigurationException(
-                    f"ModelPruning(parameters_to_prune=...): the {type(module).__name__} with {name!r} is not part of "
-                    f"{type(pl_module).__name__}. Take it from the model that is trained."
+                    f"{owner}: the {type(module).__name__} with {name!r} is not part of {kind}. Take it from the model "
+                    "that is trained."
                 )
             if not isinstance(_original(module, name), Tensor):
                 known = [key.removesuffix("_orig") for key in module._parameters]
                 raise MisconfigurationException(
-                    f"ModelPruning(parameters_to_prune=...): {type(module).__name__} has no parameter {name!r}; it has "
-                    f"{known}.{did_you_mean(name, known)}"
+                    f"{owner}: {type(module).__name__} has no parameter {name!r}; it has {known}."
+                    f"{did_you_mean(name, known)}"
                 )
         return parameters_to_prune
 
     # -- during a run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the parameters, and remember what they are at the beginning."""
+        """Find the parameters, and keep their initial values."""
         if stage != "fit":
             return
-        found = self.sanitize_parameters_to_prune(pl_module, self._given, self._parameter_names)
+        found = self.sanitize_parameters_to_prune(pl_module, self._requested, self._parameter_names)
         self._parameters_to_prune = self.filter_parameters_to_prune(found)
         if not self._parameters_to_prune:
             raise MisconfigurationException(
@@ -280,9 +260,9 @@ class ModelPruning(Callback):
             )
         paths = {id(module): path for path, module in pl_module.named_modules()}
         self._paths = [f"{paths[id(module)]}.{name}" for module, name in self._parameters_to_prune]
-        self._first_values = []
+        self._initial_values = []
         if self._use_lottery_ticket_hypothesis:
-            self._first_values = [
+            self._initial_values = [
                 _original(module, name).detach().clone() for module, name in self._parameters_to_prune
             ]
         self._templates = {}
@@ -295,27 +275,27 @@ class ModelPruning(Callback):
         self._loaded = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the masks of a resumed run in place, and what they hide."""
+        """Restore the masks of a resumed run, and the weights they hide."""
         if self._loaded is None:
             return
         loaded, self._loaded = self._loaded, None
         for index, ((module, name), path) in enumerate(
             zip(self._parameters_to_prune, self._paths, strict=True)
         ):
-            if path in loaded["first_values"] and self._first_values:
-                self._first_values[index] = loaded["first_values"][path]
+            if path in loaded["initial_values"] and self._initial_values:
+                self._initial_values[index] = loaded["initial_values"][path]
             if path not in loaded["masks"]:
                 continue
             original = _original(module, name)
             mask = loaded["masks"][path].to(original.device)
             with torch.no_grad():
                 original[~mask] = loaded["hidden"][path].to(original)
-            with _order_kept([module]):
+            with _keep_order([module]):
                 prune.custom_from_mask(module, name, mask.to(original.dtype))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prune after a complete epoch."""
-        if self._prune_on_train_epoch_end and trainer._progress.last_batch:
+        if self._prune_on_train_epoch_end and trainer.progress.last_batch:
             self._run_pruning(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -327,7 +307,7 @@ class ModelPruning(Callback):
             self._run_pruning(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the masks part of the weights."""
+        """Apply the masks permanently."""
         if self._make_pruning_permanent:
             self.make_pruning_permanent(pl_module)
 
@@ -342,11 +322,11 @@ class ModelPruning(Callback):
         if lottery(epoch) if callable(lottery) else lottery:
             self.apply_lottery_ticket_hypothesis()
         if trainer.world_size > 1:
-            self._agree(trainer)
+            self._broadcast(trainer)
 
     @torch.no_grad()
-    def _agree(self, trainer: Trainer) -> None:
-        """Take over what the first process drew: each has random numbers of its own."""
+    def _broadcast(self, trainer: Trainer) -> None:
+        """Use the masks and values of the first process: random numbers differ between processes."""
         for module, name in self._parameters_to_prune:
             for tensor in (getattr(module, name + "_mask"), _original(module, name)):
                 tensor.copy_(trainer.strategy.broadcast(tensor))
@@ -355,7 +335,7 @@ class ModelPruning(Callback):
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masks, what they hide, and the first values."""
+        """Return masks, the weights they hide, and the initial values."""
         masks, hidden = {}, {}
         for (module, name), path in zip(self._parameters_to_prune, self._paths, strict=False):
             mask = module._buffers.get(name + "_mask")
@@ -365,11 +345,11 @@ class ModelPruning(Callback):
         return {
             "masks": masks,
             "hidden": hidden,
-            "first_values": dict(zip(self._paths, self._first_values, strict=False)),
+            "initial_values": dict(zip(self._paths, self._initial_values, strict=False)),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Keep the masks until the parameters exist."""
         self._loaded = state_dict
 
     def on_save_checkpoint(
@@ -382,7 +362,7 @@ class ModelPruning(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Load plain weights into a plain model; masks come on top of them."""
+        """Load plain weights into a plain model; masks are applied afterwards."""
         self.make_pruning_permanent(pl_module)
         checkpoint["state_dict"] = _plain(checkpoint["state_dict"])
 
@@ -390,22 +370,22 @@ class ModelPruning(Callback):
 
     @staticmethod
     def _pruned(module: nn.Module, name: str) -> tuple[int, int]:
-        """Return (number pruned, number in all) of a parameter."""
+        """Return (number pruned, total number) of a parameter's values."""
         mask = module._buffers.get(name + "_mask")
         total = _original(module, name).numel()
         return (0 if mask is None else total - int(mask.sum()), total)
 
-    def _say(self, before: list[tuple[int, int]], amount: int | float) -> None:
+    def _report(self, before: list[tuple[int, int]], amount: int | float) -> None:
         after = [self._pruned(module, name) for module, name in self._parameters_to_prune]
         total = sum(count for _, count in after)
-        was, now = (sum(zeros for zeros, _ in stats) for stats in (before, after))
+        old, new = (sum(zeros for zeros, _ in stats) for stats in (before, after))
         rank_zero_info(
-            f"{self._pruning_method_name}, amount={amount}: {was}/{total} ({was / total:.2%}) -> "
-            f"{now}/{total} ({now / total:.2%}) pruned"
+            f"{self._pruning_method_name}, amount={amount}: {old}/{total} ({old / total:.2%}) -> "
+            f"{new}/{total} ({new / total:.2%}) pruned"
         )
         if self._verbose == 2:
-            for path, (was, _), (now, total) in zip(self._paths, before, after, strict=True):
-                rank_zero_info(f"  {path}: {was}/{total} -> {now}/{total} ({now / total:.2%})")
+            for path, (old, _), (new, total) in zip(self._paths, before, after, strict=True):
+                rank_zero_info(f"  {path}: {old}/{total} -> {new}/{total} ({new / total:.2%})")
 
 
 def _original(module: nn.Module, name: str) -> Any:
@@ -414,15 +394,15 @@ def _original(module: nn.Module, name: str) -> Any:
 
 
 def _refresh(module: nn.Module, name: str) -> None:
-    """Let ``module.name`` be what the mask leaves of the parameter, as the next forward would."""
+    """Set ``module.name`` to the masked parameter, as the next forward would."""
     mask = module._buffers.get(name + "_mask")
     if mask is not None:
         setattr(module, name, mask.to(_original(module, name).dtype) * _original(module, name))
 
 
 @contextmanager
-def _order_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Leave parameters where they were in their modules, also under another name: optimizers go by the order."""
+def _keep_order(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Keep the order of parameters in their modules, also under another name: optimizers rely on it."""
     orders = [(module, [_stem(key) for key in module._parameters]) for module in modules]
     yield
     for module, order in orders:
@@ -436,7 +416,7 @@ def _stem(name: str) -> str:
 
 
 def _plain(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the masks multiplied in, in the order there was."""
+    """Return a state dict with the masks multiplied in, in the same order."""
     plain = {}
     for key, value in weights.items():
         name = key.removesuffix("_orig")

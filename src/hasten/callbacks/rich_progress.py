@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed, need
-from hasten.callbacks.progress_drawn import REFRESH_SECONDS, DrawnProgressBar, convert_inf
+from hasten.callbacks.progress import REFRESH_SECONDS, DrawnProgressBar, convert_inf
+from hasten.callbacks.tqdm_progress import Tqdm
 
 if TYPE_CHECKING:
+    from rich.progress import Task
+    from rich.style import Style
+
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
-
-_PURPOSE = "RichProgressBar()"
 
 
 @dataclass
@@ -44,23 +50,27 @@ class RichProgressBarTheme:
 
     """
 
-    description: Any = ""
-    progress_bar: Any = "#6206E0"
-    progress_bar_finished: Any = "#6206E0"
-    progress_bar_pulse: Any = "#6206E0"
-    batch_progress: Any = ""
-    time: Any = "dim"
-    processing_speed: Any = "dim underline"
-    metrics: Any = "italic"
+    description: str | Style = ""
+    progress_bar: str | Style = "#6206E0"
+    progress_bar_finished: str | Style = "#6206E0"
+    progress_bar_pulse: str | Style = "#6206E0"
+    batch_progress: str | Style = ""
+    time: str | Style = "dim"
+    processing_speed: str | Style = "dim underline"
+    metrics: str | Style = "italic"
     metrics_text_delimiter: str = " "
     metrics_format: str = ".3f"
 
 
-class RichProgressBar(DrawnProgressBar):
-    """A bar drawn with rich; otherwise it is as TQDMProgressBar.
+def _task_id(name: str, stage: str) -> Any:
+    return property(
+        lambda self: getattr(getattr(self, f"_{name}_progress_bar"), "id", None),
+        doc=f"The id of the rich task of {stage}; None if there is none.",
+    )
 
-    It is refreshed by time, at most ten times a second, and shows values that have arrived on the host: it
-    never makes the device wait. In a pipe or a file it writes whole lines.
+
+class RichProgressBar(DrawnProgressBar):
+    """A bar drawn with rich; see ``TQDMProgressBar`` for when it is refreshed and what it shows.
 
     Args:
         refresh_rate: refreshes a second, at most; 0 for no bar.
@@ -79,19 +89,28 @@ class RichProgressBar(DrawnProgressBar):
 
     """
 
+    train_progress_bar_id: Any = _task_id("train", "training")
+    val_progress_bar_id: Any = _task_id("val", "validation")
+    test_progress_bar_id: Any = _task_id("test", "the test")
+    predict_progress_bar_id: Any = _task_id("predict", "prediction")
+
     def __init__(
         self,
-        refresh_rate: int = 100,
+        refresh_rate: float = 100,
         leave: bool = False,
-        theme: RichProgressBarTheme = RichProgressBarTheme(),  # noqa: B008 - the field's signature; never changed
+        theme: RichProgressBarTheme = RichProgressBarTheme(),  # noqa: B008 - never changed
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        need("rich", purpose=_PURPOSE)
+        need("rich", purpose="RichProgressBar()")
         super().__init__()
-        if isinstance(refresh_rate, bool) or not isinstance(refresh_rate, int | float) or refresh_rate < 0:
-            raise MisconfigurationException(
-                f"RichProgressBar(refresh_rate={refresh_rate!r}): use a number of refreshes a second, at least 0."
-            )
+        check.number(
+            "RichProgressBar",
+            "refresh_rate",
+            refresh_rate,
+            at_least=0,
+            unit="refreshes a second",
+            error=MisconfigurationException,
+        )
         self._refresh_rate = refresh_rate
         self._refresh_seconds = max(REFRESH_SECONDS, 1 / refresh_rate) if refresh_rate else math.inf
         self._leave = leave
@@ -114,56 +133,14 @@ class RichProgressBar(DrawnProgressBar):
         """Whether the bar is shown."""
         return self._enabled and self._refresh_rate > 0
 
-    @property
-    def train_progress_bar(self) -> Any:
-        """The rich task of training."""
-        return self._bar("train").task
-
-    @property
-    def val_progress_bar(self) -> Any:
-        """The rich task of validation."""
-        return self._bar("val").task
-
-    @property
-    def test_progress_bar(self) -> Any:
-        """The rich task of the test."""
-        return self._bar("test").task
-
-    @property
-    def predict_progress_bar(self) -> Any:
-        """The rich task of prediction."""
-        return self._bar("predict").task
-
-    @property
-    def train_progress_bar_id(self) -> Any:
-        """The id of the rich task of training; None where there is none."""
-        return getattr(self._train_progress_bar, "id", None)
-
-    @property
-    def val_progress_bar_id(self) -> Any:
-        """The id of the rich task of validation; None where there is none."""
-        return getattr(self._val_progress_bar, "id", None)
-
-    @property
-    def test_progress_bar_id(self) -> Any:
-        """The id of the rich task of the test; None where there is none."""
-        return getattr(self._test_progress_bar, "id", None)
-
-    @property
-    def predict_progress_bar_id(self) -> Any:
-        """The id of the rich task of prediction; None where there is none."""
-        return getattr(self._predict_progress_bar, "id", None)
-
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """Return the columns of a bar; override it to change them. The values come after them.
+        """Return the columns of a bar, before the values; override it to change them.
 
         Args:
             trainer: the Trainer.
 
         """
         from rich.progress import BarColumn, TextColumn
-
-        from hasten.callbacks.rich_columns import BatchesColumn, SpeedColumn, TimeColumn
 
         theme = self.theme
         return [
@@ -173,18 +150,14 @@ class RichProgressBar(DrawnProgressBar):
                 finished_style=theme.progress_bar_finished,
                 pulse_style=theme.progress_bar_pulse,
             ),
-            BatchesColumn(theme.batch_progress),
-            TimeColumn(theme.time),
-            SpeedColumn(theme.processing_speed),
+            _column(theme.batch_progress, _batches_text),
+            _column(theme.time, _time_text),
+            _column(theme.processing_speed, speed_text),
         ]
-
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return what is shown beside the bar; override it to change that."""
-        return super().get_metrics(trainer, pl_module)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print above the bars that are shown."""
-        # rich takes over stdout while a bar is shown, and puts whole lines above it.
+        # rich replaces stdout while a bar is shown, and puts whole lines above it.
         print(*args, **{"flush": self.progress is None, **kwargs})
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -198,12 +171,13 @@ class RichProgressBar(DrawnProgressBar):
 
     # -- inside
 
+    def _public_bar(self, bar: Any) -> Any:
+        return bar.task
+
     def _open(self, name: str) -> Any:
         inside = name in ("sanity", "validation") and self.trainer.state.fn == "fit"
         description = getattr(self, f"{'sanity_check' if name == 'sanity' else name}_description")
         if self.is_disabled or not self._start_display():
-            from hasten.callbacks.bars import Tqdm
-
             return Tqdm(
                 desc=description,
                 disable=self.is_disabled,
@@ -216,24 +190,20 @@ class RichProgressBar(DrawnProgressBar):
         return bar
 
     def _start_display(self) -> bool:
-        """Show the bars from now on; False where they cannot be drawn over themselves."""
+        """Start showing bars; return False where they cannot be drawn over themselves."""
         if self.progress is not None:
             return True
         from rich.console import Console
         from rich.progress import Progress
 
-        from hasten.callbacks.rich_columns import MetricsColumn
-
         if self._console is None:
             self._console = Console(**self._console_kwargs)
         console = self._console
-        drawn = installed("ipywidgets") if console.is_jupyter else console.is_terminal
-        if not drawn:
+        if not (installed("ipywidgets") if console.is_jupyter else console.is_terminal):
             return False
-        theme = self.theme
         self.progress = Progress(
             *self.configure_columns(self.trainer),
-            MetricsColumn(theme.metrics, theme.metrics_text_delimiter, theme.metrics_format),
+            _column(self.theme.metrics, self._metrics_text),
             # No thread that draws: the hooks do, when it is time to.
             auto_refresh=False,
             console=console,
@@ -241,13 +211,26 @@ class RichProgressBar(DrawnProgressBar):
         self.progress.start()
         return True
 
+    def _metrics_text(self, task: Task) -> str:
+        texts = []
+        for name, value in task.fields.get("metrics", {}).items():
+            text = str(value)
+            # Whole numbers, such as the logger's version, stay whole.
+            if not isinstance(value, str | int):
+                try:
+                    text = format(value, self.theme.metrics_format)
+                except (TypeError, ValueError):  # not a number, or of another kind
+                    pass
+            texts.append(f"{name}: {text}")
+        return self.theme.metrics_text_delimiter.join(texts)
+
     def _messages_above(self, bar: Any) -> None:
         self._redirected.close()
         if self.progress is not None:
             self._redirected = _log_through_console()
 
     def _ended(self, bar: RichBar) -> None:
-        """Stop the display with its last bar, so that what follows is printed below it."""
+        """Stop the display with its last bar, so that later output is printed below it."""
         self._shown.remove(bar)
         if not self._shown:
             self._stop()
@@ -268,13 +251,13 @@ class RichProgressBar(DrawnProgressBar):
 
 
 class RichBar:
-    """One bar of a RichProgressBar, with the interface that tqdm's bars have.
+    """One bar of a RichProgressBar, with the interface of tqdm's bars.
 
     Args:
-        owner: whose display it is part of.
+        owner: the RichProgressBar.
         description: the text in front.
         leave: keep it on the screen when it is closed.
-        shows_metrics: whether values stand behind it.
+        shows_metrics: show values behind it.
 
     """
 
@@ -287,6 +270,7 @@ class RichBar:
         self._shows_metrics = shows_metrics
         self._description = description
         self._closed = False
+        self._initial = 0
         self.n = 0
         self.total: float | None = None
         self.postfix: Any = None
@@ -299,17 +283,15 @@ class RichBar:
 
     @property
     def initial(self) -> int:
-        """Batches done before this bar began to count."""
+        """Batches done before this bar started to count."""
         return self._initial
 
     @initial.setter
     def initial(self, batches: int) -> None:
         self._initial = batches
         if batches and self._owner.progress is not None:
-            # Anew, or the first refresh would look like a burst.
+            # Reset, or the first refresh would look like a burst.
             self._owner.progress.reset(self.id, total=self.total, completed=batches, initial=batches)
-
-    _initial = 0
 
     def set_description(self, description: str, refresh: bool = True) -> None:
         """Change the text in front."""
@@ -320,7 +302,7 @@ class RichBar:
         self.postfix = metrics
 
     def reset(self, total: float | None = None) -> None:
-        """Begin anew, with another total."""
+        """Start again at 0, with another total."""
         self.n, self.total, self._initial = 0, convert_inf(total), 0
         progress = self._owner.progress
         if progress is not None:
@@ -331,19 +313,15 @@ class RichBar:
         progress = self._owner.progress
         if progress is None or self._closed:
             return
-        metrics = self.postfix if self._shows_metrics and self.postfix else {}
         progress.update(
             self.id,
             total=self.total,
             completed=self.n,
             description=self._description,
-            metrics=metrics,
+            metrics=(self._shows_metrics and self.postfix) or {},
             visible=True,
         )
         progress.refresh()
-
-    def write_line(self) -> None:
-        """Do nothing: the bar itself is there."""
 
     def write(self, text: str, **_: Any) -> None:
         """Print above the bars."""
@@ -363,12 +341,47 @@ class RichBar:
         self._owner._ended(self)
 
 
-def _log_through_console() -> ExitStack:
-    """Send log messages that go to the terminal through rich, which puts them above the bars."""
-    import logging
+# -- columns
 
+
+def _column(style: str | Style, text: Callable[[Task], str]) -> Any:
+    """Return a column of rich that shows ``text(task)``."""
+    from rich.progress import ProgressColumn
+    from rich.text import Text
+
+    class Column(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(text(task), style=style, justify="left")
+
+    return Column()
+
+
+def _batches_text(task: Task) -> str:
+    total = "--" if task.total is None else str(int(task.total))
+    return f"{int(task.completed)}/{total}"
+
+
+def _time_text(task: Task) -> str:
+    elapsed = task.finished_time if task.finished else task.elapsed
+    times = (
+        "-:--:--" if seconds is None else str(timedelta(seconds=int(seconds)))
+        for seconds in (elapsed, task.time_remaining)
+    )
+    return " • ".join(times)
+
+
+def speed_text(task: Task) -> str:
+    """Return the batches a second of a bar."""
+    speed = task.finished_speed or task.speed
+    if speed is None and task.elapsed:
+        speed = (task.completed - task.fields.get("initial", 0)) / task.elapsed
+    return f"{speed or 0:.2f}it/s"
+
+
+def _log_through_console() -> ExitStack:
+    """Send log messages for the terminal through rich, which puts them above the bars."""
     stack = ExitStack()
-    # What rich put in the place of the terminal's streams, and knows those.
+    # rich has replaced the terminal's streams by proxies.
     for proxy in (sys.stdout, sys.stderr):
         terminal = getattr(proxy, "rich_proxied_file", None)
         for logger in (logging.root, logging.getLogger("hasten")):

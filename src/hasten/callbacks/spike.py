@@ -1,4 +1,4 @@
-"""SpikeDetection: end the training when the loss jumps, and write down which batches to leave out."""
+"""SpikeDetection: end the training when the loss jumps, and list the batches to leave out."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.host import Arrival, send_to_host
-from hasten._lib.names import did_you_mean
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
@@ -37,25 +37,25 @@ class TrainingSpikeException(RuntimeError):
 class SpikeDetection(Callback):
     """End the training with a ``TrainingSpikeException`` when the loss jumps or is no longer finite.
 
-    A loss is a spike if it is worse than the one before, and further from the mean of the last ``window`` losses than
+    A loss is a spike if it is worse than the previous one, and further from the mean of the last ``window`` losses than
     both ``atol`` and ``rtol`` allow. The batch and the one before it, which may have spoiled the weights, are written
     to a JSON file, a list of batch indices in the epoch, for your sampler to leave out in the next attempt. On several
     processes a spike on one ends all of them, at the same batch.
 
-    Where it differs from Lightning: ``warmup`` counts batches of the whole run, not of each epoch; on a GPU the losses
-    are read ``lag`` batches later, so that the device need not wait, and the exception comes so much later;
-    losses are compared as they were before the division by the number of accumulated batches; a batch whose
-    ``training_step`` returned None is left out.
+    Differences from Lightning: ``warmup`` counts batches of the whole run, not of each epoch; on a GPU the losses
+    are read ``lag`` batches later, so that the device need not wait, and the exception is raised that much later;
+    losses are compared before the division by the number of accumulated batches; a batch whose ``training_step``
+    returned None is left out.
 
     Args:
         mode: ``"min"`` if lower is better, ``"max"`` if higher is.
         window: number of losses in the mean.
-        warmup: number of batches, at the beginning of the run, that are not judged.
+        warmup: number of batches, at the beginning of the run, that are not checked.
         atol: smallest difference from the mean that is a spike; None for any.
         rtol: the same as a multiple of the mean; None for any.
         exclude_batches_path: the JSON file, or a folder for ``skip_batches.json``; by default
             ``trainer.default_root_dir``.
-        finite_only: NaN and infinite losses are spikes. Otherwise NaN is passed over.
+        finite_only: treat NaN and infinite losses as spikes. Otherwise NaN is ignored.
 
     Raises:
         MisconfigurationException: an argument is out of range.
@@ -72,7 +72,7 @@ class SpikeDetection(Callback):
 
     def __init__(
         self,
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         window: int = 10,
         warmup: int = 1,
         atol: float | None = None,
@@ -80,25 +80,14 @@ class SpikeDetection(Callback):
         exclude_batches_path: str | os.PathLike[str] | None = None,
         finite_only: bool = True,
     ) -> None:
-        if mode not in ("min", "max"):
-            raise MisconfigurationException(
-                f"SpikeDetection(mode={mode!r}): use 'min' or 'max'."
-                + did_you_mean(str(mode), ["min", "max"])
-            )
-        for name, count, least in (("window", window, 1), ("warmup", warmup, 0)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < least:
-                raise MisconfigurationException(
-                    f"SpikeDetection({name}={count!r}): use a whole number of at least {least}."
-                )
+        error = MisconfigurationException
+        check.one_of("SpikeDetection", "mode", mode, ("min", "max"), error=error)
+        check.whole("SpikeDetection", "window", window, at_least=1, error=error)
+        check.whole("SpikeDetection", "warmup", warmup, at_least=0, error=error)
         for name, tolerance in (("atol", atol), ("rtol", rtol)):
-            if tolerance is not None and (
-                isinstance(tolerance, bool)
-                or not isinstance(tolerance, (int, float))
-                or not 0 <= tolerance < math.inf
-            ):
-                raise MisconfigurationException(
-                    f"SpikeDetection({name}={tolerance!r}): use a number of at least 0, or None."
-                )
+            check.number(
+                "SpikeDetection", name, tolerance, at_least=0, below=math.inf, allow_none=True, error=error
+            )
         self.mode = mode
         self.window = window
         self.warmup = warmup
@@ -108,38 +97,38 @@ class SpikeDetection(Callback):
         self.finite_only = finite_only
         self.bad_batches: list[int] = []
         self._seen = 0
-        # For each process the loss before and the losses of the window.
+        # For each process the previous loss and the losses of the window.
         self._last: list[float] = []
         self._recent: list[deque[float]] = []
-        self._waiting: deque[tuple[int, Arrival]] = deque()
+        self._pending: deque[tuple[int, Arrival]] = deque()
 
     # -- during a run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin anew when fit begins."""
+        """Forget the previous fit."""
         if stage == "fit":
             self._seen, self._last, self._recent = 0, [], []
-            self._waiting.clear()
+            self._pending.clear()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take the loss, and judge those that have arrived."""
+        """Start reading the loss, and check those that have arrived."""
         if outputs is None:
-            loss, is_there = torch.zeros((), device=trainer.strategy.root_device), 0.0
+            loss, has_loss = torch.zeros((), device=trainer.strategy.root_device), 0.0
         else:
-            loss, is_there = _undivided(_loss_of(outputs), outputs, trainer, batch_idx), 1.0
-        values: list[Any] = [loss, is_there]
+            loss, has_loss = _undivided(_loss_of(outputs), outputs, trainer, batch_idx), 1.0
+        values: list[Any] = [loss, has_loss]
         if trainer.world_size > 1:
-            pair = torch.stack([loss.float(), torch.full_like(loss, is_there, dtype=torch.float32)])
+            pair = torch.stack([loss.float(), torch.full_like(loss, has_loss, dtype=torch.float32)])
             values = list(trainer.strategy.all_gather(pair).flatten())
-        self._waiting.append((batch_idx, send_to_host(values)))
-        # A fixed number of batches later, not when it happens to be there: all processes must end at the same batch.
-        self._judge(trainer, keep=self.lag if loss.is_cuda else 0)
+        self._pending.append((batch_idx, send_to_host(values)))
+        # A fixed number of batches later, not when it has arrived: all processes must end at the same batch.
+        self._check(trainer, keep=self.lag if loss.is_cuda else 0)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judge what is still on its way."""
-        self._judge(trainer, keep=0)
+        """Check the losses still pending."""
+        self._check(trainer, keep=0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses to compare with, and the batches to leave out."""
@@ -147,27 +136,29 @@ class SpikeDetection(Callback):
             "seen": self._seen,
             "last": list(self._last),
             "recent": [list(losses) for losses in self._recent],
-            "waiting": [[batch_idx, arrival.values()] for batch_idx, arrival in self._waiting],
+            "pending": [[batch_idx, arrival.values()] for batch_idx, arrival in self._pending],
             "bad_batches": list(self.bad_batches),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore the losses to compare with, and the batches to leave out."""
         self._seen = state_dict.get("seen", 0)
         self._last = list(state_dict.get("last", []))
         self._recent = [deque(losses, self.window) for losses in state_dict.get("recent", [])]
-        self._waiting = deque(
-            (batch_idx, send_to_host(values)) for batch_idx, values in state_dict.get("waiting", [])
+        self._pending = deque(
+            (batch_idx, send_to_host(values)) for batch_idx, values in state_dict.get("pending", [])
         )
         self.bad_batches = list(state_dict.get("bad_batches", []))
 
     # -- inside
 
-    def _judge(self, trainer: Trainer, *, keep: int) -> None:
-        while len(self._waiting) > keep:
-            batch_idx, arrival = self._waiting.popleft()
+    def _check(self, trainer: Trainer, *, keep: int) -> None:
+        while len(self._pending) > keep:
+            batch_idx, arrival = self._pending.popleft()
             values = arrival.values()
-            losses = [loss if there else None for loss, there in zip(values[::2], values[1::2], strict=True)]
+            losses = [
+                loss if has_loss else None for loss, has_loss in zip(values[::2], values[1::2], strict=True)
+            ]
             if len(self._last) != len(losses):
                 # The first batch, or a run resumed on another number of processes.
                 self._last = [math.nan] * len(losses)
@@ -200,9 +191,7 @@ class SpikeDetection(Callback):
     def _handle_spike(self, trainer: Trainer, batch_idx: int) -> None:
         new = [index for index in (batch_idx - 1, batch_idx) if index >= 0 and index not in self.bad_batches]
         self.bad_batches += new
-        path = Path(
-            trainer.default_root_dir if self.exclude_batches_path is None else self.exclude_batches_path
-        )
+        path = Path(self.exclude_batches_path or trainer.default_root_dir)
         if path.suffix != ".json":
             path = path / FILE_NAME
         if trainer.is_global_zero:
@@ -210,8 +199,8 @@ class SpikeDetection(Callback):
             path.write_text(json.dumps(self.bad_batches, indent=4), encoding="utf-8")
         raise TrainingSpikeException(
             batch_idx,
-            f"The loss jumped in batch {batch_idx} of epoch {trainer.current_epoch}. Go on from a checkpoint before "
-            f"it, without the batches {self.bad_batches}, which are listed in {path}.",
+            f"The loss jumped in batch {batch_idx} of epoch {trainer.current_epoch}. Resume from an earlier checkpoint "
+            f"without the batches {self.bad_batches}, which are listed in {path}.",
         )
 
 
@@ -226,7 +215,7 @@ def _loss_of(outputs: Any) -> Tensor:
 
 
 def _undivided(loss: Tensor, outputs: Any, trainer: Trainer, batch_idx: int) -> Tensor:
-    """Return the loss as ``training_step`` gave it; backward had its share in the accumulated batches."""
+    """Return the loss as ``training_step`` returned it, not divided by the number of accumulated batches."""
     module = trainer.lightning_module
     if module is None or not module.automatic_optimization:
         return loss
@@ -234,7 +223,7 @@ def _undivided(loss: Tensor, outputs: Any, trainer: Trainer, batch_idx: int) -> 
     if size == 1 and trainer.world_size == 1:
         return loss
     if isinstance(outputs, Mapping) and outputs.get("loss_weight") is not None:
-        # A batch of weight 0 counts for nothing, and its loss is 0.
+        # A batch of weight 0 does not count, and its loss is 0.
         weight = outputs["loss_weight"]
         if isinstance(weight, Tensor):
             return torch.where(weight == 0, loss, loss / weight)

@@ -6,17 +6,17 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.callbacks.weight_averaging import check_device
+from hasten.callbacks.weight_averaging import WeightAveraging
 from hasten.hooks import STEPS
 from hasten.logged_value import Context
 from hasten.loops.states import TrainerFn
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 AverageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class StochasticWeightAveraging(Callback):
+class StochasticWeightAveraging(WeightAveraging):
     """Average the weights over the last epochs, and leave the average in the module when training ends.
 
-    From the epoch ``swa_epoch_start`` on, the learning rate goes to ``swa_lrs`` (in place of the scheduler there was)
-    and the weights at the end of each complete epoch are averaged: the recipe of PyTorch. If the module has batch
-    normalisation, its statistics are computed anew for the averaged weights: ``training_step`` runs once more over
-    the training data, without gradients, and what it logs is dropped. Average, learning rate and the weights training
-    ended with are part of checkpoints; a resumed run ends with the same average, bit for bit.
+    From the epoch ``swa_epoch_start`` on, the learning rate goes to ``swa_lrs`` (replacing the scheduler, if any) and
+    the weights at the end of each complete epoch are averaged: the recipe of PyTorch. If the module has batch
+    normalisation, its statistics are recomputed for the averaged weights: ``training_step`` runs once more over
+    the training data, without gradients, and what it logs is dropped. Average, learning rate and the final training
+    weights are part of checkpoints; a resumed run ends with the same average, bit for bit.
 
-    Where it differs from Lightning: the weights after the last epoch are in the average (there, those at the start of
+    Differences from Lightning: the weights after the last epoch are in the average (there, those at the start of
     each epoch are averaged); batch normalisation needs no further epoch, so epochs, steps, hooks and loggers do not
-    see it; a run that is stopped early gets the average of the epochs done; validation within fit uses the weights as
-    they are, in both.
+    see it; a run that is stopped early gets the average of the epochs done; validation within fit uses the current
+    weights, in both.
 
     Args:
         swa_lrs: the learning rate to go to, or a list with one for each parameter group.
@@ -58,7 +58,7 @@ class StochasticWeightAveraging(Callback):
 
     Raises:
         MisconfigurationException: an argument is out of range; when fit begins, if the run has several optimizers or
-            schedulers, or ends before the averaging begins.
+            schedulers, or ends before the averaging starts.
 
     Example::
 
@@ -70,67 +70,42 @@ class StochasticWeightAveraging(Callback):
 
     """
 
-    # All else that an epoch's end changes is done when the weights are averaged.
-    runs_last: ClassVar[bool] = True
-
     def __init__(
         self,
         swa_lrs: float | list[float],
         swa_epoch_start: int | float = 0.8,
         annealing_epochs: int = 10,
-        annealing_strategy: str = "cos",
+        annealing_strategy: Literal["cos", "linear"] = "cos",
         avg_fn: AverageFunction | None = None,
         device: torch.device | str | None = torch.device("cpu"),  # noqa: B008 - a constant
     ) -> None:
+        super().__init__(device, avg_fn=avg_fn or self.avg_fn)
         name = type(self).__name__
+        rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
+        if not rates or not all(_is_number(rate) and rate > 0 for rate in rates):
+            raise MisconfigurationException(
+                f"{name}(swa_lrs={swa_lrs!r}): use a number above 0, or a list with one for each parameter group."
+            )
         is_share = isinstance(swa_epoch_start, float)
-        if (
-            isinstance(swa_epoch_start, bool)
-            or not isinstance(swa_epoch_start, (int, float))
-            or not (0 <= swa_epoch_start <= 1 if is_share else swa_epoch_start >= 1)
+        if not _is_number(swa_epoch_start) or not (
+            0 <= swa_epoch_start <= 1 if is_share else swa_epoch_start >= 1
         ):
             raise MisconfigurationException(
                 f"{name}(swa_epoch_start={swa_epoch_start!r}): use an epoch counted from 1 (int), or a share of "
                 "max_epochs from 0.0 to 1.0 (float)."
             )
-        rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
-        if not rates or not all(
-            isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 for rate in rates
-        ):
-            raise MisconfigurationException(
-                f"{name}(swa_lrs={swa_lrs!r}): use a number above 0, or a list with one for each parameter group."
-            )
-        if (
-            isinstance(annealing_epochs, bool)
-            or not isinstance(annealing_epochs, int)
-            or annealing_epochs < 0
-        ):
-            raise MisconfigurationException(
-                f"{name}(annealing_epochs={annealing_epochs!r}): use a whole number of at least 0."
-            )
-        if annealing_strategy not in ("cos", "linear"):
-            raise MisconfigurationException(
-                f"{name}(annealing_strategy={annealing_strategy!r}): use 'cos' or 'linear'."
-                + did_you_mean(str(annealing_strategy), ["cos", "linear"])
-            )
-        if avg_fn is not None and not callable(avg_fn):
-            raise MisconfigurationException(
-                f"{name}(avg_fn={avg_fn!r}): use a function of (average, weights, number averaged)."
-            )
+        error = MisconfigurationException
+        check.whole(name, "annealing_epochs", annealing_epochs, at_least=0, error=error)
+        check.one_of(name, "annealing_strategy", annealing_strategy, ("cos", "linear"), error=error)
         self._swa_lrs = swa_lrs
         self._swa_epoch_start = swa_epoch_start
         self._annealing_epochs = annealing_epochs
         self._annealing_strategy = annealing_strategy
-        self._avg_fn: AverageFunction = avg_fn or self.avg_fn
-        self._device = check_device(name, device)
         self._max_epochs: int | None = None
-        self._average_model: nn.ParameterList | None = None
-        self._loaded: dict[str, Tensor] | None = None
-        self._trained: dict[str, Any] | None = None
+        # The averages of all parameters, and their names.
+        self._averages: nn.ParameterList | None = None
         self._names: list[str] = []
         self._initialized = False
-        self._done = False
-        self._latest_update_epoch = -1
         self.n_averaged = torch.tensor(0)
         self.momenta: dict[nn.Module, float | None] = {}
 
@@ -153,75 +128,61 @@ class StochasticWeightAveraging(Callback):
         """Return whether a module has batch normalisation."""
         return any(isinstance(module, _BatchNorm) for module in pl_module.modules())
 
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether to average the weights after this epoch."""
+        is_active = self._averages is not None and epoch_idx is not None
+        return is_active and self.swa_start <= epoch_idx <= self.swa_end  # type: ignore[operator]
+
     # -- during a run
 
+    # The average is updated once an epoch, and validation uses the current weights.
+    on_train_batch_end = Callback.on_train_batch_end
+    on_validation_epoch_start = Callback.on_validation_epoch_start
+    on_validation_epoch_end = Callback.on_validation_epoch_end
+    on_exception = Callback.on_exception
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin anew when fit begins."""
+        """Forget the previous fit."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._average_model, self._loaded, self._trained = None, None, None
-            self._initialized, self._done, self._latest_update_epoch = False, False, -1
+            self._averages, self._initialized, self._latest_update_epoch = None, False, -1
             self.n_averaged = torch.tensor(0)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check what the run is made of; bring a resumed one to where it was, before its states are restored."""
+        """Check the run; restore the average of a resumed one before its schedulers are restored."""
         self._max_epochs = trainer.max_epochs
         self._check(trainer, pl_module)
         self._names = [name for name, _ in pl_module.named_parameters()]
         if self._initialized:
             self._begin(trainer, pl_module)
-        if self._average_model is not None and self._loaded is not None:
+        if self._averages is not None and self._loaded is not None:
             with torch.no_grad():
-                for name, average in zip(self._names, self._average_model.parameters(), strict=True):
+                for name, average in zip(self._names, self._averages, strict=True):
                     average.copy_(self._loaded[name])
             self._loaded = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make up for an epoch that was due when the checkpoint was taken: by a callback that came before this one."""
-        if trainer._progress.epoch_ended:
-            self.on_train_epoch_end(trainer)
-
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to average when it is time."""
+        """Start averaging when it is time."""
         if not self._initialized and self.swa_start <= trainer.current_epoch <= self.swa_end:
             self._begin(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Take in the weights of a complete epoch."""
-        epoch = trainer._progress.epoch
-        is_new = epoch > self._latest_update_epoch and trainer._progress.last_batch
-        if self._average_model is not None and is_new and self.swa_start <= epoch <= self.swa_end:
-            assert trainer.lightning_module is not None
-            self.update_parameters(
-                self._average_model, trainer.lightning_module, self.n_averaged, self._avg_fn
-            )
-            self._latest_update_epoch = epoch
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the average in the module."""
-        self._finish(trainer, pl_module)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do so too where a resumed run had nothing left to train."""
-        if not self._done:
-            self.on_train_start(trainer, pl_module)
-        self._finish(trainer, pl_module)
 
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average and how far it is; the learning rate is with the schedulers."""
-        average = self._average_model
+        """Return the average and its progress; the learning rate is stored with the schedulers."""
+        averages = self._averages
         return {
             "initialized": self._initialized,
             "n_averaged": int(self.n_averaged),
             "latest_update_epoch": self._latest_update_epoch,
             "average_model_state": None
-            if average is None
-            else dict(zip(self._names, [p.detach() for p in average.parameters()], strict=True)),
+            if averages is None
+            else {name: each.detach() for name, each in zip(self._names, averages, strict=True)},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore the average and its progress."""
+        self._restarting = True
         self.n_averaged = torch.tensor(state_dict["n_averaged"])
         self._latest_update_epoch = state_dict["latest_update_epoch"]
         self._initialized = state_dict.get("initialized", state_dict["n_averaged"] > 0)
@@ -230,14 +191,14 @@ class StochasticWeightAveraging(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Put the weights training ended with beside the average that the module holds by then."""
+        """After training, store the training weights beside the average that the module holds by then."""
         if self._trained is not None and "optimizer_states" in checkpoint:
             checkpoint["current_model_state"] = self._trained
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Have training go on with its own weights."""
+        """Continue training with the training weights."""
         if trainer.state.fn == TrainerFn.FITTING and "averaging_state" not in checkpoint:
             checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
 
@@ -253,7 +214,7 @@ class StochasticWeightAveraging(Callback):
     def update_parameters(
         average_model: nn.Module, model: nn.Module, n_averaged: Tensor, avg_fn: AverageFunction
     ) -> None:
-        """Take the parameters of ``model`` into ``average_model``, and count that in ``n_averaged``."""
+        """Average the parameters of ``model`` into ``average_model``, and count that in ``n_averaged``."""
         for average, parameter in zip(average_model.parameters(), model.parameters(), strict=True):
             current = parameter.detach().to(average.device)
             average.copy_(avg_fn(average.detach(), current, n_averaged) if n_averaged else current)
@@ -267,7 +228,7 @@ class StochasticWeightAveraging(Callback):
             target.copy_(source)
 
     def reset_batch_norm_and_save_state(self, pl_module: nn.Module) -> None:
-        """Forget the statistics of the batch normalisation that trains, and gather the mean over all batches."""
+        """Reset the statistics of the batch normalisation that trains, and let it average over all batches."""
         self.momenta = {}
         for module in pl_module.modules():
             if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None:
@@ -276,7 +237,7 @@ class StochasticWeightAveraging(Callback):
                 module.momentum = None
 
     def reset_momenta(self) -> None:
-        """Give batch normalisation its momentum back."""
+        """Restore the momentum of batch normalisation."""
         for module, momentum in self.momenta.items():
             module.momentum = momentum  # type: ignore[assignment]
         self.momenta = {}
@@ -284,80 +245,75 @@ class StochasticWeightAveraging(Callback):
     # -- inside
 
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        name = type(self).__name__
-        if len(trainer.optimizers) != 1:
-            raise MisconfigurationException(
-                f"{name}: {type(pl_module).__name__}.configure_optimizers() gives {len(trainer.optimizers)} "
-                "optimizers; it works with one."
+        name, start = type(self).__name__, self._swa_epoch_start
+        optimizers, schedulers = trainer.optimizers, trainer.lr_scheduler_configs
+        problem = None
+        if len(optimizers) != 1 or len(schedulers) > 1:
+            found = (
+                f"{len(schedulers)} schedulers" if len(schedulers) > 1 else f"{len(optimizers)} optimizers"
             )
-        if len(trainer.lr_scheduler_configs) > 1:
-            raise MisconfigurationException(
-                f"{name}: {type(pl_module).__name__}.configure_optimizers() gives {len(trainer.lr_scheduler_configs)} "
-                "schedulers; it works with one at most, whose place it takes."
+            method = f"{type(pl_module).__name__}.configure_optimizers()"
+            problem = f": {method} gives {found}; it works with one."
+        elif isinstance(start, float) and self._max_epochs == -1:
+            problem = f"(swa_epoch_start={start}): a share needs Trainer(max_epochs=...). Use an epoch (int) instead."
+        elif self.swa_start > self.swa_end and not trainer.fast_dev_run:
+            problem = (
+                f"(swa_epoch_start={start}): training ends after max_epochs={self._max_epochs}, so nothing would be "
+                "averaged. Use an earlier epoch."
             )
-        if isinstance(self._swa_epoch_start, float) and self._max_epochs == -1:
-            raise MisconfigurationException(
-                f"{name}(swa_epoch_start={self._swa_epoch_start}): a share needs Trainer(max_epochs=...). Give an "
-                "epoch (int), or max_epochs."
+        elif isinstance(self._swa_lrs, list) and len(self._swa_lrs) != len(optimizers[0].param_groups):
+            problem = (
+                f"(swa_lrs={self._swa_lrs}): {len(self._swa_lrs)} learning rates, and the optimizer has "
+                f"{len(optimizers[0].param_groups)} parameter groups. Give one for each, or a single number."
             )
-        if self.swa_start > self.swa_end and not trainer.fast_dev_run:
-            raise MisconfigurationException(
-                f"{name}(swa_epoch_start={self._swa_epoch_start}): training ends after max_epochs={self._max_epochs}, "
-                "so nothing would be averaged. Begin earlier."
+        elif not pl_module.automatic_optimization and self.pl_module_contains_batch_norm(pl_module):
+            problem = (
+                ": batch normalisation needs training_step to run once more without training, and that of "
+                f"{type(pl_module).__name__} steps the optimizer itself. Use automatic optimization or WeightAveraging."
             )
-        groups = trainer.optimizers[0].param_groups
-        if isinstance(self._swa_lrs, list) and len(self._swa_lrs) != len(groups):
-            raise MisconfigurationException(
-                f"{name}(swa_lrs={self._swa_lrs}): {len(self._swa_lrs)} learning rates, and the optimizer has "
-                f"{len(groups)} parameter groups. Give one for each, or a single number."
-            )
-        if not pl_module.automatic_optimization and self.pl_module_contains_batch_norm(pl_module):
-            raise MisconfigurationException(
-                f"{name}: batch normalisation needs training_step to run once more without training, and that of "
-                f"{type(pl_module).__name__} steps the optimizer itself. Use automatic optimization, or "
-                "WeightAveraging, which averages the statistics."
-            )
+        if problem:
+            raise MisconfigurationException(name + problem)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the average, and put the learning rate's schedule in place."""
+        """Make the average, and replace the scheduler."""
         self._initialized = True
-        self._average_model = nn.ParameterList(
+        self._averages = nn.ParameterList(
             nn.Parameter(
                 parameter.detach().to(self._device or parameter.device, copy=True), requires_grad=False
             )
             for parameter in pl_module.parameters()
         )
-        optimizer, configs = trainer.optimizers[0], trainer.lr_scheduler_configs
+        configs = trainer.lr_scheduler_configs
         schedule = SWALR(
-            optimizer,
+            trainer.optimizers[0],
             self._swa_lrs,  # type: ignore[arg-type]
             anneal_epochs=self._annealing_epochs,
-            anneal_strategy=self._annealing_strategy,  # type: ignore[arg-type]
+            anneal_strategy=self._annealing_strategy,
         )
-        name = configs[0].name if configs else None
         if configs:
             rank_zero_info(
-                f"{type(self).__name__}: the learning rate goes to {self._swa_lrs} from here on, in place of "
+                f"{type(self).__name__}: the learning rate goes to {self._swa_lrs} from here on; this replaces "
                 f"{type(configs[0].scheduler).__name__}."
             )
-        configs[:] = [LRSchedulerConfig(schedule, name=name)]
+        configs[:] = [LRSchedulerConfig(schedule, name=configs[0].name if configs else None)]
 
-    def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._done or self._average_model is None or not self.n_averaged:
-            return
-        self._done = True
-        self._trained = {
-            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for name, value in pl_module.state_dict().items()
-        }
-        self.transfer_weights(self._average_model, pl_module)
-        run = trainer._run
-        assert run is not None
+    @property
+    def _has_average(self) -> bool:
+        return self._averages is not None and bool(self.n_averaged)
+
+    def _update(self, pl_module: LightningModule) -> None:
+        assert self._averages is not None
+        assert self._avg_fn is not None
+        self.update_parameters(self._averages, pl_module, self.n_averaged, self._avg_fn)
+
+    def _load_average(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._averages is not None
+        self.transfer_weights(self._averages, pl_module)
         self.reset_batch_norm_and_save_state(pl_module)
         if not self.momenta:
             return
         try:
-            _run_once_more(run)
+            _run_once_more(trainer.current_run)
         finally:
             modules = list(self.momenta)
             self.reset_momenta()
@@ -368,13 +324,16 @@ class StochasticWeightAveraging(Callback):
                     statistic.copy_(trainer.strategy.reduce(statistic, reduce_op="mean"))
 
 
-@torch.no_grad()
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _run_once_more(run: Run) -> None:
-    """Run ``training_step`` over the batches of an epoch, leaving nothing behind but what modules gather themselves."""
+    """Run ``training_step`` over the batches of an epoch; only what modules gather themselves remains."""
     step = run.runtime.bind(with_batch_idx_if_taken(run.module.training_step), module=run.module)
     transfer = make_transfer(run, run.train)
-    place = run.train.state_dict(run.progress.batch)
-    # A loader may have no end: then as many batches as the epoch had.
+    position = run.train.state_dict(run.progress.batch)
+    # A loader without an end gives as many batches as the epoch had.
     count = None if math.isfinite(run.train.limit) else run.progress.batch
     with isolate_rng(), _nothing_logged(run):
         if run.on_resumed is not None:
@@ -388,14 +347,14 @@ def _run_once_more(run: Run) -> None:
                 step(batch, batch_idx)
         finally:
             batches.close()  # type: ignore[attr-defined]
-    run.train.load_state_dict(place)
+    run.train.load_state_dict(position)
 
 
 @contextmanager
 def _nothing_logged(run: Run) -> Iterator[None]:
     meters = run.meters
     before = meters.context, meters.batch, meters.batch_size
-    # One that nobody publishes.
+    # A context that is never published.
     meters.context = Context(STEPS["training_step"])
     try:
         yield

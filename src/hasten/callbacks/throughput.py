@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.callbacks.silent import silence, unsilence
+from hasten._lib import check
+from hasten.callbacks.unused_hooks import disable_hooks, enable_hooks
 from hasten.loops.states import RunningStage, TrainerFn
 from hasten.module.callback import Callback
 from hasten.report.throughput import Throughput, compute_dtype, get_available_flops
@@ -18,12 +19,11 @@ if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
 
-# A stage's name in its hooks.
-_NAME_OF = {
-    RunningStage.TRAINING: "train",
-    RunningStage.VALIDATING: "validation",
-    RunningStage.TESTING: "test",
-    RunningStage.PREDICTING: "predict",
+_BATCH_START = {
+    RunningStage.TRAINING: "on_train_batch_start",
+    RunningStage.VALIDATING: "on_validation_batch_start",
+    RunningStage.TESTING: "on_test_batch_start",
+    RunningStage.PREDICTING: "on_predict_batch_start",
 }
 
 
@@ -32,17 +32,17 @@ class ThroughputMonitor(Callback):
 
     The values go to the loggers each ``log_every_n_steps``, under ``train/device/samples_per_sec`` and the like;
     see ``hasten.report.throughput.Throughput`` for all of them. Rates are over the last ``window_size`` batches.
-    Nothing waits for the device: on CUDA the time is that of events which the device passes, read when
-    they have happened. Time spent in validation does not count as training.
+    Nothing waits for the device: on CUDA times are those of CUDA events, read when they have happened. Time spent in
+    validation does not count as training.
 
-    The operations of a batch are ``pl_module.flops_per_batch``, if there is one, asked at every batch; else those of
+    The operations of a batch are ``pl_module.flops_per_batch``, if there is one, read at every batch; else those of
     the first batch of each stage, counted while it runs.
 
     Args:
-        batch_size_fn: gives the number of samples of a batch.
-        length_fn: gives the number of items (tokens, ...) of a batch.
+        batch_size_fn: returns the number of samples of a batch.
+        length_fn: returns the number of items (tokens, ...) of a batch.
         **kwargs: ``window_size`` (100) and ``separator`` ("/") of Throughput, and ``available_flops``: the peak of
-            the device, where it is not known.
+            the device, for devices that are not known.
 
     Raises:
         TypeError: ``batch_size_fn`` or ``length_fn`` cannot be called.
@@ -61,13 +61,10 @@ class ThroughputMonitor(Callback):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        for name, function in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
-            if not callable(function) and not (name == "length_fn" and function is None):
-                raise TypeError(
-                    f"ThroughputMonitor({name}={function!r}): pass a function of a batch, for instance "
-                    "lambda batch: batch[0].size(0)."
-                )
-        Throughput(**kwargs)  # What is wrong with them shows now.
+        allowed = "a function of a batch, for instance lambda batch: batch[0].size(0)"
+        check.callable_("ThroughputMonitor", "batch_size_fn", batch_size_fn, allowed=allowed)
+        check.callable_("ThroughputMonitor", "length_fn", length_fn, allowed=allowed, allow_none=True)
+        Throughput(**kwargs)  # raises for wrong arguments
         self.kwargs = kwargs
         self.batch_size_fn = batch_size_fn
         self.length_fn = length_fn
@@ -89,21 +86,18 @@ class ThroughputMonitor(Callback):
             assert found is not None
             self._throughputs[found] = Throughput(**options)
             self._measures[found] = _Measure(device)
-        unsilence(self, *(f"on_{name}_batch_start" for name in _NAME_OF.values()))
+        enable_hooks(self, *_BATCH_START.values())
         if not trainer.is_global_zero or hasattr(pl_module, "flops_per_batch"):
-            silence(self, ThroughputMonitor, *(f"on_{name}_batch_start" for name in _NAME_OF.values()))
+            disable_hooks(self, ThroughputMonitor, *_BATCH_START.values())
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop counting, after an exception too."""
         self._end_count()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: rates are those of this process."""
-        return {}
+    # -- hooks
 
-    # -- what a batch does
-
-    def _start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to measure a stage."""
         stage = trainer.state.stage
         if not trainer.is_global_zero or stage not in self._measures or trainer.sanity_checking:
             return
@@ -113,7 +107,16 @@ class ThroughputMonitor(Callback):
             measure.reset()
         measure.begin()
 
-    def _begin_count(self, trainer: Trainer) -> None:
+    on_validation_start = on_test_start = on_predict_start = on_train_start
+
+    def on_train_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         """Count the operations of the first batch of a stage."""
         stage = trainer.state.stage
         measure = None if stage is None else self._measures.get(stage)
@@ -123,6 +126,44 @@ class ThroughputMonitor(Callback):
 
         self._counting = FlopCounterMode(display=False)
         self._counting.__enter__()
+
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure, and log with the step's other values."""
+        self._update(trainer, pl_module, batch)
+        progress, every = trainer.progress, trainer.log_every_n_steps
+        # With the optimizer's step: an accumulation is measured when it is complete.
+        if every and progress.window == 0 and progress.updates % every == 0:
+            self._log(trainer, progress.updates - 1)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Measure, and log each ``log_every_n_steps`` batches."""
+        self._update(trainer, pl_module, batch)
+        stage, every = trainer.state.stage, trainer.log_every_n_steps
+        if stage in self._measures and not trainer.sanity_checking and every:
+            batches = self._measures[stage].batches
+            if batches % every == 0:
+                self._log(trainer, batches)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue to measure training, without the time of validation."""
+        if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._measures[RunningStage.TRAINING].begin()
+
+    # -- inside
 
     def _end_count(self) -> int | None:
         if self._counting is None:
@@ -139,9 +180,10 @@ class ThroughputMonitor(Callback):
         counted = self._end_count()
         if counted is not None:
             measure.flops = counted
-            silence(self, ThroughputMonitor, f"on_{_NAME_OF[stage]}_batch_start")
-        own = getattr(pl_module, "flops_per_batch", None)
-        flops = own if own is not None else (measure.flops or None)
+            disable_hooks(self, ThroughputMonitor, _BATCH_START[stage])
+        flops = getattr(pl_module, "flops_per_batch", None)
+        if flops is None:
+            flops = measure.flops or None
         with torch.no_grad():
             samples = self.batch_size_fn(batch)
             length = None if self.length_fn is None else self.length_fn(batch)
@@ -155,94 +197,18 @@ class ThroughputMonitor(Callback):
         for totals in self._measures[stage].arrived():
             throughput.update(**totals)
         metrics = throughput.compute()
-        if not metrics:
-            return
-        named = {f"{stage.value}{throughput.separator}{name}": value for name, value in metrics.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(dict(named), step=step)
-
-    def _evaluated(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        self._update(trainer, pl_module, batch)
-        stage, every = trainer.state.stage, trainer.log_every_n_steps
-        if stage in self._measures and not trainer.sanity_checking and every:
-            done = self._measures[stage].batches
-            if done % every == 0:
-                self._log(trainer, done)
-
-    # -- hooks
-
-    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        """Begin to measure training."""
-        self._start(trainer)
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Count the operations of the first batch."""
-        self._begin_count(trainer)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        """Measure, and log with the step's other values."""
-        self._update(trainer, pl_module, batch)
-        progress, every = trainer._progress, trainer.log_every_n_steps
-        # With the optimizer's step: an accumulation is measured when it is complete.
-        if every and progress.window == 0 and progress.updates % every == 0:
-            self._log(trainer, progress.updates - 1)
-
-    def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
-        """Begin to measure validation."""
-        self._start(trainer)
-
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Count the operations of the first batch."""
-        self._begin_count(trainer)
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any, **__: Any
-    ) -> None:
-        """Measure, and log now and then."""
-        self._evaluated(trainer, pl_module, batch)
-
-    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        """Go on measuring training, without the time of validation."""
-        if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._measures[RunningStage.TRAINING].begin()
-
-    def on_test_start(self, trainer: Trainer, *_: Any) -> None:
-        """Begin to measure the test."""
-        self._start(trainer)
-
-    def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Count the operations of the first batch."""
-        self._begin_count(trainer)
-
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any, **__: Any
-    ) -> None:
-        """Measure, and log now and then."""
-        self._evaluated(trainer, pl_module, batch)
-
-    def on_predict_start(self, trainer: Trainer, *_: Any) -> None:
-        """Begin to measure prediction."""
-        self._start(trainer)
-
-    def on_predict_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Count the operations of the first batch."""
-        self._begin_count(trainer)
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any, **__: Any
-    ) -> None:
-        """Measure, and log now and then."""
-        self._evaluated(trainer, pl_module, batch)
+        if metrics:
+            named = {f"{stage.value}{throughput.separator}{name}": value for name, value in metrics.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(dict(named), step=step)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Events of a device stay in its process.
+        # CUDA events cannot be pickled.
         return {**self.__dict__, "_measures": {}, "_counting": None}
 
 
 class _Measure:
-    """The totals of one stage, with times that the device says when it has got there."""
+    """The totals of one stage, with the times at which the device reached them."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
@@ -250,21 +216,21 @@ class _Measure:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the totals; the operations of a batch stay known."""
+        """Reset the totals, but not the operations of a batch."""
         self.batches = self._samples = 0
         self._lengths: int | None = None
         self._seconds = 0.0
         self._mark: Any = None
         self._last = -1.0
-        # (where the interval began, where it ended, totals then)
-        self._waiting: deque[tuple[Any, Any, dict[str, Any]]] = deque()
+        # (start and end of the interval, totals at its end)
+        self._pending: deque[tuple[Any, Any, dict[str, Any]]] = deque()
 
     def begin(self) -> None:
         """Measure from now on."""
         self._mark = self._now()
 
     def batch_ended(self, samples: int, length: int | None, flops: float | None) -> None:
-        """Take a batch that ends here."""
+        """Count a batch that ends now."""
         now = self._now()
         self.batches += 1
         self._samples += samples
@@ -276,15 +242,15 @@ class _Measure:
             "lengths": self._lengths,
             "flops": flops,
         }
-        self._waiting.append((self._mark if self._mark is not None else now, now, totals))
+        self._pending.append((self._mark if self._mark is not None else now, now, totals))
         self._mark = now
 
     def arrived(self) -> list[dict[str, Any]]:
         """Return the totals up to the last batch that the device has finished, each with its time."""
         found = []
-        while self._waiting and (not self._events or self._waiting[0][1].query()):
-            begun, ended, totals = self._waiting.popleft()
-            self._seconds += begun.elapsed_time(ended) / 1000 if self._events else ended - begun
+        while self._pending and (not self._events or self._pending[0][1].query()):
+            started, ended, totals = self._pending.popleft()
+            self._seconds += started.elapsed_time(ended) / 1000 if self._events else ended - started
             if self._seconds > self._last:  # A clock may stand still between two small batches.
                 self._last = self._seconds
                 found.append({"time": self._seconds, **totals})

@@ -8,12 +8,12 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from hasten._lib import check
 from hasten._lib.durations import parse_duration
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.callbacks.clock import AgreedClock
-from hasten.callbacks.silent import silence
+from hasten.callbacks.shared_deadline import SharedDeadline
+from hasten.callbacks.unused_hooks import disable_hooks
 from hasten.loops.states import RunningStage
 from hasten.module.callback import Callback
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Interval(StrEnum):
-    """When a Timer looks at the clock."""
+    """When a Timer checks the clock."""
 
     step = "step"
     epoch = "epoch"
@@ -32,13 +32,13 @@ class Interval(StrEnum):
 class Timer(Callback):
     """Measure training, validation and test, and stop the training when its time is up.
 
-    The time already trained is part of checkpoints: a resumed run has what is left of it.
+    The time already trained is part of checkpoints: a resumed run gets what is left.
 
     Args:
         duration: time to train: "DD:HH:MM:SS", "90min", a timedelta, or a dict of its arguments; None only
             measures.
-        interval: look at the clock after each "step" or each "epoch".
-        verbose: say when the time is up.
+        interval: check the clock after each "step" or each "epoch".
+        verbose: report when the time is up.
 
     Raises:
         MisconfigurationException: an argument cannot be read.
@@ -59,28 +59,22 @@ class Timer(Callback):
     ) -> None:
         self._duration: float | None = None
         if duration is not None:
-            if not isinstance(duration, (str, dict, timedelta)):
-                raise MisconfigurationException(
-                    f"Timer(duration={duration!r}): write 'DD:HH:MM:SS', '90min', or a timedelta."
-                )
+            allowed, error = "'DD:HH:MM:SS', '90min', or a timedelta", MisconfigurationException
+            check.instance("Timer", "duration", duration, (str, dict, timedelta), allowed, error=error)
             try:
                 self._duration = parse_duration(duration, argument="Timer(duration=...)").total_seconds()
-            except ValueError as error:
-                raise MisconfigurationException(str(error)) from None
-        if interval not in list(Interval):
-            raise MisconfigurationException(
-                f"Timer(interval={interval!r}): use 'step' or 'epoch'."
-                + did_you_mean(str(interval), list(Interval))
-            )
+            except ValueError as unreadable:
+                raise MisconfigurationException(str(unreadable)) from None
+        check.one_of("Timer", "interval", interval, list(map(str, Interval)), error=MisconfigurationException)
         self._interval = Interval(interval)
         self._verbose = verbose
         self._start_time: dict[RunningStage, float | None] = dict.fromkeys(RunningStage)
         self._end_time: dict[RunningStage, float | None] = dict.fromkeys(RunningStage)
         self._offset = 0.0
-        self._clock = AgreedClock()
-        self._several = False
+        self._shared = SharedDeadline()
+        self._is_distributed = False
         self._deadline = math.inf
-        self._hear_batches()
+        self._disable_unused_hooks()
 
     def start_time(self, stage: str = RunningStage.TRAINING) -> float | None:
         """Return when a stage started, in seconds of ``time.monotonic``; None if it did not."""
@@ -103,15 +97,15 @@ class Timer(Callback):
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Listen to batches only if the clock is looked at after each."""
-        self._hear_batches()
+        """Run a hook after each batch only if the clock is checked there."""
+        self._disable_unused_hooks()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock; a resumed run may have no time left."""
         self._begin(RunningStage.TRAINING)
-        self._several = trainer.world_size > 1
+        self._is_distributed = trainer.world_size > 1
         if self._duration is not None:
-            # Known once, so that a step needs to compare two numbers only.
+            # Computed once: a step only compares two numbers.
             self._deadline = time.monotonic() + self._duration - self._offset
             self._check_time_remaining(trainer)
 
@@ -142,8 +136,8 @@ class Timer(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Stop if the time is up."""
-        late = time.monotonic() >= self._deadline
-        if (late or self._several) and self._clock.late(trainer, late):
+        is_late = time.monotonic() >= self._deadline
+        if (is_late or self._is_distributed) and self._shared.passed(trainer, is_late):
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -156,12 +150,12 @@ class Timer(Callback):
         return {"time_elapsed": {stage.value: self.time_elapsed(stage) for stage in RunningStage}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore the time already trained."""
         self._offset = state_dict.get("time_elapsed", {}).get(RunningStage.TRAINING.value, 0.0)
 
-    def _hear_batches(self) -> None:
+    def _disable_unused_hooks(self) -> None:
         if self._duration is None or self._interval != Interval.step:
-            silence(self, Timer, "on_train_batch_end")
+            disable_hooks(self, Timer, "on_train_batch_end")
 
     def _begin(self, stage: RunningStage) -> None:
         self._start_time[stage], self._end_time[stage] = time.monotonic(), None
@@ -170,11 +164,11 @@ class Timer(Callback):
         self._end_time[stage] = time.monotonic()
 
     def _check_time_remaining(self, trainer: Trainer) -> None:
-        late = self._duration is not None and self.time_elapsed() >= self._duration
+        is_late = self._duration is not None and self.time_elapsed() >= self._duration
         if trainer.world_size > 1:
-            # Clocks differ between processes; the first one's is right for all.
-            late = trainer.strategy.broadcast(late)
-        if late:
+            # Clocks differ between processes; the first one decides for all.
+            is_late = trainer.strategy.broadcast(is_late)
+        if is_late:
             self._stop(trainer)
 
     def _stop(self, trainer: Trainer) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.kinds import by_kind
 from hasten._lib.names import did_you_mean
@@ -20,34 +20,34 @@ if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
 
-# (parameters or buffers of the module, those of its average, name)
+# (parameters or buffers of a part of the module, those of its average, name)
 Slot = tuple[dict[str, Tensor | None], dict[str, Tensor | None], str]
 
 
 class WeightAveraging(Callback):
     """Keep an average of the weights; validate with it, and leave it in the module when training ends.
 
-    The average takes in the weights whenever ``should_update`` says so, after each optimizer step unless you override
-    it. During validation the module holds the average, also in the module's own hooks, and afterwards its own weights
+    The average is updated whenever ``should_update`` returns True: after each optimizer step unless you override it.
+    During validation the module holds the average, also in the module's own hooks, and afterwards its own weights
     again, also if validation fails. A checkpoint's ``state_dict`` is the average, so that whoever loads it gets what
-    was validated; the weights training goes on with are beside it, and a resumed run goes on with them bit for bit,
+    was validated; the training weights are stored beside it, and a resumed run continues with them bit for bit,
     also from a checkpoint saved after training ended.
 
-    Where it differs from Lightning: before the first update there is no average, so validation, checkpoints and the
-    end of training use the weights themselves, not those the model began with; buffers that are no floating-point
-    numbers (counts, for instance) are copied, not averaged; ``trainer.validate`` uses the weights it is given; an
+    Differences from Lightning: before the first update there is no average, so validation, checkpoints and the
+    end of training use the weights themselves, not the initial ones; buffers that are not floating-point
+    (counts, for instance) are copied, not averaged; ``trainer.validate`` uses the weights it is given; an
     epoch counts for ``should_update(epoch_idx=...)`` when it is complete.
 
     Args:
         device: where the average lives; by default where the module does.
-        use_buffers: average the buffers too (the statistics of batch normalisation, for instance); otherwise they are
-            copied.
+        use_buffers: average the buffers too (the statistics of batch normalisation, for instance) instead of copying
+            them.
         kwargs: ``avg_fn(averaged, current, num_averaged)``, which returns the new average of a parameter, or
             ``multi_avg_fn(averaged, current, num_averaged)``, which changes lists of them in place; the mean over all
             updates by default.
 
     Raises:
-        TypeError: there is no such argument.
+        TypeError: an unknown argument.
         MisconfigurationException: an argument is out of range.
 
     Example::
@@ -63,42 +63,47 @@ class WeightAveraging(Callback):
 
     """
 
-    # Where a validation or an epoch ends, the module's own hooks still see the average, and all changes are done.
+    # When a validation or an epoch ends, the module's own hooks still see the average, and all changes are done.
     runs_last: ClassVar[bool] = True
 
     def __init__(
         self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any
     ) -> None:
-        known = ["avg_fn", "multi_avg_fn"]
+        owner, known = type(self).__name__, ["avg_fn", "multi_avg_fn"]
         for name, value in kwargs.items():
             if name not in known:
                 raise TypeError(
-                    f"{type(self).__name__}({name}=...): there is no such argument.{did_you_mean(name, known)} "
-                    f"Beside device and use_buffers it takes {known}."
+                    f"{owner}({name}=...): there is no such argument.{did_you_mean(name, known)} "
+                    f"Besides device and use_buffers it takes {known}."
                 )
-            if value is not None and not callable(value):
-                raise MisconfigurationException(
-                    f"{type(self).__name__}({name}={value!r}): use a function of (averaged, current, num_averaged)."
-                )
+            check.callable_(
+                owner,
+                name,
+                value,
+                allowed="a function of (averaged, current, num_averaged)",
+                allow_none=True,
+                error=MisconfigurationException,
+            )
         self._avg_fn, self._multi_avg_fn = kwargs.get("avg_fn"), kwargs.get("multi_avg_fn")
         if self._avg_fn is not None and self._multi_avg_fn is not None:
             raise MisconfigurationException(
-                f"{type(self).__name__}: avg_fn and multi_avg_fn say the same thing twice. Give one of them."
+                f"{owner}: avg_fn and multi_avg_fn both define the average. Give one of them."
             )
-        self._device = check_device(type(self).__name__, device)
+        self._device = _check_device(owner, device)
         self._use_buffers = use_buffers
         self._average_model: AveragedModel | None = None
         self._slots: list[Slot] = []
+        # Whether the module holds the average for the time of a validation.
         self._swapped = False
-        self._loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
-        # What training ended with, once the module holds the average for good.
+        self._loaded: Any = None
+        # The training weights, once the module holds the average for good.
         self._trained: dict[str, Any] | None = None
         self._restarting = False
         self._latest_update_step = 0
         self._latest_update_epoch = -1
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether the average takes in the weights now; override it to choose.
+        """Return whether to update the average now; override it to choose.
 
         Args:
             step_idx: index (from 0) of the optimizer step just done; None at the end of an epoch.
@@ -110,13 +115,13 @@ class WeightAveraging(Callback):
     # -- during a run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin anew when fit begins."""
+        """Forget the previous fit."""
         if stage == "fit":
             self._average_model, self._loaded, self._trained, self._swapped = None, None, None, False
             self._restarting = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the average, which is a copy of the module: it is complete and on its device now."""
+        """Make the average, a copy of the module: the module is complete and on its device now."""
         # The count of updates stays on the host, where reading it does not wait for the device.
         self._average_model = average = AveragedModel(pl_module)
         if self._device is not None:
@@ -126,68 +131,60 @@ class WeightAveraging(Callback):
             average.module.load_state_dict(weights, strict=pl_module.strict_loading)
             average.n_averaged.copy_(others["n_averaged"])
             self._loaded = None
-        self._pair_up(pl_module)
+        self._find_slots(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make up for updates that were due when the checkpoint was taken: by a callback that came before this one."""
+        """Do the updates that were still due when another callback saved the checkpoint."""
         if not self._restarting:
             self._latest_update_step = trainer.global_step
-            self._latest_update_epoch = trainer._progress.epochs_done - 1
-        self._catch_up(trainer)
+            self._latest_update_epoch = trainer.progress.epochs_done - 1
+        self._catch_up(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look again which parameters and buffers there are."""
-        self._pair_up(pl_module)
+        """Find the parameters and buffers again: they may have changed."""
+        self._find_slots(pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take in the weights if the optimizer stepped and it is time."""
-        self._after_step(trainer)
-
-    def _after_step(self, trainer: Trainer) -> None:
+        """Update the average if the optimizer stepped and it is time."""
         step = trainer.global_step
         if step > self._latest_update_step and self.should_update(step_idx=step - 1):
-            self._update()
+            self._update(pl_module)
             self._latest_update_step = step
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take in the weights if the epoch is complete and it is time."""
-        if trainer._progress.last_batch:
-            self._after_epoch(trainer)
-
-    def _after_epoch(self, trainer: Trainer) -> None:
-        epoch = trainer._progress.epoch
-        if epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
-            self._update()
+        """Update the average if the epoch is complete and it is time."""
+        epoch = trainer.progress.epoch
+        is_new = trainer.progress.last_batch and epoch > self._latest_update_epoch
+        if is_new and self.should_update(epoch_idx=epoch):
+            self._update(pl_module)
             self._latest_update_epoch = epoch
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the average into the module."""
-        if self._average_model is not None and trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING:
             self._swap_models(pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the weights of training back into the module."""
-        if self._average_model is not None and trainer.state.fn == TrainerFn.FITTING:
+        """Put the training weights back into the module."""
+        if trainer.state.fn == TrainerFn.FITTING:
             self._swap_models(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Put the weights of training back if a validation broke off: what is saved now must be right."""
+        """Put the training weights back if a validation failed: a checkpoint saved now must be right."""
         if self._swapped:
             self._swap_models(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the average in the module."""
-        if self._average_model is not None:
-            self._copy_average_to_current(pl_module)
+        self._finish(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do so too where a resumed run had nothing left to train."""
-        if self._average_model is not None and self._trained is None:
-            if self._restarting:
-                self._catch_up(trainer)
-            self._copy_average_to_current(pl_module)
+        """Do so too if a resumed run had nothing left to train."""
+        if self._restarting and self._trained is None:
+            self._catch_up(trainer, pl_module)
+        self._finish(trainer, pl_module)
 
     # -- checkpoints
 
@@ -199,7 +196,7 @@ class WeightAveraging(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore when the average was last updated."""
         self._restarting = True
         self._latest_update_step = state_dict["latest_update_step"]
         self._latest_update_epoch = state_dict.get("latest_update_epoch", -1)
@@ -207,25 +204,25 @@ class WeightAveraging(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Make the average the checkpoint's ``state_dict``, with the weights of training beside it."""
+        """Make the average the checkpoint's ``state_dict``, with the training weights beside it."""
         average = self._average_model
         if average is None or not self._has_average:
             return
-        # Whether the module holds its own weights, those of the average for a while, or for good.
-        own, averaged = checkpoint["state_dict"], average.module.state_dict()
+        # The module holds the training weights, the average for a validation, or the average for good.
+        current, averaged = checkpoint["state_dict"], average.module.state_dict()
         if self._swapped:
-            own, averaged = averaged, own
+            current, averaged = averaged, current
         elif self._trained is not None:
-            own, averaged = self._trained, own
+            current, averaged = self._trained, current
         checkpoint["state_dict"] = averaged
         if "optimizer_states" in checkpoint:
-            checkpoint["current_model_state"] = own
+            checkpoint["current_model_state"] = current
             checkpoint["averaging_state"] = {"n_averaged": average.n_averaged}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Have training go on with its own weights; the average is taken back when it has been made."""
+        """Continue training with the training weights; the average is loaded once it has been made."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if "current_model_state" in checkpoint and "averaging_state" in checkpoint:
@@ -233,79 +230,77 @@ class WeightAveraging(Callback):
             checkpoint["state_dict"] = checkpoint["current_model_state"]
         else:
             rank_zero_info(
-                f"{type(self).__name__}: the checkpoint has no average of the weights; it begins here."
+                f"{type(self).__name__}: the checkpoint has no average of the weights; a new one starts here."
             )
 
     # -- inside
 
-    def _catch_up(self, trainer: Trainer) -> None:
-        self._after_step(trainer)
-        if trainer._progress.epoch_ended:
-            self._after_epoch(trainer)
+    def _catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_train_batch_end(trainer, pl_module, None, None, 0)
+        if trainer.progress.epoch_ended:
+            self.on_train_epoch_end(trainer, pl_module)
 
     @property
     def _has_average(self) -> bool:
         return self._average_model is not None and bool(self._average_model.n_averaged)
 
-    def _pair_up(self, pl_module: nn.Module) -> None:
-        """Note which tensors belong together: walking through the modules at each step would cost more than averaging.
+    def _find_slots(self, pl_module: nn.Module) -> None:
+        """List which tensors belong together: walking through the modules each step would cost more than averaging.
 
-        Tensors are looked up by name each time, since programs put new ones into their buffers.
+        Tensors are looked up by name in each update, since programs assign new ones to their buffers.
         """
         assert self._average_model is not None
         self._slots, seen = [], set()
-        for current, averaged in zip(pl_module.modules(), self._average_model.module.modules(), strict=False):
-            if current._parameters.keys() != averaged._parameters.keys():
+        for module, average in zip(pl_module.modules(), self._average_model.module.modules(), strict=False):
+            if module._parameters.keys() != average._parameters.keys():
                 raise RuntimeError(
-                    f"{type(self).__name__}: {type(current).__name__} has the parameters {list(current._parameters)}, "
-                    f"and had {list(averaged._parameters)} when the average was made. Make all parameters before "
-                    "training begins; pruning and averaging do not go together."
+                    f"{type(self).__name__}: {type(module).__name__} has the parameters {list(module._parameters)}, "
+                    f"and had {list(average._parameters)} when the average was made. Make all parameters before "
+                    "training; pruning and averaging cannot be combined."
                 )
-            for mine, its in (
-                (current._parameters, averaged._parameters),
-                (current._buffers, averaged._buffers),
+            for current, averaged in (
+                (module._parameters, average._parameters),
+                (module._buffers, average._buffers),
             ):
-                for name, tensor in mine.items():
+                for name, tensor in current.items():
                     if id(tensor) not in seen:
                         if tensor is not None:
                             seen.add(id(tensor))
-                        self._slots.append((mine, its, name))  # type: ignore[arg-type]
+                        self._slots.append((current, averaged, name))  # type: ignore[arg-type]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor, bool]]:
-        """Return (tensor of the module, its average, whether it is averaged and not copied), to use without grad."""
+        """Return (tensor of the module, its average, whether to average instead of copy), to use without grad."""
         pairs = []
-        for mine, its, name in self._slots:
-            current, averaged = mine.get(name), its.get(name)
+        for tensors, averages, name in self._slots:
+            current, averaged = tensors.get(name), averages.get(name)
             if current is None:
                 continue
             if averaged is None or averaged.shape != current.shape:
                 # A buffer made or grown in a batch, as tables of positions are.
-                averaged = its[name] = current.detach().clone()
-            averages = current.is_floating_point() or current.is_complex()
-            if isinstance(current, nn.Parameter) or self._use_buffers:
-                pairs.append((current, averaged, averages))
-            else:
-                pairs.append((current, averaged, False))
+                averaged = averages[name] = current.detach().clone()
+            is_averaged = isinstance(current, nn.Parameter) or self._use_buffers
+            is_averaged = is_averaged and (current.is_floating_point() or current.is_complex())
+            pairs.append((current, averaged, is_averaged))
         return pairs
 
     @torch.no_grad()
-    def _update(self) -> None:
+    def _update(self, pl_module: LightningModule) -> None:
         assert self._average_model is not None
         count = self._average_model.n_averaged
         is_first = not count
         pairs: list[tuple[Tensor, Tensor]] = []
-        for current, averaged, averages in self._pairs():
-            if is_first or not averages:
+        for current, averaged, is_averaged in self._pairs():
+            if is_first or not is_averaged:
                 averaged.copy_(current)
-                continue
-            pairs.append((averaged, current.to(averaged.device)))
+            else:
+                pairs.append((averaged, current.to(averaged.device)))
         multi_avg_fn = self._multi_avg_fn or get_swa_multi_avg_fn()
-        for alike in by_kind(pairs, lambda pair: pair[0]):
-            all_averaged, all_current = map(list, zip(*alike, strict=True))
+        for group in by_kind(pairs, lambda pair: pair[0]):
+            all_averaged, all_current = map(list, zip(*group, strict=True))
             if self._avg_fn is None:
                 multi_avg_fn(all_averaged, all_current, count)
             else:
-                for averaged, current in zip(all_averaged, all_current, strict=True):
+                for averaged, current in group:
                     averaged.copy_(self._avg_fn(averaged, current, count))
         count += 1
 
@@ -322,14 +317,17 @@ class WeightAveraging(Callback):
         self._swapped = not self._swapped
 
     @torch.no_grad()
-    def _copy_average_to_current(self, pl_module: nn.Module) -> None:
-        """Put the average into the module for good; what training ended with is kept for checkpoints."""
-        if not self._has_average:
+    def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the average into the module for good; keep the training weights for checkpoints."""
+        if not self._has_average or self._trained is not None:
             return
         self._trained = {
             name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
             for name, value in pl_module.state_dict().items()
         }
+        self._load_average(trainer, pl_module)
+
+    def _load_average(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for current, averaged, _ in self._pairs():
             current.copy_(averaged)
 
@@ -338,20 +336,21 @@ class EMAWeightAveraging(WeightAveraging):
     """Keep an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``.
 
     See ``WeightAveraging`` for validation, checkpoints and resuming. The first update copies the weights. The two
-    starts are separate: the step-wise updates heed ``update_starting_at_step`` only, and ``update_starting_at_epoch``
-    adds one update at the end of each epoch from then on. Use ``update_every_n_steps=0`` for those alone.
+    starts are independent: ``update_starting_at_step`` applies to the updates after steps, and
+    ``update_starting_at_epoch`` adds one update at the end of each epoch from then on. Use ``update_every_n_steps=0``
+    for those alone.
 
     Args:
         device: where the average lives; by default where the module does.
-        use_buffers: average the buffers too; otherwise they are copied.
+        use_buffers: average the buffers too instead of copying them.
         decay: share of the average that an update keeps, from 0 to 1.
         update_every_n_steps: update after the optimizer steps whose index (from 0) is a multiple of this; 0 for none.
         update_starting_at_step: index of the first optimizer step that may update.
-        update_starting_at_epoch: index of the first epoch at whose end the average is updated, too; None for none.
-        kwargs: nothing: ``avg_fn`` and ``multi_avg_fn`` are settled.
+        update_starting_at_epoch: index of the first epoch with an update at its end; None for none.
+        kwargs: none: ``avg_fn`` and ``multi_avg_fn`` cannot be chosen.
 
     Raises:
-        TypeError: there is no such argument.
+        TypeError: an unknown argument.
         MisconfigurationException: an argument is out of range.
 
     Example::
@@ -375,27 +374,20 @@ class EMAWeightAveraging(WeightAveraging):
         **kwargs: Any,
     ) -> None:
         name = type(self).__name__
-        for settled in ("avg_fn", "multi_avg_fn"):
-            if settled in kwargs:
-                raise TypeError(
-                    f"{name}({settled}=...): it averages exponentially. Use WeightAveraging({settled}=...)."
-                )
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
-            raise MisconfigurationException(
-                f"{name}(decay={decay!r}): use a number from 0 to 1, for instance 0.999."
+        for fixed in {"avg_fn", "multi_avg_fn"}.intersection(kwargs):
+            raise TypeError(
+                f"{name}({fixed}=...): it averages exponentially. Use WeightAveraging({fixed}=...)."
             )
+        check.share(name, "decay", decay, error=MisconfigurationException)
         for argument, value in (
             ("update_every_n_steps", update_every_n_steps),
             ("update_starting_at_step", update_starting_at_step),
             ("update_starting_at_epoch", update_starting_at_epoch),
         ):
             optional = argument != "update_every_n_steps"
-            if value is None and optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise MisconfigurationException(
-                    f"{name}({argument}={value!r}): use a whole number of at least 0{', or None' if optional else ''}."
-                )
+            check.whole(
+                name, argument, value, at_least=0, allow_none=optional, error=MisconfigurationException
+            )
         super().__init__(device, use_buffers, **kwargs, multi_avg_fn=get_ema_multi_avg_fn(decay))
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
@@ -403,26 +395,15 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_epoch = update_starting_at_epoch
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return whether the average takes in the weights after this step or epoch."""
-        every = self.update_every_n_steps
-        if (
-            step_idx is not None
-            and every
-            and step_idx >= (self.update_starting_at_step or 0)
-            and step_idx % every == 0
-        ):
+        """Return whether to update the average after this step or epoch."""
+        every, first_step = self.update_every_n_steps, self.update_starting_at_step or 0
+        if step_idx is not None and every and step_idx >= first_step and step_idx % every == 0:
             return True
-        first_epoch = math.inf if self.update_starting_at_epoch is None else self.update_starting_at_epoch
-        return epoch_idx is not None and epoch_idx >= first_epoch
+        first_epoch = self.update_starting_at_epoch
+        return epoch_idx is not None and first_epoch is not None and epoch_idx >= first_epoch
 
 
-def check_device(owner: str, device: torch.device | str | int | None) -> torch.device | None:
-    """Return ``device`` as torch knows it.
-
-    Raises:
-        MisconfigurationException: there is no such kind of device.
-
-    """
+def _check_device(owner: str, device: torch.device | str | int | None) -> torch.device | None:
     if device is None or isinstance(device, torch.device):
         return device
     try:

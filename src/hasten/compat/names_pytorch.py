@@ -60,17 +60,17 @@ _CALLBACKS = {
     "progress": {"hasten.callbacks": "ProgressBar RichProgressBar TQDMProgressBar"},
     "progress.base": {
         "hasten.callbacks": "ProgressBar",
-        "hasten.callbacks.progress_base": "ProgressBarBase=ProgressBar get_standard_metrics",
+        "hasten.callbacks.progress": "ProgressBarBase=ProgressBar get_standard_metrics",
     },
     "progress.progress_bar": {
         "hasten.callbacks": "ProgressBar",
-        "hasten.callbacks.progress_base": "get_standard_metrics",
+        "hasten.callbacks.progress": "get_standard_metrics",
     },
     "progress.rich_progress": {"hasten.callbacks.rich_progress": "RichProgressBar RichProgressBarTheme"},
     "progress.tqdm_progress": {
         "hasten.callbacks": "TQDMProgressBar",
-        "hasten.callbacks.bars": "Tqdm",
-        "hasten.callbacks.progress_drawn": "convert_inf",
+        "hasten.callbacks.tqdm_progress": "Tqdm",
+        "hasten.callbacks.progress": "convert_inf",
     },
     "pruning": {"hasten.callbacks": "ModelPruning"},
     "rich_model_summary": {"hasten.callbacks": "RichModelSummary"},

@@ -36,12 +36,12 @@ class Callback:
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-        if name in _HOOKS:
+        if name in CALLBACK_HOOKS:
             replaced(self)
 
     def __delattr__(self, name: str) -> None:
         object.__delattr__(self, name)
-        if name in _HOOKS:
+        if name in CALLBACK_HOOKS:
             replaced(self)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -241,4 +241,4 @@ class Callback:
         """Called when gradients are complete and unscaled, before they are clipped."""
 
 
-_HOOKS = frozenset(name for name in vars(Callback) if not name.startswith("_"))
+CALLBACK_HOOKS = frozenset(name for name in vars(Callback) if not name.startswith("_"))

@@ -237,14 +237,14 @@ class ModelSummary:
     _get_summary_data = columns
 
     def __str__(self) -> str:
-        table = format_table(
-            self.columns(),
+        below = totals(
             self.total_parameters,
             self.trainable_parameters,
             self.model_size,
             self.total_training_modes,
             self.total_flops,
         )
+        table = format_table(self.columns(), below)
         if any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters()):
             table += "\nParameters marked ? get their shape in the first forward pass and are not counted."
         return table
@@ -312,15 +312,8 @@ def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
     return ModelSummary(lightning_module, max_depth=max_depth)
 
 
-def format_table(
-    columns: list[tuple[str, list[str]]],
-    total_parameters: int,
-    trainable_parameters: int,
-    model_size: float,
-    total_training_modes: dict[str, int],
-    total_flops: int = 0,
-) -> str:
-    """Return columns and totals as one text."""
+def format_table(columns: list[tuple[str, list[str]]], below: list[tuple[str, str]]) -> str:
+    """Return columns (heading and cells), and below them numbers and what they count, as one text."""
     widths = [max([len(heading), *map(len, cells)]) for heading, cells in columns]
     rule = "-" * (sum(widths) + 3 * (len(columns) + 1))
     lines = [
@@ -330,8 +323,7 @@ def format_table(
     for row in zip(*(cells for _, cells in columns), strict=True):
         lines.append(" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)))
     lines.append(rule)
-    found = totals(total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
-    lines += [f"{number:<10}{what}" for number, what in found]
+    lines += [f"{number:<10}{what}" for number, what in below]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -342,7 +334,7 @@ def totals(
     total_training_modes: dict[str, int],
     total_flops: int = 0,
 ) -> list[tuple[str, str]]:
-    """Return what stands below the table: numbers and what they are."""
+    """Return the lines below the table: numbers and what they count."""
     return [
         (human_readable(trainable_parameters), "Trainable params"),
         (human_readable(total_parameters - trainable_parameters), "Non-trainable params"),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hasten.compile.report import CompileReport
     from hasten.logged_values import Meters
     from hasten.loops.progress import Progress
+    from hasten.loops.run import Run
     from hasten.loops.run_data import Source
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
@@ -43,6 +44,30 @@ class TrainerView(TrainerSettings):
     _ckpt_path: str | None
     _received_sigterm: bool
     _between_batches: bool
+
+    # -- for callbacks and tools
+
+    @property
+    def runtime(self) -> Runtime:
+        """Devices, strategy, precision and checkpoint files of this Trainer."""
+        return self._runtime
+
+    @property
+    def progress(self) -> Progress:
+        """The counters of training."""
+        return self._progress
+
+    @property
+    def current_run(self) -> Run:
+        """What the current call works on, or the last one.
+
+        Raises:
+            RuntimeError: nothing has been run yet.
+
+        """
+        if self._run is None:
+            raise RuntimeError("Trainer.current_run: call fit, validate, test or predict first.")
+        return self._run
 
     # -- progress
 

@@ -34,7 +34,8 @@ def import_results(trainer: TrainerView, results: dict[str, Any]) -> None:
     trainer._progress.load_state_dict(results["progress"])
     for callback, (state, paths) in zip(trainer._callbacks, results["callbacks"], strict=False):
         callback.load_state_dict(state)
-        callback.__dict__.update(paths)
+        for name, value in paths.items():
+            setattr(callback, name, value)
     meters = trainer._meters
     meters.callback_values, meters.logged_values, meters.bar_values = results["values"]
     trainer.state, trainer._should_stop = results["state"], results["should_stop"]
@@ -43,4 +44,4 @@ def import_results(trainer: TrainerView, results: dict[str, Any]) -> None:
 def _paths_of(callback: Callback) -> dict[str, Any]:
     """Return what a checkpoint callback knows of the files it wrote."""
     names = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "dirpath")
-    return {name: vars(callback)[name] for name in names if name in vars(callback)}
+    return {name: getattr(callback, name) for name in names if hasattr(callback, name)}
