@@ -8,7 +8,7 @@ from typing import IO
 import pytest
 
 from hasten._lib.cache import cache_folder, read_json, remember_json
-from hasten._lib.files import TEMPORARY, is_abandoned, replacing, write_atomically
+from hasten._lib.files import TEMPORARY, remove_abandoned, replacing, write_atomically
 
 
 @pytest.mark.parametrize("data", ["héllo", "héllo".encode(), lambda file: file.write("héllo".encode())])
@@ -34,13 +34,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_a_file_is_abandoned_once_its_writer_has_gone(tmp_path: Path) -> None:
-    with replacing(tmp_path / "a.txt"):
-        (temporary,) = tmp_path.glob(f".*{TEMPORARY}")
-        assert not is_abandoned(temporary)
+def test_only_files_whose_writer_has_gone_are_removed(tmp_path: Path) -> None:
     left = tmp_path / f".a.txt.1{TEMPORARY}"
     left.touch()
-    assert is_abandoned(left)
+    with replacing(tmp_path / "a.txt"):
+        assert remove_abandoned(tmp_path) == [left]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert remove_abandoned(tmp_path / "absent") == []
 
 
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

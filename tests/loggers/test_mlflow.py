@@ -184,11 +184,11 @@ def test_rows_that_were_lost_are_named(store: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_no_more_rows_wait_than_memory_should_hold(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.loggers.mlflow._MOST_ON_THE_WAY", 2)
+    monkeypatch.setattr("hasten.loggers.mlflow._MOST_PENDING", 2)
     logger = MLFlowLogger(save_dir=store)
     for step in range(5):
         logger.log_metrics({"loss": 1.0}, step=step)
-        assert len(logger._on_the_way) <= 2
+        assert len(logger._pending) <= 2
     logger.finalize()
     assert [step for step, _ in values(store, logger.run_id, "loss")] == [0, 1, 2, 3, 4]
 
@@ -328,26 +328,3 @@ def test_a_server_that_is_down_is_an_error_before_training(monkeypatch: pytest.M
 def test_a_run_that_does_not_exist_is_named(store: Path) -> None:
     with pytest.raises(RuntimeError, match=r"run_id='nope'\): MLflow cannot use this store.*not found"):
         MLFlowLogger(save_dir=store, run_id="nope").experiment
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"MLFlowLogger\(save_dir='.*runs'\) cannot write to"):
-        quiet(logger=MLFlowLogger(save_dir=tmp_path / "file" / "runs")).fit(Classifier(), loader())
-
-
-def test_bad_log_model_is_named() -> None:
-    with pytest.raises(ValueError, match=r"MLFlowLogger\(log_model='best'\)"):
-        MLFlowLogger(log_model="best")  # type: ignore[arg-type]
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    # Taken back within the test: the fixture around it speaks to mlflow once more.
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "mlflow", None)
-        with pytest.raises(
-            ModuleNotFoundError, match=r"MLFlowLogger needs the package mlflow.*pip install mlflow"
-        ):
-            MLFlowLogger()

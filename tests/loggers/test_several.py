@@ -6,6 +6,7 @@ import copy
 import csv
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,8 @@ import torch
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
 from hasten.fabric import loggers as fabric_loggers
-from hasten.loggers import CSVLogger, TensorBoardLogger
-from hasten.loggers.artifacts import Shelf
+from hasten.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from hasten.loggers.artifacts import CheckpointUploads
 from hasten.loggers.base import DummyExperiment, DummyLogger
 from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
@@ -94,25 +95,6 @@ def test_loggers_are_opened_before_the_module_is_set_up(tmp_path: Path) -> None:
 
     quiet(logger=Opens(), enable_autolog_hparams=False).fit(Watched(), loader())
     assert order == ["experiment", "prepare_data", "setup"]
-
-
-@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
-def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path: Path, kind: Any) -> None:
-    (tmp_path / "file").write_text("")
-    seen: list[int] = []
-
-    class Watched(Classifier):
-        def prepare_data(self) -> None:
-            seen.append(1)
-
-    trainer = quiet(logger=kind(tmp_path / "file" / "runs"))
-    with pytest.raises(NotADirectoryError) as caught:
-        trainer.fit(Watched(), loader())
-    message = str(caught.value)
-    assert f"{kind.__name__}(save_dir='" in message
-    assert f"cannot write to {tmp_path / 'file' / 'runs'}" in message
-    assert "Give a folder that can be written to" in message
-    assert seen == []
 
 
 def test_a_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +188,7 @@ def test_rows_of_another_run_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
-@pytest.mark.parametrize("rows", [20, 6000])  # a short file, and one with room in its header
+@pytest.mark.parametrize("rows", [20, 6000])
 def test_a_csv_file_goes_back_to_where_it_was(tmp_path: Path, rows: int) -> None:
     logger = CSVLogger(tmp_path, version=0, flush_logs_every_n_steps=7)
     assert logger.state_dict() == {}
@@ -392,7 +374,7 @@ def test_fabric_s_tensorboard_logger_draws_graphs_when_asked(tmp_path: Path) -> 
 
 
 class Callback:
-    """What a shelf reads of a ModelCheckpoint."""
+    """The attributes of a ModelCheckpoint that uploads read."""
 
     monitor, mode, save_top_k = "val_loss", "min", 2
 
@@ -413,10 +395,10 @@ class Callback:
             self.best_model_path, self.best_model_score = str(path), torch.tensor(score)  # type: ignore[assignment]
 
 
-def test_a_shelf_hands_over_each_writing_once(tmp_path: Path) -> None:
-    shelf, callback = Shelf("A", "all"), Callback(tmp_path)
+def test_each_written_checkpoint_is_uploaded_once(tmp_path: Path) -> None:
+    uploads, callback = CheckpointUploads("A", "all"), Callback(tmp_path)
     callback.write("a.ckpt", 0.75, best=True, at=1000.0)
-    (first,) = shelf.after_save(callback)
+    (first,) = uploads.after_save(callback)
     assert (first.path, first.aliases, first.is_folder) == (
         str(tmp_path / "a.ckpt"),
         ["latest", "best"],
@@ -427,37 +409,113 @@ def test_a_shelf_hands_over_each_writing_once(tmp_path: Path) -> None:
         "original_filename": "a.ckpt",
         "ModelCheckpoint": {"monitor": "val_loss", "mode": "min", "save_top_k": 2},
     }
-    assert list(shelf.after_save(callback)) == []
+    assert list(uploads.after_save(callback)) == []
     callback.write("b.ckpt", 0.5, best=False, at=1001.0)
-    (second,) = shelf.after_save(callback)
+    (second,) = uploads.after_save(callback)
     assert (second.aliases, second.metadata["score"]) == (["latest"], 0.5)
     callback.write("a.ckpt", 0.25, best=True, at=1002.0)  # written again under its name
-    assert [checkpoint.metadata["score"] for checkpoint in shelf.after_save(callback)] == [0.25]
-    assert list(shelf.at_end()) == []
+    assert [checkpoint.metadata["score"] for checkpoint in uploads.after_save(callback)] == [0.25]
+    assert list(uploads.at_end()) == []
 
 
-def test_a_shelf_hands_over_what_is_left_in_the_order_of_writing(tmp_path: Path) -> None:
-    shelf, callback = Shelf("A", True), Callback(tmp_path)
+def test_remaining_checkpoints_are_uploaded_in_the_order_of_writing(tmp_path: Path) -> None:
+    uploads, callback = CheckpointUploads("A", True), Callback(tmp_path)
     callback.write("late.ckpt", 0.5, best=True, at=1002.0)
     callback.write("early.ckpt", 0.75, best=False, at=1001.0)
     callback.write("gone.ckpt", 0.9, best=False, at=1000.0)
     (tmp_path / "gone.ckpt").unlink()
     (tmp_path / "folder.ckpt").mkdir()
     callback.last_model_path, callback.current_score = str(tmp_path / "folder.ckpt"), torch.tensor(0.1)  # type: ignore[assignment]
-    assert list(shelf.after_save(callback)) == []
-    assert list(shelf.after_save(callback)) == []
-    left = list(shelf.at_end())
+    assert list(uploads.after_save(callback)) == []
+    assert list(uploads.after_save(callback)) == []
+    left = list(uploads.at_end())
     assert [Path(checkpoint.path).name for checkpoint in left] == ["early.ckpt", "late.ckpt", "folder.ckpt"]
     assert [checkpoint.is_folder for checkpoint in left] == [False, False, True]
     assert left[2].metadata["score"] == pytest.approx(0.1)
-    assert list(shelf.at_end()) == []
+    assert list(uploads.at_end()) == []
     callback.write("late.ckpt", 0.4, best=True, at=1003.0)
-    list(shelf.after_save(callback))
-    assert list(pickle.loads(pickle.dumps(shelf)).at_end()) == []  # callbacks stay in their process
+    list(uploads.after_save(callback))
+    assert list(pickle.loads(pickle.dumps(uploads)).at_end()) == []  # callbacks stay in their process
 
 
-def test_a_shelf_that_is_off_or_wrong() -> None:
-    assert list(Shelf("A", False).after_save(Callback(Path()))) == []
-    for wrong in ("best", 1, None):
-        with pytest.raises(ValueError, match=rf"A\(log_model={wrong!r}\): use True, False or \"all\""):
-            Shelf("A", wrong)
+def test_nothing_is_uploaded_when_it_is_off() -> None:
+    assert list(CheckpointUploads("A", False).after_save(Callback(Path()))) == []
+
+
+# -- what all refuse, by name
+
+REFUSED: list[tuple[type[Logger], dict[str, Any], type[Exception], str]] = [
+    (CSVLogger, {"save_dir": 3}, TypeError, "save_dir=3"),
+    (CSVLogger, {"name": "../out"}, ValueError, "name='../out'"),
+    (CSVLogger, {"name": "/etc"}, ValueError, "name='/etc'"),
+    (CSVLogger, {"name": 3}, TypeError, "name=3"),
+    (CSVLogger, {"version": "a/../../b"}, ValueError, "version='a/../../b'"),
+    (CSVLogger, {"version": -1}, ValueError, "version=-1"),
+    (CSVLogger, {"version": True}, TypeError, "version=True"),
+    (CSVLogger, {"version": 1.5}, TypeError, "version=1.5"),
+    (CSVLogger, {"flush_logs_every_n_steps": 0}, ValueError, "flush_logs_every_n_steps=0"),
+    (TensorBoardLogger, {"name": "../out"}, ValueError, "name='../out'"),
+    (WandbLogger, {"offline": True, "log_model": True}, ValueError, "log_model=True, offline=True"),
+    (
+        WandbLogger,
+        {"add_file_policy": "copy"},
+        ValueError,
+        "add_file_policy='copy'): use one of 'mutable', 'immu",
+    ),
+    (CometLogger, {"mode": "new"}, ValueError, "mode='new'): use one of 'get_or_create', 'get', 'create'"),
+    (CometLogger, {"colour": "red"}, TypeError, "colour"),
+    *(
+        (kind, {"log_model": wrong}, ValueError, f"log_model={wrong!r}): use one of True, False, 'all'")
+        for kind in (WandbLogger, CometLogger, MLFlowLogger)
+        for wrong in ("best", 1)
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "error", "message"), REFUSED)
+def test_wrong_arguments_are_named(
+    tmp_path: Path, kind: Any, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    folder = {"save_dir": tmp_path} if kind in (CSVLogger, TensorBoardLogger) else {}
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        kind(**{**folder, **arguments})
+    if "colour" not in arguments:
+        assert str(caught.value).startswith(f"{kind.__name__}(")
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "package"),
+    [
+        (TensorBoardLogger, "tensorboard", "tensorboard"),
+        (WandbLogger, "wandb", "wandb"),
+        (CometLogger, "comet_ml", "comet[-_]ml"),
+        (MLFlowLogger, "mlflow", "mlflow"),
+    ],
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, module: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    message = rf"{kind.__name__} needs the package {package}.*pip install {package}"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        kind(**({"save_dir": tmp_path} if kind is TensorBoardLogger else {}))
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger])
+def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path: Path, kind: Any) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "runs"
+    seen: list[int] = []
+
+    class Watched(Classifier):
+        def prepare_data(self) -> None:
+            seen.append(1)
+
+    trainer = quiet(logger=kind(save_dir=folder))
+    with pytest.raises(NotADirectoryError) as caught:
+        trainer.fit(Watched(), loader())
+    message = str(caught.value)
+    assert f"{kind.__name__}(save_dir='" in message
+    assert f"cannot write to {folder}" in message
+    assert "Give a folder that can be written to" in message
+    assert seen == []

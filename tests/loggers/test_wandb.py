@@ -323,41 +323,6 @@ def test_other_processes_than_the_first_log_nothing(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"offline": True, "log_model": True}, "cannot be uploaded offline"),
-        ({"log_model": "best"}, r"WandbLogger\(log_model='best'\): use True, False or \"all\""),
-        ({"add_file_policy": "copy"}, r"add_file_policy='copy'\): use \"mutable\" or \"immutable\""),
-    ],
-)
-def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        WandbLogger(**arguments)
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match=r"WandbLogger needs the package wandb.*pip install wandb"):
-        WandbLogger()
-
-
-def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    seen: list[int] = []
-
-    class Watched(Classifier):
-        def setup(self, stage: str) -> None:
-            seen.append(1)
-
-    trainer = quiet(logger=WandbLogger(save_dir=tmp_path / "file" / "runs"))
-    with pytest.raises(OSError, match=r"WandbLogger\(save_dir='.*runs'\) cannot write to"):
-        trainer.fit(Watched(), loader())
-    assert seen == []
-
-
 def test_no_key_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: Any) -> None:
         raise wandb.errors.UsageError("api_key not configured (no-tty).")

@@ -1,4 +1,4 @@
-"""Files that other processes, and the next run after a crash, find whole or not at all."""
+"""Local files and URLs; files that other processes, and the next run after a crash, find whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 # The end of the name of a file that is still being written; a cleaner removes those whose writer has died.
 TEMPORARY = ".hasten-tmp"
@@ -48,7 +48,7 @@ def write_atomically(
 def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[IO[bytes]]:
     """Open a temporary file beside ``path`` that takes its place if the block succeeds, and is removed otherwise.
 
-    The file is locked while its writer lives; see ``is_abandoned``. Arguments as for ``write_atomically``.
+    The file is locked while its writer lives; see ``remove_abandoned``. Arguments as for ``write_atomically``.
     """
     target = Path(path)
     while True:
@@ -74,10 +74,16 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator
             temporary.unlink()
 
 
-def is_abandoned(temporary: str | os.PathLike[str]) -> bool:
-    """Return whether the writer of a temporary file has died; the system then has released its lock."""
-    with open(temporary, "rb+") as file:
-        return _lock(file)
+def remove_abandoned(folder: str | os.PathLike[str]) -> list[Path]:
+    """Remove the temporary files in ``folder`` whose writers have died, and return their paths."""
+    removed = []
+    for path in Path(folder).glob(f".*{TEMPORARY}"):
+        with suppress(OSError), open(path, "rb+") as file:
+            # The system releases the lock of a process that dies, however it dies; a process id may be reused.
+            if _lock(file):
+                path.unlink()
+                removed.append(path)
+    return removed
 
 
 def _lock(file: IO[bytes]) -> bool:
@@ -102,3 +108,20 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Return whether ``path`` is for fsspec, such as "s3://..." or "memory://..."."""
+    return isinstance(path, str) and "://" in path and not path.startswith("file://")
+
+
+def local(path: str | os.PathLike[str]) -> str:
+    """Return a local path without "file://"."""
+    return os.fspath(path).removeprefix("file://")
+
+
+def file_system(url: str, storage_options: dict[str, Any] | None = None) -> Any:
+    """Return the fsspec file system of a URL."""
+    from hasten._lib.optional import need
+
+    return need("fsspec.core", purpose=f"the path {url}").url_to_fs(url, **(storage_options or {}))[0]

@@ -1,19 +1,26 @@
-"""Checkpoints that a logger hands to its service: which are new, and what to say of them."""
+"""Loggers that upload checkpoints to a service: which checkpoints are new, and what describes them."""
 
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-# Of a ModelCheckpoint: what someone who finds the file later wants to know.
+from hasten._lib import check
+from hasten.loggers.base import Logger
+
+if TYPE_CHECKING:
+    from hasten.callbacks.checkpoint import Checkpoint
+
+# Attributes of a ModelCheckpoint that explain a file to whoever finds it later.
 _DESCRIBING = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only", "_every_n_train_steps")
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint to hand over.
+    """A checkpoint to upload.
 
     Args:
         path: the file, or the folder of a sharded one.
@@ -32,37 +39,35 @@ class SavedCheckpoint:
         return os.path.isdir(self.path)
 
 
-class Shelf:
-    """Remembers which checkpoints were handed over already.
+class CheckpointUploads:
+    """Remembers which checkpoints were uploaded already.
 
     Args:
         owner: the logger, for messages.
-        log_model: "all" hands over each checkpoint when it was written; True those that are left when the run
-            ends, or each one if the callback keeps all of them; False none.
+        log_model: "all" uploads each checkpoint when it is written; True those that are left when the run ends, or
+            each one if the callback keeps all of them; False none.
 
     Raises:
         ValueError: ``log_model`` is something else.
 
     """
 
-    def __init__(self, owner: str, log_model: Any) -> None:
-        if not (isinstance(log_model, bool) or log_model == "all"):
-            raise ValueError(f'{owner}(log_model={log_model!r}): use True, False or "all".')
-        self.log_model = log_model
+    def __init__(self, owner: str, log_model: Literal["all"] | bool) -> None:
+        self.log_model = check.one_of(owner, "log_model", log_model, (True, False, "all"))
         self._written_at: dict[str, float] = {}
-        self._later: list[Any] = []
+        self._waiting: list[Any] = []
 
-    def after_save(self, callback: Any) -> Iterator[SavedCheckpoint]:
-        """Yield the checkpoints to hand over now, after ``callback`` has written one."""
+    def after_save(self, callback: Checkpoint) -> Iterator[SavedCheckpoint]:
+        """Yield the checkpoints to upload now, after ``callback`` has written one."""
         if self.log_model == "all" or (self.log_model and getattr(callback, "save_top_k", None) == -1):
             yield from self._new(callback)
-        elif self.log_model and not any(callback is other for other in self._later):
-            self._later.append(callback)
+        elif self.log_model and not any(callback is other for other in self._waiting):
+            self._waiting.append(callback)
 
     def at_end(self) -> Iterator[SavedCheckpoint]:
-        """Yield the checkpoints to hand over when a run has ended."""
-        later, self._later = self._later, []
-        for callback in later:
+        """Yield the checkpoints to upload when a run has ended."""
+        waiting, self._waiting = self._waiting, []
+        for callback in waiting:
             yield from self._new(callback)
 
     def _new(self, callback: Any) -> Iterator[SavedCheckpoint]:
@@ -82,8 +87,8 @@ class Shelf:
             self._written_at[path] = written_at
 
     def __getstate__(self) -> dict[str, Any]:
-        # Callbacks of a run in this process do not travel to another.
-        return {**self.__dict__, "_later": []}
+        # The callbacks of a run stay in this process.
+        return {**self.__dict__, "_waiting": []}
 
 
 def _describe(callback: Any, path: str, score: Any) -> dict[str, Any]:
@@ -93,3 +98,23 @@ def _describe(callback: Any, path: str, score: Any) -> dict[str, Any]:
         "original_filename": os.path.basename(path),
         "ModelCheckpoint": options,
     }
+
+
+class UploadingLogger(Logger):
+    """Base of the loggers that upload checkpoints: override ``_log_checkpoint``."""
+
+    def __init__(self, log_model: Literal["all"] | bool) -> None:
+        self._uploads = CheckpointUploads(type(self).__name__, log_model)
+
+    def after_save_checkpoint(self, checkpoint_callback: Checkpoint) -> None:
+        """Upload the checkpoint if ``log_model`` says so."""
+        for checkpoint in self._uploads.after_save(checkpoint_callback):
+            self._log_checkpoint(checkpoint)
+
+    def _log_remaining_checkpoints(self) -> None:
+        for checkpoint in self._uploads.at_end():
+            self._log_checkpoint(checkpoint)
+
+    @abstractmethod
+    def _log_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
+        """Upload a checkpoint."""

@@ -9,6 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,6 +19,8 @@ from hasten._lib.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
     from torch.nn import Module
+
+    from hasten.callbacks.checkpoint import Checkpoint
 
 
 class Logger(ABC):
@@ -85,32 +88,32 @@ class Logger(ABC):
         """Record the graph of ``model``, where the logger can."""
 
     def save(self) -> None:  # noqa: B027 - optional
-        """Write what is held back."""
+        """Write buffered values."""
 
     def finalize(self, status: str) -> None:
         """Close; called when a run ends, with "success", "failed" or "aborted"."""
         self.save()
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:  # noqa: B027 - optional
-        """Called after a checkpoint was written, with the ModelCheckpoint that did."""
+    def after_save_checkpoint(self, checkpoint_callback: Checkpoint) -> None:  # noqa: B027 - optional
+        """Called after a checkpoint was written, with the callback that wrote it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this logger: plain data that says how far it has written."""
+        """Return plain data for the checkpoint, such as how far this logger has written."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - optional
-        """Take the state back: what was recorded after the checkpoint will be recorded again."""
+        """Restore the state; what was logged after the checkpoint will be logged again."""
 
     def identity(self) -> dict[str, Any]:
-        """Return which run this is, settled by now, as plain data: for the same logger in other processes."""
+        """Return plain data that identifies this run, for the same logger in other processes."""
         return {}
 
     def take_identity(self, identity: dict[str, Any]) -> None:  # noqa: B027 - optional
-        """Be the run that ``identity`` was taken from."""
+        """Become the run that ``identity`` describes."""
 
 
 class DummyExperiment:
-    """Takes whatever is done with an experiment and does nothing: what other processes than the first have.
+    """Accepts every call and attribute and does nothing: the experiment on all processes but the first.
 
     Example::
 
@@ -125,7 +128,7 @@ class DummyExperiment:
         """Do nothing."""
 
     def __getattr__(self, name: str) -> DummyExperiment:
-        if name.startswith("__"):  # what copy and pickle ask for
+        if name.startswith("__"):  # copy and pickle look for these
             raise AttributeError(name)
         return self
 
@@ -158,7 +161,7 @@ class DummyExperiment:
 
 
 class DummyLogger(Logger):
-    """Takes every call of a logger and does nothing."""
+    """Accepts every call of a logger and does nothing."""
 
     def __init__(self) -> None:
         self._experiment = DummyExperiment()
@@ -197,7 +200,7 @@ class DummyLogger(Logger):
 
 
 def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return ``function`` such that it gives a DummyExperiment on other processes than the first."""
+    """Wrap ``function`` to return a DummyExperiment on all processes but the first."""
 
     @functools.wraps(function)
     def experiment(self: Any) -> Any:
@@ -246,9 +249,8 @@ def plain(value: Any) -> Any:
         return plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    name = getattr(value, "name", None)
-    if hasattr(type(value), "__members__") and isinstance(name, str):  # an Enum
-        return name
+    if isinstance(value, Enum):
+        return value.name
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         return value.item()
     if hasattr(value, "tolist") and hasattr(value, "shape"):
@@ -279,16 +281,6 @@ def flat(params: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
             continue
         result |= {f"{key}{separator}{name}": inner for name, inner in below.items()}
     return result
-
-
-def write_hparams(path: str, params: Mapping[str, Any]) -> None:
-    """Write hyper-parameters as YAML: plain data only, so that reading them never runs code."""
-    import yaml
-
-    from hasten.loggers.folders import write_whole
-
-    text = yaml.safe_dump(plain(params), sort_keys=False, allow_unicode=True)
-    write_whole(path, text.encode())
 
 
 _INSTEAD = (

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from hasten._lib import check
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
-from hasten.loggers.artifacts import SavedCheckpoint, Shelf
-from hasten.loggers.base import Logger, as_dict, plain, rank_zero_experiment
+from hasten.loggers.artifacts import SavedCheckpoint, UploadingLogger
+from hasten.loggers.base import as_dict, plain, rank_zero_experiment
 from hasten.loggers.folders import make_writable
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _OLDER_NAMES = {
 }
 
 
-class CometLogger(Logger):
+class CometLogger(UploadingLogger):
     """Log to Comet. Needs the package ``comet_ml``; sending is done by threads of its own.
 
     The experiment is started at once, and stays open after ``fit``, so that ``test`` logs to it too; end it with
@@ -37,7 +38,7 @@ class CometLogger(Logger):
         api_key: key of your account; ``$COMET_API_KEY`` or Comet's configuration file by default.
         workspace: name of the workspace; that of the account by default.
         project: name of the project.
-        experiment_key: key of the experiment, 32 to 50 letters and digits; one that exists is gone on with.
+        experiment_key: key of the experiment, 32 to 50 letters and digits; an existing one is continued.
         mode: "get_or_create" (default), "get" (it must exist) or "create" (it must not).
         online: False writes an archive, which ``comet upload`` sends later; True by default.
         prefix: put before every name, with "_" between.
@@ -47,7 +48,7 @@ class CometLogger(Logger):
 
     Raises:
         ModuleNotFoundError: ``comet_ml`` is not installed.
-        ValueError: ``mode`` or ``log_model`` is none of the above.
+        ValueError: ``mode`` or ``log_model`` is not one of the above.
         TypeError: Comet has no such option.
         OSError: ``offline_directory`` cannot be written to.
         RuntimeError: Comet did not start the experiment, for instance without a key.
@@ -77,23 +78,22 @@ class CometLogger(Logger):
         log_model: Literal["all"] | bool = False,
         **kwargs: Any,
     ) -> None:
-        # Comet watches torch and others by itself unless told not to before it is imported.
+        # Comet records torch and other libraries unless this is set before it is imported.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         comet = need("comet_ml", purpose="CometLogger")
-        if mode is not None and mode not in _MODES:
-            raise ValueError(f"CometLogger(mode={mode!r}): use one of {', '.join(map(repr, _MODES))}.")
-        given: dict[str, Any] = {"project": project, "online": online}
-        _take_older_names(kwargs, given)
-        self._shelf = Shelf("CometLogger", log_model)
+        check.one_of("CometLogger", "mode", mode, _MODES, allow_none=True)
+        arguments: dict[str, Any] = {"project": project, "online": online}
+        _take_older_names(kwargs, arguments)
+        super().__init__(log_model)
         self._prefix = prefix
         self._experiment_key = experiment_key
         self._start_with = {
             "api_key": api_key,
             "workspace": workspace,
             "mode": mode,
-            "online": given["online"],
+            "online": arguments["online"],
         }
-        self._project: str | None = given["project"]
+        self._project: str | None = arguments["project"]
         self._options = kwargs
         self._save_dir = _offline_folder(comet, kwargs)
         self._experiment: Any = None
@@ -173,19 +173,13 @@ class CometLogger(Logger):
         """Log the modules that ``model`` is made of."""
         self.experiment.set_model_graph(model, overwrite=True)
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Log the checkpoint, if ``log_model`` says so."""
-        for checkpoint in self._shelf.after_save(checkpoint_callback):
-            self._log_checkpoint(checkpoint)
-
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Send what is held back, and the checkpoints that are left. The experiment stays open."""
+        """Send buffered values and the remaining checkpoints. The experiment stays open."""
         if self._experiment is None:
             return
         if status == "success":
-            for checkpoint in self._shelf.at_end():
-                self._log_checkpoint(checkpoint)
+            self._log_remaining_checkpoints()
         self._experiment.flush()
 
     def _log_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
@@ -194,18 +188,18 @@ class CometLogger(Logger):
         self.experiment.log_model(name, checkpoint.path, metadata=plain(metadata), overwrite=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Connections stay with this process; another goes on with the experiment of the same key.
+        # Connections stay with this process; another one continues the experiment by its key.
         return {**self.__dict__, "_experiment": None}
 
 
-def _take_older_names(options: dict[str, Any], given: dict[str, Any]) -> None:
-    """Move arguments that Comet named otherwise once to where they belong now."""
+def _take_older_names(options: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Rename arguments that older versions of Comet used."""
     for old, new in _OLDER_NAMES.items():
         if old not in options:
             continue
         value = options.pop(old)
         rank_zero_warn(f"CometLogger({old}=...) is an older name. Write {new}=.", DeprecationWarning)
-        place = given if new in given else options
+        place = arguments if new in arguments else options
         if place.get(new) is None:
             place[new] = not value if old == "offline" else value
 

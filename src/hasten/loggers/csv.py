@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from hasten._lib import check
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
-from hasten.loggers.base import Logger, as_dict, rank_zero_experiment, with_prefix, write_hparams
+from hasten.loggers.base import as_dict, rank_zero_experiment, with_prefix
 from hasten.loggers.csv_table import LocalTable, RemoteTable
-from hasten.loggers.folders import entries, is_url, local, make_writable, next_version, version_folder
+from hasten.loggers.folders import FolderLogger, entries, is_url, make_writable, write_hparams
 
 
 class ExperimentWriter:
@@ -46,7 +47,7 @@ class ExperimentWriter:
         return self._table.columns
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row, to be written by the next ``save``; ``step`` is the number of rows held back by default."""
+        """Add a row, to be written by the next ``save``; ``step`` is the number of buffered rows by default."""
         row = {
             name: value.item() if isinstance(value, Tensor) else value for name, value in metrics_dict.items()
         }
@@ -59,13 +60,13 @@ class ExperimentWriter:
         write_hparams(os.path.join(self.log_dir, self.NAME_HPARAMS_FILE), self.hparams)
 
     def save(self) -> None:
-        """Append the rows held back to the file."""
+        """Append the buffered rows to the file."""
         if self.metrics:
             self._table.append(self.metrics)
             self.metrics = []
 
     def rows(self) -> int:
-        """Return the number of rows in the file, after writing what is held back."""
+        """Write buffered rows and return the number of rows in the file."""
         self.save()
         return self._table.count()
 
@@ -75,15 +76,15 @@ class ExperimentWriter:
         self._table.keep(rows)
 
     def close(self) -> None:
-        """Write what is held back and let go of the file."""
+        """Write buffered rows and close the file."""
         self.save()
         self._table.close()
 
 
-class CSVLogger(Logger):
+class CSVLogger(FolderLogger):
     """Write values to ``<save_dir>/<name>/version_<N>/metrics.csv``, one row each time something is logged.
 
-    The file is only appended to, and writing a row takes as long at the end of a run as at its beginning.
+    Rows are appended; a name that was not logged before rewrites the file once, with a further column.
     A killed run loses at most the rows since the last flush.
 
     Args:
@@ -108,8 +109,6 @@ class CSVLogger(Logger):
 
     """
 
-    LOGGER_JOIN_CHAR = "-"
-
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
@@ -118,58 +117,21 @@ class CSVLogger(Logger):
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
-        if not isinstance(flush_logs_every_n_steps, int) or flush_logs_every_n_steps < 1:
-            raise ValueError(
-                f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps!r}): use a whole number of at "
-                "least 1."
-            )
-        self._save_dir = folder_argument("CSVLogger", save_dir)
-        self._name = name_argument("CSVLogger", name)
-        self._version = version_argument("CSVLogger", version)
-        self._prefix = prefix
-        self._flush_logs_every_n_steps = flush_logs_every_n_steps
+        super().__init__(save_dir, name, version, prefix)
+        self._flush_logs_every_n_steps = check.whole(
+            "CSVLogger", "flush_logs_every_n_steps", flush_logs_every_n_steps, at_least=1
+        )
         self._rows_since_flush = 0
         self._flushed_at_step = 0
-        self._experiment: ExperimentWriter | None = None
-
-    @property
-    def name(self) -> str:
-        """Name of the experiment."""
-        return self._name
-
-    @property
-    def version(self) -> int | str:
-        """Which run of the experiment this is; the next free number is taken when it is first asked for."""
-        if self._version is None:
-            self._version = next_version(self._runs)
-        return self._version
-
-    @property
-    def save_dir(self) -> str:
-        """Folder under which the runs are kept."""
-        return self._save_dir
-
-    @property
-    def root_dir(self) -> str:
-        """Folder of the experiment: ``save_dir/name``."""
-        return self._runs
-
-    @property
-    def _runs(self) -> str:
-        return os.path.join(self.save_dir, self.name)
-
-    @property
-    def log_dir(self) -> str:
-        """Folder of this run: ``save_dir/name/version_N``."""
-        return os.path.join(self._runs, version_folder(self.version))
 
     @property
     @rank_zero_experiment
     def experiment(self) -> ExperimentWriter:
-        """The writer of this run's files; made when it is first asked for."""
+        """The writer of this run's files; made when it is first read."""
         if self._experiment is None:
             self._experiment = ExperimentWriter(self.log_dir)
-        return self._experiment
+        writer: ExperimentWriter = self._experiment
+        return writer
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -177,7 +139,7 @@ class CSVLogger(Logger):
 
         Args:
             metrics: numbers by name; a name not logged before becomes a new column.
-            step: index of the optimizer step; the number of rows held back by default.
+            step: index of the optimizer step; the number of buffered rows by default.
 
         """
         experiment = self.experiment
@@ -192,18 +154,22 @@ class CSVLogger(Logger):
             self.save()
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None, metrics: Any = None) -> None:
-        """Write hyper-parameters to ``hparams.yaml``; ``metrics`` belong to loggers that show them beside."""
+    def log_hyperparams(
+        self,
+        params: dict[str, Any] | Namespace | None = None,
+        metrics: Mapping[str, float] | float | None = None,
+    ) -> None:
+        """Write hyper-parameters to ``hparams.yaml``; ``metrics`` is for other loggers and ignored here."""
         self.experiment.log_hparams(as_dict(params))
 
     @rank_zero_only
     def save(self) -> None:
-        """Append the rows held back to the file."""
+        """Append the buffered rows to the file."""
         self.experiment.save()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write what is held back and let go of the file."""
+        """Write buffered rows and close the file."""
         if self._experiment is not None:
             self._experiment.close()
 
@@ -215,66 +181,10 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Drop the rows after the checkpoint when the run goes on in the same file: they come again."""
+        """Drop the rows after the checkpoint if the run continues in the same file: they will be logged again."""
         if state and state["file"] == _place(self.experiment.metrics_file_path):
             self.experiment.keep(state["rows"])
-
-    def identity(self) -> dict[str, Any]:
-        """Return the folder, the name and the version of this run."""
-        return {"save_dir": self.save_dir, "name": self.name, "version": self.version}
-
-    def take_identity(self, identity: dict[str, Any]) -> None:
-        """Have the folder, the name and the version of another process' logger."""
-        self._save_dir, self._name = identity["save_dir"], identity["name"]
-        self._version = identity["version"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Another process must not write the rows held back here once more.
-        return {**self.__dict__, "_experiment": None}
 
 
 def _place(path: str) -> str:
     return path if is_url(path) else os.path.realpath(path)
-
-
-def folder_argument(owner: str, save_dir: Any) -> str:
-    """Check ``save_dir`` and return it as a string, with "~" replaced."""
-    if not isinstance(save_dir, (str, os.PathLike)):
-        raise TypeError(f"{owner}(save_dir={save_dir!r}): use a path, for instance save_dir='logs'.")
-    path = os.fspath(save_dir)
-    return path if is_url(path) else os.path.expanduser(local(path))
-
-
-def name_argument(owner: str, name: Any) -> str:
-    """Check ``name``: a folder below ``save_dir``."""
-    if name is None:
-        return ""
-    if not isinstance(name, str):
-        raise TypeError(f"{owner}(name={name!r}): use a string, or None.")
-    _stays_inside(owner, "name", name)
-    return name
-
-
-def version_argument(owner: str, version: Any) -> int | str | None:
-    """Check ``version``: a number, or a folder below the experiment's."""
-    if version is None:
-        return None
-    if isinstance(version, str):
-        _stays_inside(owner, "version", version)
-        return version
-    if isinstance(version, bool) or not isinstance(version, int):
-        raise TypeError(
-            f"{owner}(version={version!r}): use a whole number, a string, or None for the next free number."
-        )
-    if version < 0:
-        raise ValueError(f"{owner}(version={version}): use a number of at least 0.")
-    return version
-
-
-def _stays_inside(owner: str, argument: str, text: str) -> None:
-    parts = text.replace("\\", "/").split("/")
-    if os.path.isabs(text) or ".." in parts or "\0" in text:
-        raise ValueError(
-            f"{owner}({argument}={text!r}): this would leave save_dir. Use a plain folder name, and save_dir= "
-            "for where it is."
-        )

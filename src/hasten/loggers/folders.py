@@ -1,44 +1,26 @@
-"""The folders of runs, on disk or behind a URL, and files written whole."""
+"""Loggers that write to folders, on disk or behind a URL: ``save_dir/name/version_N``."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
+from collections.abc import Mapping
 from typing import Any
 
-
-def is_url(path: str) -> bool:
-    """Return whether ``path`` is for fsspec, such as "s3://..." or "memory://..."."""
-    return "://" in path and not path.startswith("file://")
-
-
-def local(path: str) -> str:
-    """Return a local path without "file://"."""
-    return path.removeprefix("file://")
-
-
-def file_system(path: str) -> Any:
-    """Return the fsspec file system of a URL."""
-    from hasten._lib.optional import need
-
-    return need("fsspec.core", purpose=f"the path {path}").url_to_fs(path)[0]
-
-
-def make_folder(path: str) -> None:
-    """Make a folder and those above it."""
-    if is_url(path):
-        file_system(path).makedirs(path, exist_ok=True)
-    else:
-        os.makedirs(local(path), exist_ok=True)
+from hasten._lib import check
+from hasten._lib.files import file_system as file_system
+from hasten._lib.files import is_url as is_url
+from hasten._lib.files import local as local
+from hasten._lib.files import write_atomically
+from hasten.loggers.base import Logger, plain
 
 
 def make_writable(owner: str, argument: str, path: str) -> None:
     """Make a folder that ``owner`` writes to.
 
     Args:
-        owner: who asks, for the message.
-        argument: the argument that says where the folder is, with its value.
+        owner: the logger, for the message.
+        argument: the argument that names the folder, with its value.
         path: the folder; URLs are left to their file system.
 
     Raises:
@@ -46,7 +28,7 @@ def make_writable(owner: str, argument: str, path: str) -> None:
 
     """
     if is_url(path):
-        make_folder(path)
+        file_system(path).makedirs(path, exist_ok=True)
         return
     path = local(path)
     try:
@@ -96,18 +78,101 @@ def version_folder(version: int | str) -> str:
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """Write a small file so that, whenever the process dies, either the old or the new one is there."""
+    """Write a small file; if the process dies, the old file or the new one is there."""
     if is_url(path):
         with file_system(path).open(path, "wb") as file:
             file.write(data)
-        return
-    path = local(path)
-    beside = f"{path}.tmp"
-    try:
-        with open(beside, "wb") as file:
-            file.write(data)
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(beside)
-        raise
+    else:
+        write_atomically(local(path), data, durable=False)
+
+
+def write_hparams(path: str, params: Mapping[str, Any]) -> None:
+    """Write hyper-parameters as YAML: plain data only, so that reading them never runs code."""
+    import yaml
+
+    text = yaml.safe_dump(plain(params), sort_keys=False, allow_unicode=True)
+    write_whole(path, text.encode())
+
+
+class FolderLogger(Logger):
+    """Base of the loggers that write a run to the folder ``<save_dir>/<name>/version_<N>``.
+
+    Args:
+        save_dir: folder under which the runs are kept, or a URL for fsspec.
+        name: name of the experiment, a folder; None or "" for none.
+        version: N for ``version_N``, or a folder name; the next free N by default.
+        prefix: put before the name of every value, with "-" between.
+
+    Raises:
+        ValueError: ``name`` or ``version`` would leave ``save_dir``.
+
+    """
+
+    LOGGER_JOIN_CHAR = "-"
+
+    def __init__(
+        self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
+    ) -> None:
+        owner = next(
+            kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("hasten.loggers")
+        )
+        path = os.fspath(check.path(owner, "save_dir", save_dir))
+        self._save_dir = path if is_url(path) else os.path.expanduser(local(path))
+        self._name = check.instance(owner, "name", name, str, "a string", allow_none=True) or ""
+        if version is not None and not isinstance(version, str):
+            allowed = "a whole number of at least 0, a string, or None for the next free number"
+            version = check.whole(owner, "version", version, at_least=0, allowed=allowed)
+        self._version = version
+        for argument, text in (("name", name), ("version", version)):
+            if isinstance(text, str) and _leaves_folder(text):
+                raise check.wrong(owner, argument, text, "a folder name below save_dir")
+        self._prefix = prefix
+        self._experiment: Any = None
+
+    @property
+    def name(self) -> str:
+        """Name of the experiment."""
+        return self._name
+
+    @property
+    def version(self) -> int | str:
+        """Which run of the experiment this is; the next free number is taken when it is first read."""
+        if self._version is None:
+            self._version = next_version(self._experiment_dir)
+        return self._version
+
+    @property
+    def save_dir(self) -> str:
+        """Folder under which the runs are kept."""
+        return self._save_dir
+
+    @property
+    def root_dir(self) -> str:
+        """Folder of the experiment: ``save_dir/name``."""
+        return self._experiment_dir
+
+    @property
+    def _experiment_dir(self) -> str:
+        return os.path.join(self.save_dir, self.name)
+
+    @property
+    def log_dir(self) -> str:
+        """Folder of this run: ``save_dir/name/version_N``."""
+        return os.path.join(self._experiment_dir, version_folder(self.version))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the folder, the name and the version of this run."""
+        return {"save_dir": self.save_dir, "name": self.name, "version": self.version}
+
+    def take_identity(self, identity: dict[str, Any]) -> None:
+        """Take over the folder, the name and the version of another process' logger."""
+        self._save_dir, self._name = identity["save_dir"], identity["name"]
+        self._version = identity["version"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Open files, threads and rows that are not written yet stay with this process.
+        return {**self.__dict__, "_experiment": None}
+
+
+def _leaves_folder(text: str) -> bool:
+    return os.path.isabs(text) or ".." in text.replace("\\", "/").split("/") or "\0" in text

@@ -17,22 +17,22 @@ from torch import Tensor
 
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn, warn_once
-from hasten.loggers.artifacts import SavedCheckpoint, Shelf
-from hasten.loggers.base import Logger, as_dict, flat, plain, rank_zero_experiment, with_prefix
+from hasten.loggers.artifacts import SavedCheckpoint, UploadingLogger
+from hasten.loggers.base import as_dict, flat, plain, rank_zero_experiment, with_prefix
 from hasten.loggers.folders import local, make_writable
 
-# What MLflow takes in one call.
+# MLflow's limits for one call.
 _PARAMS_PER_CALL = 100
 _METRICS_PER_CALL = 1000
-# Stores differ in what they take; all take this much.
+# The limit differs between stores; all accept this many.
 _PARAM_CHARACTERS = 250
-# Rows on their way to the store before training waits for the oldest.
-_MOST_ON_THE_WAY = 1000
+# Training waits when more rows than this are being sent.
+_MOST_PENDING = 1000
 
 _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED", "aborted": "KILLED"}
 
 
-class MLFlowLogger(Logger):
+class MLFlowLogger(UploadingLogger):
     """Log to MLflow. Needs the package ``mlflow``.
 
     Values are sent by a thread, so that a slow server does not hold up training; they have arrived when ``fit``
@@ -43,20 +43,20 @@ class MLFlowLogger(Logger):
         run_name: name of the run; MLflow makes one up by default.
         tracking_uri: where the store is: "http://...", "sqlite:///...", "file:...". By default
             ``$MLFLOW_TRACKING_URI``, or a database ``mlflow.db`` in ``save_dir`` (look at it with
-            ``mlflow ui --backend-store-uri sqlite:///mlruns/mlflow.db``); a ``save_dir`` that holds MLflow's older
-            store of plain files is gone on with.
+            ``mlflow ui --backend-store-uri sqlite:///mlruns/mlflow.db``); an existing store of plain
+            files in ``save_dir`` is continued.
         tags: tags of the run.
         save_dir: folder of the local store, without ``tracking_uri``; checkpoints are saved below it too.
         log_model: checkpoints as artifacts: "all" when each is written; True those left when the fit has ended, or
             each if the callback keeps all; False none.
         prefix: put before every name, with "-" between.
         artifact_location: where artifacts of a new experiment are kept; the server decides by default.
-        run_id: go on with this run.
+        run_id: continue this run.
         synchronous: True waits until each row is written; None and False do not.
 
     Raises:
         ModuleNotFoundError: ``mlflow`` is not installed.
-        ValueError: ``log_model`` is none of the above.
+        ValueError: ``log_model`` is not one of the above.
 
     Example::
 
@@ -93,7 +93,7 @@ class MLFlowLogger(Logger):
             _database(self._folder) if self._is_own_store else f"file:{self._folder}"
         )
         self.tags = tags
-        self._shelf = Shelf("MLFlowLogger", log_model)
+        super().__init__(log_model)
         self._prefix = prefix
         self._artifact_location = artifact_location
         self._run_id = run_id
@@ -102,12 +102,12 @@ class MLFlowLogger(Logger):
         self._client: Any = None
         self._is_running = False
         self._sender: ThreadPoolExecutor | None = None
-        self._on_the_way: deque[Future[Any]] = deque()
+        self._pending: deque[Future[Any]] = deque()
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The ``mlflow.MlflowClient``; run and experiment are created when it is first asked for.
+        """The ``mlflow.MlflowClient``; run and experiment are created when it is first read.
 
         Raises:
             OSError: the local store cannot be written to.
@@ -219,12 +219,11 @@ class MLFlowLogger(Logger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """Log hyper-parameters, nested names joined with "/", values as text of at most 250 characters.
 
-        MLflow keeps parameters as they were first logged: in a run gone on with, one that has changed is named in a
-        warning.
+        MLflow keeps parameters as they were first logged: in a continued run, a warning names those that have changed.
         """
         param = need("mlflow.entities", purpose="MLFlowLogger").Param
         client = self._running()
-        texts = {name: str(value)[:_PARAM_CHARACTERS] for name, value in flat(_simple(params)).items()}
+        texts = {name: str(value)[:_PARAM_CHARACTERS] for name, value in flat(plain(as_dict(params))).items()}
         stored = client.get_run(self._run_id).data.params if texts else {}
         changed = [
             f"{name}={text} (was {stored[name]})"
@@ -233,8 +232,8 @@ class MLFlowLogger(Logger):
         ]
         if changed:
             rank_zero_warn(
-                f"MLFlowLogger: the run {self._run_id} has other hyper-parameters, and MLflow keeps them as they are: "
-                f"{', '.join(changed)}. Leave out run_id= to start a run of its own."
+                f"MLFlowLogger: the run {self._run_id} has other hyper-parameters, which MLflow does not change: "
+                f"{', '.join(changed)}. Leave out run_id= to start a new run."
             )
         new = [param(key=name, value=text) for name, text in texts.items() if name not in stored]
         for part in _parts(new, _PARAMS_PER_CALL):
@@ -255,14 +254,14 @@ class MLFlowLogger(Logger):
         if self._sender is None:
             # One thread, so that rows arrive in order; Python lets it finish before the program ends.
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="MLFlowLogger")
-        self._on_the_way.append(self._sender.submit(client.log_batch, run_id=self._run_id, metrics=metrics))
-        self._arrive(at_most=_MOST_ON_THE_WAY)
+        self._pending.append(self._sender.submit(client.log_batch, run_id=self._run_id, metrics=metrics))
+        self._wait_for_rows(at_most=_MOST_PENDING)
 
-    def _arrive(self, at_most: int) -> None:
-        """Wait until at most so many rows are on their way; name those that were lost."""
+    def _wait_for_rows(self, at_most: int) -> None:
+        """Wait until at most ``at_most`` rows are being sent; warn of those that were lost."""
         lost: list[BaseException] = []
-        while self._on_the_way and (len(self._on_the_way) > at_most or self._on_the_way[0].done()):
-            error = self._on_the_way.popleft().exception()
+        while self._pending and (len(self._pending) > at_most or self._pending[0].done()):
+            error = self._pending.popleft().exception()
             if error is not None:
                 lost.append(error)
         if lost:
@@ -270,11 +269,6 @@ class MLFlowLogger(Logger):
                 f"mlflow lost {self._run_id}",
                 f"MLFlowLogger: {len(lost)} row(s) of values could not be written to {self._tracking_uri}: {lost[0]}",
             )
-
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Log the checkpoint, if ``log_model`` says so."""
-        for checkpoint in self._shelf.after_save(checkpoint_callback):
-            self._log_checkpoint(checkpoint)
 
     def _log_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
         import yaml
@@ -301,17 +295,16 @@ class MLFlowLogger(Logger):
         """
         if self._client is None:
             return
-        self._arrive(at_most=0)
-        for checkpoint in self._shelf.at_end():
-            self._log_checkpoint(checkpoint)
+        self._wait_for_rows(at_most=0)
+        self._log_remaining_checkpoints()
         self._client.set_terminated(self._run_id, _STATUS.get(status, status.upper()))
         self._is_running = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # Connections and rows on their way stay with this process; another goes on with the same run.
+        # Connections and pending rows stay with this process; another one continues the run.
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self.experiment  # noqa: B018 - creates the run
-        return {**self.__dict__, "_client": None, "_sender": None, "_on_the_way": deque()}
+        return {**self.__dict__, "_client": None, "_sender": None, "_pending": deque()}
 
 
 def _database(folder: str) -> str:
@@ -321,11 +314,6 @@ def _database(folder: str) -> str:
 def _holds_plain_files(folder: str) -> bool:
     """Return whether a folder is a store of MLflow's older kind, which describes each experiment in a file."""
     return os.path.isdir(folder) and any(Path(folder).glob("*/meta.yaml"))
-
-
-def _simple(params: Any) -> dict[str, Any]:
-    simple: dict[str, Any] = plain(as_dict(params))
-    return simple
 
 
 def _allowed(name: str) -> str:
@@ -341,5 +329,4 @@ def _allowed(name: str) -> str:
 
 
 def _parts(items: list[Any], size: int) -> Iterator[list[Any]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+    return (items[start : start + size] for start in range(0, len(items), size))

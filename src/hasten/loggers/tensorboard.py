@@ -11,19 +11,18 @@ from torch import Tensor
 
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
-from hasten.loggers.base import Logger, as_dict, flat, plain, rank_zero_experiment, with_prefix, write_hparams
-from hasten.loggers.csv import folder_argument, name_argument, version_argument
-from hasten.loggers.folders import exists, make_writable, next_version, version_folder
+from hasten.loggers.base import as_dict, flat, plain, rank_zero_experiment, with_prefix
+from hasten.loggers.folders import FolderLogger, exists, make_writable, write_hparams
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from torch.utils.tensorboard import SummaryWriter
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(FolderLogger):
     """Write values for TensorBoard under ``<save_dir>/<name>/version_<N>``.
 
-    Look at them with ``tensorboard --logdir <save_dir>``. Needs the package ``tensorboard``.
+    View them with ``tensorboard --logdir <save_dir>``. Needs the package ``tensorboard``.
 
     Args:
         save_dir: folder under which the runs are kept.
@@ -50,7 +49,6 @@ class TensorBoardLogger(Logger):
     """
 
     NAME_HPARAMS_FILE = "hparams.yaml"
-    LOGGER_JOIN_CHAR = "-"
 
     def __init__(
         self,
@@ -64,35 +62,14 @@ class TensorBoardLogger(Logger):
         **kwargs: Any,
     ) -> None:
         need("tensorboard", purpose="TensorBoardLogger")
-        self._save_dir = folder_argument("TensorBoardLogger", save_dir)
-        self._name = name_argument("TensorBoardLogger", name)
-        self._version = version_argument("TensorBoardLogger", version)
+        super().__init__(save_dir, name, version, prefix)
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
-        self._prefix = prefix
         self._sub_dir = None if sub_dir is None else os.fspath(sub_dir)
         self._kwargs = kwargs
-        self._experiment: SummaryWriter | None = None
         self._next_step = 0  # after the last one logged
         self._purge: dict[str, int] = {}
         self.hparams: dict[str, Any] = {}
-
-    @property
-    def name(self) -> str:
-        """Name of the experiment."""
-        return self._name
-
-    @property
-    def version(self) -> int | str:
-        """Which run of the experiment this is; the next free number is taken when it is first asked for."""
-        if self._version is None:
-            self._version = next_version(self._runs)
-        return self._version
-
-    @property
-    def save_dir(self) -> str:
-        """Folder under which the runs are kept."""
-        return self._save_dir
 
     @property
     def sub_dir(self) -> str | None:
@@ -100,33 +77,23 @@ class TensorBoardLogger(Logger):
         return self._sub_dir
 
     @property
-    def root_dir(self) -> str:
-        """Folder of the experiment: ``save_dir/name``."""
-        return self._runs
-
-    @property
-    def _runs(self) -> str:
-        return os.path.join(self.save_dir, self.name)
-
-    @property
     def log_dir(self) -> str:
         """Folder of this run's event files: ``save_dir/name/version_N``, and ``sub_dir`` below."""
-        folder = os.path.join(self._runs, version_folder(self.version))
-        if self._sub_dir is not None:
-            folder = os.path.join(folder, self._sub_dir)
+        folder = os.path.join(super().log_dir, self._sub_dir or "")
         return os.path.expanduser(os.path.expandvars(folder))
 
     @property
     @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
-        """The ``SummaryWriter`` of this run; made when it is first asked for."""
+        """The ``SummaryWriter`` of this run; made when it is first read."""
         if self._experiment is None:
             make_writable("TensorBoardLogger", f"save_dir={self._save_dir!r}", self.log_dir)
             summaries = need("torch.utils.tensorboard", purpose="TensorBoardLogger")
             self._experiment = summaries.SummaryWriter(
                 log_dir=self.log_dir, **{**self._purge, **self._kwargs}
             )
-        return self._experiment
+        writer: SummaryWriter = self._experiment
+        return writer
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -137,7 +104,7 @@ class TensorBoardLogger(Logger):
             step: index of the optimizer step.
 
         Raises:
-            ValueError: a value is no number.
+            ValueError: a value is not a number.
 
         """
         experiment = self.experiment
@@ -235,7 +202,7 @@ class TensorBoardLogger(Logger):
 
     @rank_zero_only
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have TensorBoard hide the steps after the checkpoint when the run goes on in the same folder."""
+        """Hide the steps after the checkpoint in TensorBoard if the run continues in the same folder."""
         if state and state["folder"] == os.path.realpath(self.log_dir):
             if self._experiment is not None:
                 self._experiment.close()
@@ -243,16 +210,3 @@ class TensorBoardLogger(Logger):
             self._next_step = state["next_step"]
             # The writer says so in the first event of its file, so a new one is made.
             self._purge = {"purge_step": self._next_step}
-
-    def identity(self) -> dict[str, Any]:
-        """Return the folder, the name and the version of this run."""
-        return {"save_dir": self.save_dir, "name": self.name, "version": self.version}
-
-    def take_identity(self, identity: dict[str, Any]) -> None:
-        """Have the folder, the name and the version of another process' logger."""
-        self._save_dir, self._name = identity["save_dir"], identity["name"]
-        self._version = identity["version"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Event files are written by threads, which do not travel to another process.
-        return {**self.__dict__, "_experiment": None}

@@ -7,11 +7,12 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
-from hasten.loggers.artifacts import SavedCheckpoint, Shelf
-from hasten.loggers.base import Logger, as_dict, plain, rank_zero_experiment, with_prefix
+from hasten.loggers.artifacts import SavedCheckpoint, UploadingLogger
+from hasten.loggers.base import as_dict, plain, rank_zero_experiment, with_prefix
 from hasten.loggers.folders import local, make_writable
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 STEP = "trainer/global_step"
 
 
-class WandbLogger(Logger):
+class WandbLogger(UploadingLogger):
     """Log to Weights & Biases. Needs the package ``wandb``; sending is done by a process of its own.
 
     The run is started before training begins. It stays open after ``fit``, so that ``test`` logs to it too; end it
@@ -29,7 +30,7 @@ class WandbLogger(Logger):
     Args:
         name: name of the run; W&B makes one up by default.
         save_dir: folder under which W&B keeps its files, and checkpoints are saved.
-        version: id of the run; a run that exists is gone on with.
+        version: id of the run; an existing run is continued.
         offline: write files only; ``wandb sync`` sends them later.
         dir: another name of ``save_dir``.
         id: another name of ``version``.
@@ -37,7 +38,7 @@ class WandbLogger(Logger):
         project: name of the project; ``$WANDB_PROJECT`` or "lightning_logs" by default.
         log_model: checkpoints as artifacts: "all" when each is written; True those left when the fit has ended, or
             each if the callback keeps all; False none.
-        experiment: a run that was started already.
+        experiment: a run that is already started.
         prefix: put before every name, with "-" between.
         checkpoint_name: name of the artifact; "model-<id>" by default.
         add_file_policy: "mutable" copies a checkpoint before it is sent; "immutable" sends the file itself, which
@@ -47,7 +48,7 @@ class WandbLogger(Logger):
     Raises:
         ModuleNotFoundError: ``wandb`` is not installed.
         MisconfigurationException: ``log_model`` with ``offline=True``.
-        ValueError: ``log_model`` or ``add_file_policy`` is none of the above.
+        ValueError: ``log_model`` or ``add_file_policy`` is not one of the above.
 
     Example::
 
@@ -85,10 +86,7 @@ class WandbLogger(Logger):
                 f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints cannot be uploaded offline. Leave "
                 "out offline=True to log them, or leave out log_model."
             )
-        if add_file_policy not in ("mutable", "immutable"):
-            raise ValueError(
-                f'WandbLogger(add_file_policy={add_file_policy!r}): use "mutable" or "immutable".'
-            )
+        check.one_of("WandbLogger", "add_file_policy", add_file_policy, ("mutable", "immutable"))
         folder = save_dir if save_dir is not None else dir
         self._init: dict[str, Any] = {
             "name": name,
@@ -102,7 +100,7 @@ class WandbLogger(Logger):
         if offline:
             self._init["mode"] = "offline"
         self._init.update(kwargs)
-        self._shelf = Shelf("WandbLogger", log_model)
+        super().__init__(log_model)
         self._prefix = prefix
         self._checkpoint_name = checkpoint_name
         self.add_file_policy = add_file_policy
@@ -130,7 +128,7 @@ class WandbLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The ``wandb.Run``; started when it is first asked for.
+        """The ``wandb.Run``; started when it is first read.
 
         Raises:
             OSError: ``save_dir`` cannot be written to.
@@ -145,7 +143,7 @@ class WandbLogger(Logger):
         wandb = need("wandb", purpose="WandbLogger")
         if wandb.run is not None:
             rank_zero_warn(
-                f"WandbLogger: the W&B run {wandb.run.id} is open in this program, and this logger goes on with it. "
+                f"WandbLogger: the W&B run {wandb.run.id} is open in this program, and this logger continues it. "
                 "Call wandb.finish() before making the logger to start a run of its own."
             )
             return wandb.run
@@ -233,7 +231,7 @@ class WandbLogger(Logger):
             **kwargs: for ``wandb.Image``, each a list with one item an image, such as ``caption=["a", "b"]``.
 
         Raises:
-            TypeError: ``images`` is no list.
+            TypeError: ``images`` is not a list.
             ValueError: a list is of another length.
 
         """
@@ -293,7 +291,7 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def unwatch(self, model: Module | None = None) -> None:
-        """End what ``watch`` began, for one module or for all."""
+        """Undo ``watch`` for one module or for all."""
         self.experiment.unwatch(model)
 
     # -- artifacts
@@ -312,7 +310,7 @@ class WandbLogger(Logger):
             artifact: its name, such as "entity/project/model-abc:best".
             save_dir: where to put it; W&B chooses by default.
             artifact_type: its type.
-            use_artifact: note that the open run uses it.
+            use_artifact: record that the open run uses it.
 
         """
         wandb = need("wandb", purpose="WandbLogger")
@@ -324,20 +322,14 @@ class WandbLogger(Logger):
         return folder
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
-        """Note that the run uses an artifact, and return it."""
+        """Record that the run uses an artifact, and return it."""
         return self.experiment.use_artifact(artifact, type=artifact_type)
-
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Log the checkpoint, if ``log_model`` says so."""
-        for checkpoint in self._shelf.after_save(checkpoint_callback):
-            self._log_checkpoint(checkpoint)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Log the checkpoints that are left, after a run that ended well. The W&B run stays open."""
+        """Upload the remaining checkpoints after a successful run. The W&B run stays open."""
         if status == "success" and self._experiment is not None:
-            for checkpoint in self._shelf.at_end():
-                self._log_checkpoint(checkpoint)
+            self._log_remaining_checkpoints()
 
     def _log_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
         experiment = self.experiment

@@ -13,8 +13,8 @@ import torch
 import yaml
 
 from hasten.checkpoint import files
-from hasten.loggers.base import plain, write_hparams
-from hasten.loggers.folders import file_system
+from hasten.loggers.base import plain
+from hasten.loggers.folders import file_system, write_hparams
 
 Path = str | os.PathLike[str]
 
