@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from hasten.batching.lengths import PlannedBatches
-from hasten.batching.pad_widths import rounded_up, widths_for
+from hasten.batching.samplers import PlannedBatches
+from hasten.batching.widths import rounded_up, widths_for
 from hasten.data import LengthBatchSampler, PackedBatchSampler, TokenBatchSampler
 from hasten.data.loaders import prepare
 from hasten.data.resume.stream import Stream

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
-from hasten.data.resume.next_epoch import begins_early
+from hasten.data.resume.epochs import begins_early
 from hasten.data.resume.stream import Stream
-from hasten.data.samplers import Share
+from hasten.data.samplers import ShardSampler
 from tests.models import Classifier, quiet, same_weights
 
 SAMPLES, BATCH_SIZE = 16, 4
@@ -175,7 +175,7 @@ def test_which_loaders_begin_early() -> None:
     yes = [
         living(),
         shuffled(),
-        living(sampler=Share(range(4), 2, 0, repeat=True)),
+        living(sampler=ShardSampler(range(4), 2, 0, repeat=True)),
         living(sampler=DistributedSampler(Noisy(), 2, 0)),
     ]
     no = [

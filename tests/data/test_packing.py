@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from hasten.batching.packing import rows_of
+from hasten.batching.samplers import rows_of
 from hasten.data import (
     PackCollator,
     PackedBatchSampler,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.batching.trim import FitWidth
+from hasten.batching.token_fields import FitWidth
 from hasten.data import PadCollator, pad_collate
 
 IDS = [torch.tensor([5, 6, 7]), torch.tensor([8]), torch.tensor([9, 9])]
@@ -237,9 +237,9 @@ def test_batches_keep_their_type() -> None:
     ("make", "error", "says"),
     [
         (lambda: PadCollator("bert"), TypeError, "has no pad"),
-        (lambda: PadCollator(collate_fn=3), TypeError, "cannot be called"),
+        (lambda: PadCollator(collate_fn=3), TypeError, "collate_fn=3.*use a function"),
         (lambda: PadCollator(keys="input_ids"), TypeError, r"keys=\['input_ids'\]"),
-        (lambda: PadCollator(side="top"), ValueError, "'right' or 'left'"),
+        (lambda: PadCollator(side="top"), ValueError, "'right', 'left'"),
         (lambda: PadCollator(multiple_of=-8), ValueError, "multiple_of=-8"),
         (lambda: pad_collate([]), ValueError, "no samples"),
         (lambda: pad_collate([{"input_ids": [1]}, {"input_ids": [1], "y": 2}]), ValueError, "sample 1"),

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import hasten as L
 from hasten.data import ResidentLoader, preload
-from hasten.data.memory import shared_segment
+from hasten.data.memory import shared
 from hasten.data.memory.read import same
-from hasten.data.memory.shared_segment import _folder
+from hasten.data.memory.shared import _folder
 from hasten.machine.spawn import call_in_file
 from hasten.resolve import runtime
 from hasten.strategies import DDPStrategy
@@ -200,15 +200,15 @@ def test_what_a_dead_process_left_does_not_part_those_who_come_together(
     """While one waits for the lock, another removes the file as left behind: both still meet at one file."""
     path = tmp_path / "left.json"
     path.write_text("{}")
-    flock, waited = shared_segment.fcntl.flock, []
+    flock, waited = shared.fcntl.flock, []
 
     def removed_meanwhile(file: Any, operation: int) -> None:
         flock(file, operation)
         if not waited:
             waited.append(path.unlink())
 
-    monkeypatch.setattr(shared_segment.fcntl, "flock", removed_meanwhile)
-    with shared_segment._locked(path) as file:
+    monkeypatch.setattr(shared.fcntl, "flock", removed_meanwhile)
+    with shared._locked(path) as file:
         assert os.path.samestat(os.fstat(file.fileno()), path.stat())
     assert waited
 

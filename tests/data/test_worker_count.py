@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import hasten as L
 from hasten.data import auto_workers, with_workers
-from hasten.data.worker_count import Pace
 from tests.models import Classifier, loader, quiet, same_weights
 
 read = Value("i", 0)
@@ -90,13 +89,13 @@ def test_what_was_found_is_remembered_for_the_same_data_only(
 
     def measure(loader: Any, *rest: Any) -> Any:
         measured.append(loader.dataset.milliseconds)
-        return {0: Pace(0.0, 0.1), 5: Pace(0.0, 0.01)}, ""
+        return {0: 100.0, 5: 10.0}, ""
 
     def found(milliseconds: float) -> DataLoader[Any]:
         monkeypatch.setattr("hasten.data.worker_count._found", {})  # As in a new process.
         return auto_workers(DataLoader(Slow(milliseconds), 4))
 
-    monkeypatch.setattr("hasten.data.worker_count._measure", measure)
+    monkeypatch.setattr("hasten.data.worker_count.measure", measure)
     assert [found(each).num_workers for each in (5.0, 5.0, 0.0)] == [5, 5, 5]
     assert measured == [5.0, 0.0]
     for path in (cache / "workers").iterdir():
@@ -155,10 +154,10 @@ def test_a_number_is_taken_as_it_is_and_changes_no_weight() -> None:
 def test_an_epoch_goes_on_with_the_number_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(**paces: float) -> None:
-        found = {int(number[1:]): Pace(0.0, seconds) for number, seconds in paces.items()}
-        monkeypatch.setattr("hasten.data.worker_count._measure", lambda *_: (found, ""))
-        monkeypatch.setattr("hasten.data.worker_count._recall", lambda key: None)
+    def measured(seconds: dict[int, float]) -> None:
+        monkeypatch.setattr("hasten.data.worker_count.measure", lambda *_: (seconds, ""))
+        monkeypatch.setattr("hasten.data.worker_count._found", {})  # As in a new process,
+        monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / str(len(seconds))))  # on another machine.
 
     def trained(**options: Any) -> Classifier:
         torch.manual_seed(3)
@@ -172,9 +171,9 @@ def test_an_epoch_goes_on_with_the_number_it_began_with(
         return module
 
     used: list[int] = []
-    measured(n0=0.1, n2=0.01)
+    measured({0: 1.0, 2: 0.1})
     trained(max_steps=3)
-    measured(n0=0.1)
+    measured({0: 1.0})
     trained(max_steps=5, ckpt_path=tmp_path / "middle.ckpt")
     assert used == [2, 2]
 

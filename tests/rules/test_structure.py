@@ -45,11 +45,9 @@ DUPLICATE_CLASSES = {
     "Source",
     "ThroughputMonitor",
     "Trial",
-    "_Drawn",
     "_Measure",
     "_Parts",
     "_Plan",
-    "_Watch",
 }
 
 # Files in which functions run: (limit now, aim).

@@ -1,1 +1,1 @@
-"""Variable-length samples: batches of similar length, padding, packing, and the fields that run over tokens."""
+"""Batches of samples of different lengths: padded, cut, sorted by length or packed into rows."""

@@ -2,73 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hasten.batching.lengths import PlannedBatches, positive
+from hasten._lib import check
 from hasten.batching.pad import IGNORED_LABEL, MASK_KEY, default_padding, is_sequence, sequence_key
-from hasten.packed.document_attention import document_block_mask, document_mask, packed_attention
-
-__all__ = [
-    "PackCollator",
-    "PackedBatchSampler",
-    "document_block_mask",
-    "document_mask",
-    "pack",
-    "packed_attention",
-    "rows_of",
-]
-
-# A row of a plan: samples rounded up to this share of the mean length take one another's place in it.
-GRAIN = 32
-
-
-def rows_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Return which sequences share a row: the longest first, each where it leaves the least room.
-
-    Args:
-        lengths: tokens of each sequence.
-        max_length: tokens of a row.
-
-    Returns:
-        The sequences' places in ``lengths``, row by row.
-
-    Raises:
-        ValueError: a sequence is longer than a row.
-
-    Example::
-
-        >>> rows_of([5, 3, 6, 2, 2], max_length=9)
-        [[2, 1], [0, 3, 4]]
-
-    Source: Johnson, `Near-optimal bin packing algorithms <https://dspace.mit.edu/handle/1721.1/57819>`_
-    (best-fit decreasing, at most 11/9 of the fewest rows).
-
-    """
-    rows: list[list[int]] = []
-    # (tokens left, row), rising: the first that is large enough leaves the least.
-    room: list[tuple[int, int]] = []
-    for place in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
-        length = lengths[place]
-        if length > max_length:
-            raise ValueError(
-                f"rows_of(max_length={max_length}): sequence {place} has {length} tokens. Use max_length={length} or "
-                "more, or truncate."
-            )
-        found = bisect_left(room, (length, -1))
-        if found < len(room):
-            left, row = room.pop(found)
-        else:
-            left, row = max_length, len(rows)
-            rows.append([])
-        rows[row].append(place)
-        insort(room, (left - length, row))
-    return rows
+from hasten.batching.samplers import rows_of
+from hasten.packed.document_attention import document_mask
 
 
 def pack(
@@ -80,19 +24,18 @@ def pack(
     padding: Mapping[Any, Any] | None = None,
     multiple_of: int | None = None,
 ) -> dict[str, Any]:
-    """Put sequences one behind the other into rows, with all that a model needs to keep them apart.
+    """Concatenate sequences into rows, with all that a model needs to keep them apart.
 
     Args:
         samples: dicts with ``input_ids`` (or another sequence, see :class:`~hasten.batching.pad.PadCollator`), or
             sequences of tokens themselves. Fields as long as the sequence are packed with it; the others are
             stacked, one entry for each document, in the documents' order.
-        max_length: tokens of a row; None puts everything into one row. The samples' order stays where it needs no
+        max_length: tokens of a row; None puts everything into one row. The samples' order is kept if it needs no
             more rows than another.
         rows: rows of the batch, filled up with empty ones, so that all batches have the same shape.
-        next_token: the model predicts each token from those before: ``labels`` are the tokens themselves where a
+        next_token: the model predicts each token from those before: ``labels`` are the tokens themselves if a
             sample has none, and the first of each document is -100, so that no loss crosses from one to the next
-            (the model shifts labels against its outputs, as Hugging Face models do). False leaves labels as they
-            are.
+            (the model shifts labels against its outputs, as Hugging Face models do). False leaves labels unchanged.
         padding: what a row's end is filled with, by field; by default -100 for labels, else 0.
         multiple_of: without ``max_length``, tokens of the row are a multiple of this.
 
@@ -103,8 +46,8 @@ def pack(
         - ``position_ids``, ``(rows, time)`` int64: from 0 in each document;
         - ``document_ids``, ``(rows, time)`` int64: from 0 in the whole batch, -1 for padding;
         - ``labels``, ``(rows, time)`` (with ``next_token``), or what the samples have;
-        - ``cu_seqlens``, int32: where each sequence begins in the rows laid end to end, then the end; what
-          :func:`packed_attention` wants. A row's padding counts as a sequence of its own, and so does an empty row;
+        - ``cu_seqlens``, int32: where each sequence begins in the rows laid end to end, then the end, for
+          :func:`packed_attention`. A row's padding counts as a sequence, and so does an empty row;
         - ``max_seqlen``, int: the longest of these;
         - ``document_starts``, ``(documents,)`` int64: where each document begins in the rows laid end to end;
         - ``document_order``, ``(documents,)`` int64: which of ``samples`` each document is.
@@ -186,10 +129,10 @@ class PackCollator:
         next_token: see :func:`pack`.
         padding: see :func:`pack`.
         multiple_of: see :func:`pack`.
-        mask: how documents are kept apart by models that do not look at ``cu_seqlens``: ``"causal"`` or ``"full"``
-            adds ``attention_mask``, bool ``(rows, 1, time, time)``, which Hugging Face models take (with
-            ``position_ids``). ``"auto"`` is causal with ``next_token``, else full. None adds none: without it, a model
-            that knows nothing of ``cu_seqlens`` sees across boundaries.
+        mask: for models that do not use ``cu_seqlens``: ``"causal"`` or ``"full"`` adds ``attention_mask``, bool
+            ``(rows, 1, time, time)``, which Hugging Face models take (with ``position_ids``). ``"auto"`` is causal with
+            ``next_token``, else full. None adds none: then a model that does not use ``cu_seqlens`` sees across
+            boundaries.
 
     Raises:
         TypeError: an argument is not a whole number.
@@ -213,17 +156,15 @@ class PackCollator:
         next_token: bool = True,
         padding: Mapping[Any, Any] | None = None,
         multiple_of: int | None = None,
-        mask: str | None = "auto",
+        mask: Literal["auto", "causal", "full"] | None = "auto",
     ) -> None:
         for name, value, unit in (
             ("max_length", max_length, "tokens"),
             ("rows", rows, "rows"),
             ("multiple_of", multiple_of, "tokens"),
         ):
-            if value is not None:
-                positive("PackCollator", name, value, unit)
-        if mask not in (None, "auto", "causal", "full"):
-            raise ValueError(f"PackCollator(mask={mask!r}): use 'auto', 'causal', 'full' or None.")
+            check.whole("PackCollator", name, value, at_least=1, unit=unit, allow_none=True)
+        check.one_of("PackCollator", "mask", mask, ("auto", "causal", "full"), allow_none=True)
         self.max_length = max_length
         self.rows = rows
         self.next_token = next_token
@@ -252,121 +193,9 @@ class PackCollator:
                     # A classifier may be of either kind, and the wrong mask would only show in worse results.
                     raise ValueError(
                         f"PackCollator: {key!r} has one value for each document, so the model predicts no next tokens. "
-                        "Say next_token=False, and mask='full' for a model that sees both ways or 'causal' for one "
-                        "that sees what came before."
+                        "Use next_token=False, with mask='full' for a bidirectional model or 'causal' for a causal one."
                     )
         return self.mask == "causal" or (self.mask == "auto" and self.next_token)
-
-
-class PackedBatchSampler(PlannedBatches):
-    """Batches of samples that fill rows of at most ``max_length`` tokens; for :class:`PackCollator`.
-
-    Lengths decide once which share a row (best-fit decreasing over all samples). Each epoch draws which sample of
-    like length takes which place, and the order of the rows. So every sample comes exactly once an epoch, rows are
-    about as full as they can be, and every epoch has the same number of batches.
-
-    Args:
-        lengths: tokens of every sample, ``(samples,)``.
-        max_length: tokens of a row; no sample is longer.
-        rows: rows of a batch.
-        shuffle: another order each epoch.
-        drop_last: leave out the last batch where it has fewer rows.
-        seed: of the order, to which the epoch is added (``set_epoch``); by default torch's generator is asked
-            once an epoch, as ``RandomSampler`` does.
-        generator: draws the order instead.
-        num_replicas: the number of processes that share the data. The Trainer and Fabric share by themselves.
-        rank: which of them this is, from 0.
-        repeat: see :class:`~hasten.batching.lengths.LengthBatchSampler`.
-
-    Raises:
-        TypeError: the lengths are no whole numbers.
-        ValueError: there are none, a sample is longer than a row, or an argument is out of range.
-
-    Example::
-
-        >>> sampler = PackedBatchSampler([5, 3, 6, 2, 2], max_length=9, shuffle=False)
-        >>> list(sampler)
-        [[2, 1], [0, 3, 4]]
-
-    """
-
-    def __init__(
-        self,
-        lengths: Any,
-        max_length: int,
-        rows: int = 1,
-        shuffle: bool = True,
-        *,
-        drop_last: bool = False,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        repeat: bool = True,
-    ) -> None:
-        super().__init__(
-            "PackedBatchSampler",
-            lengths,
-            shuffle=shuffle,
-            seed=seed,
-            generator=generator,
-            drop_last=drop_last,
-            num_replicas=num_replicas,
-            rank=rank,
-            repeat=repeat,
-        )
-        self.max_length = positive("PackedBatchSampler", "max_length", max_length, "tokens")
-        self.rows = positive("PackedBatchSampler", "rows", rows, "rows")
-        longest = int(self.lengths.max())
-        if longest > max_length:
-            over = int((self.lengths > max_length).sum())
-            raise ValueError(
-                f"PackedBatchSampler(max_length={max_length}): {over} of {len(self.lengths)} samples are longer, "
-                f"sample {int(self.lengths.argmax())} with {longest} tokens. Use max_length={longest} or more, or "
-                "truncate."
-            )
-        grain = max(1, int(self.lengths.double().mean()) // GRAIN)
-        self._keys = ((self.lengths + grain - 1) // grain * grain).clamp(max=max_length)
-        self._rows = rows_of(self._keys.tolist(), max_length)
-
-    def __len__(self) -> int:
-        full, rest = divmod(len(self._rows), self.rows * self._replicas)
-        more = rest and not self.drop_last and (self.repeat or rest > self._rank)
-        return full + bool(more)
-
-    def _plan(self, generator: torch.Generator | None) -> list[Tensor]:
-        rows = self._rows
-        if generator is not None:
-            takes = self._places_drawn(generator)
-            drawn = torch.randperm(len(rows), generator=generator).tolist()
-            rows = [[takes[place] for place in rows[number]] for number in drawn]
-        group = self.rows * self._replicas
-        batches = []
-        for begin in range(0, len(rows), group):
-            together = rows[begin : begin + group]
-            if len(together) == group or not self.drop_last:
-                mine = self._mine(together)
-                if mine:
-                    batches.append(torch.tensor([place for row in mine for place in row]))
-        return batches
-
-    def _places_drawn(self, generator: torch.Generator) -> list[int]:
-        """Return for each sample which one of like length takes its place."""
-        drawn = torch.randperm(len(self._keys), generator=generator)
-        by_key = drawn[self._keys[drawn].argsort(stable=True)]
-        takes = torch.empty_like(drawn)
-        takes[self._keys.argsort(stable=True)] = by_key
-        return takes.tolist()
-
-    def _mine(self, together: list[list[int]]) -> list[list[int]]:
-        """Return this process's rows of those that all compute in one step."""
-        replicas, rank = self._replicas, self._rank
-        if self.repeat and len(together) < replicas:
-            # Too few rows for all: single documents go further, and only then does one come twice.
-            together = [[place] for row in together for place in row]
-            if len(together) < replicas:
-                together = (together * replicas)[:replicas]
-        return together[rank::replicas]
 
 
 def _layout(
@@ -397,13 +226,13 @@ def _tensor(key: Any, value: Any, place: int) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"pack(): the field {key!r} of sample {place} is a {type(value).__name__} that no tensor can be made of. "
+            f"pack(): the field {key!r} of sample {place} is a {type(value).__name__} that cannot become a tensor. "
             "Turn text into tokens first, and leave other fields out."
         ) from error
 
 
 def _in_order(lengths: list[int], max_length: int) -> list[list[int]]:
-    """Return rows that keep the samples' order: no such rows are fewer."""
+    """Return the fewest rows that keep the samples' order."""
     rows: list[list[int]] = []
     left = -1
     for place, length in enumerate(lengths):
@@ -427,10 +256,9 @@ def _laid_out(documents: list[Tensor], layout: list[list[int]], width: int, valu
 
 
 def _cut_labels(batch: dict[str, Any], main: str, packed_keys: list[Any]) -> None:
-    """Make the labels such that no document's first token is predicted from the one before it."""
+    """Make labels in which no document's first token is predicted from the document before it."""
     if "labels" not in packed_keys and "labels" in batch:
-        # One for each document: nothing in it to cut.
-        return
+        return  # One for each document.
     padded = batch["document_ids"] < 0
     labels = batch.get("labels")
     if labels is None:

@@ -1,90 +1,45 @@
-"""Samples of different lengths become one batch: padded to the longest, not to the longest there could be."""
+"""Samples of different lengths become one batch: padded to the longest of the batch, not of the dataset."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import default_collate
 
+from hasten._lib import check
 from hasten._lib.rank_zero import warn_once
-from hasten.batching.pad_widths import check_multiple_of, rounded_up
+from hasten.batching.widths import check_multiple_of, rounded_up
 
-# Where the sequence of a sample is looked for when nobody says.
+# Where the sequence of a sample is looked for by default.
 SEQUENCE_KEYS = ("input_ids", "tokens", "token_ids", "ids", "input_values", "input_features", "inputs_embeds")
 MASK_KEY = "attention_mask"
-# Fields that say nothing of their own about padding, and those whose padding value is known.
+# Fields that a model can make itself, and fields with a known padding value.
 REBUILT_KEYS = ("position_ids",)
 KNOWN_KEYS = ("input_ids", "token_type_ids", "labels")
-# torch.nn.functional.cross_entropy leaves out what has this label.
+# torch.nn.functional.cross_entropy ignores this label.
 IGNORED_LABEL = -100
-
-
-def default_padding(key: Any) -> int:
-    """Return what a field is padded with: -100 for labels, 0 for masks, positions, token types and the rest."""
-    return IGNORED_LABEL if isinstance(key, str) and key.startswith("label") else 0
-
-
-def sequence_key(sample: Any, keys: Sequence[Any] | None = None) -> Any:
-    """Return where the sequence of a sample is: a key, a position, or None for the sample itself.
-
-    Raises:
-        KeyError: it has none of ``keys``.
-        TypeError: nothing in it looks like a sequence.
-
-    """
-    fields = fields_of(sample)
-    if fields is None:
-        return None
-    if keys is not None:
-        for key in keys:
-            if key in fields:
-                return key
-        raise KeyError(f"a sample has {list(fields)} and none of {list(keys)}")
-    for key in SEQUENCE_KEYS:
-        if key in fields and is_sequence(fields[key]):
-            return key
-    for key, value in fields.items():
-        if is_sequence(value):
-            return key
-    raise TypeError(f"a sample with {list(fields)} has no sequence: all its values are single ones")
-
-
-def fields_of(sample: Any) -> dict[Any, Any] | None:
-    """Return a sample's fields by key or position; None where it is a sequence itself."""
-    if isinstance(sample, Mapping):
-        return dict(sample)
-    if isinstance(sample, tuple) or (isinstance(sample, list) and any(map(is_sequence, sample))):
-        return dict(enumerate(sample))
-    return None
-
-
-def is_sequence(value: Any) -> bool:
-    """Return whether a value has a length in tokens."""
-    if hasattr(value, "shape"):
-        return len(value.shape) > 0
-    return isinstance(value, (list, tuple)) and all(isinstance(each, (int, float, bool)) for each in value)
 
 
 class PadCollator:
     """Joins samples of different lengths to a batch: each sequence padded to the longest of the batch.
 
     Samples are dicts, tuples or tensors. Every field whose length differs within the batch is padded along its first
-    dimension; the others are joined as ``default_collate`` does. A sample's shorter sequence gets no other result than
-    in a batch of its own, provided that the model looks at the mask.
+    dimension; the others are joined as ``default_collate`` does. A sample's result does not depend on the length of
+    the others, provided that the model uses the mask.
 
-    Where all sequences of a batch are equally long and another field is as long, the batch does not tell whether that
+    If all sequences of a batch are equally long and another field is as long, the batch does not show whether that
     field runs over tokens. Such a batch is not widened to ``multiple_of``, unless ``keys`` or the field's name
-    (``labels``, ``token_type_ids``) tell. ``Trainer(batching=...)`` decides it once from the data.
+    (``labels``, ``token_type_ids``) decide it. ``Trainer(batching=...)`` decides it once from the data.
 
     Args:
-        tokenizer: a Hugging Face tokenizer, whose ``pad`` does it with its own padding values and side; labels
-            are padded with -100, and ``label`` becomes ``labels``, as its models want it.
+        tokenizer: a Hugging Face tokenizer, whose ``pad`` is used with its padding values and side; labels
+            are padded with -100, and ``label`` becomes ``labels``, as its models expect.
         collate_fn: your own, called with the padded samples, which have the same length; by default
             ``default_collate``.
         keys: the fields that are padded; by default those described above.
@@ -92,9 +47,9 @@ class PadCollator:
             warning for whole numbers beside the sequence, which may be classes.
         multiple_of: pad to a multiple of so many tokens, or to the next of several widths. Few widths keep
             compiled programs and CUDA graphs usable; multiples of 8 suit tensor cores.
-        mask_key: the field of the mask, 1 for what is no padding, int64 ``(batch, time)``; made for dicts that have
-            none. None makes none. Samples that are tuples or tensors get no mask.
-        side: ``"right"`` or ``"left"``: where padding goes. A tokenizer knows its own.
+        mask_key: the field of the mask, int64 ``(batch, time)`` with 0 for padding; added to dicts that have none.
+            None adds none. Samples that are tuples or tensors get no mask.
+        side: where padding goes. A tokenizer has its own.
 
     Raises:
         TypeError: an argument has a wrong type, or a sample has no sequence.
@@ -122,21 +77,19 @@ class PadCollator:
         padding: Mapping[Any, Any] | None = None,
         multiple_of: int | Sequence[int] | None = None,
         mask_key: str | None = MASK_KEY,
-        side: str = "right",
+        side: Literal["right", "left"] = "right",
     ) -> None:
         if tokenizer is not None and not callable(getattr(tokenizer, "pad", None)):
             raise TypeError(
                 f"PadCollator(tokenizer={tokenizer!r}): it has no pad(). Give a Hugging Face tokenizer, or leave it "
                 "out and name the padding value: padding={'input_ids': 0}."
             )
-        if collate_fn is not None and not callable(collate_fn):
-            raise TypeError(
-                f"PadCollator(collate_fn={collate_fn!r}): it cannot be called. Give a function of a list of samples."
-            )
+        check.callable_(
+            "PadCollator", "collate_fn", collate_fn, allowed="a function of samples", allow_none=True
+        )
         if isinstance(keys, str):
             raise TypeError(f"PadCollator(keys={keys!r}): give a list of fields: keys=[{keys!r}].")
-        if side not in ("right", "left"):
-            raise ValueError(f"PadCollator(side={side!r}): use 'right' or 'left'.")
+        check.one_of("PadCollator", "side", side, ("right", "left"))
         check_multiple_of("PadCollator", multiple_of)
         self.tokenizer = tokenizer
         self.collate_fn = collate_fn
@@ -150,7 +103,7 @@ class PadCollator:
     def decided(self, ragged: Collection[Any]) -> PadCollator:
         """Return a copy that pads, besides the sequence and its mask, just the fields whose size varies in the data.
 
-        Where the sequence itself is not among them, all samples being padded already, nothing is decided.
+        Without the sequence itself among them, as where all samples are padded already, nothing is decided.
 
         Args:
             ragged: these fields, from :func:`~hasten.batching.token_fields.ragged_fields`.
@@ -164,77 +117,65 @@ class PadCollator:
         """Return the batch of ``samples``."""
         if not samples:
             raise ValueError("PadCollator: there are no samples to join.")
+        join = self.collate_fn or default_collate
         if fields_of(samples[0]) is None:
-            return self._joined(
-                self._pad_field([{None: sample} for sample in samples], None, self.multiple_of)
-            )
+            return join(self._pad_field([{None: sample} for sample in samples], None, self.multiple_of))
         rows = [fields_of(sample) or {} for sample in samples]
-        self._check_alike(rows)
-        is_mapping = isinstance(samples[0], Mapping)
-        if is_mapping and self.tokenizer is not None:
-            rows = [{_hugging_face_name(key): value for key, value in row.items()} for row in rows]
-        padded_rows = self._rows(rows, is_mapping)
-        if is_mapping:
-            return self._joined(padded_rows)
-        return self._joined([like(sample, row) for sample, row in zip(samples, padded_rows, strict=True)])
-
-    def _joined(self, samples: list[Any]) -> Any:
-        return (self.collate_fn or default_collate)(samples)
-
-    def _check_alike(self, rows: list[dict[Any, Any]]) -> None:
         for place, row in enumerate(rows):
             if row.keys() != rows[0].keys():
                 raise ValueError(
                     f"PadCollator: sample {place} of the batch has {list(row)} and sample 0 has {list(rows[0])}. "
                     "Give all samples of a dataset the same fields."
                 )
+        is_mapping = isinstance(samples[0], Mapping)
+        if is_mapping and self.tokenizer is not None:
+            rows = [{_hugging_face_name(key): value for key, value in row.items()} for row in rows]
+        rows = self._padded_rows(rows, adds_mask=is_mapping and self.mask_key is not None)
+        if is_mapping:
+            return join(rows)
+        return join([like(sample, row) for sample, row in zip(samples, rows, strict=True)])
 
-    def _rows(self, rows: list[dict[Any, Any]], is_mapping: bool) -> list[dict[Any, Any]]:
+    def _padded_rows(self, rows: list[dict[Any, Any]], *, adds_mask: bool) -> list[dict[Any, Any]]:
         """Return the samples with all their sequences padded, and their mask."""
         main = sequence_key(rows[0], self.keys)
-        lengths = [length_of(row[main]) for row in rows]
-        if is_mapping and self.mask_key is not None and self.mask_key not in rows[0]:
+        lengths = [len(row[main]) for row in rows]
+        if adds_mask and self.mask_key not in rows[0]:
             rows = [
                 {**row, self.mask_key: torch.ones(length, dtype=torch.int64)}
                 for row, length in zip(rows, lengths, strict=True)
             ]
-        answers = {key: self._is_padded(key, main, lengths, rows) for key in rows[0]}
-        # Widened beside a field that nothing tells, ids and field might no longer fit together, or the field be spoilt.
-        multiple_of = None if None in answers.values() else self.multiple_of
-        names = [key for key, is_padded in answers.items() if is_padded]
-        padded: dict[Any, list[Tensor]] = {}
-        from_tokenizer = [key for key in names if self._belongs_to_tokenizer(key)]
-        if from_tokenizer:
-            padded |= self._padded_by_tokenizer(rows, from_tokenizer, rounded_up(max(lengths), multiple_of))
-        for key in names:
+        is_padded = {key: self._is_padded(key, main, lengths, rows) for key in rows[0]}
+        # If a field may or may not run over tokens, widening could separate it from its tokens, or spoil it.
+        multiple_of = None if None in is_padded.values() else self.multiple_of
+        keys = [key for key, is_true in is_padded.items() if is_true]
+        padded = self._padded_by_tokenizer(rows, keys, rounded_up(max(lengths), multiple_of))
+        for key in keys:
             if key not in padded:
                 padded[key] = self._pad_field(rows, key, multiple_of)
-                if key not in (main, self.mask_key, *self.padding) and may_be_classes(
-                    key, [row[key] for row in rows]
-                ):
-                    _warn_of_classes(key, padded[key], rows)
+                if key not in (main, self.mask_key, *self.padding):
+                    _warn_of_classes(key, padded[key], [row[key] for row in rows])
         return [
             {key: padded[key][place] if key in padded else value for key, value in row.items()}
             for place, row in enumerate(rows)
         ]
 
     def _is_padded(self, key: Any, main: Any, lengths: list[int], rows: list[dict[Any, Any]]) -> bool | None:
-        """Return whether a field is padded; None where the batch does not tell and nobody said."""
+        """Return whether a field is padded; None if neither the batch nor the user decides it."""
         found = [is_sequence(row[key]) for row in rows]
-        if not all(found):
-            if any(found):
-                one, other = found.index(True), found.index(False)
-                raise ValueError(
-                    f"PadCollator: {shown(key)} is a sequence (a {type(rows[one][key]).__name__}) in sample {one} of "
-                    f"the batch and a single {type(rows[other][key]).__name__} in sample {other}. Give every sample "
-                    "the same kind of value."
-                )
+        if not any(found):
             return False
+        if not all(found):
+            one, other = found.index(True), found.index(False)
+            raise ValueError(
+                f"PadCollator: {shown(key)} is a sequence (a {type(rows[one][key]).__name__}) in sample {one} of "
+                f"the batch and a single {type(rows[other][key]).__name__} in sample {other}. Give every sample "
+                "the same kind of value."
+            )
         if key in (main, self.mask_key):
             return True
         if self.keys is not None:
             return key in self.keys
-        sizes = [length_of(row[key]) for row in rows]
+        sizes = [len(row[key]) for row in rows]
         if len(set(sizes)) > 1:
             return True
         if self._ragged is not None and main in self._ragged:
@@ -244,33 +185,32 @@ class PadCollator:
         known = key in KNOWN_KEYS and not _tensor(rows[0][key]).is_floating_point()
         return True if known else None
 
-    def _belongs_to_tokenizer(self, key: Any) -> bool:
-        names = getattr(self.tokenizer, "model_input_names", None)
-        return self.tokenizer is not None and (key == self.mask_key or key in (names or (MASK_KEY,)))
-
     def _padded_by_tokenizer(
         self, rows: list[dict[Any, Any]], keys: list[Any], width: int
     ) -> dict[Any, list[Tensor]]:
-        lists = {key: [_tensor(row[key]).tolist() for row in rows] for key in keys}
-        # Fast tokenizers warn once that padding while they tokenise would be faster: true, and no use here.
-        told = getattr(self.tokenizer, "deprecation_warnings", {})
-        before = told.get("Asking-to-pad-a-fast-tokenizer", False)
-        told["Asking-to-pad-a-fast-tokenizer"] = True
+        """Return the fields that the tokenizer pads, padded; none without a tokenizer."""
+        names = getattr(self.tokenizer, "model_input_names", None) or (MASK_KEY,)
+        keys = [key for key in keys if key == self.mask_key or key in names]
+        if self.tokenizer is None or not keys:
+            return {}
+        # Fast tokenizers warn once that padding while tokenising would be faster, which does not apply here.
+        warned = getattr(self.tokenizer, "deprecation_warnings", {})
+        before = warned.get("Asking-to-pad-a-fast-tokenizer", False)
+        warned["Asking-to-pad-a-fast-tokenizer"] = True
         try:
             batch = self.tokenizer.pad(
-                lists,
+                {key: [_tensor(row[key]).tolist() for row in rows] for key in keys},
                 padding="max_length",
                 max_length=width,
                 return_tensors="pt",
             )
         finally:
-            told["Asking-to-pad-a-fast-tokenizer"] = before
+            warned["Asking-to-pad-a-fast-tokenizer"] = before
         return {key: list(batch[key]) for key in keys if key in batch}
 
     def _pad_field(
         self, rows: list[dict[Any, Any]], key: Any, multiple_of: int | Sequence[int] | None
     ) -> list[Tensor]:
-        value = self.padding.get(key, default_padding(key))
         tensors = []
         for place, row in enumerate(rows):
             try:
@@ -278,10 +218,11 @@ class PadCollator:
             except (TypeError, ValueError, RuntimeError) as error:
                 where = "" if key is None else f"[{key!r}]"
                 raise TypeError(
-                    f"PadCollator: sample {place} of the batch{where} is a {type(row[key]).__name__} that no tensor "
-                    f"can be made of ({error}). Turn text into tokens first."
+                    f"PadCollator: sample {place} of the batch{where} is a {type(row[key]).__name__} that cannot "
+                    f"become a tensor ({error}). Turn text into tokens first."
                 ) from error
-        width = rounded_up(max(len(tensor) for tensor in tensors), multiple_of)
+        value = self.padding.get(key, default_padding(key))
+        width = rounded_up(max(map(len, tensors)), multiple_of)
         return [pad_to(tensor, width, value, dim=0, side=self.side) for tensor in tensors]
 
 
@@ -302,18 +243,76 @@ def pad_collate(samples: Sequence[Any]) -> Any:
     return PadCollator()(samples)
 
 
-def pad_to(tensor: Tensor, width: int, value: Any, *, dim: int, side: str = "right") -> Tensor:
-    """Return ``tensor`` with ``dim`` filled up to ``width`` with ``value``."""
-    more = width - tensor.size(dim)
-    if more <= 0:
-        return tensor
-    # functional.pad counts dimensions from the last.
-    ends = [0, 0] * (tensor.dim() - dim - 1)
-    return functional.pad(tensor, [*ends, *((more, 0) if side == "left" else (0, more))], value=value)
+def with_multiple_of(collate_fn: Any, multiple_of: int | Sequence[int] | None) -> Any:
+    """Return ``collate_fn`` padding to ``multiple_of`` if it has such an option that is not set, else itself."""
+    if isinstance(collate_fn, PadCollator) and collate_fn.multiple_of is None:
+        collate_fn = copy.copy(collate_fn)
+        collate_fn.multiple_of = multiple_of
+    elif (
+        isinstance(multiple_of, int)
+        and dataclasses.is_dataclass(collate_fn)
+        and getattr(collate_fn, "pad_to_multiple_of", 0) is None
+        and getattr(collate_fn, "padding", None) in (True, "longest")
+    ):
+        collate_fn = copy.copy(collate_fn)
+        collate_fn.pad_to_multiple_of = multiple_of
+    return collate_fn
+
+
+# -- fields of samples
+
+
+def fields_of(sample: Any) -> dict[Any, Any] | None:
+    """Return a sample's fields by key or position; None if it is a sequence itself."""
+    if isinstance(sample, Mapping):
+        return dict(sample)
+    if isinstance(sample, tuple) or (isinstance(sample, list) and any(map(is_sequence, sample))):
+        return dict(enumerate(sample))
+    return None
+
+
+def like(sample: Any, fields: dict[Any, Any]) -> Any:
+    """Return a tuple or list of the same type as ``sample``, named or not."""
+    values = list(fields.values())
+    return type(sample)(*values) if hasattr(sample, "_fields") else type(sample)(values)
+
+
+def is_sequence(value: Any) -> bool:
+    """Return whether a value has a length in tokens."""
+    if hasattr(value, "shape"):
+        return len(value.shape) > 0
+    return isinstance(value, (list, tuple)) and all(isinstance(each, (int, float, bool)) for each in value)
+
+
+def sequence_key(sample: Any, keys: Sequence[Any] | None = None) -> Any:
+    """Return where the sequence of a sample is: a key, a position, or None for the sample itself.
+
+    Raises:
+        KeyError: it has none of ``keys``.
+        TypeError: nothing in it looks like a sequence.
+
+    """
+    fields = fields_of(sample)
+    if fields is None:
+        return None
+    if keys is not None:
+        for key in keys:
+            if key in fields:
+                return key
+        raise KeyError(f"a sample has {list(fields)} and none of {list(keys)}")
+    for key in (*SEQUENCE_KEYS, *fields):
+        if key in fields and is_sequence(fields[key]):
+            return key
+    raise TypeError(f"a sample with {list(fields)} has no sequence: all its values are single ones")
+
+
+def default_padding(key: Any) -> int:
+    """Return what a field is padded with: -100 for labels, 0 for masks, positions, token types and the rest."""
+    return IGNORED_LABEL if isinstance(key, str) and key.startswith("label") else 0
 
 
 def may_be_classes(key: Any, values: Sequence[Any]) -> bool:
-    """Return whether a field could be labels of tokens, for which 0 is a class and no padding.
+    """Return whether a field could be labels of tokens, for which 0 is a class and not padding.
 
     Args:
         key: its name or position.
@@ -334,24 +333,14 @@ def shown(*keys: Any) -> str:
     return ", ".join(repr(key) if isinstance(key, str) else f"field {key}" for key in keys)
 
 
-def _warn_of_classes(key: Any, padded: list[Tensor], rows: list[dict[Any, Any]]) -> None:
-    if any(len(tensor) > length_of(row[key]) for tensor, row in zip(padded, rows, strict=True)):
-        warn_once(
-            f"padded-classes-{key}",
-            f"PadCollator: {shown(key)} ({padded[0].dtype}) is padded with 0, which a loss counts if these are "
-            f"classes. Name what pads it: PadCollator(padding={{{key!r}: {IGNORED_LABEL}}}) for labels, 0 for ids.",
-        )
-
-
-def length_of(value: Any) -> int:
-    """Return the tokens of a field: the size of its first dimension."""
-    return len(value)
-
-
-def last_column(used: Tensor) -> int:
-    """Return how many columns there are up to the last one in which any row is True."""
-    columns = used.any(0).nonzero()
-    return int(columns[-1]) + 1 if len(columns) else 0
+def pad_to(tensor: Tensor, width: int, value: Any, *, dim: int, side: str = "right") -> Tensor:
+    """Return ``tensor`` with ``dim`` filled up to ``width`` with ``value``."""
+    more = width - tensor.size(dim)
+    if more <= 0:
+        return tensor
+    # functional.pad counts dimensions from the last.
+    ends = [0, 0] * (tensor.dim() - dim - 1)
+    return functional.pad(tensor, [*ends, *((more, 0) if side == "left" else (0, more))], value=value)
 
 
 def is_mask(values: Tensor) -> bool:
@@ -362,28 +351,20 @@ def is_mask(values: Tensor) -> bool:
     return bool(numbers[:, :1].all()) and bool((numbers[:, 1:] <= numbers[:, :-1]).all())
 
 
-def with_multiple_of(collate_fn: Any, multiple_of: int | Sequence[int] | None) -> Any:
-    """Return ``collate_fn`` padding to ``multiple_of`` where it can be told so, else itself."""
-    if isinstance(collate_fn, PadCollator) and collate_fn.multiple_of is None:
-        collate_fn = copy.copy(collate_fn)
-        collate_fn.multiple_of = multiple_of
-    elif (
-        isinstance(multiple_of, int)
-        and dataclasses.is_dataclass(collate_fn)
-        and getattr(collate_fn, "pad_to_multiple_of", 0) is None
-        and getattr(collate_fn, "padding", None) in (True, "longest")
-    ):
-        collate_fn = copy.copy(collate_fn)
-        collate_fn.pad_to_multiple_of = multiple_of
-    return collate_fn
+def extents(used: Tensor) -> Tensor:
+    """Return for each row ``(rows, columns)`` how many columns there are up to the last that is not 0."""
+    places = torch.arange(1, used.size(1) + 1, device=used.device)
+    return torch.where(used != 0, places, 0).amax(1)
 
 
-def like(sample: Any, fields: dict[Any, Any]) -> Any:
-    """Return a tuple or list as ``sample`` is one, named or not."""
-    values = list(fields.values())
-    if hasattr(sample, "_fields"):
-        return type(sample)(*values)
-    return type(sample)(values)
+def _warn_of_classes(key: Any, padded: list[Tensor], values: list[Any]) -> None:
+    grew = any(len(tensor) > len(value) for tensor, value in zip(padded, values, strict=True))
+    if grew and may_be_classes(key, values):
+        warn_once(
+            f"padded-classes-{key}",
+            f"PadCollator: {shown(key)} ({padded[0].dtype}) is padded with 0, which a loss counts if these are "
+            f"classes. Name what pads it: PadCollator(padding={{{key!r}: {IGNORED_LABEL}}}) for labels, 0 for ids.",
+        )
 
 
 def _hugging_face_name(key: Any) -> Any:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.batching.pad import MASK_KEY, fields_of, is_mask, is_sequence, last_column, sequence_key
-from hasten.data.memory.on_device import users_dataset
+from hasten.batching.pad import MASK_KEY, extents, fields_of, is_mask, is_sequence, sequence_key
+from hasten.data.memory.resident import users_dataset
 from hasten.seed import isolate_rng
 
 # Reading them takes seconds for data that is decoded on the way, so each dataset is read once.
@@ -22,19 +22,19 @@ _KNOWN: WeakKeyDictionary[Any, dict[Any, SampleLengths]] = WeakKeyDictionary()
 
 
 class LengthsNotFoundError(ValueError):
-    """Nothing about the samples tells a length; the message says what was looked at."""
+    """Nothing about the samples shows a length; the message says where it was looked for."""
 
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """What was found.
+    """The lengths of a dataset's samples.
 
     Args:
-        lengths: tokens of every sample that are no padding, int64 ``(samples,)``.
-        mask_key: the key or position of the mask in a sample; None where there is none.
-        in_tokens: whether they are tokens and not, say, characters of a text that is yet to become tokens.
+        lengths: tokens of every sample without padding, int64 ``(samples,)``.
+        mask_key: the key or position of the mask in a sample; None if there is none.
+        in_tokens: whether they are tokens and not, say, characters of a text that has not been tokenised.
         mixed: fields that are a sequence in some samples and a single value in others, with the number of a sample
-            of each kind; where all samples were read.
+            of each kind; if all samples were read.
 
     """
 
@@ -47,18 +47,18 @@ class SampleLengths:
 def sample_lengths(dataset: Any, key: Any = None, *, name: str = "the dataset") -> SampleLengths:
     """Return the length of every sample of a map-style dataset.
 
-    Looked at in this order: what an earlier call found; an attribute ``lengths`` of the dataset; tensors of a
-    ``TensorDataset``; columns of a Hugging Face dataset; else every sample is read once. The random state stays as
-    it is. A sample's length is that of its ``attention_mask`` up to its last 1, of its ``input_ids`` or another
-    sequence, or the characters of its text.
+    Looked for in this order: the result of an earlier call; an attribute ``lengths`` of the dataset; tensors of a
+    ``TensorDataset``; columns of a Hugging Face dataset; else every sample is read once. The random state does not
+    change. A sample's length is that of its ``attention_mask`` up to its last 1, of its ``input_ids`` or another
+    sequence, or the number of characters of its text.
 
     Args:
-        dataset: what a ``DataLoader`` reads, with a length; parts and joined ones are looked into.
-        key: the field that tells the length: a key, or a position in a tuple; None to look for one.
+        dataset: the dataset of a ``DataLoader``, with a length; ``Subset`` and ``ConcatDataset`` are looked into.
+        key: the field with the length: a key, or a position in a tuple; None to look for one.
         name: what to call the dataset in messages.
 
     Raises:
-        LengthsNotFoundError: nothing about the samples tells a length.
+        LengthsNotFoundError: nothing about the samples shows a length.
 
     Example::
 
@@ -73,56 +73,44 @@ def sample_lengths(dataset: Any, key: Any = None, *, name: str = "the dataset") 
         return SampleLengths(found.lengths[chosen], found.mask_key, found.in_tokens)
     if isinstance(dataset, ConcatDataset):
         parts = [sample_lengths(each, key, name=name) for each in dataset.datasets]
-        return SampleLengths(
-            torch.cat([part.lengths for part in parts]),
-            parts[0].mask_key,
-            all(part.in_tokens for part in parts),
-        )
+        lengths = torch.cat([part.lengths for part in parts])
+        return SampleLengths(lengths, parts[0].mask_key, all(part.in_tokens for part in parts))
     try:
         known = _KNOWN.setdefault(dataset, {})
-    except TypeError:  # Not hashable, or nothing can refer to it weakly: a list, say.
+    except TypeError:  # No hash, or no weak references: a list, say.
         known = {}
-    found_before = known.get(key)
-    if found_before is None or len(found_before.lengths) != len(dataset):
-        known[key] = found_before = _found(dataset, key, name)
-    return found_before
+    if key not in known or len(known[key].lengths) != len(dataset):
+        known[key] = (
+            (_in_attribute(dataset) if key is None else None)
+            or _in_tensors(dataset, key)
+            or _in_columns(dataset, key)
+            or _in_samples(dataset, key, name)
+        )
+    return known[key]
 
 
-def _found(dataset: Any, key: Any, name: str) -> SampleLengths:
-    if key is None:
-        given = _attribute(dataset)
-        if given is not None:
-            return SampleLengths(given)
-    for look in (_in_tensors, _in_columns):
-        found = look(dataset, key)
-        if found is not None:
-            return found
-    return _in_samples(dataset, key, name)
-
-
-def _attribute(dataset: Any) -> Tensor | None:
-    """Return the attribute ``lengths`` where it has a number for each sample."""
-    given = getattr(dataset, "lengths", None)
-    if given is None or callable(given) or not hasattr(given, "__len__") or len(given) != len(dataset):
+def _in_attribute(dataset: Any) -> SampleLengths | None:
+    """Look for an attribute ``lengths`` with a number for each sample."""
+    values = getattr(dataset, "lengths", None)
+    if values is None or callable(values) or not hasattr(values, "__len__") or len(values) != len(dataset):
         return None
     try:
-        lengths = torch.as_tensor(given)
+        lengths = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         return None
     if lengths.dim() != 1 or lengths.is_floating_point():
         return None
-    return lengths.to("cpu", torch.int64)
+    return SampleLengths(lengths.to("cpu", torch.int64))
 
 
 def _in_tensors(dataset: Any, key: Any) -> SampleLengths | None:
-    """Look into the whole tensors of a ``TensorDataset``, whose samples are all as long: a mask tells."""
+    """Look for a mask among the whole tensors of a ``TensorDataset``, whose samples all have the same size."""
     if type(dataset) is not TensorDataset:
         return None
-    places = range(len(dataset.tensors)) if key is None else [key]
-    for place in places:
+    for place in range(len(dataset.tensors)) if key is None else [key]:
         mask = dataset.tensors[place]
         if mask.dim() == 2 and not mask.is_floating_point() and is_mask(mask):
-            return SampleLengths(_extents(mask), mask_key=place)
+            return SampleLengths(extents(mask), mask_key=place)
     return None
 
 
@@ -133,14 +121,13 @@ def _in_columns(dataset: Any, key: Any) -> SampleLengths | None:
         return None
     if getattr(dataset, "format", {}).get("type") == "custom":
         return None  # A transform makes other samples of the columns.
-    wanted = [MASK_KEY, "length", "lengths", "input_ids"] if key is None else [key]
-    for column in wanted:
+    for column in (MASK_KEY, "length", "lengths", "input_ids") if key is None else (key,):
         if column in columns:
             values = dataset.with_format("arrow").select_columns([column])[:][column].combine_chunks()
             if hasattr(values, "value_lengths"):
                 sizes = _from_arrow(values.value_lengths())
                 if column == MASK_KEY and len(sizes) and bool((sizes == sizes[0]).all()) and int(sizes[0]):
-                    return SampleLengths(_extents(_from_arrow(values.flatten()).view(len(sizes), -1)))
+                    return SampleLengths(extents(_from_arrow(values.flatten()).view(len(sizes), -1)))
                 return SampleLengths(sizes)
             if column in ("length", "lengths"):
                 return SampleLengths(_from_arrow(values))
@@ -155,8 +142,9 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
     start = time.perf_counter()
     lengths: list[int] = []
     in_tokens = True
-    mask_places: set[Any] | None = None if key is None else {key}
-    extents: dict[Any, list[int]] = {}
+    # Fields that were masks in all samples so far, and the length of each mask.
+    masks: dict[Any, list[int]] | None = None
+    # For each field, a sample in which it is a sequence (True) or a single value (False).
     kinds: dict[Any, dict[bool, int]] = {}
     with isolate_rng(include_cuda=False):
         for index in range(len(dataset)):
@@ -168,36 +156,41 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
             lengths.append(length)
             in_tokens = in_tokens and is_tokens
             fields = fields_of(sample) or {}
-            mask_places = _still_masks(fields, mask_places, extents)
+            if masks is None:
+                masks = {place: [] for place in (fields if key is None else [key])}
+            for place in list(masks):
+                extent = _mask_extent(place, fields.get(place))
+                if extent is None:
+                    del masks[place]
+                else:
+                    masks[place].append(extent)
             for place, value in fields.items():
                 kinds.setdefault(place, {}).setdefault(is_sequence(value), index)
     seconds = time.perf_counter() - start
     if seconds > 1:
         rank_zero_info(
             f"reading the lengths of the {len(lengths):,} samples of {name} took {seconds:.1f} s. An attribute "
-            "`lengths` of the dataset, with a number for each sample, spares it."
+            "`lengths` of the dataset, with a number for each sample, avoids it."
         )
     mixed = {place: (seen[True], seen[False]) for place, seen in kinds.items() if len(seen) > 1}
-    place = _mask_among(mask_places or set(), lengths, extents, key)
+    masks = masks or {}
+    place = next((place for place in (key, MASK_KEY) if place in masks), None)
+    if place is None and key is None and len(set(lengths)) == 1:
+        # A sample's own ones and zeros may be its content: only samples of one size need a mask.
+        found = [place for place in masks if isinstance(place, int) or "mask" in str(place)]
+        place = min(found, key=str, default=None)
     if place is not None:
-        return SampleLengths(torch.tensor(extents[place], dtype=torch.int64), mask_key=place, mixed=mixed)
-    return SampleLengths(torch.tensor(lengths, dtype=torch.int64), in_tokens=in_tokens, mixed=mixed)
-
-
-def _mask_among(places: set[Any], lengths: list[int], extents: dict[Any, list[int]], key: Any) -> Any:
-    """Return the field that tells what is padding, or None where samples are not padded or nothing tells."""
-    if key is not None or MASK_KEY in places:
-        return next((place for place in (key, MASK_KEY) if place in places), None)
-    # A sample's own ones and zeros may be its content: only samples of one size need a mask.
-    found = [place for place in places if isinstance(place, int) or "mask" in str(place)]
-    return min(found, key=str) if found and len(set(lengths)) == 1 else None
+        return SampleLengths(torch.tensor(masks[place], dtype=torch.int64), mask_key=place, mixed=mixed)
+    return SampleLengths(
+        torch.tensor(lengths, dtype=torch.int64), mask_key=MASK_KEY, in_tokens=in_tokens, mixed=mixed
+    )
 
 
 def _length(sample: Any, key: Any) -> tuple[int, bool]:
-    """Return the length of a sample, and whether it is one in tokens.
+    """Return the length of a sample, and whether it is in tokens.
 
     Raises:
-        TypeError, KeyError: nothing tells.
+        TypeError, KeyError: it has none.
 
     """
     if isinstance(sample, str):
@@ -228,27 +221,11 @@ def _length(sample: Any, key: Any) -> tuple[int, bool]:
     raise TypeError(f"its {key!r} is a single {type(value).__name__}")
 
 
-def _still_masks(fields: dict[Any, Any], places: set[Any] | None, extents: dict[Any, list[int]]) -> set[Any]:
-    """Return the fields that were masks in all samples so far, and note how far each goes."""
-    still = set()
-    for place in fields if places is None else places:
-        value = fields.get(place)
-        if not _is_flat(value):
-            continue
-        mask = torch.as_tensor(value)
-        if not mask.is_floating_point() and (place == MASK_KEY or is_mask(mask[None])):
-            extents.setdefault(place, []).append(last_column((mask != 0)[None]))
-            still.add(place)
-    return still
-
-
-def _is_flat(value: Any) -> bool:
-    if not is_sequence(value):
-        return False
-    return len(value.shape) == 1 if hasattr(value, "shape") else True
-
-
-def _extents(masks: Tensor) -> Tensor:
-    """Return for each row how many columns there are up to the last that is not 0."""
-    places = torch.arange(1, masks.size(1) + 1)
-    return torch.where(masks != 0, places, 0).amax(1)
+def _mask_extent(place: Any, value: Any) -> int | None:
+    """Return up to which place a field of a sample is used, if the field may be a mask; else None."""
+    if not is_sequence(value) or (hasattr(value, "shape") and len(value.shape) != 1):
+        return None
+    mask = torch.as_tensor(value)
+    if mask.is_floating_point() or not (place == MASK_KEY or is_mask(mask[None])):
+        return None
+    return int(extents(mask[None])[0]) if len(mask) else 0

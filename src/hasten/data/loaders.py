@@ -1,9 +1,8 @@
-"""Loaders as users give them, checked and made ready for one process of a run."""
+"""The user's loaders, checked and prepared for one process of a run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import (
@@ -11,17 +10,16 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
 
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.batching.lengths import PlannedBatches
-from hasten.data.memory.on_device import users_dataset
-from hasten.data.resume.loader_sources import with_attributes
+from hasten.batching.samplers import PlannedBatches
+from hasten.data.loader_parts import is_iterable, is_plain_shuffle, samplers_of, with_attributes
+from hasten.data.memory.resident import users_dataset
 from hasten.data.resume.workers import SeedByRank
-from hasten.data.samplers import Share
+from hasten.data.samplers import ShardSampler
 
 
 def prepare(
@@ -35,11 +33,11 @@ def prepare(
     overfit: bool = False,
     allow_empty: bool = False,
 ) -> Any:
-    """Return ``loader`` checked and, where several processes share the data, with the part of this one.
+    """Return ``loader`` checked and, where several processes share the data, limited to this one's part.
 
-    The loader given is never changed; where something has to be replaced, a shallow copy gets it. In training each
-    process gets the same number of samples, some repeated; elsewhere every sample comes exactly once.
-    A sampler that is distributed already, an ``IterableDataset`` and what is no ``DataLoader`` stay as they are.
+    The user's loader never changes: a shallow copy does. In training each process gets the same number of samples, some
+    repeated; elsewhere every sample comes exactly once. A loader whose sampler is distributed already, one of an
+    ``IterableDataset``, and one that is not a ``DataLoader`` are returned unchanged.
 
     Args:
         loader: a ``DataLoader``, or anything that can be iterated over.
@@ -47,9 +45,9 @@ def prepare(
         name: what to call the loader in messages.
         num_replicas: the number of processes that share the data.
         rank: which of them this is, from 0.
-        seed: of the shuffling, the same on all processes; by default what ``seed_everything`` was given.
+        seed: of the shuffling, the same on all processes; by default that of ``seed_everything``.
         overfit: read the samples in the same order each epoch.
-        allow_empty: a loader without batches is no error.
+        allow_empty: accept a loader without batches.
 
     Raises:
         TypeError: ``loader`` cannot be iterated over.
@@ -79,14 +77,14 @@ def prepare(
     elif overfit and isinstance(loader.sampler, RandomSampler):
         rank_zero_warn(
             f"overfit_batches reads the same samples in every epoch, so shuffling of {name} is off. "
-            "Use shuffle=False there to say so."
+            "Use shuffle=False there to avoid this warning."
         )
         loader = _with_sampler(loader, SequentialSampler(loader.dataset))  # type: ignore[arg-type]
     if num_replicas == 1:
         return loader
     if train and rank and loader.num_workers:
         loader = with_attributes(loader, worker_init_fn=SeedByRank(loader.worker_init_fn, rank))
-    if isinstance(loader.dataset, IterableDataset) or _is_distributed(loader):
+    if is_iterable(loader) or _is_distributed(loader):
         return loader
     if seed is None:
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
@@ -96,17 +94,15 @@ def prepare(
             loader, batch_sampler=batches.shared(num_replicas, rank, seed=seed, repeat=train)
         )
     if batches is not None and type(batches) is not BatchSampler:
-        share = Share(batches, num_replicas, rank, seed=seed, repeat=train)
-        return with_attributes(loader, batch_sampler=share)
-    sampler = loader.sampler
-    if train and (type(sampler) is SequentialSampler or _is_plain_shuffle(sampler)):
+        shard = ShardSampler(batches, num_replicas, rank, seed=seed, repeat=train)
+        return with_attributes(loader, batch_sampler=shard)
+    sampler: Any = loader.sampler
+    shuffles = is_plain_shuffle(sampler) and sampler.generator is None
+    if train and (shuffles or type(sampler) is SequentialSampler):
         return _with_sampler(
-            loader,
-            DistributedSampler(
-                loader.dataset, num_replicas, rank, shuffle=isinstance(sampler, RandomSampler), seed=seed
-            ),
+            loader, DistributedSampler(loader.dataset, num_replicas, rank, shuffle=shuffles, seed=seed)
         )
-    return _with_sampler(loader, Share(sampler, num_replicas, rank, seed=seed, repeat=train))
+    return _with_sampler(loader, ShardSampler(sampler, num_replicas, rank, seed=seed, repeat=train))
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
@@ -116,39 +112,24 @@ def _with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     if batches is not None:
         assert isinstance(batches, BatchSampler)
         changed["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-    new: DataLoader[Any] = with_attributes(loader, **changed)
-    return new
-
-
-def _samplers(loader: DataLoader[Any]) -> Iterator[Any]:
-    yield loader.sampler
-    yield loader.batch_sampler
-    yield getattr(loader.batch_sampler, "sampler", None)
+    return with_attributes(loader, **changed)
 
 
 def _is_distributed(loader: DataLoader[Any]) -> bool:
     return any(
         isinstance(sampler, DistributedSampler)
         or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
-        for sampler in _samplers(loader)
-    )
-
-
-def _is_plain_shuffle(sampler: Any) -> bool:
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.generator is None
-        and sampler.num_samples == len(sampler.data_source)
+        for sampler in samplers_of(loader)
     )
 
 
 def _check_iterable(loader: Any, name: str) -> None:
     kind = type(loader).__name__
+    problem, advice = f"{loader!r}, a {kind}", "Give a DataLoader, or an iterable of batches."
     if isinstance(loader, type):
         problem, advice = f"the class {loader.__name__} itself", f"Make one: {loader.__name__}(...)."
     elif isinstance(loader, (str, bytes)):
-        problem, advice = f"{loader!r}, a {kind}", "Give a DataLoader, or an iterable of batches."
+        pass
     elif hasattr(loader, "__iter__"):
         return
     elif isinstance(loader, Dataset) or (hasattr(loader, "__getitem__") and hasattr(loader, "__len__")):
@@ -158,8 +139,6 @@ def _check_iterable(loader: Any, name: str) -> None:
         problem, advice = f"the function {shown} itself", f"Call it: {shown}()."
     elif hasattr(loader, "__getitem__"):
         return
-    else:
-        problem, advice = f"{loader!r}, a {kind}", "Give a DataLoader, or an iterable of batches."
     raise TypeError(f"{name} is {problem}, and cannot be iterated over. {advice}")
 
 
@@ -178,7 +157,6 @@ def _check_not_empty(loader: Any, name: str) -> None:
                 f"{name} has no batches: drop_last=True drops its {samples} samples, fewer than "
                 f"batch_size={loader.batch_size}. Use drop_last=False or a smaller batch size."
             )
-        # Held in memory by hasten, it is still the user's.
         dataset = users_dataset(loader.dataset)
         raise ValueError(f"{name} has no batches: its dataset ({type(dataset).__name__}) is empty.")
     raise ValueError(f"{name} has no batches: it is an empty {type(loader).__name__}.")

@@ -1,4 +1,4 @@
-"""Samplers that give each process its own part of the data."""
+"""Samplers that give each process its part of the data."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils.data import Sampler
 from hasten.seed import collect_rng_state, restore_rng_state
 
 
-class Share(Sampler[Any]):
+class ShardSampler(Sampler[Any]):
     """One process's part of what another sampler, or batch sampler, gives: every ``num_replicas``-th item.
 
-    All processes draw the same order, whatever else they have drawn: the random generators are seeded for it
-    with ``seed`` plus the epoch, and put back afterwards.
+    All processes draw the same order, whatever else they have drawn: the random generators are seeded for it with
+    ``seed`` plus the epoch, and restored afterwards.
 
     Args:
         sampler: gives sample indices, or lists of them.
@@ -32,9 +32,9 @@ class Share(Sampler[Any]):
 
     Example::
 
-        >>> [list(Share(range(5), 2, rank, repeat=False)) for rank in range(2)]
+        >>> [list(ShardSampler(range(5), 2, rank, repeat=False)) for rank in range(2)]
         [[0, 2, 4], [1, 3]]
-        >>> [list(Share(range(5), 2, rank, repeat=True)) for rank in range(2)]
+        >>> [list(ShardSampler(range(5), 2, rank, repeat=True)) for rank in range(2)]
         [[0, 2, 4], [1, 3, 0]]
 
     Source: `torch.utils.data.distributed.DistributedSampler
@@ -56,8 +56,8 @@ class Share(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         if not hasattr(self.sampler, "__len__"):
-            return self._endless()
-        with Alike(self.seed + self.epoch).random_numbers():
+            return self._without_length()
+        with SharedSeed(self.seed + self.epoch).random_numbers():
             items = list(self.sampler)
         if self.repeat and items:
             items = list(itertools.islice(itertools.cycle(items), self._rounded_up(len(items))))
@@ -72,21 +72,21 @@ class Share(Sampler[Any]):
     def _rounded_up(self, number: int) -> int:
         return -(-number // self.num_replicas) * self.num_replicas
 
-    def _endless(self) -> Iterator[Any]:
-        """Yield from a sampler that does not know its end, and may have none."""
-        alike = Alike(self.seed + self.epoch)
-        with alike.random_numbers():
+    def _without_length(self) -> Iterator[Any]:
+        """Yield from a sampler that may never end."""
+        shared = SharedSeed(self.seed + self.epoch)
+        with shared.random_numbers():
             items = iter(self.sampler)
         while True:
-            with alike.random_numbers():
+            with shared.random_numbers():
                 turn = list(itertools.islice(items, self.num_replicas))
             if len(turn) < self.num_replicas and (self.repeat or self.rank >= len(turn)):
                 return
             yield turn[self.rank]
 
 
-class Alike:
-    """Random numbers that are the same on every process, in several portions."""
+class SharedSeed:
+    """Random numbers that are the same on every process, drawn in several portions."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -94,6 +94,7 @@ class Alike:
 
     @contextmanager
     def random_numbers(self) -> Iterator[None]:
+        """Draw from the shared numbers within the block; restore the generators afterwards."""
         outside = collect_rng_state(cuda=False)
         try:
             if self._state is None:

@@ -1,30 +1,36 @@
-"""``num_workers="auto"``: as many worker processes as pay on this loader, found by measuring."""
+"""``num_workers="auto"``: as many worker processes as pay off for a loader, found by measuring."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
-import json
 import math
 import os
 import platform
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
-from typing import Any
+from itertools import cycle, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from hasten._lib import check
+from hasten._lib.cache import cache_folder, read_json, remember_json
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.data.resume.loader_sources import generators_of, shut_down, with_attributes
-from hasten.seed import generator_state, isolate_rng, set_generator_state
+from hasten.data.loader_parts import (
+    check_dataloader,
+    is_iterable,
+    required_in_training,
+    shut_down,
+    with_attributes,
+)
+from hasten.machine.host import usable_cores
+from hasten.seed import isolate_rng
 
-# More workers have to gain so much: below it, a process more costs memory for nothing.
+# More workers have to gain so much: below it, another process costs memory for nothing.
 GAIN = 1.03
 # Numbers so close to the best are measured twice.
 NEAR = 1.2
@@ -32,53 +38,38 @@ NEAR = 1.2
 AT_LEAST = 6
 # An epoch that is over so soon is not worth starting processes for.
 SHORT_SECONDS = 0.3
+# Index batches that are read over and over.
+_BATCHES = 64
 _found: dict[str, int] = {}
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How fast batches come with a number of workers.
-
-    Args:
-        start_seconds: until the first batch is there.
-        batch_seconds: from one batch to the next.
-
-    """
+class Pace(NamedTuple):
+    """How fast batches come: seconds until the first batch is there, and from one batch to the next."""
 
     start_seconds: float
     batch_seconds: float
 
-    def mean(self, other: Pace) -> Pace:
-        """Return the pace between two measurements."""
-        return Pace(
-            (self.start_seconds + other.start_seconds) / 2, (self.batch_seconds + other.batch_seconds) / 2
-        )
-
-    def epoch_seconds(self, batches: int, *, started_once: bool) -> float:
-        """Return how long an epoch takes, or, where the workers live on, one of many."""
-        return (0.0 if started_once else self.start_seconds) + batches * self.batch_seconds
-
 
 def auto_workers(loader: Any, *, seconds: float = 4.0, stage: str = "train", name: str | None = None) -> Any:
-    """Return the loader with as many worker processes as pay: none, if none do.
+    """Return the loader with as many worker processes as pay off, which may be none.
 
-    What ``Trainer(num_workers="auto")`` does with every loader. Batches are fetched for a short while with 0, 1, 2, ...
-    workers, as long as more of them still gain, and the number with which an epoch is read fastest is taken. All of it
-    happens in processes of its own: random states, samplers and the dataset stay as they are. What was found is
-    remembered for the next run with the same data on the same machine.
+    ``Trainer(num_workers="auto")`` does this with every loader. Batches are fetched for a short while with 0, 1, 2, ...
+    workers, as long as more of them still gain, and the number that reads an epoch fastest is taken. This happens in
+    separate processes: random states, samplers and the dataset do not change. The result is remembered for the next
+    run with the same data on the same machine.
 
     Order and batches stay the same. As always with workers, random numbers for a sample are those of its worker, and
-    differ from those without. Workers live for an epoch unless the loader says ``persistent_workers=True``.
+    differ from those without. Workers live for an epoch unless the loader has ``persistent_workers=True``.
 
     Args:
         loader: a ``DataLoader`` over a dataset with a length.
-        seconds: spent on measuring at most, about.
-        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``; only for ``"train"`` is it an error if the
-            loader cannot have workers, elsewhere a line says why and it stays.
+        seconds: about the longest time to spend on measuring.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``. In training it is an error if the loader
+            cannot have workers; otherwise the reason is logged, and the loader is returned unchanged.
         name: what to call the loader in messages.
 
     Raises:
-        TypeError: it is no ``DataLoader``, or its dataset is an ``IterableDataset``.
+        TypeError: it is not a ``DataLoader``, or its dataset is an ``IterableDataset``.
         ValueError: ``seconds`` is not positive.
 
     Example::
@@ -92,16 +83,9 @@ def auto_workers(loader: Any, *, seconds: float = 4.0, stage: str = "train", nam
     <https://docs.pytorch.org/docs/stable/data.html#single-and-multi-process-data-loading>`_.
 
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ValueError(f"auto_workers(seconds={seconds!r}): use a number of seconds above 0.")
+    check.number("auto_workers", "seconds", seconds, above=0, unit="seconds", error=ValueError)
     name = name or f"the {stage} dataloader"
-    try:
-        return _with_best(loader, seconds, name)
-    except TypeError as error:
-        if stage == "train":
-            raise
-        rank_zero_info(f"{name} is read as before. {error}")
-        return loader
+    return required_in_training(lambda: _with_best(loader, seconds, name), loader, stage, name)
 
 
 def with_workers(
@@ -110,13 +94,13 @@ def with_workers(
     """Return a ``DataLoader`` with another number of worker processes; all else stays.
 
     Args:
-        loader: anything; what is no ``DataLoader`` is returned as it is, but for ``"train"``.
+        loader: any loader; one that is not a ``DataLoader`` is returned unchanged, except in training.
         num_workers: 0 for none.
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         name: what to call the loader in messages.
 
     Raises:
-        TypeError: workers were asked for to train, and the loader is none that could have them.
+        TypeError: workers were asked for in training, and the loader is not a ``DataLoader``.
 
     Example::
 
@@ -124,152 +108,191 @@ def with_workers(
         2
 
     """
-    if num_workers and stage == "train" and not isinstance(loader, DataLoader):
-        raise TypeError(
-            f"num_workers={num_workers}: {name} is a {type(loader).__name__}, and only a DataLoader has workers. "
-            "Give a DataLoader, or leave num_workers out."
-        )
+    if num_workers and stage == "train":
+        check_dataloader(loader, f"num_workers={num_workers}", name, batches=False, iteration=False)
     if not isinstance(loader, DataLoader) or loader.num_workers == num_workers:
         return loader
     changed: dict[str, Any] = {"num_workers": num_workers, "_iterator": None}
     if num_workers == 0:
-        changed |= {
-            "prefetch_factor": None,
-            "persistent_workers": False,
-            "timeout": 0,
-            "_DataLoader__multiprocessing_context": None,
-        }
+        changed |= WITHOUT_WORKERS
     elif loader.prefetch_factor is None:
-        changed["prefetch_factor"] = 2  # What DataLoader has with workers.
+        changed["prefetch_factor"] = 2  # DataLoader's default with workers.
     return with_attributes(loader, **changed)
 
 
-def _with_best(loader: Any, seconds: float, name: str) -> Any:
-    if not isinstance(loader, DataLoader):
-        raise TypeError(
-            f"num_workers='auto': {name} is a {type(loader).__name__}, and only a DataLoader has workers. Give a "
-            "DataLoader, or leave num_workers out."
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise TypeError(
-            f"num_workers='auto': {name} reads {type(loader.dataset).__name__}, an IterableDataset, which divides its "
-            "samples among its workers itself: with another number of them other batches would come. Give the number "
-            "to the DataLoader, or use a dataset with __getitem__ and __len__."
-        )
-    if type(loader).__iter__ is not DataLoader.__iter__ or not hasattr(loader.dataset, "__len__"):
-        raise TypeError(
-            f"num_workers='auto': {name} ({type(loader).__name__}) iterates in its own way, or its dataset has no "
-            "length. Give a plain DataLoader, or leave num_workers out."
-        )
-    batches = _number_of_batches(loader)
-    if not batches:
-        return loader  # An empty loader is reported as such.
-    key = _key(loader)
-    known = _recall(key)
-    if known is not None:
-        return _marked(with_workers(loader, known))
-    began = time.perf_counter()
-    paces, failure = _measure(loader, batches, seconds)
-    if not paces:
-        rank_zero_info(f"num_workers='auto': {name} keeps num_workers={loader.num_workers}: {failure}")
+# The attributes of a DataLoader without workers.
+WITHOUT_WORKERS = {
+    "num_workers": 0,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "timeout": 0,
+    "_DataLoader__multiprocessing_context": None,
+}
+
+
+def with_workers_of(loader: Any, state: dict[str, Any]) -> Any:
+    """Return a loader with the number of workers in a stream's state, if ``auto_workers`` chose the loader's number."""
+    number = (state.get("source") or {}).get("num_workers", 0)
+    if state.get("ended", True) or not getattr(loader, "hasten_found_workers", False):
         return loader
-    once = loader.persistent_workers
-    costs = {n: pace.epoch_seconds(batches, started_once=once and n > 0) for n, pace in paces.items()}
-    best = _best(costs)
-    shown = ", ".join(f"{n}: {batches / cost:.4g}" for n, cost in costs.items())
-    rank_zero_info(
-        f"num_workers='auto': {name} gets num_workers={best} (batches a second with {shown}; measured in "
-        f"{time.perf_counter() - began:.1f} s)." + (f" {failure}" if failure else "")
+    return with_workers(loader, number)
+
+
+def _with_best(loader: Any, seconds: float, name: str) -> Any:
+    check_dataloader(loader, "num_workers='auto'", name, batches=False)
+    kind = type(loader.dataset).__name__
+    if is_iterable(loader):
+        raise TypeError(
+            f"num_workers='auto': {name} reads {kind}, an IterableDataset, which divides its samples among its workers "
+            "itself. Give the number to the DataLoader, or use a dataset with __getitem__ and __len__."
+        )
+    if not hasattr(loader.dataset, "__len__"):
+        raise TypeError(
+            f"num_workers='auto': {name} reads {kind}, which has no length. Give it a __len__, or leave num_workers "
+            "out."
+        )
+    try:
+        batches = len(loader)
+    except (TypeError, NotImplementedError):
+        batches = 1_000_000
+    if not batches:
+        return loader  # An empty loader is reported later.
+    key = _key(loader)
+    best = _recall(key)
+    if best is None:
+        began = time.perf_counter()
+        costs, failure = measure(loader, batches, seconds)
+        if not costs:
+            rank_zero_info(f"num_workers='auto': {name} keeps num_workers={loader.num_workers}: {failure}")
+            return loader
+        least = min(costs.values())
+        best = min(number for number, cost in costs.items() if cost <= least * GAIN)
+        shown = ", ".join(f"{number}: {batches / cost:.4g}" for number, cost in costs.items())
+        rank_zero_info(
+            f"num_workers='auto': {name} gets num_workers={best} (batches a second with {shown}; measured in "
+            f"{time.perf_counter() - began:.1f} s). {failure}".rstrip()
+        )
+        _found[key] = best
+        if len(costs) > 1:
+            remember_json(_file(key), {"num_workers": best})
+    # torch warns of more workers than cores; these were measured to pay off.
+    return with_attributes(
+        with_workers(loader, best), hasten_found_workers=True, check_worker_number_rationality=_nothing
     )
-    _remember(key, best, on_disk=len(costs) > 1)
-    return _marked(with_workers(loader, best))
 
 
-def _best(costs: dict[int, float]) -> int:
-    """Return the smallest number of workers that is as fast as the fastest, but for what is not worth a process."""
-    least = min(costs.values())
-    return min(n for n, cost in costs.items() if cost <= least * GAIN)
+def _nothing() -> None:
+    """Check nothing."""
 
 
-def _measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dict[int, Pace], str]:
-    """Return the pace for each number of workers worth a look, and what went wrong."""
-    paces: dict[int, Pace] = {}
-    with isolate_rng(include_cuda=False), _generators_kept(loader):
+# -- measuring
+
+
+def measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dict[int, float], str]:
+    """Return the seconds of an epoch for each number of workers worth a look, and what went wrong."""
+    costs: dict[int, float] = {}
+    index_batches: list[Any] = []
+    each, end = seconds / 5, time.perf_counter() + 1.5 * seconds
+
+    def measured(number: int) -> float:
+        measure = _pace_with_workers if number else _pace_in_process
+        pace = measure(loader, index_batches, number, each, batches)
+        started = 0.0 if loader.persistent_workers and number else pace.start_seconds
+        return started + batches * pace.batch_seconds
+
+    with isolate_rng(include_cuda=False):
         try:
-            index_batches = _some_index_batches(loader)
+            index_batches += _some_index_batches(loader)
         except Exception as error:
             return {}, f"its sampler cannot be tried out: {error}"
         if not index_batches:
             return {}, "its sampler gives nothing."
-        each, enough = seconds / 5, time.perf_counter() + 1.5 * seconds
-        best, without_gain = float("inf"), 0
+        best, without_gain = math.inf, 0
         for number in _candidates(loader):
             try:
-                pace = _pace_of(loader, index_batches, number, each, batches)
+                cost = costs[number] = measured(number)
             except Exception as error:
-                # Of the dataset's own, or one that does not go into a process: the run itself tells it better.
-                return paces, f"with {number} workers: {type(error).__name__}: {str(error).splitlines()[-1:]}"
-            paces[number] = pace
-            cost = pace.epoch_seconds(batches, started_once=loader.persistent_workers and number > 0)
+                # Of the dataset, or of one that cannot be sent to a process: the run itself reports it better.
+                return costs, f"with {number} workers: {type(error).__name__}: {str(error).splitlines()[-1:]}"
             if number == 0 and cost < SHORT_SECONDS:
                 break
             without_gain = 0 if cost * GAIN < best else without_gain + 1
             best = min(best, cost)
             if without_gain == 2:
                 break
-        near = [
-            n for n, pace in paces.items() if pace.epoch_seconds(batches, started_once=True) < NEAR * best
-        ]
+        near = [number for number, cost in costs.items() if cost < NEAR * best]
         for number in reversed(near if len(near) > 1 else []):
-            # Other programs come and go: what is close is looked at again, in turn.
-            if time.perf_counter() > enough:
+            # Other programs come and go: numbers close to the best are measured again, in turn.
+            if time.perf_counter() > end:
                 break
             with suppress(Exception):
-                again = _pace_of(loader, index_batches, number, each, batches)
-                paces[number] = paces[number].mean(again)
-    return paces, ""
+                costs[number] = (costs[number] + measured(number)) / 2
+    return costs, ""
 
 
 def _candidates(loader: DataLoader[Any]) -> list[int]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    cores = max(1, usable_cores() // max(1, processes))
     numbers, number = {0, loader.num_workers}, 1
-    # Workers that wait for a disk or a network pay beyond the number of cores.
-    while number <= max(4, 2 * share):
+    # Workers that wait for a disk or a network pay off beyond the number of cores.
+    while number <= max(4, 2 * cores):
         numbers.add(number)
         number *= 2
     return sorted(numbers)
 
 
-# -- measuring
+def _some_index_batches(loader: DataLoader[Any]) -> list[Any]:
+    """Return index batches like the loader's, without touching its samplers."""
+    sampler: Any = loader.sampler
+    batches = loader.batch_sampler
+    if batches is None:
+        raise ValueError("it has batch_size=None, so it makes no batches")
+    if type(batches) is not BatchSampler:
+        return list(_in_a_worker(loader, functools.partial(_first_batches, batches)))
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    if type(sampler) is SequentialSampler:
+        order = list(range(min(count, _BATCHES * batches.batch_size)))
+    else:
+        # Spread over the data: what lies together may have been read together.
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+        if type(sampler) is not RandomSampler and hasattr(sampler, "__len__"):
+            order = order[: len(sampler)]
+    return _first_batches(BatchSampler(order, batches.batch_size, False))
 
 
-class _Timed(IterableDataset[Any]):
-    """Fetches batches without workers, in the process that iterates, and tells how long that took."""
+def _first_batches(batches: Any) -> list[Any]:
+    return list(islice(iter(batches), _BATCHES))
 
-    def __init__(
-        self, dataset: Any, collate_fn: Any, index_batches: list[Any], seconds: float, batches: int
-    ) -> None:
-        self._dataset, self._collate_fn = dataset, collate_fn
-        self._index_batches, self._seconds, self._batches = index_batches, seconds, batches
+
+class _Call(IterableDataset[Any]):
+    """Gives the result of a function, called in the process that iterates."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(
-            DataLoader(
-                self._dataset, batch_sampler=_Repeated(self._index_batches), collate_fn=self._collate_fn
-            )
+        yield self._function()
+
+
+def _in_a_worker(loader: DataLoader[Any], function: Callable[[], Any]) -> Any:
+    """Return the result of a function, called in a worker process of its own."""
+    results = iter(
+        DataLoader(
+            _Call(function),
+            batch_size=None,
+            num_workers=1,
+            collate_fn=_unchanged,
+            multiprocessing_context=loader.multiprocessing_context,
         )
-        yield _paced(batches, self._seconds, free=1, most=max(self._batches, AT_LEAST))
+    )
+    try:
+        return next(results)
+    finally:
+        shut_down(results)
 
 
-class _Drawn(IterableDataset[Any]):
-    """What a batch sampler gives first, drawn in the process that iterates."""
-
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        yield list(islice(iter(self._batches), 64))
+def _unchanged(sample: Any) -> Any:
+    return sample
 
 
 class _Repeated:
@@ -279,39 +302,28 @@ class _Repeated:
         self._index_batches = index_batches
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from self._index_batches
+        return cycle(self._index_batches)
 
 
-def _pace_of(
+def _pace_in_process(
     loader: DataLoader[Any], index_batches: list[Any], number: int, seconds: float, batches: int
 ) -> Pace:
-    if number:
-        return _pace_with(loader, index_batches, number, seconds)
-    # In a worker: what the dataset keeps open, counts or caches when it is read stays there.
-    timed = _Timed(loader.dataset, loader.collate_fn, index_batches, seconds, batches)
-    first, each = _of_a_worker(loader, timed)
+    # In a worker: what the dataset keeps open, counts or caches while it is read stays there.
+    options = {"batch_sampler": _Repeated(index_batches), "collate_fn": loader.collate_fn}
+    most = max(batches, AT_LEAST)
+    measure = functools.partial(_pace_of_a_loader, loader.dataset, options, seconds, most)
+    first, each = _in_a_worker(loader, measure)
     return Pace(min(first, each), each)
 
 
-def _of_a_worker(loader: DataLoader[Any], wanted: IterableDataset[Any]) -> Any:
-    """Return the first thing an iterable gives in a worker process of its own."""
-    made: Any = DataLoader(
-        wanted,
-        batch_size=None,
-        num_workers=1,
-        collate_fn=_as_it_is,
-        multiprocessing_context=loader.multiprocessing_context,
-    )
-    things = iter(made)
-    try:
-        return next(things)
-    finally:
-        shut_down(things)
+def _pace_of_a_loader(dataset: Any, options: dict[str, Any], seconds: float, most: int) -> Pace:
+    return _pace_of(iter(DataLoader(dataset, **options)), seconds, free=1, most=most)
 
 
-def _pace_with(loader: DataLoader[Any], index_batches: list[Any], number: int, seconds: float) -> Pace:
-    rigged = with_attributes(
+def _pace_with_workers(
+    loader: DataLoader[Any], index_batches: list[Any], number: int, seconds: float, batches: int
+) -> Pace:
+    measured: Any = with_attributes(
         with_workers(loader, number),
         batch_sampler=_Repeated(index_batches),
         persistent_workers=False,
@@ -321,20 +333,17 @@ def _pace_with(loader: DataLoader[Any], index_batches: list[Any], number: int, s
         check_worker_number_rationality=_nothing,
     )
     began = time.perf_counter()
-    batches = iter(rigged)
+    iterator = iter(measured)
     try:
-        # What the workers made while nobody asked comes at once.
-        ahead = number * (rigged.prefetch_factor or 2)
-        first, each = _paced(batches, seconds, free=min(number, ahead), began=began)
-        return Pace(first, each)
+        return _pace_of(iterator, seconds, free=number, began=began)
     finally:
-        shut_down(batches)
+        shut_down(iterator)
 
 
-def _paced(
+def _pace_of(
     batches: Iterator[Any], seconds: float, *, free: int, began: float | None = None, most: float = math.inf
-) -> tuple[float, float]:
-    """Return the seconds to the first batch, and between later ones."""
+) -> Pace:
+    """Return how fast batches come; the first ``free`` ones were made while nobody asked."""
     clock = time.perf_counter
     start = clock() if began is None else began
     next(batches)
@@ -348,87 +357,26 @@ def _paced(
         passed = clock() - begin
         # A slow dataset gets twice as long, for its figures to mean something.
         if (passed >= seconds and count >= AT_LEAST * free) or passed >= 2 * seconds or count >= most:
-            return first, passed / count
+            return Pace(first, passed / count)
 
 
-def _as_it_is(sample: Any) -> Any:
-    return sample
+# -- results of earlier runs
 
 
-def _some_index_batches(loader: DataLoader[Any]) -> list[Any]:
-    """Return index batches like the loader's, without touching its samplers."""
-    sampler: Any = loader.sampler
-    batches = loader.batch_sampler
-    if batches is None:
-        raise ValueError("it has batch_size=None, so it makes no batches")
-    generator = torch.Generator().manual_seed(0)
-    if type(batches) is BatchSampler:
-        # Spread over the data: what lies together may have been read together.
-        order = torch.randperm(_length(loader), generator=generator).tolist()
-        if type(sampler) is SequentialSampler:
-            order = list(range(min(len(order), 64 * batches.batch_size)))
-        elif type(sampler) is not RandomSampler:
-            order = order[: len(sampler)] if hasattr(sampler, "__len__") else order
-        return list(islice(iter(BatchSampler(order, batches.batch_size, False)), 64))
-    drawn: list[Any] = _of_a_worker(loader, _Drawn(batches))
-    return drawn
+def _file(key: str) -> Any:
+    return cache_folder("workers") / f"{key}.json"
 
 
-def _length(loader: DataLoader[Any]) -> int:
-    return len(loader.dataset)  # type: ignore[arg-type]
-
-
-def _number_of_batches(loader: DataLoader[Any]) -> int:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return 1_000_000
-
-
-class _generators_kept:  # noqa: N801
-    """Leave the generators of a loader and its samplers as they were."""
-
-    def __init__(self, loader: Any) -> None:
-        self._generators = generators_of(loader)
-
-    def __enter__(self) -> None:
-        self._states = [generator_state(generator) for generator in self._generators]
-
-    def __exit__(self, *error: Any) -> None:
-        for generator, state in zip(self._generators, self._states, strict=True):
-            set_generator_state(generator, state)
-
-
-# -- what was found before
-
-
-def _marked(loader: Any) -> Any:
-    """Return a copy that says its number of workers was found, not given."""
-    # torch warns of more workers than cores, and these were seen to pay.
-    return with_attributes(loader, hasten_found_workers=True, check_worker_number_rationality=_nothing)
-
-
-def _nothing() -> None:
-    """Check nothing."""
-
-
-def as_in(loader: Any, state: dict[str, Any]) -> Any:
-    """Return a loader with the workers of the run a state is of, where their number was found by measuring.
-
-    Args:
-        loader: a loader that may be of ``auto_workers``.
-        state: of a stream in the middle of an epoch.
-
-    """
-    source = state.get("source") or {}
-    number = source.get("num_workers", 0)
-    if state.get("ended", True) or not getattr(loader, "hasten_found_workers", False):
-        return loader
-    return loader if number == loader.num_workers else with_workers(loader, number)
+def _recall(key: str) -> int | None:
+    if key in _found:
+        return _found[key]
+    content = read_json(_file(key))
+    number = content.get("num_workers") if isinstance(content, dict) else None
+    return number if type(number) is int and 0 <= number <= 1024 else None
 
 
 def _key(loader: DataLoader[Any]) -> str:
-    """Return what tells how fast a loader is: its data, their code and the machine."""
+    """Return a hash of what decides how fast a loader is: its data, their code and the machine."""
     parts: list[Any] = [
         platform.node(),
         os.cpu_count(),
@@ -437,71 +385,33 @@ def _key(loader: DataLoader[Any]) -> str:
     ]
     dataset: Any = loader.dataset
     while dataset is not None:
-        parts += [type(dataset).__qualname__, _source_of(type(dataset)), len(dataset)]
+        parts += [_code_of(type(dataset)), len(dataset)]
         # The same class reads one folder or another, small images or large ones.
-        parts += [
-            (name, _told(value) if callable(value) else _size_of(value))
-            for name, value in sorted(getattr(dataset, "__dict__", {}).items())
-        ]
+        attributes = getattr(dataset, "__dict__", {})
+        parts += [(name, _description(value)) for name, value in sorted(attributes.items())]
         dataset = getattr(dataset, "dataset", None)
-    parts += [
-        loader.batch_size,
-        type(loader.batch_sampler).__qualname__,
-        _told(loader.collate_fn),
-        loader.prefetch_factor,
-        loader.persistent_workers,
-        loader.num_workers,
-    ]
+    parts += [type(loader.batch_sampler).__qualname__, _description(loader.collate_fn)]
+    parts += [loader.batch_size, loader.prefetch_factor, loader.persistent_workers, loader.num_workers]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _told(thing: Any) -> str:
-    """Return a description without addresses in memory."""
-    if callable(thing) and hasattr(thing, "__qualname__"):
-        return f"{thing.__qualname__} {_source_of(thing)}"
-    text = repr(thing)
-    return text if " at 0x" not in text else f"{type(thing).__qualname__} {_source_of(type(thing))}"
-
-
-def _size_of(value: Any) -> str:
+def _description(value: Any) -> str:
+    """Return what tells one attribute from another, without addresses in memory."""
     if isinstance(value, (str, int, float, bool, type(None))):
         return repr(value)
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
+    if callable(value):
+        text = repr(value)
+        return _code_of(value if hasattr(value, "__qualname__") else type(value)) + (
+            "" if " at 0x" in text else text
+        )
     size = len(value) if isinstance(value, (list, tuple, dict, set)) else ""
     return f"{type(value).__qualname__} {size}"
 
 
-def _source_of(thing: Any) -> str:
-    try:
-        return inspect.getsource(thing)
-    except (OSError, TypeError):
-        return ""
-
-
-def _folder() -> Path:
-    chosen = os.environ.get("HASTEN_CACHE")
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
-    return (Path(chosen) if chosen else base / "hasten") / "workers"
-
-
-def _recall(key: str) -> int | None:
-    if key in _found:
-        return _found[key]
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        number = json.loads((_folder() / f"{key}.json").read_text(encoding="utf-8"))["num_workers"]
-        return number if type(number) is int and 0 <= number <= 1024 else None
-    return None
-
-
-def _remember(key: str, number: int, *, on_disk: bool) -> None:
-    _found[key] = number
-    if not on_disk:
-        return
-    # A cache is never worth an error: the next run measures again.
-    with suppress(OSError):
-        _folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_folder(), delete=False, encoding="utf-8") as file:
-            json.dump({"num_workers": number}, file)
-        os.replace(file.name, _folder() / f"{key}.json")
+def _code_of(thing: Any) -> str:
+    source = ""
+    with suppress(OSError, TypeError):
+        source = inspect.getsource(thing)
+    return f"{thing.__qualname__} {source}"

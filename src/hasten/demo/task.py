@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from hasten.batching.pad_widths import rounded_up
+from hasten.batching.widths import rounded_up
 from hasten.data import LengthBatching, rebatch
 from hasten.speed.levers import LEVERS
 from hasten.speed.safety import Safety

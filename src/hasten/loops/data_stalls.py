@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.data.memory.dataset_parts import changed, fingerprint
-from hasten.data.memory.on_device import is_resident
+from hasten.data.memory.resident import is_resident
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run

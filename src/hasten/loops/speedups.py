@@ -12,7 +12,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import SpeedArguments
 from hasten.batching.rebatch import rebatch
-from hasten.data.memory.on_device import is_resident, resident
+from hasten.data.memory.resident import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
 from hasten.loops import numbers, split_sizes
 from hasten.loops.run import Run

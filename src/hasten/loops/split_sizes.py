@@ -15,7 +15,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_debug
 from hasten._lib.split import Fields
 from hasten.batching.sample_fields import fields_of
-from hasten.data.resume.loader_sources import with_attributes
+from hasten.data.loader_parts import with_attributes
 from hasten.loops.states import TrainerFn
 from hasten.memory import nothing_repeated, recomputed, repeated_blocks
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.errors import MisconfigurationException
-from hasten.batching.packing import packed_attention
 from hasten.packed.attention import attention
+from hasten.packed.document_attention import packed_attention
 from hasten.packed.first_token import FirstToken, attend_first, waits_for
 from hasten.packed.layout import Layout
 from hasten.packed.patches import Hook, Method

@@ -1,1 +1,1 @@
-"""Datasets held in memory: as whole tensors, on the device, or shared by the processes of a machine."""
+"""Data held in memory: in one process, on a device, or shared by all processes of a machine."""

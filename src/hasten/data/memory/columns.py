@@ -1,4 +1,4 @@
-"""Samples held as whole tensors, one for each field: a batch is one indexing of each."""
+"""Samples in whole tensors, one for each field: a batch is one indexing of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 # ("tensor", shape, dtype) | ("array", shape, dtype) | ("scalar", dtype) | ("plain", type) | ("text", type)
 # | (dict or a sequence type, keys or None, kinds of the fields)
 Kind = tuple[Any, ...]
-# Given a shape and a dtype, return memory for a column.
+# Returns memory for a column of a shape and a dtype.
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
@@ -24,13 +24,13 @@ class NoColumnsError(ValueError):
 
 
 def kind_of(sample: Any) -> Kind:
-    """Return what all samples have in common if one tensor for each field can hold them.
+    """Return the structure, shapes and types that all samples must have for one tensor to hold each field.
 
     Args:
         sample: tensors, arrays, numbers and text, in dicts, tuples, lists, named tuples.
 
     Raises:
-        NoColumnsError: something else is in it.
+        NoColumnsError: it has something else in it.
 
     Example::
 
@@ -111,18 +111,22 @@ class Columns:
             index, numbers = indices, indices.tolist() if self._has_texts else []
         else:
             numbers = indices if isinstance(indices, list) else list(indices)
-            # torch.tensor looks at each number by itself, which would take as long as all else.
+            # torch.tensor reads number by number, which would take as long as all else.
             index = torch.frombuffer(array.array("q", numbers), dtype=torch.int64) if numbers else _NOTHING
         if self._device.type == "cuda":
-            # From pinned memory: the host goes on at once.
+            # From pinned memory: the host does not wait.
             index = index.pin_memory().to(self._device, non_blocking=True)
         elif self._device.type != "cpu":
             index = index.to(self._device)
         return self._build(index, numbers)
 
     def sample(self, index: int) -> Any:
-        """Return one sample as the dataset gives it, in memory of its own."""
+        """Return a copy of one sample, as the dataset gives it."""
         return self._one(index)
+
+    def samples(self) -> list[Any]:
+        """Return copies of all samples."""
+        return [self._one(index) for index in range(len(self))]
 
     @property
     def size_bytes(self) -> int:
@@ -139,17 +143,18 @@ class Columns:
         )
 
 
-class Filling:
-    """Columns that are filled chunk by chunk.
+class ColumnsBuilder:
+    """Makes columns chunk by chunk.
 
     Args:
-        length: samples in the end.
-        allocate: gives the memory; by default torch's own.
+        length: the number of samples in the end.
+        allocate: gives the memory; by default ``torch.empty``.
 
     """
 
     def __init__(self, length: int, allocate: Allocate | None = None) -> None:
-        self._length, self._allocate = length, allocate or _empty
+        self._length = length
+        self._allocate = allocate or (lambda shape, dtype: torch.empty(shape, dtype=dtype))
         self.kind: Kind | None = None
         self.filled = 0
         self._leaves: list[Any] = []
@@ -180,10 +185,6 @@ class Filling:
         """Return what is filled so far."""
         assert self.kind is not None
         return Columns(self.kind, [leaf[: self.filled] for leaf in self._leaves])
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 def _batch_builder(

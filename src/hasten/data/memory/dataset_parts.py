@@ -1,4 +1,4 @@
-"""What a dataset is made of: its attributes, transforms, functions, and the random generators among them."""
+"""The parts of a dataset: its attributes, transforms, functions, and the random generators among them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import functools
 import io
 import os
+import pickle
 import random
 import sys
 import threading
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-# A dataset of more parts is looked at in part: each epoch begins with a look.
+from hasten.seed import generator_state, set_generator_state
+
+# Of a dataset with more parts, the nearest are looked at: each epoch begins with a look.
 _MOST_PARTS = 4000
 _DEEPEST = 8
-# Of long containers so many elements are looked into, and so many compared where they can be hashed, spread evenly.
+# So many elements of a long container are looked into, and so many compared if they have a hash, spread evenly.
 _ELEMENTS = 32
 _MOST_HASHED = 10_000
 # Numbers of an array that are compared, spread evenly.
@@ -30,13 +33,16 @@ _MOST_NUMBERS = 4096
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 _OPAQUE = (types.ModuleType, threading.Thread, io.IOBase, DataLoader, type(threading.Lock()))
-# What is defined in these packages reads nothing of the program's.
+_LEAVES = (Tensor, type, os.PathLike, types.BuiltinFunctionType, *_OPAQUE)
+# Code of these packages reads nothing of the program's.
 _LIBRARIES = ("torch", "numpy", "builtins", "typing", "abc", "collections", "functools", "random", "enum")
 _RUNS = ("hasten", "lightning", "pytorch_lightning")
-_MARK = object()
+_MISSING = object()
+
+_Part = tuple[str, Any, frozenset[str]]
 
 
-def own_generators(dataset: Any) -> dict[int, Any]:
+def own_generators(dataset: Any) -> dict[int, bytes]:
     """Return the states of the random generators that a dataset holds or its methods read, by the generator's id.
 
     Example::
@@ -50,43 +56,60 @@ def own_generators(dataset: Any) -> dict[int, Any]:
         False
 
     """
-    return {id(part): state for _, part in parts(dataset) if (state := _state(part)) is not _MARK}
+    found = ((part, _generator(part)) for _, part in parts(dataset))
+    return {id(part): pickle.dumps(access[0]()) for part, access in found if access is not None}
 
 
 @contextmanager
-def own_generators_kept(dataset: Any) -> Iterator[None]:
-    """Leave the random generators that a dataset holds or its methods read afterwards as they were before.
+def preserve(*things: Any, containers: bool = False) -> Iterator[None]:
+    """Restore the random generators of these objects afterwards.
+
+    Args:
+        things: datasets, functions or other objects; the generators that their methods read count too.
+        containers: also restore attributes, lists, dicts and sets.
 
     Example::
 
         >>> generator = random.Random(0)
-        >>> with own_generators_kept([generator]):
+        >>> with preserve([generator]):
         ...     first = generator.random()
         >>> first == generator.random()
         True
 
     """
-    put_back = [_restorer(part) for _, part in parts(dataset) if _state(part) is not _MARK]
+    undo: list[Callable[[], Any]] = []
+    for _, part in (each for thing in things for each in parts(thing)):
+        access = _generator(part)
+        if access is not None:
+            undo.append(functools.partial(access[1], access[0]()))
+        elif containers and isinstance(part, (list, dict, set, deque)):
+            undo.append(functools.partial(_refill, part, part.copy()))
+        elif containers and not isinstance(part, (type, types.ModuleType)):
+            attributes = getattr(part, "__dict__", None)
+            if isinstance(attributes, dict):
+                undo.append(functools.partial(_refill, attributes, dict(attributes)))
     try:
         yield
     finally:
-        for function in put_back:
-            function()
+        for restore in undo:
+            restore()
 
 
-def _restorer(generator: Any) -> Callable[[], None]:
-    """Return what gives a generator the state back that it has now."""
-    if isinstance(generator, random.Random):
-        return functools.partial(generator.setstate, generator.getstate())
-    if hasattr(generator, "set_state"):
-        # Of torch, and numpy's old one.
-        return functools.partial(generator.set_state, generator.get_state())
-    bits = getattr(generator, "bit_generator", generator)
-    return functools.partial(setattr, bits, "state", bits.state)
+def _refill(container: Any, before: Any) -> None:
+    """Give a container the elements it had before, if it has others."""
+    if isinstance(container, dict):
+        same = container.keys() == before.keys() and all(container[key] is before[key] for key in before)
+    else:
+        same = len(container) == len(before) and all(
+            one is other for one, other in zip(container, before, strict=True)
+        )
+    if not same:
+        container.clear()
+        (container.extend if hasattr(container, "extend") else container.update)(before)
 
 
 def fingerprint(dataset: Any) -> dict[str, Any]:
-    """Return the attributes of a dataset by their places, as values that can be compared later on.
+    """Return the attributes of a dataset by their places, as values to compare later.
 
     Tensors and arrays are not copied: a tensor counts its changes, of a large array some numbers are taken. Random
     generators are left out, since a sampler may share them.
@@ -102,53 +125,35 @@ def fingerprint(dataset: Any) -> dict[str, Any]:
         ['level']
 
     """
-    found: dict[str, Any] = {}
-    for place, part in parts(dataset):
-        if _state(part) is _MARK:
-            found[place] = _value(part)
-    return found
+    return {place: _value(part) for place, part in parts(dataset) if _generator(part) is None}
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return the places at which two fingerprints differ."""
-    places = [
-        place for place, value in after.items() if place not in before or not _equal(before[place], value)
-    ]
+    places = [place for place, value in after.items() if before.get(place, _MISSING) != value]
     return places + [place for place in before if place not in after]
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return one is other or bool(one == other)
-
-
-def _state(part: Any) -> Any:
-    """Return the state of a random generator; a mark of its own for anything else."""
+def _generator(part: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Return how to read and write the state of a random generator; None for anything else."""
     if isinstance(part, random.Random):
-        try:
-            return part.getstate()
-        except NotImplementedError:
-            return _MARK  # The system's has no state.
+        # The system's generator has no state.
+        return None if isinstance(part, random.SystemRandom) else (part.getstate, part.setstate)
     if isinstance(part, torch.Generator):
-        return part.get_state().numpy().tobytes() if "numpy" in sys.modules else part.get_state().tolist()
+        return functools.partial(generator_state, part), functools.partial(set_generator_state, part)
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kinds = numpy.random
-        if isinstance(part, kinds.Generator):
-            return repr(part.bit_generator.state)
-        if isinstance(part, kinds.RandomState):
-            state = part.get_state(legacy=False)
-            return repr(
-                {
-                    **state,
-                    "state": {name: bytes(numpy.asarray(each)) for name, each in state["state"].items()},
-                }
-            )
-        if isinstance(part, kinds.BitGenerator):
-            return repr(part.state)
-    return _MARK
+    if numpy is None:
+        return None
+    if isinstance(part, numpy.random.RandomState):
+        return functools.partial(part.get_state, legacy=False), part.set_state
+    bits = part.bit_generator if isinstance(part, numpy.random.Generator) else part
+    if isinstance(bits, numpy.random.BitGenerator):
+        return functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
+    return None
 
 
 def _value(part: Any) -> Any:
+    """Return what two parts at the same place are compared by."""
     if isinstance(part, Tensor):
         version = 0 if part.is_inference() else part._version
         pointer = part.data_ptr() if part.layout == torch.strided and part.device.type != "meta" else id(part)
@@ -158,76 +163,66 @@ def _value(part: Any) -> Any:
         numbers = b""
         if part.dtype.kind in "biufcSUmM" and part.size:
             step = -(-part.size // _MOST_NUMBERS)
-            # Evenly spread along the first dimension: flattening may copy all of it.
+            # Spread along the first dimension: flattening may copy all of it.
             rows = part[:: max(1, min(step, len(part)))] if part.ndim else part
             numbers = rows.reshape(-1)[:_MOST_NUMBERS].tobytes()
         return "array", part.__array_interface__["data"][0], part.shape, part.dtype.str, numbers
     if numpy is not None and isinstance(part, numpy.generic):
         return part.dtype.str, part.tobytes()
     if isinstance(part, (float, complex, os.PathLike)):
-        # As text, NaN equals NaN.
-        return type(part), str(part)
+        return type(part), str(part)  # As text, NaN equals NaN.
     if isinstance(part, _PLAIN):
         return type(part), part
     if isinstance(part, ctypes._SimpleCData):
         return "shared", part.value
     if isinstance(part, (ctypes.Array, ctypes.Structure)):
         return "shared", bytes(part)
-    if isinstance(part, (list, tuple, set, frozenset, deque, dict)):
+    if isinstance(part, (dict, set, frozenset)):
+        return type(part), len(part)
+    if isinstance(part, (list, tuple, deque)):
         size = len(part)
-        if isinstance(part, dict):
-            return "dict", size
-        if isinstance(part, (set, frozenset)):
-            return "set", size
         try:
             return type(part), size, hash(tuple(part)[:: -(-size // _MOST_HASHED) or 1])
         except Exception:  # Elements without a hash.
             return type(part), size
-    # Functions and objects are known by what they are, not by where: bound methods are made each time.
-    return type(part).__qualname__, id(part) if not isinstance(part, types.MethodType) else id(part.__func__)
+    # Functions and objects are compared by identity; a bound method is a new object each time.
+    return type(part).__qualname__, id(getattr(part, "__func__", part))
 
 
 def parts(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a dataset is made of, each with its place, nearest first."""
+    """Yield the parts of a dataset, each with its place, nearest first."""
     seen: dict[int, Any] = {}
-    waiting: deque[tuple[str, Any, int, frozenset[str]]] = deque([("", dataset, 0, frozenset())])
+    waiting: deque[tuple[int, _Part]] = deque([(0, ("", dataset, frozenset()))])
     while waiting and len(seen) < _MOST_PARTS:
-        place, part, depth, names = waiting.popleft()
+        depth, (place, part, names) = waiting.popleft()
         plain = isinstance(part, _PLAIN)
         if not plain:
-            # A bound method is made each time it is asked for.
             method = isinstance(part, types.MethodType)
             key = hash((id(part.__func__), id(part.__self__))) if method else id(part)
             if key in seen:
                 continue
-            # Kept, so that no other object gets its number meanwhile.
+            # Kept, so that no other object gets its id meanwhile.
             seen[key] = part
         yield place, part
         if not plain and depth < _DEEPEST:
             try:
                 inside = list(_inside(place, part, names))
             except Exception:
-                # The user's objects may raise whatever is asked of them; then they are taken whole.
+                # The user's objects may raise whatever is read of them; then their parts are left out.
                 continue
-            waiting.extend((inner_place, inner, depth + 1, read) for inner_place, inner, read in inside)
+            waiting.extend((depth + 1, each) for each in inside)
 
 
-_Inside = Iterator[tuple[str, Any, frozenset[str]]]
-
-
-def _inside(place: str, part: Any, names: frozenset[str]) -> _Inside:
-    """Yield place and value of what a part holds, and the names that the code which reads it uses.
+def _inside(place: str, part: Any, names: frozenset[str]) -> Iterator[_Part]:
+    """Yield place and value of what a part holds, and the names used by the code that reads it.
 
     Args:
         place: of the part.
         part: the part.
-        names: what the code that reads the part uses.
+        names: the names used by the code that reads the part.
 
     """
-    if (
-        isinstance(part, (Tensor, type, os.PathLike, types.BuiltinFunctionType, *_OPAQUE))
-        or _state(part) is not _MARK
-    ):
+    if isinstance(part, _LEAVES) or _generator(part) is not None:
         return
     if isinstance(part, (list, tuple, deque)):
         step = -(-len(part) // _ELEMENTS) or 1
@@ -252,36 +247,37 @@ def _inside(place: str, part: Any, names: frozenset[str]) -> _Inside:
         yield from _attributes(place, part, names)
 
 
-def _attributes(place: str, part: Any, names: frozenset[str]) -> _Inside:
+def _attributes(place: str, part: Any, names: frozenset[str]) -> Iterator[_Part]:
     kinds = [kind for kind in type(part).__mro__ if not _is_of(kind, _LIBRARIES)]
     if any(_is_of(kind, _RUNS) and ".data." not in f"{kind.__module__}." for kind in kinds):
         # A run and its modules change with every step: only what the dataset's code reads counts.
         for name in sorted(names):
-            value = _quietly(part, name)
+            try:
+                value = getattr(part, name, None)
+            except Exception:  # A property of a module that is not in a run.
+                continue
             if isinstance(value, (*_PLAIN, Tensor)) and value is not None:
                 yield _join(place, name), value, names
         return
-    mine = [kind for kind in kinds if not _is_of(kind, _RUNS)]
-    # Those that are overridden too: super() may call them.
-    functions = [(f"{kind.__name__}.{name}()", found) for kind in mine for name, found in _functions_of(kind)]
+    users = [kind for kind in kinds if not _is_of(kind, _RUNS)]
+    # Overridden methods too: super() may call them.
+    functions = [(f"{kind.__name__}.{name}()", found) for kind in users for name, found in _functions(kind)]
     read = names.union(*(_names(function) for _, function in functions))
-    held = getattr(part, "__dict__", {})
-    for name, value in list(held.items()):
-        yield _join(place, name), value, read
+    held = dict(getattr(part, "__dict__", {}))
     for kind in kinds:
-        for name in (slots,) if isinstance(slots := getattr(kind, "__slots__", ()), str) else slots:
+        slots = getattr(kind, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(part, name):
-                yield _join(place, name), getattr(part, name), read
-    of_the_class = {name: value for kind in reversed(mine) for name, value in list(vars(kind).items())}
-    for name, value in of_the_class.items():
-        is_code = name.startswith("__") or callable(value) or hasattr(type(value), "__get__")
-        if name not in held and not is_code:
-            yield _join(place, name), value, read
-    for name, function in functions:
-        yield _join(place, name), function, read
+                held.setdefault(name, getattr(part, name))
+    for kind in users:
+        for name, value in list(vars(kind).items()):
+            if not (name.startswith("__") or callable(value) or hasattr(type(value), "__get__")):
+                held.setdefault(name, value)
+    for name, value in (*held.items(), *functions):
+        yield _join(place, name), value, read
 
 
-def _functions_of(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
+def _functions(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
     for name, value in list(vars(kind).items()):
         if isinstance(value, property):
             value = value.fget
@@ -291,7 +287,7 @@ def _functions_of(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
             yield name, value
 
 
-def _read_by(place: str, function: types.FunctionType) -> _Inside:
+def _read_by(place: str, function: types.FunctionType) -> Iterator[_Part]:
     """Yield what a function reads besides its arguments: defaults, enclosing variables, globals that are data."""
     if (function.__module__ or "").partition(".")[0] in (*_LIBRARIES, *_RUNS):
         return
@@ -308,8 +304,8 @@ def _read_by(place: str, function: types.FunctionType) -> _Inside:
     for index, value in enumerate(function.__defaults__ or ()):
         yield f"{place}: default {index}", value, names
     for name in sorted(names):
-        value = function.__globals__.get(name, _MARK)
-        if value is not _MARK and not isinstance(value, (types.ModuleType, type)):
+        value = function.__globals__.get(name, _MISSING)
+        if value is not _MISSING and not isinstance(value, (types.ModuleType, type)):
             yield f"global {name}", value, names
 
 
@@ -325,16 +321,10 @@ def _names(function: Any) -> frozenset[str]:
 
 
 def _is_of(kind: type, packages: tuple[str, ...]) -> bool:
-    module = kind.__module__
-    return any(module == package or module.startswith(f"{package}.") for package in packages)
+    return any(
+        kind.__module__ == package or kind.__module__.startswith(f"{package}.") for package in packages
+    )
 
 
 def _join(place: str, name: str) -> str:
     return f"{place}.{name}" if place else name
-
-
-def _quietly(part: Any, name: str) -> Any:
-    try:
-        return getattr(part, name, None)
-    except Exception:  # A property of a module that is not in a run.
-        return None

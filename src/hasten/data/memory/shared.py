@@ -1,108 +1,157 @@
-"""``preload``: a dataset read once on each machine, into memory that all processes there share."""
+"""``preload``: a dataset read once on each machine, into memory that all processes there share.
+
+The memory is that of files without a name (memfd). Another process maps them through ``/proc/PID/fd`` of the process
+that made them; the kernel frees the memory when the last process that has mapped it ends, however it ends.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import fcntl
 import hashlib
+import json
+import os
 import pickle
+import tempfile
 import time
 import weakref
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset
 
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.data.memory.columns import Allocate, Columns, Kind, NoColumnsError, kind_of, leaves_of
-from hasten.data.memory.read import check_size, gigabytes, of_tensors, pickled, read
-from hasten.data.memory.shared_segment import Handle, SharedMemory, forget, in_one_process, needed_bytes
+from hasten.data.memory.columns import Columns, Kind, kind_of
+from hasten.data.memory.read import DatasetReader, bytes_of, gigabytes, of_tensors, pickled
+from hasten.machine.job import name_of_job
 from hasten.seed import isolate_rng
 
-_of_this_process: weakref.WeakValueDictionary[str, Preloaded] = weakref.WeakValueDictionary()
+_of_this_process: weakref.WeakValueDictionary[str, PreloadedDataset] = weakref.WeakValueDictionary()
 
 
-class Preloaded(Dataset[Any]):
+@dataclass(frozen=True)
+class SharedFile:
+    """A tensor in a file without a name that a process has open.
+
+    Args:
+        pid: the process.
+        started: when it started, by the kernel's clock: another process may get its number.
+        descriptor: the number of the open file there.
+        shape: of the tensor.
+        dtype: the name of the tensor's dtype.
+
+    """
+
+    pid: int
+    started: int | None
+    descriptor: int
+    shape: list[int]
+    dtype: str
+
+    def tensor(self) -> Tensor:
+        """Return the tensor, in the memory of the file.
+
+        Raises:
+            FileNotFoundError: the process of the file is gone.
+
+        """
+        if not self.is_there():
+            raise FileNotFoundError(f"process {self.pid}, which held the data, is gone")
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        count = torch.Size(self.shape).numel()
+        if not count:
+            return torch.empty(self.shape, dtype=dtype)
+        path = f"/proc/{self.pid}/fd/{self.descriptor}"
+        return torch.from_file(path, shared=True, size=count, dtype=dtype).view(self.shape)
+
+    def is_there(self) -> bool:
+        """Return whether the process that has the file open is alive."""
+        return self.started is not None and _start_time(self.pid) == self.started
+
+
+class SharedTensors:
+    """Tensors in memory that other processes can map; the files are closed with this object."""
+
+    def __init__(self) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise RuntimeError(
+                "hasten.data.preload() needs memfd_create, which Linux has. Use Trainer(resident=True) here, which "
+                "holds the data in each process."
+            )
+        self.files: list[SharedFile] = []
+        self.tensors: list[Tensor] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a new tensor."""
+        descriptor = os.memfd_create("hasten-preload", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, descriptor)
+        os.truncate(descriptor, max(1, torch.Size(shape).numel() * dtype.itemsize))
+        name = str(dtype).removeprefix("torch.")
+        file = SharedFile(os.getpid(), _start_time(os.getpid()), descriptor, list(shape), name)
+        self.files.append(file)
+        self.tensors.append(file.tensor())
+        return self.tensors[-1]
+
+    def add(self, tensor: Tensor) -> None:
+        """Add a copy of a tensor."""
+        self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+
+
+class PreloadedDataset(Dataset[Any]):
     """A dataset's samples in shared memory; made by :func:`preload`.
 
-    Pickled, as when processes are spawned, it takes a few bytes: the other process attaches to the same memory.
+    Pickled, as when processes are spawned, it takes a few bytes: the other process maps the same memory.
 
     Args:
         dataset: the user's; its attributes are found here, too.
-        memory: where the samples are.
-        layout: how.
+        kind: of all samples; None if they are pickled: then the tensors are the bytes, and where each sample ends.
+        files: the memory.
+        owner: keeps the files open, in the process that made them.
 
     """
 
     _hasten_preloaded = True
 
-    def __init__(self, dataset: Any, memory: SharedMemory, layout: _Layout) -> None:
+    def __init__(
+        self, dataset: Any, kind: Kind | None, files: list[SharedFile], owner: SharedTensors | None = None
+    ) -> None:
         self.dataset = dataset
-        self._memory, self._layout = memory, layout
-        self._leaves = layout.tensors(memory)
-        self.columns = None if layout.kind is None else Columns(layout.kind, self._leaves)
+        self._kind, self._files, self._owner = kind, files, owner
+        self._tensors = [file.tensor() for file in files] if owner is None else owner.tensors
+        self.columns = None if kind is None else Columns(kind, self._tensors)
 
     def __len__(self) -> int:
-        return self._layout.length
+        return len(self._tensors[-1])
 
     def __getitem__(self, index: int) -> Any:
-        number = index if index >= 0 else index + self._layout.length
-        if not 0 <= number < self._layout.length:
-            raise IndexError(f"sample {index} of {self._layout.length}")
+        number = index if index >= 0 else index + len(self)
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
         if self.columns is not None:
             return self.columns.sample(number)
-        data, ends = self._leaves
-        begin = int(ends[number - 1]) if number else 0
-        piece = data[begin : int(ends[number])]
-        return pickle.loads(ctypes.string_at(piece.data_ptr(), piece.numel()))
+        data, ends = self._tensors
+        return pickle.loads(bytes_of(data[int(ends[number - 1]) if number else 0 : int(ends[number])]))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("dataset", "columns"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"dataset": self.dataset, "handle": self._memory.handle, "layout": self._layout}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        memory = SharedMemory(handle=state["handle"])
-        self.__init__(state["dataset"], memory, state["layout"])  # type: ignore[misc]
+    def __reduce__(self) -> Any:
+        return PreloadedDataset, (self.dataset, self._kind, self._files)
 
 
-class _Layout:
-    """What is where in the shared memory.
-
-    Args:
-        length: samples.
-        kind: of all samples; None where each is pickled.
-        leaves: shape and name of the dtype of each tensor.
-
-    """
-
-    def __init__(self, length: int, kind: Kind | None, leaves: list[tuple[tuple[int, ...], str]]) -> None:
-        self.length, self.kind, self.leaves = length, kind, leaves
-
-    def tensors(self, memory: SharedMemory) -> list[Tensor]:
-        found, place = [], 0
-        for shape, dtype_name in self.leaves:
-            dtype: torch.dtype = getattr(torch, dtype_name)
-            found.append(memory.tensor(place, shape, dtype))
-            place += needed_bytes(shape, dtype)
-        return found
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(needed_bytes(shape, getattr(torch, dtype)) for shape, dtype in self.leaves)
-
-
-def preload(dataset: Any, *, name: str | None = None) -> Preloaded:
+def preload(dataset: Any, *, name: str | None = None) -> PreloadedDataset:
     """Return a dataset with the same samples, in memory that all processes of a machine share.
 
     The first process that comes here reads the data, the others wait and then see the same memory; nothing is copied,
     whether processes are forked, spawned, or started by ``torchrun``, SLURM or the Trainer. There is nothing to clean
     up: the memory has no name, and the kernel frees it when the last process ends, also when it is killed. Samples
-    come out as copies of their own.
+    come out as copies.
 
     Call it in every process, with the same dataset. With ``Trainer(resident=True)`` batches are made by indexing the
     shared tensors.
@@ -126,94 +175,157 @@ def preload(dataset: Any, *, name: str | None = None) -> Preloaded:
     Source: `memfd_create(2) <https://man7.org/linux/man-pages/man2/memfd_create.2.html>`_.
 
     """
-    if isinstance(dataset, Preloaded):
+    if isinstance(dataset, PreloadedDataset):
         return dataset
-    made: list[Preloaded] = []
     shown = name or f"the dataset {type(dataset).__name__}"
-
-    def make() -> tuple[Handle, Any]:
-        began = time.perf_counter()
-        memory, layout = _filled(dataset, shown)
-        made.append(Preloaded(dataset, memory, layout))
-        rank_zero_info(
-            f"{shown}: {len(dataset)} samples are in shared memory, {gigabytes(layout.size_bytes)} "
-            f"({time.perf_counter() - began:.1f} s)."
-        )
-        about = {"leaves": layout.leaves, "alike": layout.kind is not None}
-        return memory.handle, about
-
+    reader = DatasetReader(dataset, "preload", shown)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(dataset):
-        read(dataset, asked="preload", name=shown)  # Says what is wrong.
+        reader.read()  # Raises for the other reasons.
         raise ValueError(f"preload: {shown} is empty.")
     key = _key(dataset, name)
     if key in _of_this_process:
         return _of_this_process[key]
-    found = in_one_process(key, make)
-    if found is None:
-        _of_this_process[key] = made[0]
-        # Nobody else can come for it once it is gone.
-        weakref.finalize(made[0]._memory, forget, key, made[0]._memory.handle.pid)
-        return made[0]
-    handle, about = found
-    kind = kind_of(dataset[0]) if about["alike"] else None
-    leaves = [(tuple(shape), dtype) for shape, dtype in about["leaves"]]
-    return Preloaded(dataset, SharedMemory(handle=handle), _Layout(len(dataset), kind, leaves))
+    made: list[PreloadedDataset] = []
+
+    def make() -> tuple[list[SharedFile], bool]:
+        began = time.perf_counter()
+        memory, kind = _read(reader)
+        made.append(PreloadedDataset(dataset, kind, memory.files, memory))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in memory.tensors)
+        rank_zero_info(
+            f"{shown}: {len(dataset)} samples are in shared memory, {gigabytes(size)} "
+            f"({time.perf_counter() - began:.1f} s)."
+        )
+        return memory.files, kind is not None
+
+    found = _made_once(key, make)
+    if found is not None:
+        files, in_columns = found
+        return PreloadedDataset(dataset, kind_of(dataset[0]) if in_columns else None, files)
+    _of_this_process[key] = made[0]
+    # Other processes cannot map it once it is gone.
+    weakref.finalize(made[0]._owner, _forget, key, os.getpid())
+    return made[0]
 
 
-def _filled(dataset: Any, name: str) -> tuple[SharedMemory, _Layout]:
+def _read(reader: DatasetReader) -> tuple[SharedTensors, Kind | None]:
     """Read the dataset into new shared memory."""
+    dataset, memory = reader.dataset, SharedTensors()
     columns = of_tensors(dataset) if type(dataset) is TensorDataset else None
     if columns is not None:
-        check_size(columns.size_bytes, len(dataset), "preload", name, dataset)
-        layout = _Layout(len(columns), columns.kind, [_described(leaf) for leaf in columns.leaves])
-        memory = SharedMemory(layout.size_bytes)
-        for target, leaf in zip(layout.tensors(memory), columns.leaves, strict=True):
-            target.copy_(leaf)
-        return memory, layout
-    memory, allocate = _memory_for_samples_like_the_first(dataset)
-    data = read(dataset, asked="preload", name=name, allocate=allocate)
+        reader.check_size(columns.size_bytes)
+        for leaf in columns.leaves:
+            memory.add(leaf)
+        return memory, columns.kind
+    data = reader.read(allocate=memory.empty)
     if isinstance(data, Columns) and all(isinstance(leaf, Tensor) for leaf in data.leaves):
-        return memory, _Layout(len(data), data.kind, [_described(leaf) for leaf in data.leaves])
-    samples = [data.sample(index) for index in range(len(data))] if isinstance(data, Columns) else data
-    return _filled_with_pickles(samples)
-
-
-def _memory_for_samples_like_the_first(dataset: Any) -> tuple[SharedMemory, Allocate]:
-    """Return memory for one tensor for each field, and the function that gives it out; unused it takes none."""
-    count, size = len(dataset), 0
-    with isolate_rng(include_cuda=False), suppress(NoColumnsError):
-        sample = dataset[0]
-        for leaf in leaves_of(default_collate([sample]), kind_of(sample)):
-            size += needed_bytes((count, *leaf.shape[1:]), leaf.dtype) if isinstance(leaf, Tensor) else 0
-    memory, used = SharedMemory(size), 0
-
-    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        nonlocal used
-        place, used = used, used + needed_bytes(shape, dtype)
-        return memory.tensor(place, shape, dtype) if used <= size else torch.empty(shape, dtype=dtype)
-
-    return memory, allocate
-
-
-def _filled_with_pickles(samples: list[Any]) -> tuple[SharedMemory, _Layout]:
-    parts = [pickled(sample) for sample in samples]
-    ends = torch.tensor([len(part) for part in parts], dtype=torch.int64).cumsum(0)
-    layout = _Layout(len(parts), None, [((int(ends[-1]),), "uint8"), ((len(parts),), "int64")])
-    memory = SharedMemory(layout.size_bytes)
-    data, places = layout.tensors(memory)
-    places.copy_(ends)
-    data.copy_(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8))
-    return memory, layout
-
-
-def _described(leaf: Tensor) -> tuple[tuple[int, ...], str]:
-    return tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")
+        return memory, data.kind
+    parts = [pickled(sample) for sample in (data.samples() if isinstance(data, Columns) else data)]
+    memory = SharedTensors()
+    memory.add(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8))
+    memory.add(torch.tensor([len(part) for part in parts], dtype=torch.int64).cumsum(0))
+    return memory, None
 
 
 def _key(dataset: Any, name: str | None) -> str:
-    """Return what tells this dataset from others of the program, the same in all processes."""
+    """Return a hash that tells this dataset from others of the program, the same in all processes."""
     with isolate_rng(include_cuda=False):
         ends = pickled([dataset[0], dataset[len(dataset) - 1]], identical=True)
     kind = type(dataset)
     text = f"{kind.__module__}.{kind.__qualname__} {len(dataset)} {name}"
     return hashlib.sha256(text.encode() + ends).hexdigest()[:24]
+
+
+def _start_time(pid: int) -> int | None:
+    """Return when a process started, in the kernel's ticks; None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # After the program's name, which is in parentheses and may contain anything.
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+# -- how the processes of a job find one another
+
+
+def _made_once(
+    key: str, make: Callable[[], tuple[list[SharedFile], bool]]
+) -> tuple[list[SharedFile], bool] | None:
+    """Let one process of this job on this machine make something; return it in the others, None in that process.
+
+    The first one makes it while the others wait. If it dies meanwhile, the next one does.
+
+    Args:
+        key: names it within the job.
+        make: returns the files and whether they are columns.
+
+    """
+    with _locked(_folder() / f"{name_of_job()}-{key}.json") as file:
+        found = _content(file)
+        if found is not None and found[0][0].pid != os.getpid():
+            return found
+        try:
+            files, in_columns = make()
+        except BaseException:
+            os.unlink(file.name)
+            raise
+        file.seek(0)
+        file.truncate()
+        json.dump({"files": [asdict(each) for each in files], "in_columns": in_columns}, file)
+    return None
+
+
+def _content(file: TextIO) -> tuple[list[SharedFile], bool] | None:
+    """Return what a file of ``_made_once`` says, if the process that wrote it is alive."""
+    file.seek(0)
+    # A file that cannot be read is what a killed process left of it.
+    with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
+        content = json.load(file)
+        files = [SharedFile(**each) for each in content["files"]]
+        if files[0].is_there():
+            return files, content["in_columns"]
+    return None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[TextIO]:
+    """Open a file for this process alone; the kernel releases the lock when the process dies."""
+    while True:
+        with open(path, "a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Somebody may have removed it while this process waited: a lock on that file keeps nobody out.
+            try:
+                is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            except FileNotFoundError:
+                continue
+            if is_current:
+                yield file
+                return
+
+
+def _forget(key: str, pid: int) -> None:
+    """Remove the file of ``_made_once``, in the process that made it."""
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            (_folder() / f"{name_of_job()}-{key}.json").unlink()
+
+
+def _folder() -> Path:
+    """Return a folder of this user alone, without what dead processes left there.
+
+    Raises:
+        RuntimeError: somebody else made it.
+
+    """
+    folder = Path(tempfile.gettempdir()) / f"hasten-preload-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{folder} belongs to somebody else. Set TMPDIR to a folder of your own.")
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+            # A file that somebody has locked is in use.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _content(file) is None:
+                path.unlink()
+    return folder

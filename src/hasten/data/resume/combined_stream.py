@@ -1,4 +1,4 @@
-"""CombinedStream: several streams read as one, whose place can be saved and resumed exactly."""
+"""CombinedStream: several streams read as one, whose position can be saved and restored exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CombinedStream:
     """The batches of a ``CombinedLoader``, epoch after epoch; what ``Stream`` is for one loader.
 
     Args:
-        loader: says how the streams are joined.
+        loader: defines how the streams are joined.
         streams: one for each of its loaders, in the order of ``loader.flattened``.
         name: what to call it in messages.
 
@@ -41,24 +41,24 @@ class CombinedStream:
 
     @property
     def length(self) -> int | None:
-        """The number of batches that the loaders say an epoch has; None where one does not know its own."""
+        """The number of batches according to the loaders' lengths; None if one has none."""
         return joint_length(self.loader.mode, [reader.stream.length for reader in self._readers])
 
     @property
     def certain_length(self) -> int | None:
-        """The number of batches that an epoch is sure to have; None where only its end tells."""
+        """The number of batches that an epoch is sure to have; None if it is known only at the end."""
         return joint_length(self.loader.mode, [reader.stream.certain_length for reader in self._readers])
 
     @property
     def position(self) -> int:
-        """How many batches of its epoch a loaded state has behind it; 0 between epochs."""
+        """The number of batches of the epoch already consumed; 0 between epochs."""
         if self._loaded is not None:
             return 0 if self._loaded["ended"] else self._loaded["consumed"]
         return 0 if self._at_end else self._handed
 
     @property
     def worker_start_seconds(self) -> float | None:
-        """How long the processes of all its loaders took to start, the last time; None where none has any."""
+        """How long the processes of all its loaders took to start, the last time; None without any."""
         found = [reader.stream.worker_start_seconds for reader in self._readers]
         known = [seconds for seconds in found if seconds is not None]
         return sum(known) if known else None
@@ -122,17 +122,17 @@ class CombinedStream:
             while (batch := reader.next(end, self._handed)) is not _END:
                 yield batch, reader.at_end and last_reader
 
-    # -- the place
+    # -- the position
 
     def open(self) -> None:
-        """Go to the place of a loaded state now: start workers, skip what was consumed. Without one do nothing."""
+        """Go to the position of a loaded state now, if there is one: start workers, skip what was consumed."""
         state = self._loaded
         if state is None:
             return
         self._loaded = None
-        for reader, mine in zip(self._readers, state["readers"], strict=True):
-            reader.at_end, reader.done, reader.count = mine["at_end"], mine["done"], mine["count"]
-            if mine["at_end"] or state["ended"]:
+        for reader, saved in zip(self._readers, state["readers"], strict=True):
+            reader.at_end, reader.done, reader.count = saved["at_end"], saved["done"], saved["count"]
+            if saved["at_end"] or state["ended"]:
                 reader.stream.finish()
             else:
                 reader.stream.open()
@@ -145,12 +145,12 @@ class CombinedStream:
         return self._handed
 
     def replace_held(self, change: Callable[[Any], Any]) -> None:
-        """Keep ``change`` of the batches handed out last as those that are to come again."""
+        """Change the last batches for ``state_dict(again=True)``."""
         for reader in self._readers:
             reader.stream.replace_held(change)
 
     def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
-        """Return the place after ``consumed`` batches of this epoch, as plain data; see ``Stream.state_dict``."""
+        """Return the position after ``consumed`` batches of this epoch; see ``Stream.state_dict``."""
         if self._loaded is not None:
             return self._loaded
         again = again or (not (self._at_end and consumed == 0) and consumed == self._handed - 1)
@@ -165,10 +165,10 @@ class CombinedStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``.
+        """Continue from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``.
 
         Raises:
-            ValueError: the state is that of another number of loaders.
+            ValueError: the state has another number of loaders.
 
         """
         readers = state.get("readers", [])
@@ -177,9 +177,9 @@ class CombinedStream:
                 f"{self.name}: the checkpoint was written with {max(1, len(readers))} loader(s), and there are "
                 f"{len(self._readers)} now. Resume with the same loaders."
             )
-        for reader, mine in zip(self._readers, readers, strict=True):
+        for reader, saved in zip(self._readers, readers, strict=True):
             reader.restart()
-            reader.stream.load_state_dict(mine["stream"])
+            reader.stream.load_state_dict(saved["stream"])
         self._loaded = state
 
     def start_at(self, consumed: int) -> None:
@@ -206,7 +206,7 @@ class CombinedStream:
         self._loaded = {"consumed": consumed, "ended": False, "readers": states}
 
     def finish(self) -> None:
-        """Give up the rest of the epoch that a loaded state is in; the next batches are those of a new epoch."""
+        """Give up the rest of the epoch of a loaded state; the next batches are those of a new epoch."""
         if self._loaded is None:
             return
         self._loaded = {**self._loaded, "ended": True}
@@ -214,7 +214,7 @@ class CombinedStream:
         self._at_end = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers and datasets of all loaders the epoch."""
+        """Call ``set_epoch(epoch)`` of the samplers and datasets of all loaders."""
         for reader in self._readers:
             reader.stream.set_epoch(epoch)
 
@@ -226,7 +226,7 @@ class CombinedStream:
 
 
 class _Reader:
-    """One of the streams: its batches in the joint epoch, and what was read of them."""
+    """One of the streams, and how much of it the joint epoch has read."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -243,12 +243,12 @@ class _Reader:
         self.batches, self.count, self.at_end = None, 0, False
 
     def next(self, end: int | None, handed: int) -> Any:
-        """Return the next batch; ``_END`` past the end, also where that comes before the length said."""
+        """Return the next batch; ``_END`` past the end, also if that comes before the stream's length."""
         self.took, self.was_done = not self.at_end, self.done
         if self.at_end:
             return _END
         if self.batches is None:
-            # The joint epoch may end before this stream's own: it is told, so that its state is that of an end.
+            # The joint epoch may end before this stream's own: the limit makes its state that of an end.
             left = None if end is None else end - (handed - self.count)
             length = self.stream.certain_length
             cut = left if left is not None and (length is None or left < length) else None
@@ -268,7 +268,7 @@ class _Reader:
             batches.close()  # type: ignore[attr-defined]
 
     def state_dict(self, again: bool) -> dict[str, Any]:
-        """Return the stream's place; ``again``: before the last joint batch."""
+        """Return the stream's position; ``again``: before the last joint batch."""
         back = again and self.took
         stream = (
             self.stream.state_dict(self.count - back, again=back) if self.count else self.stream.state_dict(0)

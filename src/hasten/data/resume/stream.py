@@ -1,4 +1,4 @@
-"""A stream of batches whose place can be saved and found again, bit for bit."""
+"""A stream of batches whose position can be saved and restored, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from itertools import chain, islice
 from typing import Any
 
 from hasten._lib.rank_zero import warn_once
-from hasten.data.resume.ends import ends_at_its_length
-from hasten.data.resume.loader_sources import Source, generators_of, source_of
-from hasten.data.resume.next_epoch import Begun, begins_early, epochs_of, wants_epoch
+from hasten.data.loader_parts import epoch_setters, generators_of
+from hasten.data.resume.epochs import NextEpoch, begins_early, ends_at_its_length, epochs_of
+from hasten.data.resume.sources import BatchSource, source_of
 from hasten.data.resume.workers import RngWatch, with_own_type
-from hasten.data.worker_count import as_in
+from hasten.data.worker_count import with_workers_of
 from hasten.seed import generator_state, isolate_rng, restore_rng_state, set_generator_state
 
 _END: Any = object()
@@ -20,21 +20,21 @@ _END: Any = object()
 class Stream:
     """The batches of one loader, epoch after epoch.
 
-    Uninterrupted, it gives what ``for batch in loader`` gives. Its state, taken between two batches, lets a new
-    process go on with the same samples, and the same random numbers drawn for them, as if nothing had happened:
-    also in the middle of an epoch, with shuffling, with worker processes and in the epochs after.
+    Uninterrupted, it gives what ``for batch in loader`` gives. From its state, taken between two batches, a new process
+    continues with the same samples, and the same random numbers drawn for them: also in the middle of an epoch, with
+    shuffling, with worker processes and in the epochs after.
 
-    What cannot be rebuilt: the inside of an ``IterableDataset`` without ``state_dict`` that draws in the main
-    process from the very generator that training draws from as well, and choices in the middle of an epoch of
-    a sampler that does so. Give such an object a generator of its own, or ``state_dict`` and ``load_state_dict``.
+    Not restored: the inside of an ``IterableDataset`` without ``state_dict`` that draws in the main process from the
+    generator that training draws from too, and choices that a sampler makes so in the middle of an epoch. Give such an
+    object its own generator, or ``state_dict`` and ``load_state_dict``.
 
     Args:
         loader: a ``DataLoader``, or anything that can be iterated over several times.
         name: what to call it in messages.
-        replays: whether a place inside an epoch may be asked for; False spares a loader of one's own the notes on
-            what it drew.
-        marks_last: whether the last batch has to be known as the last where the loader ends before the length that it
-            says. To know it costs a look at the random generators for each batch.
+        replays: whether a position inside an epoch may be saved; without it, nothing is noted about what a loader that
+            is not a ``DataLoader`` draws.
+        marks_last: whether the last batch has to be known as the last where the loader ends before its length. That
+            costs reading the random generators for each batch.
 
     Example::
 
@@ -65,7 +65,7 @@ class Stream:
         self.name = name
         self.epoch: int | None = None
         self._replays = replays
-        self._source: Source = source_of(loader, replays=replays)
+        self._source: BatchSource = source_of(loader, replays=replays)
         self._generators = generators_of(loader)
         self._watch = RngWatch()
         self._iterator: Iterator[Any] | None = None
@@ -78,16 +78,16 @@ class Stream:
         self._again: Any = _END
         self._ahead: Any = _END
         self._ahead_mark: dict[str, Any] | None = None
-        # Whether fetching draws random numbers here that training draws from as well.
+        # Whether fetching draws from random generators that training draws from too.
         self._draws = False
         self._marks_last = marks_last
         # The epoch after this one, where its first batches are fetched already.
-        self._next: Begun | None = None
+        self._next: NextEpoch | None = None
         self._running: Iterator[Any] | None = None
 
     @property
     def length(self) -> int | None:
-        """The number of batches that the loader says an epoch has; None where it does not know."""
+        """The length of the loader in batches; None if it has none."""
         try:
             return len(self.loader)
         except (TypeError, NotImplementedError):
@@ -95,7 +95,7 @@ class Stream:
 
     @property
     def certain_length(self) -> int | None:
-        """The number of batches that an epoch is sure to have; None where only its end tells."""
+        """The number of batches that an epoch is sure to have; None if it is known only at the end."""
         return self.length if ends_at_its_length(self.loader) else None
 
     @property
@@ -112,16 +112,16 @@ class Stream:
     def batches(self, limit: int | None = None) -> Iterator[tuple[Any, bool]]:
         """Yield ``(batch, is_last)`` of a new epoch, or of the rest of the one that a loaded state is in.
 
-        Every batch that the loader gives, whatever its length says. Where that is not sure, one more batch is fetched
-        before a batch is handed out, unless ``marks_last`` is False, or fetching draws random numbers in this process:
-        training would get others than in the plain loop. Then an epoch that ends before its length ends without a last
-        batch.
+        All batches of the loader are read, whatever its length says. If the length is not certain, one more batch is
+        fetched before a batch is yielded, unless ``marks_last`` is False or fetching draws random numbers in this
+        process: training would get other numbers than in the plain loop. Then an epoch that ends before its length
+        ends without a last batch.
 
         Args:
             limit: end the epoch after this many batches, counted from its start.
 
         Raises:
-            RuntimeError: a loaded state cannot be reached in this loader, because the data is another.
+            RuntimeError: a loaded state cannot be reached in this loader, because its data has changed.
 
         Errors of the dataset keep their type, and a note names dataset, batch and sample.
 
@@ -149,8 +149,8 @@ class Stream:
                 number += 1
                 self._exhausted = exhaust
                 if exhaust and self._generators:
-                    # A generator of the user's moves once more when its sampler ends. That belongs to this
-                    # epoch's state, so it must have happened when the state is taken.
+                    # The user's generator moves once more when its sampler ends. That belongs to this epoch's
+                    # state, so it must have happened when the state is taken.
                     next(iterator, None)
                 self._handed, self._held, self._at_end = number, batch, True
                 yield batch, True
@@ -166,7 +166,7 @@ class Stream:
 
     def _of_unknown_length(self, limit: int | None) -> Iterator[tuple[Any, bool]]:
         iterator = self._begin()
-        number, batch, said = self._handed, self._again, self.length
+        number, batch, length = self._handed, self._again, self.length
         fetched = number
         try:
             if batch is _END and (limit is None or number < limit):
@@ -179,24 +179,24 @@ class Stream:
             self._again = _END
             while batch is not _END:
                 is_last = limit is not None and number >= limit
-                believes = self._draws or not self._marks_last
-                looks = not is_last and not (believes and said is not None and number < said)
-                if looks:
-                    # One ahead: only the end of the data tells which batch is the last. Whoever resumes here has
-                    # to fetch that batch again, under the random state of now.
+                trusts_length = self._draws or not self._marks_last
+                reads_ahead = not is_last and not (trusts_length and length is not None and number < length)
+                if reads_ahead:
+                    # One ahead: only the end of the data shows which batch is the last. A run that resumes here has
+                    # to fetch that batch again, under the present random state.
                     if self._ahead_mark is None:
                         self._ahead_mark = self._mark(number)
                         fetched = number + 1
                         self._ahead = next(iterator, _END)
                     is_last = self._exhausted = self._ahead is _END
-                    if not is_last and number == said:
+                    if not is_last and number == length:
                         self._warn_of_more(number)
                 self._handed, self._held, self._at_end = number, batch, is_last
                 yield batch, is_last
                 fetched = number + 1
                 if is_last:
                     break
-                batch = self._ahead if looks else next(iterator, _END)
+                batch = self._ahead if reads_ahead else next(iterator, _END)
                 self._exhausted = batch is _END
                 number = fetched
                 self._ahead_mark, self._ahead = None, _END
@@ -222,12 +222,12 @@ class Stream:
                 f"limit_train_batches={length} ends an epoch there; a right __len__ keeps plans and bars right.",
             )
 
-    # -- the place
+    # -- the position
 
     def open(self) -> None:
-        """Go to the place of a loaded state now: start workers, skip what was consumed. Without one do nothing.
+        """Go to the position of a loaded state now, if there is one: start workers, skip what was consumed.
 
-        The random generators of this process are afterwards as they were before.
+        The random generators of this process keep their states.
 
         """
         state = self._loaded
@@ -261,17 +261,14 @@ class Stream:
                 self._set_random_state(state["ahead"])
                 self._ahead, self._ahead_mark = next(iterator, _END), state["ahead"]
         if state["source"] is not None and not self._source.is_changed(state["source"]):
-            # The dataset may have drawn from them, too, and what is skipped is not drawn.
+            # The dataset may have drawn from them too, and what is skipped is not drawn.
             self._set_generators(state["generators"])
         return iterator
 
     def start_at(self, consumed: int) -> None:
         """Begin the next epoch after its first ``consumed`` batches, where no exact state is known.
 
-        The order is a new one if the loader shuffles, and random numbers go on as they are.
-
-        Args:
-            consumed: the number of batches to leave out.
+        A loader that shuffles gives a new order.
 
         """
         self.load_state_dict(
@@ -292,16 +289,17 @@ class Stream:
     @property
     def worker_start_seconds(self) -> float | None:
         """How long the loader's processes took to start, the last time; None without any, or before their batches."""
-        return getattr(self._source, "start_seconds", None)
+        return self._source.start_seconds
 
     def keep_indices(self) -> None:
-        """Remember of which samples the latest batches are made, for ``batch_indices``."""
+        """Remember the indices of the latest batches, for ``batch_indices``."""
         self._source.keeps_indices = True
 
     def batch_indices(self, batch_idx: int) -> list[int]:
-        """Return the indices in the dataset of the samples of a batch just handed out, from 0.
+        """Return the indices in the dataset of the samples of batch ``batch_idx`` (from 0), which was just yielded.
 
-        Empty where they are not known: without a ``DataLoader``, or with an ``IterableDataset``.
+        Empty if they are not known: without a ``DataLoader``, or with an ``IterableDataset``.
+
         """
         indices = self._source.indices
         found = None if indices is None else indices.batch(batch_idx + 1)
@@ -309,7 +307,7 @@ class Stream:
         return [] if None in found else list(found)
 
     def finish(self) -> None:
-        """Give up the rest of the epoch that a loaded state is in; the next batches are those of a new epoch."""
+        """Give up the rest of the epoch of a loaded state; the next batches are those of a new epoch."""
         if self._loaded is not None:
             self.open()
             self._again, self._ahead, self._ahead_mark = _END, _END, None
@@ -318,22 +316,23 @@ class Stream:
 
     @property
     def handed(self) -> int:
-        """How many batches of its epoch were handed out."""
+        """How many batches of its epoch were yielded."""
         return self._handed
 
     def replace_held(self, change: Callable[[Any], Any]) -> None:
-        """Keep ``change`` of the batch handed out last as the one that is to come again."""
+        """Change the last batch for ``state_dict(again=True)``."""
         self._held = change(self._held)
 
     def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
-        """Return the place after ``consumed`` batches of this epoch, as plain data.
+        """Return the position after ``consumed`` batches of this epoch, as plain data.
 
         Args:
-            consumed: the number of batches handed out, or one fewer when the last one is to come again. It then
-                is part of the state, and must be something that ``torch.load(..., weights_only=True)`` reads.
+            consumed: the number of batches yielded, or one fewer to yield the last one again. The batch is then part
+                of the state, and must be something that ``torch.load(..., weights_only=True)`` reads.
+            again: yield the last batch again.
 
         Raises:
-            ValueError: ``consumed`` is neither.
+            ValueError: ``consumed`` is another number.
 
         """
         if self._loaded is not None:
@@ -354,12 +353,12 @@ class Stream:
         if not again and consumed != self._handed and not self._at_end:
             raise ValueError(
                 f"{self.name}: state_dict(consumed={consumed}), but {self._handed} batches were handed out. "
-                f"consumed is {self._handed}, or {max(0, self._handed - 1)} if the last is to come again."
+                f"Use {self._handed}, or {max(0, self._handed - 1)} to yield the last one again."
             )
         if again:
             state["again"] = self._held
         state["consumed"] = self._handed
-        if self._at_end and not self._source.goes_on:
+        if self._at_end and not self._source.survives:
             # Nothing is left of an epoch that ran to its end; one cut short by a limit may leave a place behind.
             return {**state, "source": {} if self._exhausted else self._source.between_epochs()}
         mark = self._ahead_mark
@@ -373,9 +372,9 @@ class Stream:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``."""
+        """Continue from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``."""
         self.close()
-        loader = as_in(self.loader, state)
+        loader = with_workers_of(self.loader, state)
         if loader is not self.loader:
             self.loader, self._source = loader, source_of(loader, replays=self._replays)
         self._loaded = state
@@ -383,21 +382,16 @@ class Stream:
         self._held = self._again = self._ahead = _END
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader's samplers and dataset the epoch, those that have ``set_epoch``.
-
-        Args:
-            epoch: the epoch, from 0.
-
-        """
+        """Call ``set_epoch(epoch)`` of the loader's samplers and dataset; the first epoch is 0."""
         self.epoch = epoch
-        for each in wants_epoch(self.loader):
+        for each in epoch_setters(self.loader):
             each.set_epoch(epoch)
 
     def begin_next(self, epoch: int) -> None:
         """Have living workers fetch the first batches of the next epoch now, while validation runs.
 
-        Called with the last batch of an epoch. Done only where nobody can tell: the workers live on, and the order of
-        the next epoch depends on nothing that happens until then. ``state_dict`` still gives the end of this epoch.
+        For the last batch of an epoch. Done only if it makes no difference: the workers live on, and the order of the
+        next epoch depends on nothing that happens until then. ``state_dict`` still gives the end of this epoch.
 
         Args:
             epoch: the next one, from 0.
@@ -411,9 +405,9 @@ class Stream:
         self._running = None
         self._leave()
         generators, source = self._generator_states(), self._source.state(self._handed)
-        for each in wants_epoch(self.loader):
+        for each in epoch_setters(self.loader):
             each.set_epoch(epoch)
-        self._next = Begun(generators, source, epochs_of(self.loader), self._source.open())
+        self._next = NextEpoch(generators, source, epochs_of(self.loader), self._source.open())
 
     def close(self) -> None:
         """End the worker processes now, also persistent ones; the next epoch starts new ones."""
@@ -431,7 +425,7 @@ class Stream:
         if iterator is not None:
             return iterator
         if self._next is not None and self._next.epochs != epochs_of(self.loader):
-            # Somebody told a sampler another epoch than the one that follows.
+            # Somebody has set another epoch than the one that follows.
             self.close()
         begun, self._next = self._next, None
         self._start = self._mark_start()
@@ -447,7 +441,7 @@ class Stream:
             raise self._explained(error, 1) from error.__cause__
 
     def _leave(self) -> None:
-        # What the state is made of stays: a checkpoint may be taken after the loop was left in mid-epoch.
+        # What the state is made of stays: a checkpoint may be taken after the loop was left in the middle of an epoch.
         self._iterator = None
         self._source.leave()
 

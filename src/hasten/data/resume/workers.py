@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import ctypes
-import functools
 import multiprocessing
 import os
 import random
@@ -18,36 +18,35 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
 
-from hasten.data.resume.indices import has_state
-from hasten.seed import (
-    collect_rng_state,
-    generator_state,
-    isolate_rng,
-    numpy_state,
-    python_state,
-    restore_rng_state,
-)
+from hasten.data.loader_parts import has_state
+from hasten.seed import collect_rng_state, generator_state, numpy_state, restore_rng_state
+
+State = dict[str, Any]
 
 
 class RngWatch:
-    """Reads the states of the random generators of this process, repeatedly and cheaply."""
+    """Reads the states of this process's random generators repeatedly, converting only what has changed."""
 
     def __init__(self) -> None:
-        self._numpy: dict[str, Any] | None = None
+        self._python_raw: Any = None
+        self._python: list[Any] = []
         self._numpy_memory = b""
+        self._numpy: State | None = None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return what ``collect_rng_state(cuda=False)`` returns."""
-        python = _python_state_in_memory() if _is_readable_in_memory() else python_state()
-        state: dict[str, Any] = {"python": python, "torch": generator_state(torch.default_generator)}
+        raw = random.getstate()
+        if raw != self._python_raw:
+            self._python_raw = raw
+            self._python = [raw[0], array.array("I", raw[1]).tobytes(), raw[2]]
+        state: State = {"python": self._python, "torch": generator_state(torch.default_generator)}
         if "numpy" in sys.modules:
             state["numpy"] = self._numpy_state()
         return state
 
-    def _numpy_state(self) -> dict[str, Any]:
-        # numpy needs 60 us to tell its state, many times as long as all else together, and most programs do not
-        # draw from it. The memory of its Mersenne twister tells whether anything was drawn since; only a
-        # normal deviate that is held back (has_gauss) could be used up without touching it.
+    def _numpy_state(self) -> State:
+        # get_state takes 60 us. Comparing the memory that numpy documents takes one; only a normal deviate
+        # that is held back (has_gauss) could be used up without changing it.
         generator = sys.modules["numpy"].random.get_bit_generator()
         if type(generator).__name__ != "MT19937":
             return numpy_state()
@@ -57,36 +56,15 @@ class RngWatch:
         return self._numpy
 
 
-def _python_state_in_memory() -> list[Any]:
-    """Return ``python_state()`` in 1 us instead of 30: its 625 words follow the head of the generator, place first."""
-    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-    words = ctypes.string_at(id(generator) + object.__basicsize__, 625 * 4)
-    return [generator.VERSION, words[4:] + words[:4], generator.gauss_next]
-
-
-@functools.cache
-def _is_readable_in_memory() -> bool:
-    """Return whether this Python keeps the state of ``random`` as expected: ask it both ways, and after a draw."""
-    generator: Any = getattr(random.getstate, "__self__", None)
-    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
-        return False
-    if type(generator).__basicsize__ < object.__basicsize__ + 625 * 4:
-        return False
-    with isolate_rng(include_cuda=False):
-        first = _python_state_in_memory() == python_state()
-        random.gauss(0, 1)
-        return first and _python_state_in_memory() == python_state()
-
-
-class Shipped:
-    """A batch on its way from a worker, and what the worker's state was after it."""
+class BatchWithState:
+    """A batch from a worker, with the worker's state after it."""
 
     __slots__ = ("batch", "state", "worker")
 
-    def __init__(self, batch: Any, worker: int, state: dict[str, Any] | None) -> None:
+    def __init__(self, batch: Any, worker: int, state: State | None) -> None:
         self.batch, self.worker, self.state = batch, worker, state
 
-    def pin_memory(self) -> Shipped:
+    def pin_memory(self) -> BatchWithState:
         """Pin the batch; the loader's pinning thread calls this."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -94,8 +72,8 @@ class Shipped:
         return self
 
 
-class Ship:
-    """The collate function of a worker: the user's, then the worker's state is put beside the batch.
+class StateCollate:
+    """The collate function of a worker: the user's, with the worker's state put beside the batch.
 
     Args:
         collate: the user's function.
@@ -111,75 +89,68 @@ class Ship:
         self._collate, self._rng, self._dataset_state = collate, rng, dataset_state
         self._batch_size = batch_size
         self._watch = RngWatch()
-        self._last: dict[str, Any] = {}
-        self._told_when = False
+        self._last: State = {}
 
-    def __call__(self, samples: Any) -> Shipped:
+    def __call__(self, samples: Any) -> BatchWithState:
         batch = self._collate(samples)
         info = get_worker_info()
         assert info is not None
-        state: dict[str, Any] = {}
+        # "start" and "ready" are sent once.
+        state: State = {name: _to_send.pop(name) for name in list(_to_send)}
         if self._rng:
             rng = self._watch.state()
             changed = {kind: each for kind, each in rng.items() if each != self._last.get(kind)}
             if changed:
                 self._last = rng
                 state["rng"] = changed
-        if _started:
-            state["start"] = _started.pop()
-        if not self._told_when:
-            self._told_when = True
-            state["ready"] = _ready[0] if _ready else None
         if self._dataset_state:
             state["dataset"] = info.dataset.state_dict()  # type: ignore[attr-defined]
             # A dataset at its end may already be back at its beginning, and must not begin again.
             state["ended"] = self._batch_size is not None and len(samples) < self._batch_size
-        return Shipped(batch, info.id, state or None)
+        return BatchWithState(batch, info.id, state or None)
 
 
-class Begin:
-    """The ``worker_init_fn`` of a worker: the user's, then back to the state the worker was in.
+# In a worker: "ready", the time when it could read its first sample, and "start", the state in which the
+# iteration of its dataset began.
+_to_send: State = {}
+
+
+class WorkerInit:
+    """The ``worker_init_fn`` of a worker: the user's, then the state that the worker continues from.
 
     Args:
         user_function: the user's ``worker_init_fn``, or None.
-        report_starts: note the random state whenever the dataset's iteration begins.
+        report_starts: send the state whenever the dataset's iteration begins.
 
     """
 
     def __init__(self, user_function: Callable[[int], None] | None, *, report_starts: bool) -> None:
         self._user_function, self._report_starts = user_function, report_starts
-        self.states: list[dict[str, Any] | None] = []
+        self.states: list[State | None] = []
 
     def __call__(self, worker_id: int) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None and parent.pid != 1 and os.getppid() == 1:
-            # The run was killed while this worker started. torch's own watch would take the process that adopted
-            # it for the right parent, and the worker would wait for work for ever.
+            # The run was killed while this worker started. torch's watchdog would take the process that adopted
+            # the worker for its parent, and the worker would wait for work for ever.
             os._exit(1)
         if self._user_function is not None:
             self._user_function(worker_id)
         info = get_worker_info()
         assert info is not None
-        state = self.states[worker_id] if worker_id < len(self.states) else None
-        if state is not None:
-            if "dataset" in state:
-                info.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
-            if "rng" in state:
-                restore_rng_state(state["rng"])
-        _ready[:] = [time.time()]
-        ended = state is not None and state.get("ended", False)
+        state = (self.states[worker_id] if worker_id < len(self.states) else None) or {}
+        if "dataset" in state:
+            info.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+        if "rng" in state:
+            restore_rng_state(state["rng"])
+        _to_send["ready"] = time.time()
+        ended = state.get("ended", False)
         if self._report_starts or ended:
             _observe(info.dataset, ended=ended)
 
 
-# When this worker was ready to read its first sample.
-_ready: list[float] = []
-# The state in which the iteration of this worker's dataset began, until it is sent.
-_started: list[dict[str, Any]] = []
-
-
 def _observe(dataset: Any, *, ended: bool) -> None:
-    """Make ``iter(dataset)`` note the state it begins in; the object is this worker's own copy.
+    """Make ``iter(dataset)`` send the state it begins in; the object is this worker's own copy.
 
     Args:
         dataset: an ``IterableDataset``.
@@ -187,27 +158,27 @@ def _observe(dataset: Any, *, ended: bool) -> None:
 
     """
     kind = type(dataset)
-    give_nothing = [ended]
+    skip_first = [ended]
 
     def begin(self: Any) -> Iterator[Any]:
-        if give_nothing.pop() if give_nothing else False:
+        if skip_first.pop() if skip_first else False:
             return iter(())
         state = {"rng": collect_rng_state(cuda=False)}
         if has_state(self):
             state["dataset"] = copy.deepcopy(self.state_dict())
-        _started[:] = [state]
+        _to_send["start"] = state
         return iter(kind.__iter__(self))
 
     try:
         dataset.__class__ = type(kind.__name__, (kind,), {"__iter__": begin, "__module__": kind.__module__})
     except TypeError:
-        # A class with a layout of its own cannot be changed. Then later epochs of persistent workers begin
-        # with the state of their first epoch.
+        # A class with __slots__, say, cannot be replaced. Then later epochs of persistent workers begin with the
+        # state of their first epoch.
         return
 
 
 class SeedByRank:
-    """A ``worker_init_fn`` that gives the workers of each rank random numbers of their own.
+    """A ``worker_init_fn`` that gives the workers of each rank different random numbers.
 
     Without it, the workers of all ranks draw the same numbers when the ranks were seeded alike. Rank 0 keeps
     the numbers that PyTorch gives it.
@@ -232,8 +203,8 @@ class SeedByRank:
             self._user_function(worker_id)
 
 
-class Received:
-    """What the main process knows of its workers: their states after recent batches.
+class WorkerStates:
+    """The states of the workers after recent batches, as the main process has received them.
 
     Args:
         num_workers: the number of worker processes.
@@ -242,38 +213,40 @@ class Received:
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        # When the last of them was ready, on the wall clock; None until one has said so.
+        # When the last worker was ready, in seconds of the wall clock; None before its first batch.
         self.ready: float | None = None
         self.start_epoch(0, [None] * num_workers)
 
-    def start_epoch(self, number: int, states: list[dict[str, Any] | None]) -> None:
+    def start_epoch(self, number: int, states: list[State | None]) -> None:
         """Begin with batch ``number``, the workers being in ``states``."""
         self.number = self._first = number
-        self._starts = list(states)
+        # The state in which each worker began the epoch; None as PyTorch seeded it.
+        self.starts = list(states)
         self._last_worker = -1
         self._rounds: deque[int] = deque([number], maxlen=16)
-        self._states: list[deque[tuple[int, dict[str, Any]]]] = [deque(maxlen=8) for _ in states]
+        self._states: list[deque[tuple[int, State]]] = [deque(maxlen=8) for _ in states]
 
-    def add(self, shipped: Shipped) -> None:
-        """Note the state that came with a batch."""
-        worker, state = shipped.worker, shipped.state
+    def add(self, received: BatchWithState) -> None:
+        """Keep the state that came with a batch."""
+        worker, state = received.worker, received.state
         if worker <= self._last_worker and self._rounds[-1] != self.number:
             self._rounds.append(self.number)
         self._last_worker = worker
         self.number += 1
         if worker == self._num_workers - 1:
             self._rounds.append(self.number)
-        ready = state.pop("ready", None) if state is not None else None
+        if state is None:
+            return
+        ready = state.pop("ready", None)
         if ready is not None:
             self.ready = max(ready, self.ready or ready)
-        if state is not None and "start" in state:
-            start = state.pop("start")
-            if self._first == 0:
-                self._starts[worker] = start
+        start = state.pop("start", None)
+        if start is not None and self._first == 0:
+            self.starts[worker] = start
         if state:
-            # What is not sent has not changed.
+            # Workers send only what has changed.
             known = self._states[worker]
-            latest = (known[-1][1] if known else self._starts[worker]) or {}
+            latest = (known[-1][1] if known else self.starts[worker]) or {}
             rng = {**latest.get("rng", {}), **state.get("rng", {})}
             known.append((self.number, {**latest, **state, "rng": rng}))
 
@@ -281,31 +254,27 @@ class Received:
         """Return the last number of batches, at most ``count``, after which it was the first worker's turn."""
         return max((number for number in self._rounds if number <= count), default=count)
 
-    def starts(self) -> list[dict[str, Any] | None]:
-        """Return the state in which each worker began the epoch; None as PyTorch seeded it."""
-        return self._starts
-
-    def states(self, count: int) -> list[dict[str, Any] | None]:
+    def after(self, count: int) -> list[State | None]:
         """Return each worker's state after ``count`` batches, which must be among the latest."""
         return [
             next((state for number, state in reversed(known) if number <= count), start)
-            for known, start in zip(self._states, self._starts, strict=True)
+            for known, start in zip(self._states, self.starts, strict=True)
         ]
 
 
-class Receiver:
-    """Iterates over a loader's batches as its own iterator does, and unpacks them."""
+class UnpackingIterator:
+    """Iterates over a loader's batches as its own iterator does, and keeps the states that come with them."""
 
-    def __init__(self, iterator: Any, received: Received) -> None:
-        self._hasten_iterator, self._hasten_received = iterator, received
+    def __init__(self, iterator: Any, states: WorkerStates) -> None:
+        self._hasten_iterator, self._hasten_states = iterator, states
 
-    def __iter__(self) -> Receiver:
+    def __iter__(self) -> UnpackingIterator:
         return self
 
     def __next__(self) -> Any:
-        shipped = next(self._hasten_iterator)
-        self._hasten_received.add(shipped)
-        return shipped.batch
+        received = next(self._hasten_iterator)
+        self._hasten_states.add(received)
+        return received.batch
 
     def __len__(self) -> int:
         return len(self._hasten_iterator)
@@ -317,9 +286,9 @@ class Receiver:
 
 
 def with_own_type(error: Exception) -> Exception:
-    """Return an error of a worker as the type that it had there.
+    """Return an error of a worker with the type that it had there.
 
-    PyTorch makes it anew from its text alone, and makes a ``RuntimeError`` of one that takes other arguments.
+    PyTorch rebuilds it from its text alone, and as a ``RuntimeError`` if its class takes other arguments.
 
     """
     trace, kind = error.__traceback__, None

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten._lib import check
+
 # Distinct lengths that the search for the best widths looks at; more are rounded together first.
 CANDIDATES = 1024
 
@@ -17,7 +19,7 @@ def check_lengths(owner: str, lengths: Any) -> Tensor:
     """Return the lengths of all samples as an int64 tensor.
 
     Raises:
-        TypeError: they are no whole numbers.
+        TypeError: they are not whole numbers.
         ValueError: there are none, or one is negative.
 
     """
@@ -25,10 +27,10 @@ def check_lengths(owner: str, lengths: Any) -> Tensor:
         found = torch.as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"{owner}(lengths): a {type(lengths).__name__} that is no sequence of numbers ({error}). Give the number "
-            "of tokens of every sample: [len(sample) for sample in dataset]."
+            f"{owner}(lengths): a {type(lengths).__name__} is not a sequence of numbers ({error}). Give the tokens of "
+            "every sample: [len(sample) for sample in dataset]."
         ) from error
-    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+    if found.dtype == torch.bool or found.is_floating_point() or found.is_complex():
         if found.numel():
             raise TypeError(
                 f"{owner}(lengths): they are {found.dtype}; use whole numbers, the tokens of every sample."
@@ -42,31 +44,26 @@ def check_lengths(owner: str, lengths: Any) -> Tensor:
     found = found.detach().to("cpu", torch.int64)
     if int(found.min()) < 0:
         place = int(found.argmin())
-        raise ValueError(f"{owner}(lengths): lengths[{place}] is {int(found[place])}; none may be below 0.")
+        raise ValueError(f"{owner}(lengths): lengths[{place}] is {int(found[place])}; use 0 or more.")
     return found
 
 
-def check_multiple_of(owner: str, multiple_of: Any) -> None:
+def check_multiple_of(owner: str, multiple_of: int | Sequence[int] | None) -> None:
     """Check a ``multiple_of``: None, a number, or the widths to choose from.
 
     Raises:
         TypeError: it is something else.
-        ValueError: a number is below 1.
+        ValueError: a number is below 1, or there is none.
 
     """
-    if multiple_of is None:
-        return
+    allowed = "a number of tokens such as 8 or 64, widths to choose from such as (64, 128, 256), or None"
     numbers = multiple_of if isinstance(multiple_of, (list, tuple)) else (multiple_of,)
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(
-                f"{owner}(multiple_of={multiple_of!r}): use a number of tokens such as 8 or 64, or the widths to "
-                "choose from, such as (64, 128, 256)."
-            )
-    if not numbers or min(numbers) < 1:
-        raise ValueError(
-            f"{owner}(multiple_of={multiple_of!r}): use 1 or more tokens, or None for no rounding."
-        )
+    if not numbers or any(isinstance(number, int) and number < 1 for number in numbers):
+        raise check.wrong(owner, "multiple_of", multiple_of, allowed)
+    if multiple_of is not None and any(
+        isinstance(number, bool) or not isinstance(number, int) for number in numbers
+    ):
+        raise check.wrong(owner, "multiple_of", multiple_of, allowed, error=TypeError)
 
 
 def rounded_up(length: int, multiple_of: int | Sequence[int] | None) -> int:

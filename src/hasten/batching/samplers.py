@@ -1,0 +1,518 @@
+"""Batch samplers that lay out a whole epoch by the samples' lengths, so that little is padded."""
+
+from __future__ import annotations
+
+import copy
+import os
+from abc import abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+
+from hasten._lib import check
+from hasten.batching.widths import all_rounded_up, check_lengths, check_multiple_of, widths_for
+from hasten.data.samplers import SharedSeed
+
+# Samples of a packed row take one another's place if their lengths, rounded up to this share of the mean, are equal.
+GRAIN = 32
+
+
+class PlannedBatches(Sampler[list[int]]):
+    """A batch sampler that lays out a whole epoch at once; the base of those here.
+
+    An epoch's plan depends only on the lengths, the random generator and the epoch, and always has the same number of
+    batches. So every process of a run makes the same plan and takes its part, and a run that resumes in the middle of
+    an epoch draws the plan again.
+
+    Args:
+        lengths: tokens of every sample, ``(samples,)``.
+        shuffle: another order each epoch.
+        drop_last: leave out the last batch if it is not full.
+        seed: of the order, to which the epoch is added; needs ``set_epoch``, which the Trainer calls.
+        generator: draws the order instead; by default torch's own does, as for ``RandomSampler``.
+        num_replicas: the number of processes that share the data, if the sampler divides it.
+        rank: which of them this is, from 0.
+        repeat: give every process the same number of batches, as training needs it.
+
+    """
+
+    # Missing without ``num_replicas``: then the Trainer or Fabric divides the data.
+    num_replicas: int
+    rank: int
+
+    def __init__(
+        self,
+        lengths: Any,
+        shuffle: bool,
+        drop_last: bool,
+        seed: int | None,
+        generator: torch.Generator | None,
+        num_replicas: int | None,
+        rank: int | None,
+        repeat: bool,
+    ) -> None:
+        owner = type(self).__name__
+        self.lengths = check_lengths(owner, lengths)
+        if num_replicas is not None and rank is not None:
+            if not 0 <= rank < num_replicas:
+                raise ValueError(
+                    f"{owner}(rank={rank}): use 0 to {num_replicas - 1} with num_replicas={num_replicas}."
+                )
+            self.num_replicas, self.rank = num_replicas, rank
+        elif (num_replicas is None) != (rank is None):
+            raise ValueError(f"{owner}(num_replicas={num_replicas!r}, rank={rank!r}): give both or neither.")
+        if seed is not None and generator is not None:
+            raise ValueError(f"{owner}: seed and generator both define how to shuffle. Give one of them.")
+        self.shuffle = shuffle
+        self.seed = seed
+        self.generator = generator
+        self.drop_last = drop_last
+        self.repeat = repeat
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw another order in another epoch, if ``seed`` or several processes make it depend on that."""
+        self.epoch = epoch
+
+    def shared(self, num_replicas: int, rank: int, *, seed: int, repeat: bool) -> Self:
+        """Return a copy that gives one process's part.
+
+        Args:
+            num_replicas: the number of processes.
+            rank: which of them this is, from 0.
+            seed: the same on every process; the sampler's own takes precedence.
+            repeat: see the class.
+
+        """
+        new = copy.copy(self)
+        new.num_replicas, new.rank, new.repeat = num_replicas, rank, repeat
+        new.seed = seed if self.seed is None and self.generator is None else self.seed
+        return new
+
+    def unshuffled(self) -> Self:
+        """Return a copy that gives the same batches every epoch."""
+        new = copy.copy(self)
+        new.shuffle = False
+        return new
+
+    def __iter__(self) -> Iterator[list[int]]:
+        several = self._replicas > 1
+        with SharedSeed(self._seed() + self.epoch).random_numbers() if several else nullcontext():
+            plan = self._plan(self._generator() if self.shuffle else None)
+        for batch in plan:
+            yield batch.tolist()
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+
+    @abstractmethod
+    def _plan(self, generator: torch.Generator | None) -> list[Tensor]:
+        """Return this process's batches of an epoch; without a generator, in a fixed order."""
+
+    @property
+    def _replicas(self) -> int:
+        return getattr(self, "num_replicas", 1)
+
+    @property
+    def _rank(self) -> int:
+        return getattr(self, "rank", 0)
+
+    def _seed(self) -> int:
+        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+
+    def _generator(self) -> torch.Generator:
+        if self.generator is not None:
+            return self.generator
+        if self.seed is not None or self._replicas > 1:
+            return torch.Generator().manual_seed(self._seed() + self.epoch)
+        # As RandomSampler does: one draw to seed a new generator.
+        return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+
+    def _number_of_batches(self, items: int, size: int, full: int = 0) -> int:
+        """Return in how many batches of ``size`` for each process ``items`` come, besides ``full`` others."""
+        more, rest = divmod(items, size * self._replicas)
+        last = rest and not self.drop_last and (self.repeat or rest > self._rank)
+        return full + more + bool(last)
+
+    def _fits(self, argument: str, most: int) -> None:
+        """Check that no sample is longer than the value of an argument.
+
+        Raises:
+            ValueError: one is.
+
+        """
+        longest = int(self.lengths.max())
+        if longest > most:
+            raise ValueError(
+                f"{type(self).__name__}({argument}={most}): {int((self.lengths > most).sum())} of {len(self.lengths)} "
+                f"samples are longer, sample {int(self.lengths.argmax())} with {longest} tokens. Use "
+                f"{argument}={longest} or more, or truncate."
+            )
+
+    def _evened(self, groups: list[Tensor]) -> list[Tensor]:
+        """Divide the last two groups evenly if the last is too small to give every process a sample."""
+        if len(groups) < 2 or not self.repeat or len(groups[-1]) >= self._replicas:
+            return groups
+        both = torch.cat(groups[-2:])
+        return [*groups[:-2], *both.chunk(2)] if len(both) >= 2 * self._replicas else groups
+
+    def _batches(self, groups: list[Tensor], generator: torch.Generator | None) -> list[Tensor]:
+        """Return this process's part of each group, the groups in random order; none is empty.
+
+        A group has the samples of all processes for one step. Every ``replicas``-th of them has about the same length.
+
+        """
+        replicas = self._replicas
+        if generator is not None:
+            groups = [groups[place] for place in torch.randperm(len(groups), generator=generator).tolist()]
+        batches = []
+        for group in groups:
+            if self.repeat and 0 < len(group) < replicas:
+                group = group.repeat(-(-replicas // len(group)))[:replicas]
+            batches.append(group[self._rank :: replicas])
+        return [batch for batch in batches if len(batch)]
+
+
+class LengthBatchSampler(PlannedBatches):
+    """Batches of samples of like length: shuffled, sorted within windows, and the batches shuffled again.
+
+    Every sample comes exactly once an epoch. Which samples share a batch is random as far as their lengths allow:
+    the wider the window, the less is padded and the less is random. On IMDB reviews padded to 512 tokens, half of
+    the work is padding, and windows of 50 batches leave 3 % of it.
+
+    Args:
+        lengths: tokens of every sample, ``(samples,)``.
+        batch_size: samples of a batch.
+        shuffle: another order each epoch; False keeps the samples' order, but for the sorting within windows.
+        window: batches that are sorted together, for each process.
+        multiple_of: to what batches are padded: a number of tokens or the widths to choose from. Samples that are
+            padded to the same width are mixed whatever their length; None sorts by the exact length.
+        drop_last: leave out the last batch if it is not full; which samples it would have is random.
+        seed: of the order, to which the epoch is added (``set_epoch``); by default torch's generator is used
+            once an epoch, as ``RandomSampler`` does.
+        generator: draws the order instead.
+        sampler: gives the samples' order instead, such as a ``WeightedRandomSampler``; it needs a length.
+        num_replicas: the number of processes that share the data. The Trainer and Fabric set it themselves.
+        rank: which of them this is, from 0.
+        repeat: with several processes, give each the same number of batches, as training needs it: the last batch
+            is divided among them, and samples repeat only if there are too few for all. False for evaluation: every
+            sample exactly once, and some processes may have a batch less.
+
+    Raises:
+        TypeError: the lengths are not whole numbers.
+        ValueError: there are none, or an argument is out of range.
+
+    Example::
+
+        >>> import torch
+        >>> sampler = LengthBatchSampler([5, 1, 4, 2, 6, 3], batch_size=2, shuffle=False)
+        >>> list(sampler)
+        [[4, 0], [2, 5], [3, 1]]
+
+    Source: `Khomenko et al., Accelerating recurrent neural network training using sequence bucketing
+    <https://arxiv.org/abs/1708.05604>`_.
+
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        batch_size: int,
+        shuffle: bool = True,
+        *,
+        window: int = 50,
+        multiple_of: int | Sequence[int] | None = None,
+        drop_last: bool = False,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        sampler: Any = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        repeat: bool = True,
+    ) -> None:
+        super().__init__(lengths, shuffle, drop_last, seed, generator, num_replicas, rank, repeat)
+        owner = "LengthBatchSampler"
+        self.batch_size = check.whole(owner, "batch_size", batch_size, at_least=1, unit="samples")
+        self.window = check.whole(owner, "window", window, at_least=1, unit="batches")
+        check_multiple_of(owner, multiple_of)
+        if sampler is not None and not hasattr(sampler, "__len__"):
+            raise TypeError(
+                f"{owner}(sampler={type(sampler).__name__}): it has no length, and an epoch is laid out as a whole. "
+                "Give the sampler a __len__."
+            )
+        self.sampler = sampler
+        self._keys = all_rounded_up(self.lengths, multiple_of)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw another order in another epoch, if ``seed`` or several processes make it depend on that."""
+        super().set_epoch(epoch)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def unshuffled(self) -> LengthBatchSampler:
+        """Return a copy that gives the same batches every epoch."""
+        new = super().unshuffled()
+        if isinstance(self.sampler, RandomSampler):
+            new.sampler = SequentialSampler(self.sampler.data_source)
+        return new
+
+    def __len__(self) -> int:
+        samples = len(self.lengths) if self.sampler is None else len(self.sampler)
+        return self._number_of_batches(samples, self.batch_size)
+
+    def _plan(self, generator: torch.Generator | None) -> list[Tensor]:
+        order = self._order(generator)
+        group = self.batch_size * self._replicas
+        if self.drop_last:
+            # Before the sorting: afterwards the last batch would have the shortest samples.
+            order = order[: len(order) // group * group]
+        groups: list[Tensor] = []
+        for window in order.split(self.window * group):
+            groups += window[self._keys[window].argsort(descending=True, stable=True)].split(group)
+        return self._batches(self._evened([each for each in groups if len(each)]), generator)
+
+    def _order(self, generator: torch.Generator | None) -> Tensor:
+        if self.sampler is not None:
+            order = torch.tensor(list(self.sampler), dtype=torch.int64)
+            if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(self.lengths):
+                raise IndexError(
+                    f"LengthBatchSampler: {type(self.sampler).__name__} gives indices from {int(order.min())} to "
+                    f"{int(order.max())}, and there are {len(self.lengths)} lengths. Give the length of every sample."
+                )
+            return order
+        if generator is None:
+            return torch.arange(len(self.lengths))
+        return torch.randperm(len(self.lengths), generator=generator)
+
+
+class TokenBatchSampler(PlannedBatches):
+    """Batches of at most so many tokens, padding included: many short samples, or few long ones.
+
+    Samples are kept in buckets, one for each of a few widths (those that leave the least padding). A batch has
+    samples of one bucket, as many as fit when padded to its width, so the batches of a run have few shapes. What
+    is left over in a bucket goes into the next longer one. Every sample comes exactly once an epoch, and every
+    epoch has the same number of batches.
+
+    Args:
+        lengths: tokens of every sample, ``(samples,)``.
+        max_tokens: of a batch: samples times the longest. The longest sample must fit.
+        shuffle: another order each epoch; False gives the longest batches first and the same every time.
+        shapes: widths at most.
+        multiple_of: the widths are multiples of it, in tokens.
+        max_batch_size: samples of a batch at most; None for what fits.
+        drop_last: leave out the last batch if it is not full.
+        seed: see :class:`LengthBatchSampler`.
+        generator: see :class:`LengthBatchSampler`.
+        num_replicas: the number of processes that share the data. The Trainer and Fabric set it themselves.
+        rank: which of them this is, from 0.
+        repeat: see :class:`LengthBatchSampler`.
+
+    Raises:
+        TypeError: the lengths are not whole numbers.
+        ValueError: there are none, a sample is longer than ``max_tokens``, or an argument is out of range.
+
+    Example::
+
+        >>> sampler = TokenBatchSampler([5, 1, 4, 2, 6, 3], max_tokens=12, shuffle=False, multiple_of=1)
+        >>> [[sampler.lengths[index].item() for index in batch] for batch in sampler]
+        [[6], [5, 4], [3, 2, 1]]
+        >>> sampler.widths
+        (1, 2, 3, 4, 5, 6)
+
+    Source: `Ott et al., fairseq <https://arxiv.org/abs/1904.01038>`_, which batches by a budget of tokens.
+
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        max_tokens: int,
+        shuffle: bool = True,
+        *,
+        shapes: int = 8,
+        multiple_of: int = 8,
+        max_batch_size: int | None = None,
+        drop_last: bool = False,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        repeat: bool = True,
+    ) -> None:
+        super().__init__(lengths, shuffle, drop_last, seed, generator, num_replicas, rank, repeat)
+        owner = "TokenBatchSampler"
+        self.max_tokens = check.whole(owner, "max_tokens", max_tokens, at_least=1, unit="tokens")
+        check.whole(owner, "shapes", shapes, at_least=1, unit="widths")
+        check.whole(owner, "multiple_of", multiple_of, at_least=1, unit="tokens")
+        check.whole(owner, "max_batch_size", max_batch_size, at_least=1, unit="samples", allow_none=True)
+        self._fits("max_tokens", max_tokens)
+        self.widths = widths_for(self.lengths, shapes, multiple_of=multiple_of)
+        most = len(self.lengths) if max_batch_size is None else max_batch_size
+        self._sizes = [max(1, min(most, max_tokens // width)) for width in self.widths]
+        self._bucket = torch.searchsorted(torch.tensor(self.widths), self.lengths)
+
+    def __len__(self) -> int:
+        full = rest = 0
+        counts = self._bucket.bincount(minlength=len(self.widths)).tolist()
+        for count, size in zip(counts, self._sizes, strict=True):
+            batches, rest = divmod(rest + count, size * self._replicas)
+            full += batches
+        return self._number_of_batches(rest, self._sizes[-1], full)
+
+    def _plan(self, generator: torch.Generator | None) -> list[Tensor]:
+        groups: list[Tensor] = []
+        left = torch.empty(0, dtype=torch.int64)
+        for bucket, size in enumerate(self._sizes):
+            samples = (self._bucket == bucket).nonzero().flatten()
+            if generator is not None:
+                samples = samples[torch.randperm(len(samples), generator=generator)]
+            samples = torch.cat([samples, left])
+            full, rest = divmod(len(samples), size * self._replicas)
+            # ``samples`` starts with this bucket's, so every batch contains one and is padded to this bucket's width.
+            left, samples = samples[:rest], samples[rest:]
+            groups += [samples[place::full] for place in range(full)]
+        if len(left) and not self.drop_last:
+            groups.append(left)
+        # The longest first: what does not fit in memory shows at once.
+        return self._batches(self._evened(groups)[::-1], generator)
+
+
+class PackedBatchSampler(PlannedBatches):
+    """Batches of samples that fill rows of at most ``max_length`` tokens; for :class:`PackCollator`.
+
+    Lengths decide once which samples share a row (best-fit decreasing over all samples). Each epoch draws which sample
+    of like length takes which place, and the order of the rows. So every sample comes exactly once an epoch, rows are
+    about as full as they can be, and every epoch has the same number of batches.
+
+    Args:
+        lengths: tokens of every sample, ``(samples,)``.
+        max_length: tokens of a row; no sample is longer.
+        rows: rows of a batch.
+        shuffle: another order each epoch.
+        drop_last: leave out the last batch if it has fewer rows.
+        seed: see :class:`LengthBatchSampler`.
+        generator: see :class:`LengthBatchSampler`.
+        num_replicas: the number of processes that share the data. The Trainer and Fabric set it themselves.
+        rank: which of them this is, from 0.
+        repeat: see :class:`LengthBatchSampler`.
+
+    Raises:
+        TypeError: the lengths are not whole numbers.
+        ValueError: there are none, a sample is longer than a row, or an argument is out of range.
+
+    Example::
+
+        >>> sampler = PackedBatchSampler([5, 3, 6, 2, 2], max_length=9, shuffle=False)
+        >>> list(sampler)
+        [[2, 1], [0, 3, 4]]
+
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        max_length: int,
+        rows: int = 1,
+        shuffle: bool = True,
+        *,
+        drop_last: bool = False,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        repeat: bool = True,
+    ) -> None:
+        super().__init__(lengths, shuffle, drop_last, seed, generator, num_replicas, rank, repeat)
+        owner = "PackedBatchSampler"
+        self.max_length = check.whole(owner, "max_length", max_length, at_least=1, unit="tokens")
+        self.rows = check.whole(owner, "rows", rows, at_least=1, unit="rows")
+        self._fits("max_length", max_length)
+        grain = max(1, int(self.lengths.double().mean()) // GRAIN)
+        self._keys = all_rounded_up(self.lengths, grain).clamp(max=max_length)
+        self._rows = rows_of(self._keys.tolist(), max_length)
+
+    def __len__(self) -> int:
+        return self._number_of_batches(len(self._rows), self.rows)
+
+    def _plan(self, generator: torch.Generator | None) -> list[Tensor]:
+        rows = self._rows
+        if generator is not None:
+            takes = self._drawn_places(generator)
+            drawn = torch.randperm(len(rows), generator=generator).tolist()
+            rows = [[takes[place] for place in rows[number]] for number in drawn]
+        group = self.rows * self._replicas
+        batches = []
+        for begin in range(0, len(rows), group):
+            step = rows[begin : begin + group]
+            if len(step) == group or not self.drop_last:
+                part = self._part_of(step)
+                if part:
+                    batches.append(torch.tensor([place for row in part for place in row]))
+        return batches
+
+    def _drawn_places(self, generator: torch.Generator) -> list[int]:
+        """Return for each sample which one of like length takes its place."""
+        drawn = torch.randperm(len(self._keys), generator=generator)
+        by_key = drawn[self._keys[drawn].argsort(stable=True)]
+        takes = torch.empty_like(drawn)
+        takes[self._keys.argsort(stable=True)] = by_key
+        return takes.tolist()
+
+    def _part_of(self, step: list[list[int]]) -> list[list[int]]:
+        """Return this process's rows of those that all processes compute in one step."""
+        replicas = self._replicas
+        if self.repeat and len(step) < replicas:
+            # Too few rows for all: divide them into documents, and repeat these only if there are still too few.
+            step = [[place] for row in step for place in row]
+            if len(step) < replicas:
+                step = (step * replicas)[:replicas]
+        return step[self._rank :: replicas]
+
+
+def rows_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+    """Return which sequences share a row: the longest first, each where it leaves the least room.
+
+    Args:
+        lengths: tokens of each sequence.
+        max_length: tokens of a row.
+
+    Returns:
+        The sequences' places in ``lengths``, row by row.
+
+    Raises:
+        ValueError: a sequence is longer than a row.
+
+    Example::
+
+        >>> rows_of([5, 3, 6, 2, 2], max_length=9)
+        [[2, 1], [0, 3, 4]]
+
+    Source: Johnson, `Near-optimal bin packing algorithms <https://dspace.mit.edu/handle/1721.1/57819>`_
+    (best-fit decreasing, at most 11/9 of the fewest rows).
+
+    """
+    rows: list[list[int]] = []
+    # (tokens left, row), rising: the first that is large enough leaves the least.
+    room: list[tuple[int, int]] = []
+    for place in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+        length = lengths[place]
+        if length > max_length:
+            raise ValueError(
+                f"rows_of(max_length={max_length}): sequence {place} has {length} tokens. Use max_length={length} or "
+                "more, or truncate."
+            )
+        found = bisect_left(room, (length, -1))
+        if found < len(room):
+            left, row = room.pop(found)
+        else:
+            left, row = max_length, len(rows)
+            rows.append([])
+        rows[row].append(place)
+        insort(room, (left - length, row))
+    return rows

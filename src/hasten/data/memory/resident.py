@@ -1,0 +1,462 @@
+"""A loader whose data is in memory as whole tensors: a batch is one indexing, not one call a sample."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten.data.loader_parts import check_dataloader, is_plain_shuffle, required_in_training
+from hasten.data.memory.columns import Columns
+from hasten.data.memory.dataset_parts import changed, fingerprint
+from hasten.data.memory.read import DatasetProxy, DatasetReader, fresh, gigabytes
+from hasten.data.worker_count import WITHOUT_WORKERS
+
+# Of a device's free memory: the rest is for the model, its gradients and activations.
+DEVICE_SHARE = 0.5
+
+
+class ResidentLoader(DataLoader[Any]):
+    """A ``DataLoader`` that reads its dataset once and then makes each batch by one indexing of whole tensors.
+
+    Batches and their order are those of a ``DataLoader`` without workers, bit for bit, whatever sampler, shuffling,
+    generator or ``drop_last`` it has. Samples that one tensor for each field cannot hold (of different sizes, or other
+    objects), and those for which there is a ``collate_fn``, are held one by one and joined as usual.
+
+    Args:
+        dataset: with ``__getitem__`` and ``__len__``; its samples must be the same every time they are read. If its
+            attributes change between epochs they are read again; a change in the middle of an epoch raises an error at
+            its end. The tensors of a ``TensorDataset`` are used without a copy.
+        batch_size: samples of a batch.
+        shuffle: another order each epoch.
+        sampler: gives the order instead.
+        batch_sampler: gives the batches' samples instead.
+        collate_fn: joins samples instead of torch's ``default_collate``.
+        drop_last: leave out the last batch if it is not full.
+        generator: draws the order.
+        pin_memory: put batches into pinned memory, if there is CUDA.
+        device: where the data is held; by default the host.
+
+    Raises:
+        TypeError: the dataset has no samples by number.
+        ValueError: its samples are random, or too large together for the memory there is.
+
+    Example::
+
+        >>> from torch.utils.data import TensorDataset
+        >>> data = TensorDataset(torch.arange(6.0).view(3, 2), torch.arange(3))
+        >>> [labels.tolist() for _, labels in ResidentLoader(data, batch_size=2)]
+        [[0, 1], [2]]
+
+    Source: `torch.utils.data.DataLoader <https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.DataLoader>`_.
+
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        *,
+        collate_fn: Any = None,
+        drop_last: bool = False,
+        generator: torch.Generator | None = None,
+        pin_memory: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            generator=generator,
+            pin_memory=pin_memory,
+        )
+        self.__dict__.update(_held(self, device, "ResidentLoader", "its loader"))
+
+    def _get_iterator(self) -> Any:
+        return _Batches(self)
+
+
+def resident(
+    loader: Any, *, device: torch.device | str | None = None, stage: str = "train", name: str | None = None
+) -> Any:
+    """Return a loader with the same batches in the same order, from data that is read now and held in memory.
+
+    ``Trainer(resident=True)`` does this with every loader; see :class:`ResidentLoader`. The loader itself does not
+    change. If it has workers, they read the data.
+
+    Args:
+        loader: a ``DataLoader`` over a dataset with a length.
+        device: where the data is held; by default the host.
+        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``. In training it is an error if the data cannot
+            be held; otherwise the reason is logged, and the loader is returned unchanged.
+        name: what to call the loader in messages.
+
+    Raises:
+        TypeError: it is not a ``DataLoader``, makes its batches itself, or its dataset has no samples by number.
+        ValueError: its samples are random, or too large together for the memory there is.
+
+    Example::
+
+        >>> from torch.utils.data import TensorDataset
+        >>> loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
+        >>> [batch[0].tolist() for batch in resident(loader)]
+        [[0, 1], [2, 3], [4]]
+
+    """
+    name = name or f"the {stage} dataloader"
+    argument = "resident=True" if device is None else "resident='device'"
+    return required_in_training(lambda: _made_resident(loader, device, argument, name), loader, stage, name)
+
+
+def is_resident(loader: Any) -> bool:
+    """Return whether a loader reads from memory already."""
+    return isinstance(loader, DataLoader) and type(loader)._get_iterator is ResidentLoader._get_iterator
+
+
+def users_dataset(dataset: Any) -> Any:
+    """Return the user's dataset, whether its samples are held in memory or not."""
+    return dataset._hasten_dataset if isinstance(dataset, HeldDataset) else dataset
+
+
+def gives_batches(dataset: Any) -> bool:
+    """Return whether a dataset's samples are held as columns, which are joined to batches already."""
+    return isinstance(dataset, HeldDataset) and dataset._hasten_joins
+
+
+class HeldDataset(DatasetProxy):
+    """A dataset's samples in memory; a change that a callback makes here changes the user's dataset.
+
+    Args:
+        dataset: the user's.
+        read: reads its samples.
+        name: what to call the loader in messages.
+
+    """
+
+    _hasten_data: Columns | list[Any]
+    _hasten_joins: bool
+    _hasten_changes: _Changes
+
+    def __init__(self, dataset: Any, read: Callable[[], Columns | list[Any]], name: str) -> None:
+        changes = _Changes(dataset, read, name)
+        data = changes.read()
+        super().__init__(
+            dataset, _hasten_data=data, _hasten_joins=isinstance(data, Columns), _hasten_changes=changes
+        )
+
+    def __len__(self) -> int:
+        return len(self._hasten_data)
+
+    def __getitem__(self, index: int) -> Any:
+        data = self._hasten_data
+        number = index if index >= 0 else index + len(data)
+        return data.sample(number) if isinstance(data, Columns) else fresh(data[number])
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        """Return a batch, joined already if there are columns; else its samples."""
+        data = self._hasten_data
+        return data.batch(indices) if isinstance(data, Columns) else [fresh(data[index]) for index in indices]
+
+    def _hasten_begin_epoch(self) -> None:
+        """Read the samples again if attributes of the dataset have changed since they were read."""
+        data = self._hasten_changes.read_again()
+        if data is None:
+            return
+        if self._hasten_joins and not isinstance(data, Columns):
+            raise ValueError(
+                f"{self._hasten_changes.name}: its samples had one shape and now differ in size, so they cannot be "
+                "held as before. Leave resident=... out."
+            )
+        if not self._hasten_joins and isinstance(data, Columns):
+            data = data.samples()
+        self.__dict__["_hasten_data"] = data
+
+
+class _Changes:
+    """Notices changes of a dataset since its samples were read.
+
+    Args:
+        dataset: the user's.
+        read: reads its samples.
+        name: what to call the loader in messages.
+
+    """
+
+    def __init__(self, dataset: Any, read: Callable[[], Columns | list[Any]], name: str) -> None:
+        self.name = name
+        self._dataset, self._read = dataset, read
+        self._preloaded = hasattr(dataset, "_hasten_preloaded")
+        self._before: dict[str, Any] | None = None
+        # Places that reading itself changes (a cache, a counter): reading twice has shown that samples stay the same.
+        self._by_reading: tuple[str, ...] = ()
+        self._times_read = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # In another process the same attributes have other addresses.
+        return {**self.__dict__, "_before": None}
+
+    def read(self) -> Columns | list[Any]:
+        """Return the present samples."""
+        before = fingerprint(self._dataset)
+        data = self._read()
+        self._times_read += 1
+        self._before = fingerprint(self._dataset)
+        places = changed(before, self._before)
+        self._by_reading += tuple(place for place in places if place not in self._by_reading)
+        return data
+
+    def read_again(self) -> Columns | list[Any] | None:
+        """Return the samples of a dataset that has changed; None if it has not."""
+        places = self._changed()
+        if not places:
+            return None
+        if self._preloaded:
+            self._before = fingerprint(self._dataset)
+            rank_zero_warn(
+                f"{self.name}: the dataset {type(self._dataset.dataset).__name__} has changed ({places[0]}), and the "
+                "preloaded samples are those from before. Leave preload() out for data that changes."
+            )
+            return None
+        if self._times_read == 2:
+            rank_zero_warn(
+                f"{self.name}: the dataset {type(self._dataset).__name__} changes between epochs ({places[0]}), so it "
+                "is read again in each. Leave resident=... out, or make the change in on_after_batch_transfer."
+            )
+        return self.read()
+
+    def check(self) -> None:
+        """Check that nothing has changed since the samples were read.
+
+        Raises:
+            RuntimeError: something has.
+
+        """
+        places = [] if self._preloaded else self._changed()
+        if places:
+            raise RuntimeError(
+                f"{self.name}: the dataset {type(self._dataset).__name__} was changed in the middle of an epoch "
+                f"({places[0]}), whose samples were in memory since its beginning. Change it between epochs "
+                "(on_train_epoch_start), or leave resident=... out."
+            )
+
+    def _changed(self) -> list[str]:
+        now = fingerprint(self._dataset)
+        if self._before is None:
+            self._before = now
+        return [place for place in changed(self._before, now) if not self._is_by_reading(place)]
+
+    def _is_by_reading(self, place: str) -> bool:
+        return any(place == each or place.startswith((f"{each}.", f"{each}[")) for each in self._by_reading)
+
+
+class _Batches:
+    """Iterates over the batches of a resident loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._index_batches = _index_batches(loader)
+        # The loader's own iterator draws this seed for its workers: the order of samples depends on it.
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        self._held: HeldDataset = loader.dataset
+        self._take: Any = None
+        self._collate = loader.collate_fn
+        self._pins = loader.pin_memory and torch.cuda.is_available()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        if self._take is None:
+            # Not before the first batch: a DataLoader reads its dataset no earlier.
+            self._held._hasten_begin_epoch()
+            data = self._held._hasten_data
+            self._take = data.batch if isinstance(data, Columns) else self._held.__getitems__
+        try:
+            indices = next(self._index_batches)
+        except StopIteration:
+            self._held._hasten_changes.check()
+            raise
+        samples = self._take(indices)
+        try:
+            batch = self._collate(samples)
+        except RuntimeError as error:
+            if self._collate is default_collate:
+                _raise_if_shapes_differ(samples, error)
+            raise
+        if self._pins:
+            from torch.utils.data._utils.pin_memory import pin_memory
+
+            batch = pin_memory(batch)
+        return batch
+
+
+def _index_batches(loader: Any) -> Iterator[Any]:
+    """Yield the index batches of a loader, as tensors if its sampler is torch's; random draws are the same."""
+    batches = loader._index_sampler
+    if type(batches) is not BatchSampler or not isinstance(loader.dataset._hasten_data, Columns):
+        return iter(batches)
+    sampler: Any = batches.sampler
+    size, drop_last = batches.batch_size, batches.drop_last
+    if type(sampler) is SequentialSampler:
+        parts = torch.arange(len(sampler)).split(size) if len(sampler) else ()
+        return iter(parts[:-1] if drop_last and len(sampler) % size else parts)
+    if is_plain_shuffle(sampler) and _random_sampler_is_known():
+        return _shuffled(sampler, size, drop_last)
+    return iter(batches)
+
+
+def _shuffled(sampler: RandomSampler, size: int, drop_last: bool) -> Iterator[Tensor]:
+    """Yield the batches of a shuffled epoch, drawing what ``RandomSampler`` draws, when it does."""
+    count, generator = sampler.num_samples, sampler.generator
+    if generator is None:
+        generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    order = torch.randperm(count, generator=generator)
+    full = count // size * size
+    if full:
+        yield from order[:full].split(size)
+    # What it draws before it finds that all samples have been given.
+    torch.randperm(count, generator=generator)
+    if full < count and not drop_last:
+        yield order[full:]
+
+
+@functools.cache
+def _random_sampler_is_known() -> bool:
+    """Return whether this torch's ``RandomSampler`` draws as expected."""
+    ours, torchs = (torch.Generator().manual_seed(3) for _ in range(2))
+    expected = list(BatchSampler(RandomSampler(range(7), generator=torchs), 3, False))
+    found = [part.tolist() for part in _shuffled(RandomSampler(range(7), generator=ours), 3, False)]
+    return found == expected and torch.equal(ours.get_state(), torchs.get_state())
+
+
+def _made_resident(loader: Any, device: Any, argument: str, name: str) -> Any:
+    if is_resident(loader):
+        return loader
+    check_dataloader(loader, argument, name)
+    kind = type(loader)
+    if kind._get_iterator is not DataLoader._get_iterator:
+        raise TypeError(
+            f"{argument}: {name} is a {kind.__name__}, which iterates in its own way. Give a plain DataLoader, or "
+            f"leave {argument} out."
+        )
+    # A user's subclass stays one.
+    reads = {"_get_iterator": ResidentLoader._get_iterator}
+    made: Any = ResidentLoader if kind is DataLoader else type(kind.__name__, (kind,), reads)
+    new = made.__new__(made)
+    new.__dict__.update(loader.__dict__, **_held(loader, device, argument, name))
+    return new
+
+
+def _held(loader: DataLoader[Any], device: Any, argument: str, name: str) -> dict[str, Any]:
+    """Return the attributes with which a loader reads from memory."""
+    began = time.perf_counter()
+    dataset: Any = loader.dataset
+    collate_fn: Any = loader.collate_fn
+    on_device = device is not None and torch.device(device).type != "cpu"
+    workers = loader if loader.num_workers else None
+
+    def read() -> Columns | list[Any]:
+        data = getattr(dataset, "columns", None) if hasattr(dataset, "_hasten_preloaded") else None
+        if data is None:
+            data = DatasetReader(dataset, argument, name).read(workers)
+        if isinstance(data, Columns) and collate_fn is not default_collate:
+            # It may look at the samples together, so it gets them as always.
+            data = data.samples()
+        return _on_device(data, torch.device(device), argument, name) if on_device else data
+
+    held = HeldDataset(dataset, read, name)
+    data = held._hasten_data
+    if isinstance(data, Columns):
+        how = gigabytes(data.size_bytes)
+    elif collate_fn is default_collate:
+        how = "one by one, as they are not alike"
+    else:
+        how = f"one by one, for {getattr(collate_fn, '__name__', type(collate_fn).__name__)}"
+    rank_zero_info(
+        f"{name}: {len(held)} samples are held in memory, {how} ({time.perf_counter() - began:.1f} s)."
+    )
+    return {
+        **WITHOUT_WORKERS,
+        "dataset": held,
+        "collate_fn": joined if isinstance(data, Columns) else collate_fn,
+        "worker_init_fn": None,
+        "_iterator": None,
+        # What is on the device already cannot be pinned.
+        **({"pin_memory": False} if on_device else {}),
+    }
+
+
+def joined(batch: Any) -> Any:
+    """Return a batch that is joined already: the collate function of a resident loader."""
+    return batch
+
+
+def _on_device(data: Columns | list[Any], device: torch.device, argument: str, name: str) -> Columns:
+    if not isinstance(data, Columns):
+        raise ValueError(
+            f"{argument}: the samples of {name} are joined one by one, because they differ in size or there is a "
+            "collate_fn. Use resident=True, which holds them on the host."
+        )
+    if device.type == "cuda":
+        free = int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
+        if data.size_bytes > free:
+            raise ValueError(
+                f"{argument}: the samples of {name} need {gigabytes(data.size_bytes)}, and {gigabytes(free)} of "
+                f"{device} may be used. Use resident=True, which holds them on the host."
+            )
+    return data.to(device)
+
+
+def _raise_if_shapes_differ(samples: list[Any], error: RuntimeError) -> None:
+    """Raise an error that names a field of different shapes, which torch's ``default_collate`` cannot join, if any.
+
+    Raises:
+        ValueError: a field has different shapes in the samples.
+
+    """
+    shapes = [
+        {keystr(path): _shape(leaf) for path, leaf in tree_flatten_with_path(sample, _is_plain_list)[0]}
+        for sample in samples
+    ]
+    for place, shape in shapes[0].items():
+        for other in shapes[1:]:
+            if other.get(place, shape) != shape:
+                raise ValueError(
+                    f"in batch{place}: samples of the shapes {shape} and {other[place]} meet in a batch, and torch "
+                    "joins tensors of one shape only. Use the collate_fn hasten.data.pad_collate, or "
+                    "Trainer(batching='length'), which pads."
+                ) from error
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, list) and not any(
+        hasattr(each, "shape") or isinstance(each, (list, tuple, dict)) for each in value
+    )
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return (len(leaf),) if isinstance(leaf, list) else tuple(getattr(leaf, "shape", ()))

@@ -1,0 +1,625 @@
+"""Where a stream's batches come from, and how each kind of loader is opened in the middle of an epoch."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from hasten._lib.rank_zero import warn_once
+from hasten.data.loader_parts import (
+    has_state,
+    index_sampler,
+    is_iterable,
+    overrides_iter,
+    shut_down,
+    stateful_sampler,
+    with_attributes,
+)
+from hasten.data.resume.workers import RngWatch, StateCollate, UnpackingIterator, WorkerInit, WorkerStates
+from hasten.seed import generator_state, restore_rng_state, set_generator_state
+
+State = dict[str, Any]
+
+
+def source_of(loader: Any, *, replays: bool = True) -> BatchSource:
+    """Return the source for a loader; ``replays``: a place inside an epoch may be asked for."""
+    if has_state(loader):
+        return StatefulSource(loader)
+    if not isinstance(loader, DataLoader):
+        return IterableSource(loader, replays=replays)
+    return WorkerSource(loader) if loader.num_workers > 0 else InProcessSource(loader)
+
+
+class BatchSource:
+    """The batches of one kind of loader."""
+
+    # Whether something survives from one epoch to the next that a new process has to rebuild.
+    survives = False
+    # Whether ``indices`` has to be there.
+    keeps_indices = False
+    # The index batches, where there are any.
+    indices: CountingSampler | None = None
+    # How long the worker processes took to start, the last time; None without any, or before their batches.
+    start_seconds: float | None = None
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def open(self) -> Iterator[Any]:
+        """Begin an epoch."""
+        return iter(self._loader)
+
+    def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
+        """Begin an epoch after its first ``consumed`` batches; without a state as well as can be."""
+        return islice(self.open(), consumed, None)
+
+    def is_changed(self, state: State) -> bool:
+        """Return whether ``state`` comes from a loader that worked in another way."""
+        return False
+
+    def state(self, count: int) -> State:
+        """Return what ``reopen`` needs after ``count`` batches of this epoch, as plain data."""
+        return {}
+
+    def between_epochs(self) -> State:
+        """Return what has to be restored before the next epoch."""
+        return {}
+
+    def restore_between_epochs(self, state: State) -> None:
+        """Restore what ``between_epochs`` returned."""
+
+    def describe(self, error: Exception, number: int) -> str:
+        """Return where an error in fetching batch ``number`` (from 1) happened."""
+        return f"batch {number - 1} of {type(self._loader).__name__}"
+
+    def leave(self) -> None:
+        """Release an epoch that is over or broken off."""
+
+    def close(self) -> None:
+        """End worker processes, also persistent ones."""
+
+
+class IterableSource(BatchSource):
+    """A list of batches, or another iterable: read again up to the place."""
+
+    def __init__(self, loader: Any, *, replays: bool = True) -> None:
+        super().__init__(loader)
+        # A list draws no random numbers; and without resuming, nobody needs to know what was drawn.
+        self._just_skips = isinstance(loader, (list, tuple)) or not replays
+        self._replay: Replay | None = None
+
+    def open(self) -> Iterator[Any]:
+        """Begin an epoch."""
+        if self._just_skips:
+            return iter(self._loader)
+        self._replay = Replay(iter(self._loader))
+        return self._replay
+
+    def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
+        """Begin an epoch after its first batches."""
+        if self._just_skips:
+            return super().reopen(state, consumed)
+        self._replay = Replay(iter(self._loader))
+        return self._replay.skip(consumed, (state or {}).get("notes", []))
+
+    def state(self, count: int) -> State:
+        """Return what reading the loader again needs to know besides the count."""
+        return {} if self._replay is None else {"notes": self._replay.notes(count)}
+
+
+class StatefulSource(BatchSource):
+    """A loader that saves its position itself, such as torchdata's ``StatefulDataLoader``."""
+
+    def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
+        """Begin an epoch where the loader's own state says."""
+        if state is not None and "loader" in state:
+            self._loader.load_state_dict(state["loader"])
+            return self.open()
+        batches = self.open()
+        drop(batches, consumed)
+        return batches
+
+    def state(self, count: int) -> State:
+        """Return the loader's own state."""
+        return {"loader": copy.deepcopy(self._loader.state_dict())}
+
+    def between_epochs(self) -> State:
+        """Return the loader's own state."""
+        return self.state(0)
+
+    def restore_between_epochs(self, state: State) -> None:
+        """Load the loader's own state."""
+        if "loader" in state:
+            self._loader.load_state_dict(state["loader"])
+
+    def close(self) -> None:
+        """Shut down what an iterator kept by the loader still runs."""
+        shut_down(self._loader)
+
+
+class _DataLoaderSource(BatchSource):
+    """What is common to a ``DataLoader`` with and without workers."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        self._dataset: Any = loader.dataset
+        self._is_iterable = is_iterable(loader)
+        self._stateful_dataset = has_state(loader.dataset) and not overrides_iter(loader)
+        self._stateful_sampler = stateful_sampler(loader)
+        # Whether a place in the middle can only be reached by fetching everything before it.
+        self._replays = overrides_iter(loader) or (self._is_iterable and not has_state(loader.dataset))
+
+    def is_changed(self, state: State) -> bool:
+        """Return whether the epoch was begun with another number of workers; warn if so."""
+        saved, now = state.get("num_workers", 0), self._loader.num_workers
+        if saved != now:
+            order = " and their order" if self._is_iterable else ""
+            warn_once(
+                f"resume-num-workers-{saved}-{now}",
+                f"an epoch begun with num_workers={saved} goes on with num_workers={now}: until its end, random "
+                f"numbers drawn for the samples{order} differ from those of an uninterrupted run. Use "
+                f"num_workers={saved} to go on exactly.",
+            )
+        return bool(saved != now)
+
+    def between_epochs(self) -> State:
+        """Return the sampler's state, if it has one; that of living workers is in ``state``."""
+        sampler = self._stateful_sampler
+        return {} if sampler is None else {"sampler": copy.deepcopy(sampler.state_dict())}
+
+    def restore_between_epochs(self, state: State) -> None:
+        """Load the sampler's state."""
+        if self._stateful_sampler is not None and "sampler" in state:
+            self._stateful_sampler.load_state_dict(state["sampler"])
+
+    def _start_at(
+        self, indices: CountingSampler, state: State, number: int, *, skip: bool, once: bool = False
+    ) -> None:
+        """Make ``indices`` begin at index batch ``number``, by the sampler's own state if it has one."""
+        if self._stateful_sampler is not None and state.get("sampler") is not None:
+            self._stateful_sampler.load_state_dict(state["sampler"])
+            skip = False
+        indices.start_at(number, skip=skip, once=once)
+
+    def _place(self, number: int) -> str:
+        kind = type(self._dataset)
+        name = (
+            kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        )
+        return f"batch {number - 1} of the dataset {name}"
+
+
+class InProcessSource(_DataLoaderSource):
+    """A ``DataLoader`` without workers: index batches are skipped, the dataset is not touched."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        self._replay: Replay | None = None
+
+    def open(self) -> Iterator[Any]:
+        """Begin an epoch."""
+        if self._replays:
+            self._replay = Replay(iter(self._loader))
+            return self._replay
+        counts = self._stateful_sampler is not None or (self.keeps_indices and not self._is_iterable)
+        return iter(self._counted()[0] if counts else self._loader)
+
+    def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
+        """Begin an epoch after its first batches."""
+        if state is None or self.is_changed(state):
+            state = {}
+        if self._replays or (self._is_iterable and "dataset" not in state):
+            self._replay = Replay(iter(self._loader))
+            return self._replay.skip(consumed, state.get("notes", []))
+        self._load_dataset(state)
+        loader, indices = self._counted()
+        self._start_at(indices, state, consumed, skip=not self._is_iterable)
+        batches: Iterator[Any] = iter(loader)
+        indices.opened()
+        return batches
+
+    def state(self, count: int) -> State:
+        """Return the states of the dataset and the sampler, if they have any."""
+        state = self._dataset_state()
+        if self._stateful_sampler is not None and self.indices is not None:
+            state["sampler"] = self.indices.state(count)
+        if self._replay is not None:
+            state["notes"] = self._replay.notes(count)
+        return state
+
+    def between_epochs(self) -> State:
+        """Return the states of the dataset and the sampler, if they have any."""
+        return {**self._dataset_state(), **super().between_epochs()}
+
+    def restore_between_epochs(self, state: State) -> None:
+        """Load the states of the dataset and the sampler."""
+        self._load_dataset(state)
+        super().restore_between_epochs(state)
+
+    def describe(self, error: Exception, number: int) -> str:
+        """Return dataset, batch and, if known, sample."""
+        sample = _sample_in(error)
+        return self._place(number) if sample is None else f"{self._place(number)}, sample {sample}"
+
+    def _dataset_state(self) -> State:
+        return {"dataset": copy.deepcopy(self._dataset.state_dict())} if self._stateful_dataset else {}
+
+    def _load_dataset(self, state: State) -> None:
+        if self._stateful_dataset and "dataset" in state:
+            self._dataset.load_state_dict(state["dataset"])
+
+    def _counted(self) -> tuple[DataLoader[Any], CountingSampler]:
+        key, sampler = index_sampler(self._loader)
+        self.indices = indices = CountingSampler(sampler, stateful=self._stateful_sampler, keep=4)
+        return with_attributes(self._loader, **{key: indices}), indices
+
+
+class WorkerSource(_DataLoaderSource):
+    """A ``DataLoader`` with worker processes, each of which sends its random state along with its batches.
+
+    With each new iterator, the main process starts handing out work at the first worker again. So an epoch is entered
+    where it was last the first worker's turn, and the batches from there to the place are fetched again and dropped:
+    each worker keeps its number.
+    """
+
+    keeps_indices = True
+    indices: CountingSampler
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        self.survives = loader.persistent_workers
+        self._count = loader.num_workers
+        self._states = WorkerStates(self._count)
+        # What an IterableDataset does when it ends is not visible here, so its workers report how they begin.
+        self._reports_starts = self._is_iterable and self.survives
+        self._init = WorkerInit(loader.worker_init_fn, report_starts=self._reports_starts)
+        collate = StateCollate(
+            loader.collate_fn,
+            rng=not (self._replays and self._is_iterable),
+            dataset_state=self._stateful_dataset,
+            batch_size=loader.batch_size if self._is_iterable else None,
+        )
+        key, sampler = index_sampler(loader)
+        self._issued_ahead = (loader.prefetch_factor or 2) * self._count
+        keep = 2 * self._issued_ahead + self._count + 4
+        self.indices = CountingSampler(sampler, stateful=self._stateful_sampler, keep=keep)
+        self._loader_with_states: Any = with_attributes(
+            loader,
+            **{key: self.indices},
+            collate_fn=collate,
+            worker_init_fn=self._init,
+            _iterator=None,
+            _get_iterator=self._make_iterator,
+        )
+        self._iterator: Iterator[Any] | None = None
+        # The state of the generator that the workers' seed was drawn from, and whether that was in an
+        # epoch before this one.
+        self._birth: bytes | None = None
+        self._born_before = False
+        self._started_at = 0.0
+
+    @property
+    def start_seconds(self) -> float | None:  # type: ignore[override]
+        """How long the processes took to start, the last time; None until a batch has come from them."""
+        ready = self._states.ready
+        return None if ready is None else max(0.0, ready - self._started_at)
+
+    def open(self) -> Iterator[Any]:
+        """Begin an epoch; persistent workers continue from where they are."""
+        if self._iterator is not None and self.survives:
+            self._finish_issued()
+            self._states.start_epoch(0, self._states.after(self._states.number))
+            self._born_before = True
+            batches: Iterator[Any] = iter(self._loader_with_states)
+            self._iterator = batches
+            if self._reports_starts:
+                # A round of batches, with which the workers send the states they began the epoch in.
+                return chain(list(islice(batches, self._count)), batches)
+            return batches
+        self._init.states = []
+        self._states.start_epoch(0, [None] * self._count)
+        return self._start(None)
+
+    def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
+        """Begin an epoch after its first batches, with the workers as they were."""
+        if state is None or self.is_changed(state):
+            base = 0 if self._replays or self._is_iterable else consumed
+            state = {"base": base, "workers": [], "birth": None}
+        elif not self._loader.in_order:
+            warn_once(
+                "resume-in-order",
+                "a DataLoader with in_order=False does not report which batches had arrived: a few may be repeated "
+                "or missing after resuming within an epoch. Use in_order=True to go on exactly.",
+            )
+        base, workers, birth = state["base"], state["workers"], state["birth"]
+        self._init.states = workers
+        self._states.start_epoch(base, workers or [None] * self._count)
+        self._start_at(self.indices, state, base, skip=not self._is_iterable, once=birth is not None)
+        loader = self._loader_with_states
+        if birth is not None:
+            # This epoch drew no seed for its workers, but they need the one they were born with.
+            loader.generator = torch.Generator()
+            set_generator_state(loader.generator, birth)
+        batches = self._start(birth)
+        self.indices.opened()
+        drop(batches, consumed - base)
+        loader.generator = self._loader.generator
+        return batches
+
+    def state(self, count: int) -> State:
+        """Return the states of the workers when it was last the first one's turn."""
+        if self._replays:
+            base, workers = 0, self._states.starts
+        else:
+            base = self._states.base(count) if self._loader.in_order else count
+            workers = self._states.after(base)
+        state: State = {
+            "num_workers": self._count,
+            "base": base,
+            "workers": workers,
+            "birth": self._birth if self._born_before else None,
+        }
+        if self._stateful_sampler is not None:
+            state["sampler"] = self.indices.state(base)
+        return state
+
+    def describe(self, error: Exception, number: int) -> str:
+        """Return dataset, batch and indices; PyTorch's own message names the worker."""
+        indices = None if self._is_iterable else self.indices.batch(number)
+        if indices is None:
+            return self._place(number)
+        text = repr(indices)
+        return f"{self._place(number)}, indices {text if len(text) < 200 else text[:200] + '...'}"
+
+    def leave(self) -> None:
+        """Release an epoch; persistent workers live on."""
+        if not self.survives:
+            self.close()
+
+    def close(self) -> None:
+        """End the worker processes now."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            shut_down(iterator)
+        shut_down(self._loader_with_states)
+
+    def _start(self, birth: bytes | None) -> Iterator[Any]:
+        """Start the worker processes; ``birth``: see ``_birth``, where they continue another process's epoch."""
+        self._birth, self._born_before = birth, birth is not None
+        self._states.ready, self._started_at = None, time.time()
+        self._iterator = iter(self._loader_with_states)
+        return self._iterator
+
+    def _make_iterator(self) -> UnpackingIterator:
+        # The index sampler is asked for its iterator right before the seed of the workers is drawn.
+        self.indices.on_iter = self._remember_birth if self.survives else None
+        loader = self._loader_with_states
+        return UnpackingIterator(type(loader)._get_iterator(loader), self._states)
+
+    def _remember_birth(self) -> None:
+        self.indices.on_iter = None
+        if self._birth is None:
+            self._birth = generator_state(self._loader_with_states.generator or torch.default_generator)
+
+    def _finish_issued(self) -> None:
+        """Let the workers finish the work already issued, to know the states in which they end the epoch."""
+        assert self._iterator is not None
+        self.indices.stop()
+        for _ in range(self._issued_ahead + self._count):
+            try:
+                next(self._iterator)
+            except StopIteration:
+                return
+            except Exception:
+                # In a batch that nobody asked for; the next epoch reports a worker that died.
+                continue
+
+
+def drop(batches: Iterator[Any], count: int) -> None:
+    """Fetch ``count`` batches and forget them."""
+    deque(islice(batches, count), maxlen=0)
+
+
+def _sample_in(error: Exception) -> Any:
+    """Return the index of the sample whose fetching raised ``error``, from the frames of PyTorch's fetcher."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_filename.endswith(os.path.join("data", "_utils", "fetch.py")):
+            found = frame.f_locals.get("idx", found)
+        trace = trace.tb_next
+    return found
+
+
+class CountingSampler:
+    """Replaces the index sampler of a loader: the same index batches, counted, from any place on.
+
+    Args:
+        sampler: the batch sampler, or the sampler where the loader does not batch.
+        stateful: the sampler whose ``state_dict`` is remembered for each index batch, or None.
+        keep: the number of index batches to remember.
+
+    """
+
+    def __init__(self, sampler: Any, *, stateful: Any = None, keep: int = 2) -> None:
+        self.sampler_of_loader = sampler
+        self.on_iter: Callable[[], None] | None = None
+        self._stateful = stateful
+        self._keep = keep
+        self._first = self._skip = 0
+        self._once = False
+        self._current: _CountingIterator | None = None
+
+    def start_at(self, number: int, *, skip: bool, once: bool = False) -> None:
+        """Begin the next epoch at index batch ``number``.
+
+        Args:
+            number: how many index batches come before.
+            skip: draw these from the sampler and drop them; without it the sampler is already there.
+            once: the loader asks twice for an iterator where the epoch that is resumed asked once.
+
+        """
+        self._first, self._skip, self._once = number, number if skip else 0, once
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._once and self._current is not None:
+            self._once = False
+            return self._current
+        self._current = _CountingIterator(
+            iter(self.sampler_of_loader), self._first, self._skip, self._stateful, self._keep
+        )
+        if self.on_iter is not None:
+            self.on_iter()
+        return self._current
+
+    def __len__(self) -> int:
+        return len(self.sampler_of_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "sampler_of_loader":
+            raise AttributeError(name)
+        return getattr(self.sampler_of_loader, name)
+
+    def opened(self) -> None:
+        """Skip now, under the random state of the start of the epoch, and begin the next epoch at its start."""
+        if self._current is not None:
+            self._current.skip_now()
+        self.start_at(0, skip=False)
+
+    def stop(self) -> None:
+        """Give no more index batches in this epoch."""
+        if self._current is not None:
+            self._current.stopped = True
+
+    def batch(self, number: int) -> Any:
+        """Return index batch ``number`` (from 1) if it is still known, else None."""
+        return self._current.recent.get(number) if self._current is not None else None
+
+    def state(self, number: int) -> Any:
+        """Return the sampler's state after index batch ``number``, or None where it is not known or is the end.
+
+        A sampler at its end may already be back at its beginning.
+
+        """
+        current = self._current
+        if current is None or number == current.ended_at:
+            return None
+        return current.states.get(number)
+
+
+class _CountingIterator:
+    """Iterates over index batches and remembers the latest ``keep``."""
+
+    def __init__(self, iterator: Iterator[Any], first: int, skip: int, stateful: Any, keep: int) -> None:
+        self.stopped = False
+        self.ended_at: int | None = None
+        self.recent: dict[int, Any] = {}
+        self.states: dict[int, Any] = {}
+        self._iterator, self._number, self._skip = iterator, first, skip
+        self._stateful, self._keep = stateful, keep
+        if stateful is not None:
+            self.states[first] = copy.deepcopy(stateful.state_dict())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._skip:
+            self.skip_now()
+        if self.stopped:
+            raise StopIteration
+        try:
+            indices = next(self._iterator)
+        except StopIteration:
+            self.ended_at = self._number
+            raise
+        self._number += 1
+        self.recent[self._number] = indices
+        self.recent.pop(self._number - self._keep, None)
+        if self._stateful is not None:
+            self.states[self._number] = copy.deepcopy(self._stateful.state_dict())
+            self.states.pop(self._number - self._keep, None)
+        return indices
+
+    def skip_now(self) -> None:
+        """Draw and drop what comes before the place to begin at."""
+        skip, self._skip = self._skip, 0
+        for drawn in range(skip):
+            if next(self._iterator, self) is self:
+                raise RuntimeError(
+                    f"cannot resume after {skip} batches: the sampler ended after {drawn}. The data is shorter than "
+                    "when the checkpoint was written; resume with the same dataset, batch size and sampler."
+                )
+
+
+# About 5 KB each. A loader that chooses by draws further back than these cannot be replayed.
+_KEPT_NOTES = 1000
+# A loader that draws nothing for so many batches in a row, and most draw nothing at all, is no longer watched in
+# this epoch: reading the generators costs some 20 us a batch.
+_QUIET = 64
+
+
+class Replay:
+    """Iterates over a loader that cannot skip, and notes what is needed to read it again in the same way.
+
+    A loader that draws from the random generators of this process gets other numbers the second time, unless they
+    are restored. Within an epoch that is needed only where somebody else, such as dropout, drew in between.
+
+    Args:
+        batches: the loader's iterator, at the beginning of an epoch.
+
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._watch = RngWatch()
+        self._number = 0
+        self._expected = self._watch.state()
+        self._moved: set[str] = set()
+        self._notes: deque[list[Any]] = deque(maxlen=_KEPT_NOTES)
+        self._quiet = 0
+
+    def __iter__(self) -> Replay:
+        return self
+
+    def __next__(self) -> Any:
+        if self._quiet >= _QUIET:
+            batch = next(self._batches)
+            self._number += 1
+            return batch
+        before = self._watch.state()
+        self._moved.update(kind for kind in before if before[kind] != self._expected.get(kind))
+        batch = next(self._batches)
+        self._number += 1
+        self._expected = after = self._watch.state()
+        self._quiet = self._quiet + 1 if after == before else 0
+        drawn = [kind for kind in before if after[kind] != before[kind] and kind in self._moved]
+        if drawn:
+            self._notes.append([self._number, {kind: before[kind] for kind in drawn}])
+            self._moved.difference_update(drawn)
+        return batch
+
+    def notes(self, count: int) -> list[list[Any]]:
+        """Return the states to restore within the first ``count`` batches."""
+        return [note for note in self._notes if note[0] <= count]
+
+    def skip(self, count: int, notes: list[list[Any]]) -> Replay:
+        """Fetch ``count`` batches and forget them, drawing what was drawn when ``notes`` were taken."""
+        states = dict(notes)
+        for number in range(1, count + 1):
+            if number in states:
+                restore_rng_state(states[number])
+            next(self._batches, None)
+        self._number = count
+        self._notes.extend(notes)
+        self._expected = self._watch.state()
+        self._moved.clear()
+        return self
