@@ -187,7 +187,7 @@ def test_all_gather_on_two_processes() -> None:
 # -- what self.log hands on
 
 
-class Meters:
+class LoggedValues:
     def __init__(self) -> None:
         self.given: list[Any] = []
 
@@ -209,12 +209,12 @@ def test_logging_without_a_trainer_is_told_once_a_class() -> None:
 
 
 def test_log_and_log_dict_hand_on_the_same_options() -> None:
-    model, meters = Classifier(), Meters()
-    model.__dict__["_meters"] = meters
+    model, logged = Classifier(), LoggedValues()
+    model.__dict__["_logged"] = logged
     model.log("a", 1.0)
     model.log_dict({"a": 1.0, "b": 2.0})
-    assert meters.given == [("a", 1.0, DEFAULTS, None)] * 2 + [("b", 2.0, DEFAULTS, None)]
-    meters.given.clear()
+    assert logged.given == [("a", 1.0, DEFAULTS, None)] * 2 + [("b", 2.0, DEFAULTS, None)]
+    logged.given.clear()
     options: dict[str, Any] = {
         "prog_bar": True,
         "logger": False,
@@ -231,7 +231,7 @@ def test_log_and_log_dict_hand_on_the_same_options() -> None:
     model.log("a", 1.0, **options)
     model.log_dict({"a": 1.0}, **options)
     expected = (True, False, True, False, "max", True, True, "g", False, None, True)
-    assert meters.given == [("a", 1.0, expected, 7)] * 2
+    assert logged.given == [("a", 1.0, expected, 7)] * 2
 
 
 def test_a_module_in_fabrics_hands(tmp_path: Path) -> None:

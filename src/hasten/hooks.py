@@ -14,7 +14,7 @@ from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
 
 if TYPE_CHECKING:
-    from hasten.logged_values import Meters
+    from hasten.logged_values import LoggedValues
 
 Call = Callable[..., Any]
 
@@ -176,13 +176,13 @@ class Hooks:
         module: LightningModule,
         callbacks: Iterable[Callback],
         datamodule: LightningDataModule | None,
-        meters: Meters,
+        logged: LoggedValues,
     ) -> None:
         self._trainer = trainer
         self._module = module
         self._callbacks = callbacks
         self._datamodule = datamodule
-        self._meters = meters
+        self._logged = logged
         # Set where a profiler wants to know of each call; only while listeners are looked for.
         self.watch: Callable[[str, Call], Call] | None = None
         self.find()
@@ -236,7 +236,7 @@ class Hooks:
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
         if not listeners:
             return nothing
-        return self._meters.inside(row, listeners)
+        return self._logged.inside(row, listeners)
 
     def _watched(self, action: str, listener: Call) -> Call:
         return listener if self.watch is None else self.watch(action, listener)

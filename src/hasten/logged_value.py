@@ -1,10 +1,10 @@
-"""One value logged under one name: its latest value and what the epoch has gathered of it."""
+"""One value logged under one name: its latest value and what the epoch has accumulated."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,49 +13,49 @@ from hasten._lib.errors import MisconfigurationException
 
 if TYPE_CHECKING:
     from hasten.hooks import Hook
+    from hasten.logged_values import LoggedValues
 
-Options = tuple[Any, ...]
-
-# Of a call of ``self.log``, for the values that follow a resume.
-_KEPT = ("on_step", "on_epoch", "prog_bar", "logger", "reduce", "sync")
-
-
-class Owner(Protocol):
-    """What a meter needs of the meters it belongs to."""
-
-    batch_size: int
-    on_first_process: bool
-
-    def find_batch_size(self, name: str) -> int:
-        """Return how many samples the batch in hand has."""
+# Attributes of a LoggedValue that follow from the options of ``self.log``; a checkpoint keeps them.
+_SETTINGS = ("on_step", "on_epoch", "prog_bar", "logger", "reduce", "sync")
 
 
-class Meter:
-    """One value logged under one name in one hook: its latest value and what the epoch has gathered."""
+class LogOptions(NamedTuple):
+    """The arguments of ``self.log`` that must stay the same for a name."""
 
-    __slots__ = (
-        "enable_graph",
-        "loader_suffix",
-        "logger",
-        "metric",
-        "name",
-        "on_epoch",
-        "on_step",
-        "options",
-        "owner",
-        "prog_bar",
-        "reduce",
-        "sync",
-        "total",
-        "value",
-        "weight",
-        "zero_only",
-    )
+    prog_bar: bool
+    logger: bool | None
+    on_step: bool | None
+    on_epoch: bool | None
+    reduce_fx: str | Callable[..., Any]
+    enable_graph: bool
+    sync_dist: bool
+    sync_dist_group: Any
+    add_dataloader_idx: bool
+    metric_attribute: str | None
+    rank_zero_only: bool
 
-    def __init__(self, name: str, owner: Owner) -> None:
+    def differences(self, other: LogOptions) -> str:
+        """Return the arguments in which two calls differ."""
+        return ", ".join(
+            f"{name}={before!r} then {after!r}"
+            for name, before, after in zip(self._fields, self, other, strict=True)
+            if before != after
+        )
+
+
+class LoggedValue:
+    """One value logged under one name in one hook: its latest value and what the epoch has accumulated.
+
+    Args:
+        name: as given to ``self.log``.
+        owner: the values of the run.
+
+    """
+
+    def __init__(self, name: str, owner: LoggedValues) -> None:
         self.name = name
         self.owner = owner
-        self.options: Options | None = None
+        self.options: LogOptions | None = None
         self.loader_suffix = ""
         self.metric: Any = None
         self.on_step = self.on_epoch = True
@@ -65,12 +65,16 @@ class Meter:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the epoch."""
+        """Start a new epoch."""
         self.value: Any = None
         self.total: Any = None
         self.weight: Any = 0
         if self.metric is not None:
             self.metric.reset()
+
+    @property
+    def base_name(self) -> str:
+        return f"{self.name}{self.loader_suffix}"
 
     @property
     def step_name(self) -> str:
@@ -82,10 +86,6 @@ class Meter:
         fork = "_epoch" if self.on_step and self.on_epoch else ""
         return f"{self.name}{fork}{self.loader_suffix}"
 
-    @property
-    def plain_name(self) -> str:
-        return f"{self.name}{self.loader_suffix}"
-
     def add(self, value: Any, batch_size: Any) -> None:
         """Take one value; it stays on its device."""
         if isinstance(value, Tensor):
@@ -96,7 +96,7 @@ class Meter:
             if value.dim():
                 value = value.reshape(())
         elif type(value) is not float and type(value) is not int:
-            value = self._unusual(value)
+            value = self._convert(value)
             if value is None:
                 return
         if self.zero_only and not self.owner.on_first_process:
@@ -116,27 +116,27 @@ class Meter:
         if total is None:
             self.total = _first(value, batch_size, reduce)
         elif reduce == "max" or reduce == "min":
-            self.total = _extreme(total, value, reduce)
+            self.total = extreme(total, value, reduce)
         elif (
             type(batch_size) is int
             and isinstance(total, Tensor)
             and isinstance(value, Tensor)
-            # A sum on the CPU takes nothing from a device in place; their sum is a new one, on the device.
+            # A device tensor cannot be added to a CPU total in place; the sum is a new tensor on the device.
             and (value.is_cpu or not total.is_cpu)
         ):
             total.add_(value, alpha=batch_size)
         else:
             self.total = total + _first(value, batch_size, reduce)
 
-    def _unusual(self, value: Any) -> Any:
+    def _convert(self, value: Any) -> float | None:
+        """Return anything but a tensor, float or int as a float; None for a metric, which keeps its own state."""
         if is_metric(value):
             if self.metric is None:
                 self.metric = value
             elif self.metric is not value:
                 raise MisconfigurationException(
-                    f"self.log({self.name!r}, metric): another {type(value).__name__} object than before. The epoch's "
-                    "value is in one object: make it once, as an attribute of the module (self.metric = ... in "
-                    "__init__), update and log that one."
+                    f"self.log({self.name!r}, metric): another {type(value).__name__} object than before. Make it "
+                    "once, as an attribute of the module (self.metric = ... in __init__), and log that object."
                 )
             self.value = value
             self.weight = 1
@@ -151,104 +151,96 @@ class Meter:
         )
 
     def step_value(self) -> Any:
-        """Return the latest value, or None when there is none."""
-        if self.metric is not None:
-            return self.metric._forward_cache
-        return self.value
+        """Return the latest value, or None if there is none."""
+        return self.value if self.metric is None else self.metric._forward_cache
 
     def epoch_value(self) -> tuple[Any, Any, str]:
         """Return (numerator, weight, reduction); a metric is computed and has weight None."""
-        if self.metric is not None:
-            value = self.metric.compute()
-            if (isinstance(value, Tensor) and value.numel() != 1) or isinstance(value, Mapping):
-                raise ValueError(
-                    f"self.log({self.name!r}, metric): the metric {type(self.metric).__name__} computes "
-                    f"{describe(value)}, and only a value of one element can be logged. "
-                    "Call compute() yourself at the end of the epoch and log the parts."
-                )
-            return (value.reshape(()) if isinstance(value, Tensor) else value), None, "metric"
-        return self.total, self.weight, self.reduce
+        if self.metric is None:
+            return self.total, self.weight, self.reduce
+        value = self.metric.compute()
+        if (isinstance(value, Tensor) and value.numel() != 1) or isinstance(value, Mapping):
+            raise ValueError(
+                f"self.log({self.name!r}, metric): {type(self.metric).__name__} computes {describe(value)}, and only a "
+                "value of one element can be logged. Call compute() at the end of the epoch and log its parts."
+            )
+        return (value.reshape(()) if isinstance(value, Tensor) else value), None, "metric"
 
     @property
     def has_epoch_value(self) -> bool:
-        return self.value is not None if self.metric is not None else self.total is not None
+        return self.total is not None if self.metric is None else self.value is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an interrupted epoch has gathered, as plain data and tensors on the CPU; no metric."""
-        kept = {name: getattr(self, name) for name in ("name", *_KEPT)}
-        value = None if self.metric is not None else _plain(self.value)
-        return {**kept, "value": value, "total": _plain(self.total), "weight": _plain(self.weight)}
+        """Return what an interrupted epoch has accumulated, as plain data and CPU tensors, without the metric."""
+        kept = {name: getattr(self, name) for name in ("name", *_SETTINGS)}
+        value = None if self.metric is not None else _on_cpu(self.value)
+        return {**kept, "value": value, "total": _on_cpu(self.total), "weight": _on_cpu(self.weight)}
 
     def load_state_dict(self, state: Mapping[str, Any], metric: Any, device: torch.device) -> None:
-        """Take back what ``state_dict`` returned.
+        """Restore what ``state_dict`` returned.
 
         Args:
-            state: that.
-            metric: the metric that was logged, which has its own state; None where a value was.
-            device: where values are from now on.
+            state: what ``state_dict`` returned.
+            metric: the metric that was logged, which restores its own state; None for a plain value.
+            device: where the tensors go.
 
         """
-        for name in _KEPT:
+        for name in _SETTINGS:
             setattr(self, name, state[name])
-        self.enable_graph = self.zero_only = False
         self.metric = metric
-        self.value = _on(device, state["value"]) if metric is None else metric
-        self.total, self.weight = _on(device, state["total"]), _on(device, state["weight"])
+        self.value = _on_device(device, state["value"]) if metric is None else metric
+        self.total, self.weight = _on_device(device, state["total"]), _on_device(device, state["weight"])
 
 
-class Context:
-    """One hook in which values are logged."""
+class LoggingContext:
+    """The hook or step in which values are logged, with its values by name, kept apart by dataloader."""
 
-    __slots__ = ("by_loader", "loader_idx", "meters", "row")
+    __slots__ = ("by_loader", "loader_idx", "row", "values")
 
     def __init__(self, row: Hook) -> None:
         self.row = row
-        self.loader_idx: int | None = None
-        self.by_loader: dict[int | None, dict[str, Meter]] = {}
-        self.meters: dict[str, Meter] = self.by_loader.setdefault(None, {})
+        self.by_loader: dict[int | None, dict[str, LoggedValue]] = {}
+        self.enter_loader(None)
 
     def enter_loader(self, loader_idx: int | None) -> None:
-        """Keep the values of this dataloader apart from those of the others."""
+        """Log for this dataloader from now on."""
         self.loader_idx = loader_idx
-        self.meters = self.by_loader.setdefault(loader_idx, {})
+        self.values = self.by_loader.setdefault(loader_idx, {})
 
-    def all_meters(self) -> Iterable[Meter]:
-        for meters in self.by_loader.values():
-            yield from meters.values()
+    def all_values(self) -> Iterator[LoggedValue]:
+        """Yield the values of all dataloaders."""
+        for values in self.by_loader.values():
+            yield from values.values()
 
 
 def _first(value: Any, weight: Any, reduce: str) -> Any:
-    if isinstance(value, Tensor):
-        start = value
-        if not value.is_floating_point():
-            # Counts stay exact, where the device has doubles.
-            start = value.to(_widest(value))
-        elif value.dtype not in (torch.float32, torch.float64):
-            # At least single precision: a sum of thousands of half-precision values stops growing.
-            start = value.to(torch.float32)
-        return start * weight if reduce == "mean" else start.clone()
-    return value * weight
+    if not isinstance(value, Tensor):
+        return value * weight
+    start = value
+    if not value.is_floating_point():
+        # Counts stay exact where the device has doubles.
+        start = value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+    elif value.dtype not in (torch.float32, torch.float64):
+        # A sum of thousands of half-precision values stops growing.
+        start = value.to(torch.float32)
+    return start * weight if reduce == "mean" else start.clone()
 
 
-def _extreme(total: Any, value: Any, reduce: str) -> Any:
-    if isinstance(total, Tensor) or isinstance(value, Tensor):
-        pick = torch.maximum if reduce == "max" else torch.minimum
-        device = value.device if isinstance(value, Tensor) else total.device
-        return pick(_comparable(total, device), _comparable(value, device))
-    return max(total, value) if reduce == "max" else min(total, value)
+def extreme(total: Any, value: Any, reduce: str) -> Any:
+    """Return the larger (``reduce="max"``) or smaller of two numbers or tensors."""
+    if not isinstance(total, Tensor) and not isinstance(value, Tensor):
+        return max(total, value) if reduce == "max" else min(total, value)
+    pick = torch.maximum if reduce == "max" else torch.minimum
+    device = value.device if isinstance(value, Tensor) else total.device
+    return pick(_as_float(total, device), _as_float(value, device))
 
 
-def _comparable(value: Any, device: torch.device) -> Tensor:
-    """Return a number, or a tensor of whole numbers, such that a fraction beside it keeps its value, and it too."""
+def _as_float(value: Any, device: torch.device) -> Tensor:
+    """Return a number or tensor as a floating tensor wide enough to keep its value."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.to(device)
-    return torch.as_tensor(
-        value, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
-    )
-
-
-def _widest(value: Tensor) -> torch.dtype:
-    return torch.float32 if value.device.type == "mps" else torch.float64
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.as_tensor(value, dtype=dtype, device=device)
 
 
 def _not_scalar(name: str, value: Any) -> ValueError:
@@ -256,17 +248,18 @@ def _not_scalar(name: str, value: Any) -> ValueError:
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     return ValueError(
         f"self.log({name!r}, ...): a logged value must have one element, got {kind}{shape}. Reduce it first, for "
-        f"instance self.log({name!r}, value.mean()), or log each element under a name of its own."
+        f"instance self.log({name!r}, value.mean()), or log each element under its own name."
     )
 
 
 def is_metric(value: Any) -> bool:
-    # Importing torchmetrics costs most of a second: a value can only be a Metric where it was imported.
+    """Return whether ``value`` is a ``torchmetrics.Metric``, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def describe(value: Any) -> str:
+    """Describe a tensor, a dict or another value in a few words."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
@@ -275,7 +268,7 @@ def describe(value: Any) -> str:
 
 
 def reduction(reduce_fx: Any, where: str) -> str:
-    """Return the name of a reduction, however it was given."""
+    """Return the name of a reduction given by name or as a function."""
     named = {"mean": "mean", "avg": "mean", "average": "mean", "sum": "sum", "min": "min", "max": "max"}
     functions = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
     functions |= {max: "max", min: "min", sum: "sum"}
@@ -288,31 +281,9 @@ def reduction(reduce_fx: Any, where: str) -> str:
     return found
 
 
-def differences(old: Options, new: Options) -> str:
-    """Return in which arguments of ``self.log`` two calls differ."""
-    names = (
-        "prog_bar",
-        "logger",
-        "on_step",
-        "on_epoch",
-        "reduce_fx",
-        "enable_graph",
-        "sync_dist",
-        "sync_dist_group",
-        "add_dataloader_idx",
-        "metric_attribute",
-        "rank_zero_only",
-    )
-    return ", ".join(
-        f"{name}={before!r} then {after!r}"
-        for name, before, after in zip(names, old, new, strict=True)
-        if before != after
-    )
-
-
-def _plain(value: Any) -> Any:
+def _on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def _on(device: torch.device, value: Any) -> Any:
+def _on_device(device: torch.device, value: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value

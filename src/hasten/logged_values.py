@@ -1,9 +1,8 @@
-"""Values given to ``self.log``: accumulated on the device, reduced, and published when they have arrived.
+"""Values given to ``self.log``: accumulated on the device, reduced, and published once they are on the host.
 
-Nothing here reads from the device between two logging intervals. ``record`` keeps a detached copy of a
-value where it lives and adds it to the epoch's total there; ``publish_step`` and ``close_epoch`` stack
-what is due, reduce it over the processes with one collective an operation, and move it to the host in one
-copy.
+Nothing here reads from the device between two logging intervals. ``record`` keeps a detached copy of a value on its
+device and adds it to the epoch's total there; ``publish_step`` and ``close_epoch`` stack what is due, reduce it over
+the processes with one collective an operation, and move it to the host in one copy.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,104 +20,76 @@ from torch import Tensor
 from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.host import Arrival, send_to_host
-from hasten.logged_value import Context, Meter, Options, describe, differences, is_metric, reduction
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, describe, is_metric, reduction
 from hasten.machine import agreement
 
 if TYPE_CHECKING:
     from hasten.hooks import Hook
-
-(PROG_BAR, LOGGER, ON_STEP, ON_EPOCH, REDUCE, GRAPH, SYNC, GROUP, ADD_LOADER, ATTRIBUTE, ZERO_ONLY) = range(
-    11
-)
+    from hasten.loggers.base import Logger
+    from hasten.loops.bad_loss import LossReport
+    from hasten.runtime import Runtime
 
 # The bar gets a fresh value this often even when the logging interval is far away (long steps).
 BAR_INTERVAL_SECONDS = 5.0
 
+# (record, name, value, options, batch_size): calls record(name, value, options, batch_size)
+Observer = Callable[[Callable[..., LoggedValue], str, Any, tuple[Any, ...], Any], None]
 
-# Of the meters that agree with those of other processes, in the order in which they begin to.
+# Numbers the runs that agree on values with other processes; the same run has the same number on each.
 _numbers = itertools.count()
 
 
-class Collectives(Protocol):
-    """What the meters need of the runtime to agree over processes."""
+class _Pending(NamedTuple):
+    """Values on their way to the host."""
 
-    @property
-    def global_rank(self) -> int:
-        """Which process this is."""
-
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-
-    def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Reduce tensors over all processes."""
+    arrival: Arrival
+    entries: list[tuple[LoggedValue, str]]
+    step: int
+    epoch: int | None
 
 
-class MetricSink(Protocol):
-    """What the meters need of a logger."""
+class LoggedValues:
+    """All values logged in a run, by stage and hook.
 
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Write one row."""
+    Args:
+        runtime: reduces values over the processes.
 
-    def log_hyperparams(self, params: Any) -> None:
-        """Write hyper-parameters."""
+    """
 
-    def log_graph(self, model: Any) -> None:
-        """Write the model's graph."""
-
-    def save(self) -> None:
-        """Flush if it is time to."""
-
-
-class BadLosses(Protocol):
-    """Hears of losses that have arrived on the host."""
-
-    def loss(self, value: float, step: int, epoch: int | None) -> None:
-        """Take the loss of a training step."""
-
-    def logged(self, hook: str, stage: str, name: str, value: float) -> None:
-        """Take a logged value that is called a loss and is not finite."""
-
-
-class Meters:
-    """All values logged in a run, by stage and hook."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        self.collectives = collectives
-        self.on_first_process = collectives.global_rank == 0
-        self.loggers: Sequence[MetricSink] = ()
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.on_first_process = runtime.global_rank == 0
+        self.loggers: Sequence[Logger] = ()
         self.batch: Any = None
         self.batch_size: int = 0
         self.logs_evaluation_steps = False
-        self.context: Context = _OUTSIDE
+        self.context: LoggingContext = _OUTSIDE
         self.callback_values: dict[str, float] = {}
-        self.logged_values: dict[str, float] = {}
+        self.logger_values: dict[str, float] = {}
         self.bar_values: dict[str, float] = {}
-        self._contexts: dict[str, Context] = {}
-        self._on_the_way: list[tuple[Arrival, list[tuple[Meter, str]], int, int | None]] = []
+        # Checks losses for nan and infinity; None outside of training.
+        self.loss_report: LossReport | None = None
+        self._observer: Callable[..., None] | None = None
+        self._contexts: dict[str, LoggingContext] = {}
+        self._pending: list[_Pending] = []
         self._bar_sent = time.monotonic()
         self._warned: set[str] = set()
-        # What was reduced over the processes last, and how often that was done, by the moment it is done at.
+        # What each moment reduced last, and how many times it came.
         self._reduced: dict[str, list[str]] = {}
         self._times: dict[str, int] = {}
         self._closed: dict[str, int] = {}
         self._number: int | None = None
-        # Who hears of losses; None outside of training.
-        self.report: BadLosses | None = None
-        self._loss = Meter("loss", self)
-        self._looked_at: int | None = None
+        self._loss = LoggedValue("loss", self)
+        self._loss_sent_at: int | None = None
 
     # -- where a value is logged
 
-    def context_of(self, row: Hook) -> Context:
+    def context_of(self, row: Hook) -> LoggingContext:
         """Return the context of a hook; the same object each time."""
         context = self._contexts.get(row.name)
         if context is None:
-            context = self._contexts[row.name] = Context(row)
+            context = self._contexts[row.name] = LoggingContext(row)
         return context
 
     def inside(self, row: Hook, listeners: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
@@ -152,16 +124,55 @@ class Meters:
 
     # -- taking values
 
-    def record(self, name: str, value: Any, options: Options, batch_size: Any) -> None:
-        """Take one value given to ``self.log``; the first call of a name in a hook settles its meaning."""
-        context = self.context
-        meter = context.meters.get(name)
-        if meter is None or meter.options != options:
-            meter = self._settle(context, name, value, options)
-        meter.add(value, batch_size)
+    def record(self, name: str, value: Any, options: tuple[Any, ...], batch_size: Any) -> Any:
+        """Take one value given to ``self.log``.
 
-    def _settle(self, context: Context, name: str, value: Any, options: Options) -> Meter:
-        row = context.row
+        Args:
+            name: the name.
+            value: a number, a tensor of one element or a metric.
+            options: the fields of a ``LogOptions``; the first call for a name in a hook decides them.
+            batch_size: the weight in the epoch's mean; None for that of the batch.
+
+        Returns:
+            the ``LoggedValue``; None while an observer is there.
+
+        """
+        if self._observer is not None:
+            return self._observer(name, value, options, batch_size)
+        context = self.context
+        logged = context.values.get(name)
+        if logged is None or logged.options != options:
+            logged = self._resolve_options(context, name, value, LogOptions(*options))
+        logged.add(value, batch_size)
+        return logged
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Call ``observer(record, name, value, options, batch_size)`` instead of ``record``; contexts nest.
+
+        Args:
+            observer: calls ``record`` with the other arguments, which returns the ``LoggedValue``.
+
+        """
+        outer = self._observer
+
+        def observe(*call: Any) -> None:
+            self._observer = outer
+            try:
+                observer(self.record, *call)
+            finally:
+                self._observer = observe
+
+        self._observer = observe
+        try:
+            yield
+        finally:
+            self._observer = outer
+
+    def _resolve_options(
+        self, context: LoggingContext, name: str, value: Any, options: LogOptions
+    ) -> LoggedValue:
+        row, several_processes = context.row, self._runtime.world_size > 1
         where = f"self.log({name!r}, ...) in {row.name}"
         if row.log is None:
             raise MisconfigurationException(
@@ -172,19 +183,19 @@ class Meters:
             raise TypeError(f"{where}: the name must be a str, got {type(name).__name__}.")
         if "/dataloader_idx_" in name:
             raise MisconfigurationException(
-                f"{where}: names containing '/dataloader_idx_' are given by the Trainer itself. "
-                "Choose another name, or use add_dataloader_idx."
+                f"{where}: the Trainer adds '/dataloader_idx_' to names itself. Choose another name, or use "
+                "add_dataloader_idx."
             )
-        meter = context.meters.get(name)
-        if meter is None:
-            meter = context.meters[name] = Meter(name, self)
-        elif meter.options is not None:
+        logged = context.values.get(name)
+        if logged is None:
+            logged = context.values[name] = LoggedValue(name, self)
+        elif logged.options is not None:
             raise MisconfigurationException(
                 f"{where}: this name was logged here before with other arguments "
-                f"({differences(meter.options, options)}). Use the same arguments each time, or another name."
+                f"({logged.options.differences(options)}). Use the same arguments each time, or another name."
             )
-        on_step = row.log.on_step if options[ON_STEP] is None else options[ON_STEP]
-        on_epoch = row.log.on_epoch if options[ON_EPOCH] is None else options[ON_EPOCH]
+        on_step = row.log.on_step if options.on_step is None else bool(options.on_step)
+        on_epoch = row.log.on_epoch if options.on_epoch is None else bool(options.on_epoch)
         if on_step and not row.log.step_allowed:
             raise MisconfigurationException(
                 f"{where}: on_step=True is not possible here, there is no step. Use on_epoch=True (the default)."
@@ -194,21 +205,20 @@ class Meters:
                 f"{where}: with on_step=False and on_epoch=False logging is not useful, the value goes nowhere. "
                 "Set one of them."
             )
-        meter.on_step, meter.on_epoch = bool(on_step), bool(on_epoch)
-        meter.prog_bar = bool(options[PROG_BAR])
-        meter.logger = options[LOGGER] is None or bool(options[LOGGER])
-        meter.reduce = reduction(options[REDUCE], where)
-        meter.enable_graph = bool(options[GRAPH])
-        meter.zero_only = bool(options[ZERO_ONLY])
-        # A value of the first process alone has nothing to be reduced with.
-        meter.sync = bool(options[SYNC]) and not meter.zero_only and self.collectives.world_size > 1
-        if context.loader_idx is not None and options[ADD_LOADER]:
-            meter.loader_suffix = f"/dataloader_idx_{context.loader_idx}"
+        logged.on_step, logged.on_epoch = on_step, on_epoch
+        logged.prog_bar = bool(options.prog_bar)
+        logged.logger = options.logger is None or bool(options.logger)
+        logged.reduce = reduction(options.reduce_fx, where)
+        logged.enable_graph = bool(options.enable_graph)
+        logged.zero_only = bool(options.rank_zero_only)
+        logged.sync = bool(options.sync_dist) and not logged.zero_only and several_processes
+        if context.loader_idx is not None and options.add_dataloader_idx:
+            logged.loader_suffix = f"/dataloader_idx_{context.loader_idx}"
         elif context.loader_idx is not None:
             _check_loaders_apart(context, name, value, where)
         if is_metric(value):
-            meter.metric = value
-        elif self.collectives.world_size > 1 and on_epoch and not options[SYNC] and not options[ZERO_ONLY]:
+            logged.metric = value
+        elif several_processes and on_epoch and not options.sync_dist and not options.rank_zero_only:
             self._warn(
                 name,
                 f"{where}: the mean over the epoch is taken on each process alone. "
@@ -216,20 +226,20 @@ class Meters:
             )
         if on_step and row.stage != "train":
             self.logs_evaluation_steps = True
-        meter.options = options
-        return meter
+        logged.options = options
+        return logged
 
     def find_batch_size(self, name: str) -> int:
-        """Return how many samples the batch in hand has; read once a batch, and only when needed."""
+        """Return the number of samples in the current batch; read once a batch, and only when needed."""
         if self.context.row.log is None or not self.context.row.log.step_allowed:
             return 1
         size, certain = batch_size_of(self.batch)
         if not certain:
             self._warn(
                 "batch_size",
-                f"self.log({name!r}, ...): an epoch mean is weighted by the batch size, and this batch does not "
-                f"tell it ({describe(self.batch)}); {size} was taken. "
-                f"Write self.log({name!r}, ..., batch_size=...) to say it.",
+                f"self.log({name!r}, ...): an epoch mean is weighted by the batch size, and this batch "
+                f"({describe(self.batch)}) does not show it; {size} was taken. "
+                f"Write self.log({name!r}, ..., batch_size=...) to set it.",
             )
         self.batch_size = size
         return size
@@ -237,51 +247,35 @@ class Meters:
     # -- publishing
 
     def publish_step(self, step: int, epoch: int, *, to_loggers: bool, loss: Tensor | None = None) -> None:
-        """Send the latest training values on their way to the host.
+        """Start sending the latest training values to the host.
 
         Args:
             step: the loggers' x axis.
-            epoch: the epoch in hand.
-            to_loggers: for the loggers as well, not for the progress bar alone.
-            loss: the loss of the step, to be looked at when it has arrived.
+            epoch: the current epoch.
+            to_loggers: send them to the loggers too, not only to the progress bar.
+            loss: the loss of the step, to be checked once it has arrived.
 
         """
         entries = [
-            (meter, meter.step_name)
-            for meter in self._stage("train")
-            if meter.on_step and (meter.prog_bar or (meter.logger and to_loggers)) and meter.value is not None
-        ]
-        entries = [entry for entry in entries if entry[0].step_value() is not None]
-        if not to_loggers:
+            (logged, logged.step_name)
+            for logged in self.of_stage("train")
+            if logged.on_step and (logged.prog_bar or (logged.logger and to_loggers))
             # Each process refreshes its bar by its own clock: nothing may be exchanged for that.
-            entries = [entry for entry in entries if not self._is_shared(entry[0])]
+            and (to_loggers or not self._is_shared(logged))
+            and logged.value is not None
+            and logged.step_value() is not None
+        ]  # fmt: skip
         moment = "step" if to_loggers else None
-        if entries or (loss is not None and self.report is not None):
+        if entries or (loss is not None and self.loss_report is not None):
             self._send(entries, step if to_loggers else -1, epoch, loss, moment=moment)
         elif moment is not None:
             self._synchronised([], [], moment)
         self.deliver()
 
-    def logged_on_steps(self) -> list[str]:
-        """Return the names of the training values meant for the loggers' rows of steps."""
-        return [meter.plain_name for meter in self._stage("train") if meter.on_step and meter.logger]
-
-    def look_at_loss(self, loss: Tensor | None, step: int, epoch: int) -> None:
-        """Send the loss of a step on its way to the host, unless it was published with the values of that step."""
-        if loss is not None and self.report is not None and step != self._looked_at:
+    def publish_loss(self, loss: Tensor | None, step: int, epoch: int) -> None:
+        """Send the loss of a step to the host to be checked, unless ``publish_step`` has sent it."""
+        if loss is not None and self.loss_report is not None and step != self._loss_sent_at:
             self._send([], step, epoch, loss)
-
-    def sync_step_values(self) -> None:
-        """Reduce the latest values logged with ``sync_dist=True`` for who reads them now; all processes call it."""
-        meters = [meter for meter in self._stage("train") if meter.on_step and self._is_shared(meter)]
-        meters = [meter for meter in meters if meter.weight is not None and meter.step_value() is not None]
-        values = self._synchronised([meter.step_value() for meter in meters], meters, "asked")
-        for meter, value in zip(meters, send_to_host(values).values(), strict=True):
-            self.callback_values[meter.plain_name] = self.callback_values[meter.step_name] = value
-
-    def _is_shared(self, meter: Meter) -> bool:
-        """Return whether a value is the reduction of those of several processes."""
-        return bool(meter.sync) and self.collectives.world_size > 1 and meter.metric is None
 
     def publish_bar(self, epoch: int) -> None:
         """Refresh the bar's values when steps are so long that the logging interval is far away."""
@@ -293,18 +287,38 @@ class Meters:
     def publish_evaluation_step(self, stage: str, step: int) -> None:
         """Send values logged with ``on_step=True`` in an evaluation step; their x axis is the batch's index."""
         entries = [
-            (meter, meter.step_name)
-            for meter in self._stage(stage, current_loader=True)
-            if meter.on_step and meter.step_value() is not None
+            (logged, logged.step_name)
+            for logged in self.of_stage(stage, current_loader=True)
+            if logged.on_step and logged.step_value() is not None
         ]
         if entries:
             self._send(entries, step, None, moment=f"{stage} step")
-        if len(self._on_the_way) > 64:
+        if len(self._pending) > 64:
             self.deliver()
+
+    def logged_on_steps(self) -> list[str]:
+        """Return the names of the training values meant for the loggers' rows of steps."""
+        return [logged.base_name for logged in self.of_stage("train") if logged.on_step and logged.logger]
+
+    def sync_step_values(self) -> None:
+        """Reduce the latest values logged with ``sync_dist=True`` over the processes; all of them call it."""
+        shared = [
+            logged
+            for logged in self.of_stage("train")
+            if logged.on_step and self._is_shared(logged)
+            and logged.weight is not None and logged.step_value() is not None
+        ]  # fmt: skip
+        values = self._synchronised([logged.step_value() for logged in shared], shared, "asked")
+        for logged, value in zip(shared, send_to_host(values).values(), strict=True):
+            self.callback_values[logged.base_name] = self.callback_values[logged.step_name] = value
+
+    def _is_shared(self, logged: LoggedValue) -> bool:
+        """Return whether a value is reduced over several processes here; metrics do so themselves."""
+        return bool(logged.sync) and self._runtime.world_size > 1 and logged.metric is None
 
     def _send(
         self,
-        entries: list[tuple[Meter, str]],
+        entries: list[tuple[LoggedValue, str]],
         step: int,
         epoch: int | None,
         loss: Tensor | None = None,
@@ -312,260 +326,256 @@ class Meters:
         moment: str | None = None,
     ) -> None:
         self._bar_sent = time.monotonic()
-        values = [meter.step_value() for meter, _ in entries]
+        values = [logged.step_value() for logged, _ in entries]
         if loss is not None:
             # First: what is logged is often the same.
             entries, values = [(self._loss, "loss"), *entries], [loss.detach(), *values]
-            self._looked_at = step
-        values = self._synchronised(values, [meter for meter, _ in entries], moment)
-        self._on_the_way.append((send_to_host(values), entries, step, epoch))
+            self._loss_sent_at = step
+        values = self._synchronised(values, [logged for logged, _ in entries], moment)
+        self._pending.append(_Pending(send_to_host(values), entries, step, epoch))
 
     def deliver(self, *, wait: bool = False) -> None:
-        """Hand to loggers and bar what has arrived on the host, in order."""
-        while self._on_the_way and (wait or self._on_the_way[0][0].ready()):
-            arrival, entries, step, epoch = self._on_the_way.pop(0)
-            log: dict[str, float] = {}
-            for (meter, name), value in zip(entries, arrival.values(), strict=True):
-                if self.report is not None:
-                    self._look(self.report, meter, name, value, step, epoch)
-                if meter.prog_bar:
+        """Hand what has arrived on the host to loggers and bar, in order."""
+        while self._pending and (wait or self._pending[0].arrival.ready()):
+            arrival, entries, step, epoch = self._pending.pop(0)
+            row: dict[str, float] = {}
+            for (logged, name), value in zip(entries, arrival.values(), strict=True):
+                self._check_loss(logged, name, value, step, epoch)
+                if logged.prog_bar:
                     self.bar_values[name] = value
-                if meter.logger and step >= 0:
-                    log[name] = value
-                if epoch is not None and self._is_shared(meter):
-                    self.callback_values[meter.plain_name] = self.callback_values[name] = value
-            if log:
-                self._log(log, step, epoch)
+                if logged.logger and step >= 0:
+                    row[name] = value
+                if epoch is not None and self._is_shared(logged):
+                    self.callback_values[logged.base_name] = self.callback_values[name] = value
+            self._write_row(row, step, epoch)
 
-    def _look(
-        self, report: BadLosses, meter: Meter, name: str, value: float, step: int, epoch: int | None
-    ) -> None:
-        if meter is self._loss:
-            report.loss(value, step, epoch)
+    def _check_loss(self, logged: LoggedValue, name: str, value: float, step: int, epoch: int | None) -> None:
+        if self.loss_report is None:
+            return
+        if logged is self._loss:
+            self.loss_report.loss(value, step, epoch)
         elif not math.isfinite(value) and "loss" in name.lower():
-            rows = (c.row for c in self._contexts.values() if any(m is meter for m in c.all_meters()))
-            row = next(rows, None)
-            if row is not None:
-                report.logged(row.name, str(row.stage), name, value)
+            for context in self._contexts.values():
+                if any(each is logged for each in context.all_values()):
+                    self.loss_report.logged(context.row.name, str(context.row.stage), name, value)
+                    return
 
-    def _log(self, values: dict[str, float], step: int, epoch: int | None) -> None:
-        self.logged_values.update(values)
+    def _write_row(self, values: dict[str, float], step: int, epoch: int | None) -> None:
+        if not values:
+            return
+        self.logger_values.update(values)
         row = dict(values)
-        if epoch is not None and "step" not in row:  # whoever logs the x axis means it to be the only one
+        if epoch is not None and "step" not in row:  # Who logs "step" wants it as the only x axis.
             row.setdefault("epoch", epoch)
         step = int(row.pop("step", step))
         for logger in self.loggers:
             logger.log_metrics(metrics=dict(row), step=step)
             logger.save()
 
-    def close_epoch(self, stage: str) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """Compute what the epoch gathered so far; waits for the device.
+    # -- the end of an epoch
 
-        Returns the values by dataloader (for ``validate`` and ``test``), and the values for the loggers.
+    def close_epoch(self, stage: str) -> tuple[list[dict[str, float]], dict[str, float]]:
+        """Compute what the epoch accumulated so far; waits for the device.
+
+        Returns:
+            the values by dataloader (for ``validate`` and ``test``), and the values for the loggers.
+
         """
         self.deliver(wait=True)
-        meters: list[tuple[int, Meter]] = []
-        for context in self._contexts.values():
-            if context.row.stage == stage:
-                for loader_idx, by_name in context.by_loader.items():
-                    found = (
-                        meter for meter in by_name.values() if meter.on_epoch and meter.weight is not None
-                    )
-                    meters += [(loader_idx or 0, meter) for meter in found if meter.has_epoch_value]
+        entries = [
+            (loader_idx or 0, logged)
+            for context in self._contexts_of(stage)
+            for loader_idx, values in context.by_loader.items()
+            for logged in values.values()
+            if logged.on_epoch and logged.weight is not None and logged.has_epoch_value
+        ]
         latest = self._latest_step_values(stage)
         self._closed[stage] = self._closed.get(stage, 0) + 1
-        values = self._epoch_values([meter for _, meter in meters], f"{stage} epoch {self._closed[stage]}")
-        log: dict[str, float] = {}
+        values = self._epoch_values([logged for _, logged in entries], f"{stage} epoch {self._closed[stage]}")
+        row: dict[str, float] = {}
         self.callback_values.update(latest)
-        loaders = max((index for index, _ in meters), default=0) + 1
-        by_loader: list[dict[str, float]] = [{} for _ in range(loaders)]
-        for (loader_idx, meter), value in zip(meters, values, strict=True):
-            if self.report is not None:
-                self._look(self.report, meter, meter.epoch_name, value, -1, None)
-            for name in {meter.plain_name, meter.epoch_name}:
-                self.callback_values[name] = value
-            if meter.prog_bar:
-                self.bar_values[meter.epoch_name] = value
-            if meter.logger:
-                by_loader[loader_idx][meter.epoch_name] = log[meter.epoch_name] = value
-            meter.weight = None  # computed: not again when the epoch's last hooks log more
-        return by_loader, log
-
-    def _latest_step_values(self, stage: str) -> dict[str, float]:
-        """Read the last step's values: callbacks may ask for them after the epoch is reset."""
-        if stage != "train":
-            return {}
-        found = [meter for meter in self._stage(stage) if meter.on_step and meter.step_value() is not None]
-        latest = self._synchronised([meter.step_value() for meter in found], found, f"{stage} latest")
-        values = send_to_host(latest).values()
-        for meter, value in zip(found, values, strict=True):
-            if meter.prog_bar:
-                self.bar_values[meter.step_name] = value
-            if meter.logger:
-                self.logged_values[meter.step_name] = value
-        return {
-            name: value
-            for meter, value in zip(found, values, strict=True)
-            for name in ((meter.step_name,) if meter.on_epoch else (meter.step_name, meter.plain_name))
-        }
+        by_loader: list[dict[str, float]] = [
+            {} for _ in range(max((index for index, _ in entries), default=0) + 1)
+        ]
+        for (loader_idx, logged), value in zip(entries, values, strict=True):
+            name = logged.epoch_name
+            self._check_loss(logged, name, value, -1, None)
+            self.callback_values[logged.base_name] = self.callback_values[name] = value
+            if logged.prog_bar:
+                self.bar_values[name] = value
+            if logged.logger:
+                by_loader[loader_idx][name] = row[name] = value
+            logged.weight = None  # Computed: the epoch's last hooks may log more and close it again.
+        return by_loader, row
 
     def log_epoch(self, values: dict[str, float], step: int, epoch: int) -> None:
         """Write the values of an epoch as one row."""
-        if values:
-            self._log(values, step, epoch)
+        self._write_row(values, step, epoch)
 
-    def _epoch_values(self, meters: list[Meter], moment: str) -> list[float]:
+    def _latest_step_values(self, stage: str) -> dict[str, float]:
+        """Read the last step's values: callbacks may need them after the epoch is reset."""
+        if stage != "train":
+            return {}
+        found = [v for v in self.of_stage(stage) if v.on_step and v.step_value() is not None]
+        latest = self._synchronised([logged.step_value() for logged in found], found, f"{stage} latest")
+        values: dict[str, float] = {}
+        for logged, value in zip(found, send_to_host(latest).values(), strict=True):
+            if logged.prog_bar:
+                self.bar_values[logged.step_name] = value
+            if logged.logger:
+                self.logger_values[logged.step_name] = value
+            values[logged.step_name] = value
+            if not logged.on_epoch:
+                values[logged.base_name] = value
+        return values
+
+    def _epoch_values(self, entries: list[LoggedValue], moment: str) -> list[float]:
         with torch.inference_mode(False), torch.no_grad():
-            parts = [meter.epoch_value() for meter in meters]
+            parts = [logged.epoch_value() for logged in entries]
             numerators: list[Any] = []
-            for meter, (total, weight, reduce) in zip(meters, parts, strict=True):
-                if reduce == "mean" and not meter.sync:
-                    total = total / weight
-                numerators.append(total)
-            for op, chosen in self._shared(meters, moment):
+            for logged, (total, weight, reduce) in zip(entries, parts, strict=True):
+                numerators.append(total / weight if reduce == "mean" and not logged.sync else total)
+            for op, chosen in self._shared(entries, moment):
                 stacked = [self._as_tensor(numerators[i]) for i in chosen]
                 if op == "mean":
                     stacked += [self._as_tensor(parts[i][1]) for i in chosen]
-                reduced = self.collectives.all_reduce(
+                reduced = self._runtime.all_reduce(
                     torch.stack(stacked), op="sum" if op == "mean" else op
                 ).unbind()
                 for k, i in enumerate(chosen):
                     numerators[i] = reduced[k] / reduced[k + len(chosen)] if op == "mean" else reduced[k]
             return send_to_host(numerators).values()
 
-    def _synchronised(self, values: list[Any], meters: list[Meter], moment: str | None) -> list[Any]:
-        for op, chosen in [] if moment is None else self._shared(meters, moment):
+    # -- several processes
+
+    def _synchronised(self, values: list[Any], logged: list[LoggedValue], moment: str | None) -> list[Any]:
+        for op, chosen in [] if moment is None else self._shared(logged, moment):
             stacked = torch.stack([self._as_tensor(values[i]) for i in chosen])
-            for i, value in zip(chosen, self.collectives.all_reduce(stacked, op=op).unbind(), strict=True):
+            for i, value in zip(chosen, self._runtime.all_reduce(stacked, op=op).unbind(), strict=True):
                 values[i] = value
         return values
 
-    def _shared(self, meters: list[Meter], moment: str) -> list[tuple[str, list[int]]]:
-        """Return (operation, indices of the meters it reduces over the processes), in an order that is that of all.
+    def _shared(self, entries: list[LoggedValue], moment: str) -> list[tuple[str, list[int]]]:
+        """Return (operation, indices of the values it reduces), in the same order on all processes.
 
         Args:
-            meters: those with a value.
-            moment: when they are reduced; all processes come to the same moments equally often.
+            entries: those with a value.
+            moment: when they are reduced; all processes reach the same moments equally often.
 
         Raises:
-            RuntimeError: other processes reduce other values then.
+            RuntimeError: other processes reduce other values at this moment.
 
         """
-        if self.collectives.world_size == 1:
+        if self._runtime.world_size == 1:
             return []
         places = {
-            id(meter): f"{meter.plain_name!r} in {context.row.name}"
+            id(logged): f"{logged.base_name!r} in {context.row.name}"
             for context in self._contexts.values()
-            for meter in context.all_meters()
+            for logged in context.all_values()
         }
-        shared = [i for i, meter in enumerate(meters) if self._is_shared(meter)]
-        shared.sort(key=lambda i: places[id(meters[i])])
-        named = [f"{places[id(meters[i])]} ({meters[i].reduce})" for i in shared]
+        shared = [i for i, logged in enumerate(entries) if self._is_shared(logged)]
+        shared.sort(key=lambda i: places[id(entries[i])])
+        named = [f"{places[id(entries[i])]} ({entries[i].reduce})" for i in shared]
         self._times[moment] = self._times.get(moment, 0) + 1
         if named != self._reduced.get(moment, []):
             self._agree(named, moment)
             self._reduced[moment] = named
         by_operation = {
-            op: [i for i in shared if meters[i].reduce == op] for op in ("mean", "sum", "max", "min")
+            op: [i for i in shared if entries[i].reduce == op] for op in ("mean", "sum", "max", "min")
         }
         return [(op, chosen) for op, chosen in by_operation.items() if chosen]
 
-    def _agree(self, mine: list[str], moment: str) -> None:
-        """Check that all processes reduce the same values, where they are others than the last time."""
+    def _agree(self, names: list[str], moment: str) -> None:
+        """Check that all processes reduce the same values, whenever they are others than the last time."""
         if self._number is None:
             self._number = next(_numbers)
         before = self._reduced.get(moment, [])
-        place = f"log/{self._number}/{moment}/{self._times[moment]}"
         trains = moment.startswith(("step", "train"))
-        said = agreement.exchange(
-            place,
-            mine,
-            what=f"self.log({', '.join(mine)}, sync_dist=True)",
+        by_rank = agreement.exchange(
+            f"log/{self._number}/{moment}/{self._times[moment]}",
+            names,
+            what=f"self.log({', '.join(names)}, sync_dist=True)",
             patience_seconds=None if trains else agreement.PATIENCE_AFTER_EVALUATION_SECONDS,
         )
-        # A process that does not come reduces what it reduced the last time, as this one did.
-        theirs = [set(before if names is None else names) for names in said]
-        for name in sorted(set().union(*theirs)):
-            have = [rank for rank, names in enumerate(theirs) if name in names]
-            if len(have) < len(theirs):
-                lack = [rank for rank in range(len(theirs)) if rank not in have]
+        # A process that does not answer reduces what it reduced the last time, as this one did.
+        sets = [set(before if found is None else found) for found in by_rank]
+        for name in sorted(set().union(*sets)):
+            present = [rank for rank, found in enumerate(sets) if name in found]
+            absent = [rank for rank, found in enumerate(sets) if name not in found]
+            if absent:
                 raise RuntimeError(
-                    f"self.log({name}, sync_dist=True): logged on {agreement.ranks(have)} and not on "
-                    f"{agreement.ranks(lack)}. Log it on all processes, or leave sync_dist out."
+                    f"self.log({name}, sync_dist=True): logged on {agreement.ranks(present)} and not on "
+                    f"{agreement.ranks(absent)}. Log it on all processes, or leave sync_dist out."
                 )
 
     def _as_tensor(self, value: Any) -> Tensor:
-        device = self.collectives.device
+        device = self._runtime.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
         return torch.as_tensor(value, device=device).to(dtype)
 
     # -- epochs
 
     def start_epoch(self, stage: str) -> None:
-        """Forget what the stage's last epoch gathered."""
+        """Forget what the stage's last epoch accumulated."""
         self._closed.pop(stage, None)
         self._bar_sent = time.monotonic()
-        for meter in self._stage(stage):
-            meter.reset()
+        for logged in self.of_stage(stage):
+            logged.reset()
 
     def enter_loader(self, stage: str, loader_idx: int | None) -> None:
-        """Say which of several dataloaders the next values come from; None when there is one."""
-        for context in self._contexts.values():
-            if context.row.stage == stage and context.row.log is not None and context.row.log.step_allowed:
+        """Take the next values as those of one of several dataloaders; None when there is one."""
+        for context in self._contexts_of(stage):
+            if context.row.log is not None and context.row.log.step_allowed:
                 context.enter_loader(loader_idx)
 
     def leave(self) -> None:
-        """Leave the run: a value logged from now on is logged nowhere."""
+        """Leave the run: a value logged from now on is an error."""
         self.context = _OUTSIDE
         self.batch = None
 
     def forget_callback_values(self) -> None:
         """Drop everything shown to callbacks, bar and loggers, after the sanity check and before a new call."""
-        self.callback_values, self.logged_values, self.bar_values = {}, {}, {}
+        self.callback_values, self.logger_values, self.bar_values = {}, {}, {}
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of every name as tensors; reading one of them may wait for the device."""
-        metrics = {name: _metric(value) for name, value in self.callback_values.items()}
-        for meter in self._stage("train"):
-            value = meter.step_value() if meter.on_step and meter.weight is not None else None
-            if value is not None and not (self._is_shared(meter) and meter.plain_name in metrics):
-                tensor = value if isinstance(value, Tensor) else _metric(value)
-                metrics[meter.plain_name] = metrics[meter.step_name] = tensor
+        metrics = {name: _as_metric(value) for name, value in self.callback_values.items()}
+        for logged, value in self._current_step_values():
+            if not (self._is_shared(logged) and logged.base_name in metrics):
+                metrics[logged.base_name] = metrics[logged.step_name] = value
         return metrics
 
     def logged_metrics(self) -> dict[str, Tensor]:
         """Return the latest value of everything meant for the loggers; reading one may wait for the device."""
-        metrics = {name: _metric(value) for name, value in self.logged_values.items()}
-        for meter in self._stage("train"):
-            value = (
-                meter.step_value() if meter.logger and meter.on_step and meter.weight is not None else None
-            )
-            if value is not None:
-                tensor = value if isinstance(value, Tensor) else _metric(value)
-                metrics[meter.step_name] = tensor
+        metrics = {name: _as_metric(value) for name, value in self.logger_values.items()}
+        metrics |= {logged.step_name: v for logged, v in self._current_step_values() if logged.logger}
         return metrics
+
+    def _current_step_values(self) -> Iterator[tuple[LoggedValue, Tensor]]:
+        """Yield the training values of the epoch that is not closed yet."""
+        for logged in self.of_stage("train"):
+            value = logged.step_value() if logged.on_step and logged.weight is not None else None
+            if value is not None:
+                yield logged, value if isinstance(value, Tensor) else _as_metric(value)
 
     def evaluation_metrics(self) -> set[int]:
         """Return the ids of the torchmetrics that belong to validation or test alone."""
         training: set[int] = set()
         evaluation: set[int] = set()
         for context in self._contexts.values():
-            metrics = {id(meter.metric) for meter in context.all_meters() if meter.metric is not None}
+            metrics = {id(logged.metric) for logged in context.all_values() if logged.metric is not None}
             (training if context.row.stage == "train" else evaluation).update(metrics)
         return evaluation - training
 
-    def names_logged(self) -> list[str]:
-        """Return every name under which something was logged so far."""
-        return sorted(self.callback_metrics())
+    def of_stage(self, stage: str, *, current_loader: bool = False) -> Iterator[LoggedValue]:
+        """Yield the values logged in the hooks of a stage."""
+        for context in self._contexts_of(stage):
+            yield from list(context.values.values() if current_loader else context.all_values())
 
-    def _stage(self, stage: str, *, current_loader: bool = False) -> Iterable[Meter]:
-        for context in self._contexts.values():
-            if context.row.stage == stage:
-                yield from list(context.meters.values() if current_loader else context.all_meters())
+    def _contexts_of(self, stage: str) -> Iterable[LoggingContext]:
+        return [context for context in self._contexts.values() if context.row.stage == stage]
 
     def _warn(self, key: str, message: str) -> None:
-        from hasten._lib.rank_zero import rank_zero_warn
-
         if key not in self._warned:
             self._warned.add(key)
             rank_zero_warn(message)
@@ -573,54 +583,50 @@ class Meters:
     # -- state
 
     def state_dict(self, attribute_of: Callable[[Any], str | None]) -> dict[str, Any]:
-        """Return what an interrupted training epoch has gathered, as plain data and tensors."""
+        """Return what an interrupted training epoch has accumulated, as plain data and tensors."""
         kept = []
-        for context in self._contexts.values():
-            if context.row.stage != "train":
-                continue
-            for meter in context.meters.values():
-                attribute = None if meter.metric is None else attribute_of(meter.metric)
-                if meter.value is not None and (meter.metric is None or attribute is not None):
-                    kept.append({"hook": context.row.name, "metric": attribute, **meter.state_dict()})
+        for context in self._contexts_of("train"):
+            for logged in context.values.values():
+                attribute = None if logged.metric is None else attribute_of(logged.metric)
+                if logged.value is not None and (logged.metric is None or attribute is not None):
+                    kept.append({"hook": context.row.name, "metric": attribute, **logged.state_dict()})
         return {
             "train": kept,
             "callback": dict(self.callback_values),
-            "logged": dict(self.logged_values),
+            "logged": dict(self.logger_values),
             "bar": dict(self.bar_values),
         }
 
     def load_state_dict(
         self, state: dict[str, Any], rows: Mapping[str, Hook], metric_at: Callable[[str], Any]
     ) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
         self.callback_values = dict(state["callback"])
-        self.logged_values = dict(state["logged"])
+        self.logger_values = dict(state["logged"])
         self.bar_values = dict(state["bar"])
-        device = self.collectives.device
         for kept in state["train"]:
-            context = self.context_of(rows[kept["hook"]])
-            meter = context.meters[kept["name"]] = Meter(kept["name"], self)
+            logged = LoggedValue(kept["name"], self)
+            self.context_of(rows[kept["hook"]]).values[kept["name"]] = logged
             metric = None if kept["metric"] is None else metric_at(kept["metric"])
-            meter.load_state_dict(kept, metric, device)
+            logged.load_state_dict(kept, metric, self._runtime.device)
 
 
-def _metric(value: float) -> Tensor:
-    """Return a value as a tensor; in double precision where it is a count that single precision cannot hold."""
+def _as_metric(value: float) -> Tensor:
+    """Return a value as a tensor; in double precision if it is a count that single precision cannot hold."""
     count = abs(value) > 2**24 and float(value).is_integer()
     return torch.tensor(float(value), dtype=torch.float64 if count else None)
 
 
-def _check_loaders_apart(context: Context, name: str, value: Any, where: str) -> None:
-    """Raise if another dataloader's values have this name, unless both are gathered in one metric."""
-    for loader_idx, meters in context.by_loader.items():
-        other = meters.get(name)
+def _check_loaders_apart(context: LoggingContext, name: str, value: Any, where: str) -> None:
+    """Raise if another dataloader's values have this name, unless both are accumulated in one metric."""
+    for loader_idx, values in context.by_loader.items():
+        other = values.get(name)
         if loader_idx in (None, context.loader_idx) or other is None or other.value is None:
             continue
         if not other.loader_suffix and not (is_metric(value) and other.metric is value):
             raise MisconfigurationException(
                 f"{where}: with add_dataloader_idx=False the dataloaders {loader_idx} and {context.loader_idx} both "
-                f"log {name!r}, and one value would replace the other. Leave add_dataloader_idx out, or give each "
-                f"dataloader a name of its own, for instance f'{name}_{{dataloader_idx}}'."
+                f"log {name!r}. Leave add_dataloader_idx out, or log f'{name}_{{dataloader_idx}}'."
             )
 
 
@@ -630,4 +636,4 @@ class _Nowhere:
     log = None
 
 
-_OUTSIDE = Context(_Nowhere())  # type: ignore[arg-type]
+_OUTSIDE = LoggingContext(_Nowhere())  # type: ignore[arg-type]

@@ -212,11 +212,11 @@ def test_a_profiled_run_computes_the_same() -> None:
 def test_all_is_put_back() -> None:
     trainer = quiet(profiler="simple")
     model = Classifier()
-    runtime, meters = trainer._runtime, trainer._meters
-    before = (runtime.backward, dict(vars(meters)).keys(), vars(model).keys())
+    runtime, logged = trainer._runtime, trainer._logged
+    before = (runtime.backward, dict(vars(logged)).keys(), vars(model).keys())
     trainer.fit(model, loader())
     assert runtime.backward is before[0]
-    for owner in (runtime, meters, model, trainer._run, trainer._run.train):  # type: ignore[union-attr]
+    for owner in (runtime, logged, model, trainer._run, trainer._run.train):  # type: ignore[union-attr]
         watched = [name for name, value in vars(owner).items() if hasattr(value, "__wrapped__")]
         assert watched == []
     assert trainer._hooks is not None

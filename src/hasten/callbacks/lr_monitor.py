@@ -110,7 +110,7 @@ class LearningRateMonitor(Callback):
         if not stats:
             return
         # Other callbacks may name a learning rate, for instance in a checkpoint's file name.
-        trainer._meters.callback_values.update(stats)
+        trainer._logged.callback_values.update(stats)
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(dict(stats), step=step)

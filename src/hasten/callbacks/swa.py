@@ -18,7 +18,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.callbacks.weight_averaging import WeightAveraging
 from hasten.hooks import STEPS
-from hasten.logged_value import Context
+from hasten.logged_value import LoggingContext
 from hasten.loops.states import TrainerFn
 from hasten.loops.step_errors import with_batch_idx_if_taken
 from hasten.loops.transfer import make_transfer
@@ -343,7 +343,7 @@ def _run_once_more(run: Run) -> None:
         try:
             for batch_idx, (batch, _) in enumerate(islice(batches, count)):
                 batch = batch if transfer is None else transfer(batch)
-                run.meters.batch, run.meters.batch_size = batch, 0
+                run.logged.batch, run.logged.batch_size = batch, 0
                 step(batch, batch_idx)
         finally:
             batches.close()  # type: ignore[attr-defined]
@@ -352,11 +352,11 @@ def _run_once_more(run: Run) -> None:
 
 @contextmanager
 def _nothing_logged(run: Run) -> Iterator[None]:
-    meters = run.meters
-    before = meters.context, meters.batch, meters.batch_size
-    # A context that is never published.
-    meters.context = Context(STEPS["training_step"])
+    logged = run.logged
+    before = logged.context, logged.batch, logged.batch_size
+    # One that nobody publishes.
+    logged.context = LoggingContext(STEPS["training_step"])
     try:
         yield
     finally:
-        meters.context, meters.batch, meters.batch_size = before
+        logged.context, logged.batch, logged.batch_size = before

@@ -37,7 +37,7 @@ class LeftOut(BaseException):
     """
 
 
-class Report:
+class LossReport:
     """Warns once of a loss that is not finite, and once of each stage's logged losses.
 
     Args:

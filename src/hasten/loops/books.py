@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.logged_value import Meter, is_metric
+from hasten.logged_value import LoggedValue, is_metric
 from hasten.loops.run import Run
 from hasten.memory import may_have_changed
 
@@ -37,7 +37,7 @@ class Books:
         """Remember the present state."""
         self._random = generator_states()
         self._keep_buffers()
-        self._meters = {
+        self._logged = {
             meter: {
                 "value": meter.value,
                 "metric": meter.metric,
@@ -55,7 +55,7 @@ class Books:
         self._restore_buffers()
         for meter in self._all_meters():
             # One that came up since then has gathered nothing.
-            for name, value in self._meters.get(meter, _NOTHING).items():
+            for name, value in self._logged.get(meter, _NOTHING).items():
                 setattr(meter, name, _copied(value) if name in ("total", "weight") else value)
         self._restore_metrics()
 
@@ -65,14 +65,14 @@ class Books:
         random = generator_states()
         places = [(owner, name) for owner, name, *_ in self._buffers.values()] + self._empty
         buffers = [(owner, name, owner._buffers[name]) for owner, name in places]
-        meters = {meter: {name: getattr(meter, name) for name in _NOTHING} for meter in self._all_meters()}
+        logged = {meter: {name: getattr(meter, name) for name in _NOTHING} for meter in self._all_meters()}
         self.draw_again()
         for owner, name, tensor, version, copy in self._buffers.values():
             owner._buffers[name] = copy if may_have_changed(owner, tensor, version) else tensor
         for owner, name in self._empty:
             owner._buffers[name] = None
-        for meter in meters:
-            for name, value in self._meters.get(meter, _NOTHING).items():
+        for meter in logged:
+            for name, value in self._logged.get(meter, _NOTHING).items():
                 setattr(meter, name, value)
         try:
             yield
@@ -80,7 +80,7 @@ class Books:
             set_generators(random)
             for owner, name, present in buffers:
                 owner._buffers[name] = present
-            for meter, values in meters.items():
+            for meter, values in logged.items():
                 for name, value in values.items():
                     setattr(meter, name, value)
 
@@ -91,7 +91,7 @@ class Books:
         """
         self._restore_buffers()
         for meter in self._all_meters():
-            before = self._meters.get(meter, _NOTHING)
+            before = self._logged.get(meter, _NOTHING)
             meter.total, meter.weight = _copied(before["total"]), before["weight"]
             if meter.metric is not None:
                 meter.value = before["value"]
@@ -147,8 +147,8 @@ class Books:
             for name, value in state.items():
                 setattr(metric, name, _copied(value))
 
-    def _all_meters(self) -> Iterator[Meter]:
-        yield from self._run.meters._stage("train")
+    def _all_meters(self) -> Iterator[LoggedValue]:
+        yield from self._run.logged.of_stage("train")
 
 
 _NOTHING = {"value": None, "total": None, "weight": 0, "metric": None}

@@ -163,7 +163,7 @@ class Contents:
             if parameter is not None:
                 self._note_tensor(parameter, f"{name}.{key}")
         for key, value in mine.items():
-            if not isinstance(value, _PLAIN) and key not in ("_trainer", "trainer", "_meters"):
+            if not isinstance(value, _PLAIN) and key not in ("_trainer", "trainer", "_logged"):
                 self._visit(value, f"{name}.{key}", 2, of_batch=False)
 
     def _visit(self, thing: Any, where: str, depth: int, *, of_batch: bool) -> None:

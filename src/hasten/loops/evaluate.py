@@ -34,7 +34,7 @@ def sanity_check(run: Run) -> None:
     with isolate_rng(), run.validation.limited_to(steps):
         run.watch("run_evaluation", evaluate)(run, run.validation)
     run.hooks.on_sanity_check_end()
-    run.meters.forget_callback_values()
+    run.logged.forget_callback_values()
 
 
 def evaluate(
@@ -59,31 +59,31 @@ def evaluate(
         if run.state.fn == TrainerFn.FITTING:
             source.reload_if_due(run.progress.epoch)
             source.load()
-    hooks, meters, progress = run.hooks, run.meters, run.progress
+    hooks, logged, progress = run.hooks, run.logged, run.progress
     stage = "test" if testing else "validate"
-    loggers, delivered = meters.loggers, False
+    loggers, delivered = logged.loggers, False
     if sanity:
-        meters.loggers = ()
-    meters.start_epoch(stage)
+        logged.loggers = ()
+    logged.start_epoch(stage)
     try:
         with run.averages.applied(), _modes_kept(run.module, stage), without_gradients(run):
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
             several = len(source.loaders) > 1
             for loader_idx in range(len(source.loaders)):
-                meters.enter_loader(stage, loader_idx if several else None)
+                logged.enter_loader(stage, loader_idx if several else None)
                 _evaluate_loader(run, source, loader_idx if several else None)
-            meters.enter_loader(stage, None)
-            by_loader, values = meters.close_epoch(stage)
+            logged.enter_loader(stage, None)
+            by_loader, values = logged.close_epoch(stage)
             (hooks.on_test_epoch_end if testing else hooks.on_validation_epoch_end)()
             if not testing:
                 hooks.on_validation_epoch_end_last()
-            late_by_loader, late = meters.close_epoch(stage)
+            late_by_loader, late = logged.close_epoch(stage)
             values |= late
             for result in by_loader:
                 result.update(late_by_loader[0])
             step = progress.updates if run.state.fn != "fit" else max(progress.updates - 1, 0)
-            meters.log_epoch(values, step, progress.current_epoch)
+            logged.log_epoch(values, step, progress.current_epoch)
             delivered = True
             (hooks.on_test_end if testing else hooks.on_validation_end)()
             if before_last_hooks is not None:
@@ -92,8 +92,8 @@ def evaluate(
                 hooks.on_validation_end_last()
     finally:
         # Also on the way out of an interrupted evaluation, which starts again when the run is resumed.
-        meters.start_epoch(stage)
-        meters.loggers = loggers
+        logged.start_epoch(stage)
+        logged.loggers = loggers
     assert delivered
     return by_loader[: len(source.loaders)] + [{} for _ in range(len(source.loaders) - len(by_loader))]
 
@@ -117,11 +117,11 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
 
 
 def _evaluate_loader(run: Run, source: Source, loader_idx: int | None) -> None:
-    hooks, meters, stop = run.hooks, run.meters, run.stop
+    hooks, logged, stop = run.hooks, run.logged, run.stop
     testing = source.stage == "test"
     stage = "test" if testing else "validate"
     step_name = "test_step" if testing else "validation_step"
-    context = meters.context_of(STEPS[step_name])
+    context = logged.context_of(STEPS[step_name])
     step = _step(run, step_name, loader_idx)
     transfer = make_transfer(run, source, loader_idx or 0)
     suffix = () if loader_idx is None else (loader_idx,)
@@ -132,11 +132,11 @@ def _evaluate_loader(run: Run, source: Source, loader_idx: int | None) -> None:
     for batch_idx, (batch, _) in enumerate(source.batches(loader_idx or 0)):
         if transfer is not None:
             batch = transfer(batch)
-        meters.batch, meters.batch_size = batch, 0
+        logged.batch, logged.batch_size = batch, 0
         start = hooks.on_test_batch_start if testing else hooks.on_validation_batch_start
         if start is not nothing:
             start(batch, batch_idx, *suffix)
-        meters.context = context
+        logged.context = context
         try:
             if graphs is not None:
                 graphs.begin()
@@ -147,8 +147,8 @@ def _evaluate_loader(run: Run, source: Source, loader_idx: int | None) -> None:
         end = hooks.on_test_batch_end if testing else hooks.on_validation_batch_end
         if end is not nothing:
             end(output, batch, batch_idx, *suffix)
-        if meters.logs_evaluation_steps:
-            meters.publish_evaluation_step(stage, batch_idx)
+        if logged.logs_evaluation_steps:
+            logged.publish_evaluation_step(stage, batch_idx)
         if stop.signal is not None and not several_processes:
             raise Stopped(stop.signal)
 

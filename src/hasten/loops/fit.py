@@ -78,8 +78,8 @@ def fit(run: Run) -> None:
     run.enter(RunningStage.TRAINING)
     if not run.progress.mid_epoch:
         # Now, not when the epoch starts: what on_train_start logs belongs to the first one.
-        run.meters.start_epoch("train")
-    run.meters.report = bad_loss.Report(guarded=run.arguments.on_bad_loss != "warn")
+        run.logged.start_epoch("train")
+    run.logged.loss_report = bad_loss.LossReport(guarded=run.arguments.on_bad_loss != "warn")
     run.guard = bad_loss.guard(run)
     run.hooks.on_train_start()
     run.agree_now()
@@ -93,7 +93,7 @@ def fit(run: Run) -> None:
 
 def train_epoch(run: Run) -> None:
     """Train one epoch, or the rest of one that a resumed run is in the middle of."""
-    progress, hooks, meters = run.progress, run.hooks, run.meters
+    progress, hooks, logged = run.progress, run.hooks, run.logged
     progress.in_epoch = True
     each_agreed = False
     if progress.mid_epoch:
@@ -123,16 +123,16 @@ def train_epoch(run: Run) -> None:
     check_some_loss(run)
     run.first_epoch.ends(run)
 
-    _, values = meters.close_epoch("train")
+    _, values = logged.close_epoch("train")
     hooks.on_train_epoch_end()
-    values |= meters.close_epoch("train")[1]
+    values |= logged.close_epoch("train")[1]
     if progress.last_batch:
         schedule.step_on_monitored(run, "epoch")
-    meters.log_epoch(values, progress.updates - 1, progress.epoch)
-    meters.look_at_loss(run.last_loss, progress.updates - 1, progress.epoch)
+    logged.log_epoch(values, progress.updates - 1, progress.epoch)
+    logged.publish_loss(run.last_loss, progress.updates - 1, progress.epoch)
     if run.guard is not None:
         run.guard.end_epoch()
-    meters.start_epoch("train")
+    logged.start_epoch("train")
     progress.epoch_ended = progress.last_batch
     hooks.on_train_epoch_end_last()
     run.leave_if_stopped()
@@ -141,7 +141,7 @@ def train_epoch(run: Run) -> None:
 
 def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     """Train on each batch: the loop itself."""
-    progress, hooks, meters, stop = run.progress, run.hooks, run.meters, run.stop
+    progress, hooks, logged, stop = run.progress, run.hooks, run.logged, run.stop
     several_processes = run.runtime.world_size > 1
     plan, guard, module = _make_plan(run), run.guard, run.module
     step_of_class = module.__class__.training_step
@@ -162,7 +162,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
         run.is_last_batch = is_last
         if plan.transfer is not None:
             batch = plan.transfer(batch)
-        meters.batch, meters.batch_size = batch, 0
+        logged.batch, logged.batch_size = batch, 0
         if hooks.on_train_batch_start(batch, batch_idx) == -1:
             if several_processes:
                 skip_epoch(run)
@@ -193,7 +193,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
 
         hooks.on_train_batch_end(outputs, batch, batch_idx)
         if closes and progress.updates % plan.log_every_n_steps == 0:
-            meters.publish_step(progress.updates - 1, progress.epoch, to_loggers=True, loss=run.last_loss)
+            logged.publish_step(progress.updates - 1, progress.epoch, to_loggers=True, loss=run.last_loss)
         hooks.on_train_batch_end_last(outputs, batch, batch_idx)
         if guard is not None:
             guard.after_batch()
@@ -238,7 +238,7 @@ def follow_batch(run: Run) -> None:
         # A run that ends within this validation begins with it when resumed: it draws the same numbers again, and what
         # its metrics have gathered in it must not count twice.
         run.random_before_validation = random_state()
-        leave_out = run.meters.evaluation_metrics()
+        leave_out = run.logged.evaluation_metrics()
         run.metrics_before_validation = metric_states(run.module, leave_out=leave_out, copied=True)
         # Checkpoints and early stopping act in the last hook: by then all else is done.
         run.watch("run_evaluation", evaluate)(run, run.validation, before_last_hooks=settle)
@@ -421,12 +421,12 @@ def _address(parameter: Tensor) -> int:
 
 def _manual_step(run: Run) -> Step:
     """The user's training_step does all of it."""
-    hooks, meters, context = run.hooks, run.meters, run.meters.context_of(STEPS["training_step"])
+    hooks, logged, context = run.hooks, run.logged, run.logged.context_of(STEPS["training_step"])
     training_step = _training_step(run)
     graphs = recorded_steps(run)
 
     def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
-        meters.context = context
+        logged.context = context
         try:
             if graphs is not None:
                 graphs.begin()
@@ -460,7 +460,7 @@ def _step_without_optimizer(run: Run) -> Step:
 def _forward_backward(run: Run) -> Callable[..., Any]:
     """Return forward, zero_grad and backward of one batch, with everything asked beforehand."""
     runtime, module, hooks = run.runtime, run.module, run.hooks
-    meters, context = run.meters, run.meters.context_of(STEPS["training_step"])
+    logged, context = run.logged, run.logged.context_of(STEPS["training_step"])
     in_parts = micro_batches.asked(run)
     training_step = _training_step(run)
     optimizer = run.optimizers[0] if run.optimizers else None
@@ -477,7 +477,7 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
     def forward_backward(
         batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
     ) -> Any:
-        meters.context = context
+        logged.context = context
         try:
             if opens and graphs is not None:
                 # Before forward: a replay overwrites the last gradients.

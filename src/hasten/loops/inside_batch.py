@@ -64,7 +64,7 @@ class BatchStart:
             self._gradients = [
                 (p, None if p.grad is None or not pending else p.grad.clone()) for p in self._parameters()
             ]
-            leave_out = run.meters.evaluation_metrics()
+            leave_out = run.logged.evaluation_metrics()
             self._metrics = metric_states(run.module, leave_out=leave_out, copied=True)
             self._versions = self._weights()
             # A step may change its batch, and the resumed run needs it whole.
@@ -135,7 +135,7 @@ def as_saved(run: Run, *, weights_only: bool) -> Any:
 def _failed_in_first_batch(run: Run) -> Iterator[None]:
     """Mark an epoch as begun where an exception ended it in its first batch: it is not to begin once more."""
     progress = run.progress
-    failed = run.meters.context.row.name == "on_exception" and run.training and not run.is_last_batch
+    failed = run.logged.context.row.name == "on_exception" and run.training and not run.is_last_batch
     before, progress.begun = (
         progress.begun,
         progress.begun or (failed and run.train.is_in_hand(progress.batch)),
@@ -152,14 +152,14 @@ def is_inside(run: Run) -> bool:
     return (
         run.training
         and not progress.last_batch
-        and run.meters.context.row.name not in _OUTSIDE
+        and run.logged.context.row.name not in _OUTSIDE
         and run.train.is_in_hand(progress.batch)
     )
 
 
 def _refusal(run: Run, why: str) -> RuntimeError:
     return RuntimeError(
-        f"Trainer.save_checkpoint() inside a batch (in {run.meters.context.row.name}, batch {run.progress.batch}): a "
+        f"Trainer.save_checkpoint() inside a batch (in {run.logged.context.row.name}, batch {run.progress.batch}): a "
         f"resumed run would have to begin the batch again, and {why}. Save in on_train_batch_end, or save the weights "
         "alone: save_checkpoint(path, weights_only=True)."
     )

@@ -16,8 +16,8 @@ from hasten._lib.out_of_memory import give_back_memory, is_out_of_memory
 from hasten._lib.rank_zero import rank_zero_info, warn_once
 from hasten._lib.split import Fields, join, measure, split
 from hasten.hooks import overrides
-from hasten.logged_value import Meter, _extreme
-from hasten.logged_values import Meters
+from hasten.logged_value import LoggedValue, extreme
+from hasten.logged_values import LoggedValues
 from hasten.loops.retry import Moment, Seen
 from hasten.loops.run import Run
 from hasten.loops.split_sizes import Fit
@@ -138,7 +138,7 @@ class _Parts:
         self._alone = computes_alone(run)
         self._holds_back = run.runtime.syncs_gradients and not self._alone
         self._weighs = run.accumulate_grad_batches > 1 or run.runtime.world_size > 1
-        self._of_whole: dict[Meter, tuple[bool, bool]] = {}
+        self._of_whole: dict[LoggedValue, tuple[bool, bool]] = {}
         self.any_loss = False
 
     @functools.cached_property
@@ -168,9 +168,9 @@ class _Parts:
         size: int | None,
     ) -> Any:
         """Compute the parts and return their outputs as those of the whole batch."""
-        run, once, meters = self._run, self._once, self._run.meters
+        run, once, logged = self._run, self._once, self._run.logged
         # An attempt that failed was in the middle of its parts.
-        meters.batch, meters.batch_size = batch, 0
+        logged.batch, logged.batch_size = batch, 0
         parts = [(batch, 1)] if size is None else split(batch, size, self.fields)
         skipped = run.skipped_batches
         if len(parts) == 1:
@@ -181,9 +181,9 @@ class _Parts:
         _warn_of_batch_norm(run.module)
         samples = sum(count for _, count in parts)
         found = []
-        with StepValues(meters, self._of_whole) as values:
+        with StepValues(logged, self._of_whole) as values:
             for index, (part, count) in enumerate(parts):
-                meters.batch, meters.batch_size = part, count
+                logged.batch, logged.batch_size = part, count
                 with self._exchange(closes and index == len(parts) - 1):
                     # A part counts as much as it has samples of the batch.
                     found.append(
@@ -197,7 +197,7 @@ class _Parts:
                         )
                     )
                 values.next_part()
-        meters.batch, meters.batch_size = batch, 0
+        logged.batch, logged.batch_size = batch, 0
         self.any_loss = run.skipped_batches - skipped < len(parts)
         # For the books a batch is skipped as a whole or not at all.
         run.skipped_batches = skipped if self.any_loss else skipped + 1
@@ -229,45 +229,44 @@ class StepValues:
     whole batch, such as a hyper-parameter. Of the latter each part counts its share.
 
     Args:
-        meters: who takes the values; inside the context each is noted here as well.
+        logged: who takes the values; inside the context each is noted here as well.
         of_whole: of each meter, (it is given the size of the whole batch, that is certain), as far as batches have
             shown it.
 
     """
 
-    def __init__(self, meters: Meters, of_whole: dict[Meter, tuple[bool, bool]]) -> None:
-        self._meters = meters
+    def __init__(self, logged: LoggedValues, of_whole: dict[LoggedValue, tuple[bool, bool]]) -> None:
+        self._logged = logged
         self._of_whole = of_whole
         # Of the part in hand: the value given last and its weight.
-        self._part: dict[Meter, Any] = {}
+        self._part: dict[LoggedValue, Any] = {}
         # (value, weight, samples) of each part.
-        self._values: dict[Meter, list[tuple[Any, Any, int]]] = {}
+        self._values: dict[LoggedValue, list[tuple[Any, Any, int]]] = {}
         # Of the epoch before this batch: (total, weight).
-        self._before: dict[Meter, tuple[Any, Any]] = {}
+        self._before: dict[LoggedValue, tuple[Any, Any]] = {}
         # (value, size given, samples of the part, number of the part) of each call.
-        self._given: dict[Meter, list[tuple[Any, Any, int, int]]] = {}
+        self._given: dict[LoggedValue, list[tuple[Any, Any, int, int]]] = {}
         self._number = 0
 
     def __enter__(self) -> StepValues:
-        meters = self._meters
-        self._own = meters.__dict__.get("record")
-        self._record = meters.record
-        meters.__dict__["record"] = self._noted
+        self._observed = self._logged.observed(self._note)
+        self._observed.__enter__()
         return self
 
-    def _noted(self, name: str, value: Any, options: Any, batch_size: Any) -> None:
-        meters = self._meters
-        known, total, weight = meters.context.meters.get(name), None, 0
+    def _note(
+        self, record: Callable[..., LoggedValue], name: str, value: Any, options: Any, batch_size: Any
+    ) -> None:
+        logged = self._logged
+        known, total, weight = logged.context.values.get(name), None, 0
         if batch_size is not None and known is not None and known not in self._given:
             total, weight = known.total, known.weight
             # Values are added to it in place.
             total = total.clone() if isinstance(total, Tensor) else total
-        self._record(name, value, options, batch_size)
-        meter = meters.context.meters[name]
-        self._part[meter] = size = meters.batch_size if batch_size is None else batch_size
+        meter = record(name, value, options, batch_size)
+        self._part[meter] = size = logged.batch_size if batch_size is None else batch_size
         if isinstance(batch_size, (int, float)) or meter in self._given:
             self._before.setdefault(meter, (total, weight))
-            self._given.setdefault(meter, []).append((meter.value, size, meters.batch_size, self._number))
+            self._given.setdefault(meter, []).append((meter.value, size, logged.batch_size, self._number))
 
     def next_part(self) -> None:
         """Add what the part just computed has logged."""
@@ -277,15 +276,12 @@ class StepValues:
                 continue
             if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
                 value = value.float()
-            self._values.setdefault(meter, []).append((value, weight, self._meters.batch_size))
+            self._values.setdefault(meter, []).append((value, weight, self._logged.batch_size))
         self._part.clear()
         self._number += 1
 
     def __exit__(self, *error: Any) -> None:
-        if self._own is None:
-            self._meters.__dict__.pop("record", None)
-        else:
-            self._meters.__dict__["record"] = self._own
+        self._observed.__exit__(*error)
         if error[0] is not None:
             return
         for meter, given in self._given.items():
@@ -296,7 +292,7 @@ class StepValues:
             if meter.metric is None and meter.reduce != "mean":
                 total = values[0][0]
                 for value, _, _ in values[1:]:
-                    total = total + value if meter.reduce == "sum" else _extreme(total, value, meter.reduce)
+                    total = total + value if meter.reduce == "sum" else extreme(total, value, meter.reduce)
                 meter.value = _like(total, meter.value)
                 continue
             by_samples = meter in self._given and self._of_whole[meter][0]
@@ -308,7 +304,7 @@ class StepValues:
             else:
                 meter.value = _like(mean, meter.value)
 
-    def _look(self, meter: Meter, given: list[tuple[Any, Any, int, int]]) -> None:
+    def _look(self, meter: LoggedValue, given: list[tuple[Any, Any, int, int]]) -> None:
         """Find whether the sizes given are that of the whole batch each, and not of its parts."""
         if any(isinstance(size, Tensor) for _, size, _, _ in given):
             # Counted on the device, of a part.
@@ -323,7 +319,7 @@ class StepValues:
             # Parts of one size, given one number: if the batch has fewer samples, it is the tokens of a part.
             self._of_whole[meter] = sizes != samples and max(sizes) <= _samples(given), False
 
-    def _share(self, meter: Meter, given: list[tuple[Any, Any, int, int]]) -> None:
+    def _share(self, meter: LoggedValue, given: list[tuple[Any, Any, int, int]]) -> None:
         """Take the values of this batch again, each with its share of the size of the whole."""
         if meter.metric is not None or meter.reduce != "mean" or meter.total is None:
             return

@@ -93,9 +93,9 @@ class FirstEpoch:
         self._ended = True
         every, steps = run.arguments.log_every_n_steps, run.progress.updates
         # The first part of a resumed run has said it.
-        if self._resumed or run.arguments.fast_dev_run or not run.meters.loggers or not 0 < steps < every:
+        if self._resumed or run.arguments.fast_dev_run or not run.logged.loggers or not 0 < steps < every:
             return
-        names = run.meters.logged_on_steps()
+        names = run.logged.logged_on_steps()
         if names:
             listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
             rank_zero_warn(

@@ -55,8 +55,8 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
 
 
 def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | None) -> None:
-    hooks, meters, stop = run.hooks, run.meters, run.stop
-    context = meters.context_of(STEPS["predict_step"])
+    hooks, logged, stop = run.hooks, run.logged, run.stop
+    context = logged.context_of(STEPS["predict_step"])
     predict_step = compiled_step(run, "predict_step", run.module.predict_step)
     bound = run.runtime.bind(predict_step, module=run.module)
     if several:
@@ -84,7 +84,7 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
         if transfer is not None:
             batch = transfer(batch)
         hooks.on_predict_batch_start(batch, batch_idx, *suffix)
-        meters.context = context
+        logged.context = context
         try:
             if graphs is not None:
                 graphs.begin()

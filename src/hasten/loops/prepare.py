@@ -59,7 +59,7 @@ def prepare(
         collect_earlier_models(module)
         warn_about_missing_parts(run.validation, module, wanted=run.arguments.limit_val_batches != 0)
     {"fit": run.train, "validate": run.validation, "test": run.test, "predict": run.predict}[fn].require()
-    for logger in run.meters.loggers:
+    for logger in run.logged.loggers:
         # One that cannot write says so now, and paths that hold its version are known from here on.
         getattr(logger, "experiment", None)
     owners = [owner for owner in (datamodule, module) if owner is not None]
@@ -205,7 +205,7 @@ def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
 
 def _log_hyperparams(run: Run, datamodule: LightningDataModule | None) -> None:
     values = logged_hparams(run.module, datamodule)
-    for logger in run.meters.loggers:
+    for logger in run.logged.loggers:
         if values is not None:
             logger.log_hyperparams(values)
         logger.log_graph(run.module)

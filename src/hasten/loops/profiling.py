@@ -58,7 +58,7 @@ _OF_THE_DATA = (
     "test_dataloader",
     "predict_dataloader",
 )
-_OF_LOGGING = ("record", "publish_step", "publish_bar", "publish_evaluation_step", "close_epoch", "log_epoch")
+_OF_LOGGING = ("publish_step", "publish_bar", "publish_evaluation_step", "close_epoch", "log_epoch")
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def watched(profiler: Profiler, action_name: str, function: Call) -> Call:
 
 
 def _wire(run: Run, profiler: Profiler, undo: ExitStack) -> None:
-    module, runtime, hooks, meters = run.module, run.runtime, run.hooks, run.meters
+    module, runtime, hooks, logged = run.module, run.runtime, run.hooks, run.logged
     strategy, owner = (
         f"[Strategy]{type(runtime.strategy).__name__}",
         f"[LightningModule]{type(module).__name__}",
@@ -184,8 +184,10 @@ def _wire(run: Run, profiler: Profiler, undo: ExitStack) -> None:
     hooks.find()
     undo.callback(hooks.find)
     undo.callback(setattr, hooks, "watch", None)
+    recorded = watch("[Logging]record", lambda record, *value: record(*value))
+    undo.enter_context(logged.observed(recorded))
     for name in _OF_LOGGING:
-        replace(meters, name, watch(f"[Logging]{name}", getattr(meters, name)))
+        replace(logged, name, watch(f"[Logging]{name}", getattr(logged, name)))
 
 
 def _read(profiler: Profiler, source: Source, batches: Call) -> Call:

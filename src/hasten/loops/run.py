@@ -13,7 +13,7 @@ from torch import nn
 from hasten._lib.patched import follow
 from hasten.arguments import Arguments
 from hasten.hooks import Hooks, overrides
-from hasten.logged_values import Meters
+from hasten.logged_values import LoggedValues
 from hasten.loops.data_stalls import Waiting
 from hasten.loops.oversights import FirstEpoch
 from hasten.loops.progress import Progress
@@ -59,7 +59,7 @@ class Run:
     module: LightningModule
     wrapped: nn.Module
     hooks: Hooks
-    meters: Meters
+    logged: LoggedValues
     progress: Progress
     state: TrainerState
     stop: StopRequests

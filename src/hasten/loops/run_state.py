@@ -96,13 +96,13 @@ class Snapshot:
         run = self._run
         names = {id(child): name for name, child in run.module.named_modules()}
         # Values still on their way belong to the steps before this checkpoint.
-        run.meters.deliver(wait=True)
+        run.logged.deliver(wait=True)
         if run.guard is not None:
             run.guard.keep_state()
         return {
             "random": run.random_before_validation or contents.random_state(),
             "data": self._place() if run.train.loaded else None,
-            "values": run.meters.state_dict(lambda metric: names.get(id(metric))),
+            "values": run.logged.state_dict(lambda metric: names.get(id(metric))),
             "window_weight": run.window_weight,
             "window_divisor": run.window_divisor(),
             "toggled": _toggled(run.module),
@@ -111,7 +111,7 @@ class Snapshot:
             "batch_size": run.arguments.speed.batch_size,
             "fits": None if run.fits is None else run.fits.state_dict(),
             "loggers": [
-                logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.meters.loggers
+                logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.logged.loggers
             ],
             "evaluations": {
                 source.stage: source.evaluations() for source in (run.validation,) if source.loaded
@@ -127,7 +127,7 @@ class Snapshot:
         states = run.metrics_before_validation
         if states is None:
             # An evaluation starts again when resumed: what its metrics gathered would count twice.
-            states = metric_states(run.module, leave_out=run.meters.evaluation_metrics())
+            states = metric_states(run.module, leave_out=run.logged.evaluation_metrics())
         return on_device(torch.device("cpu"), states) if run.runtime.world_size > 1 else states
 
     def restore_own_state(self, mine: dict[str, Any]) -> Callable[[], None]:
@@ -136,13 +136,13 @@ class Snapshot:
         if mine["data"] is not None:
             run.train.load_state_dict(mine["data"])
         rows = {row.name: row for row in HOOKS} | STEPS
-        run.meters.load_state_dict(mine["values"], rows, run.module.get_submodule)
+        run.logged.load_state_dict(mine["values"], rows, run.module.get_submodule)
         run.window_weight, run.resumed_divisor = mine["window_weight"], mine.get("window_divisor")
         run.resumed_guard = mine.get("guard")
         _toggle_again(run.module, mine.get("toggled") or {})
         if run.fits is not None and mine.get("fits") is not None:
             run.fits.load_state_dict(mine["fits"])
-        for logger, state in zip(run.meters.loggers, mine.get("loggers", ()), strict=False):
+        for logger, state in zip(run.logged.loggers, mine.get("loggers", ()), strict=False):
             if isinstance(logger, Logger):
                 logger.load_state_dict(state)
         if not run.validation.is_off():

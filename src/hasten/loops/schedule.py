@@ -60,7 +60,7 @@ def _step_one(run: Run, config: LRSchedulerConfig, value: Any) -> None:
 
 def _monitored(run: Run, config: LRSchedulerConfig) -> Any:
     name = str(config.monitor)
-    metrics = run.meters.callback_metrics()
+    metrics = run.logged.callback_metrics()
     if name in metrics:
         return metrics[name]
     message = (

@@ -20,7 +20,7 @@ from hasten.module.hook_defaults import ModelHooks
 from hasten.module.hparams import HyperparametersMixin, OnClassOnly, construct
 
 if TYPE_CHECKING:
-    from hasten.logged_values import Meters
+    from hasten.logged_values import LoggedValues
     from hasten.trainer import Trainer
 
 
@@ -52,14 +52,14 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
     if TYPE_CHECKING:
         _trainer: Trainer | None
         _fabric: Any
-        _meters: Meters | None
+        _logged: LoggedValues | None
         _strict_loading: bool | None
         _example_input_array: Any
 
     # Class attributes, so that a subclass which sets them before super().__init__() finds them too.
     _trainer = None
     _fabric = None
-    _meters = None
+    _logged = None
     _automatic_optimization = True
     _strict_loading = None
     _example_input_array = None
@@ -169,16 +169,17 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
             ValueError: values cannot be logged in this hook, or the value has more than one element.
 
         """
-        meters = self._meters
-        if meters is None:
+        logged = self._logged
+        if logged is None:
             if self._fabric is not None:
                 self._fabric.log(name, value)
             else:
                 _warn_not_logging(type(self), name)
             return
-        meters.record(
+        logged.record(
             name,
             value,
+            # The fields of LogOptions, as a plain tuple: its constructor would cost as much as the rest of this call.
             (
                 prog_bar,
                 logger,
@@ -531,7 +532,7 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or pickle of the module is the model alone, not the run it takes part in.
         state = dict(self.__dict__)
-        for name in ("_trainer", "_meters", "_fabric"):
+        for name in ("_trainer", "_logged", "_fabric"):
             state.pop(name, None)
         return state
 

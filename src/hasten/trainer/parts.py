@@ -57,7 +57,7 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     module.trainer = trainer
     for child in module.modules():
         if isinstance(child, LightningModule):
-            child.__dict__["_meters"] = trainer._meters
+            child.__dict__["_logged"] = trainer._logged
     if datamodule is not None:
         datamodule.trainer = trainer
     brought = module.configure_callbacks()

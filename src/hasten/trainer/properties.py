@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from hasten.compile.report import CompileReport
-    from hasten.logged_values import Meters
+    from hasten.logged_values import LoggedValues
     from hasten.loops.progress import Progress
     from hasten.loops.run import Run
     from hasten.loops.run_data import Source
@@ -35,7 +35,7 @@ class TrainerView(TrainerSettings):
     state: TrainerState
     _runtime: Runtime
     _progress: Progress
-    _meters: Meters
+    _logged: LoggedValues
     _callbacks: WatchedList[Callback]
     _loggers: list[Any]
     _module: LightningModule | None
@@ -389,7 +389,7 @@ class TrainerView(TrainerSettings):
     @loggers.setter
     def loggers(self, loggers: list[Any] | None) -> None:
         self._loggers = list(loggers or [])
-        self._meters.loggers = self._loggers if self.is_global_zero else ()
+        self._logged.loggers = self._loggers if self.is_global_zero else ()
 
     @property
     def log_dir(self) -> str | None:
@@ -409,24 +409,24 @@ class TrainerView(TrainerSettings):
         The value of a step logged with ``sync_dist=True`` on several processes is that of the last logging interval;
         ``sync_step_values`` renews it.
         """
-        return self._meters.callback_metrics()
+        return self._logged.callback_metrics()
 
     def sync_step_values(self) -> None:
         """Reduce the values that training steps logged with ``sync_dist=True`` now; all processes must call it."""
-        self._meters.sync_step_values()
+        self._logged.sync_step_values()
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """The latest value of everything logged for the loggers; converting one to a number may wait."""
-        return self._meters.logged_metrics()
+        return self._logged.logged_metrics()
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values for the bar that have arrived on the host."""
-        self._meters.deliver()
+        self._logged.deliver()
         if self.training:
-            self._meters.publish_bar(self._progress.epoch)
-        return dict(self._meters.bar_values)
+            self._logged.publish_bar(self._progress.epoch)
+        return dict(self._logged.bar_values)
 
     # -- callbacks
 

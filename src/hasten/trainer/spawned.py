@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 def export_results(trainer: TrainerView) -> dict[str, Any]:
     """Return what the process that started the copies must learn of the run."""
     assert trainer._module is not None
-    meters = trainer._meters
+    logged = trainer._logged
     return {
         "weights": {key: value.cpu() for key, value in trainer._module.state_dict().items()},
         "progress": trainer._progress.state_dict(),
         "callbacks": [
             (move_to(callback.state_dict(), "cpu"), _paths_of(callback)) for callback in trainer._callbacks
         ],
-        "values": (meters.callback_values, meters.logged_values, meters.bar_values),
+        "values": (logged.callback_values, logged.logger_values, logged.bar_values),
         "state": trainer.state,
         "should_stop": trainer.should_stop,
     }
@@ -36,8 +36,8 @@ def import_results(trainer: TrainerView, results: dict[str, Any]) -> None:
         callback.load_state_dict(state)
         for name, value in paths.items():
             setattr(callback, name, value)
-    meters = trainer._meters
-    meters.callback_values, meters.logged_values, meters.bar_values = results["values"]
+    logged = trainer._logged
+    logged.callback_values, logged.logger_values, logged.bar_values = results["values"]
     trainer.state, trainer._should_stop = results["state"], results["should_stop"]
 
 

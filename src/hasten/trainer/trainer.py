@@ -23,7 +23,7 @@ from hasten.checkpoint.entries import check_entries
 from hasten.checkpoint.io import CheckpointIO
 from hasten.checkpoint.migrate import from_lightning
 from hasten.hooks import Hooks, nothing, overrides
-from hasten.logged_values import Meters
+from hasten.logged_values import LoggedValues
 from hasten.loggers.base import Logger
 from hasten.loops.evaluate import evaluate_and_print
 from hasten.loops.fit import fit
@@ -225,7 +225,7 @@ class Trainer(TrainerView):
         set_deterministic(deterministic, benchmark=benchmark)
         self.state = TrainerState()
         self._progress = Progress()
-        self._meters = Meters(self._runtime)
+        self._logged = LoggedValues(self._runtime)
         self._hooks: Hooks | None = None
         self._run: Run | None = None
         self._should_stop = False
@@ -318,7 +318,7 @@ class Trainer(TrainerView):
             set_deterministic(arguments.deterministic, benchmark=arguments.benchmark)
         if runtime is not None:
             self._runtime = runtime
-            self._meters = Meters(runtime)
+            self._logged = LoggedValues(runtime)
 
     # -- the four calls
 
@@ -511,7 +511,7 @@ class Trainer(TrainerView):
         assert module is not None
         parts.attach(self, module, self._datamodule)
         runtime.strategy._trainer = self
-        self._meters.forget_callback_values()
+        self._logged.forget_callback_values()
         several = runtime.world_size > 1
         parts.settle_loggers(self._loggers, runtime)
         with StopRequests(runtime.all_reduce if several else None) as stop:
@@ -556,8 +556,8 @@ class Trainer(TrainerView):
                 remake=functools.partial(remake_loader, arguments.speed, device=runtime.device),
             )
 
-        self._meters.loggers = self._loggers if runtime.is_global_zero else ()
-        self._hooks = Hooks(self, module, self._callbacks, self._datamodule, self._meters)
+        self._logged.loggers = self._loggers if runtime.is_global_zero else ()
+        self._hooks = Hooks(self, module, self._callbacks, self._datamodule, self._logged)
         before, fn = self._run, self.state.fn
         run = Run(
             arguments=arguments,
@@ -565,7 +565,7 @@ class Trainer(TrainerView):
             module=module,
             wrapped=module,
             hooks=self._hooks,
-            meters=self._meters,
+            logged=self._logged,
             progress=self._progress,
             state=self.state,
             stop=stop,
@@ -634,9 +634,9 @@ class Trainer(TrainerView):
                 self.state.stage = None
 
     def _release(self, run: Run, status: str) -> None:
-        self._meters.deliver(wait=True)
-        self._meters.report = None
-        self._meters.leave()
+        self._logged.deliver(wait=True)
+        self._logged.loss_report = None
+        self._logged.leave()
         try:
             run.hooks.teardown(self.state.fn.value if self.state.fn else "")
         finally:

@@ -112,7 +112,7 @@ class Memory:
         # What a dataset holds is data, whoever has it.
         values = values and not isinstance(thing, Dataset)
         for name, value in before.items():
-            if name not in ("_trainer", "trainer", "_meters"):
+            if name not in ("_trainer", "trainer", "_logged"):
                 self._keep(value, values, depth)
 
     def _keep_tensor(self, tensor: Tensor) -> None:

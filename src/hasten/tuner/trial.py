@@ -15,7 +15,7 @@ from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.watched import WatchedList
-from hasten.logged_values import Meters
+from hasten.logged_values import LoggedValues
 from hasten.loggers.base import DummyLogger
 from hasten.loops.evaluate import evaluate
 from hasten.loops.fit import train_epoch
@@ -78,7 +78,7 @@ def quietly(trainer: Trainer) -> None:
         _callbacks=WatchedList([], lambda: None),
         # There is a logger where the program expects one.
         _loggers=[DummyLogger() for _ in trainer._loggers],
-        _meters=Meters(trainer._runtime),
+        _logged=LoggedValues(trainer._runtime),
         _progress=copy.copy(trainer._progress),
         # Evaluation takes over what an earlier run of the same Trainer holds.
         _run=None,
@@ -167,7 +167,7 @@ class Trial:
             trainer._arguments, trainer._run = theirs, run
             for child in module.modules():
                 if isinstance(child, LightningModule):
-                    child.__dict__["_meters"] = trainer._meters
+                    child.__dict__["_logged"] = trainer._logged
             try:
                 for source in self._read_by(run, method):
                     memory.keep(source.streams(), values=False)
@@ -268,7 +268,7 @@ def train(run: Run) -> None:
     validation, run.validation = run.validation, copy.copy(run.validation)
     run.validation.switch_off()
     run.enter(RunningStage.TRAINING)
-    run.meters.start_epoch("train")
+    run.logged.start_epoch("train")
     run.hooks.on_train_start()
     with torch.enable_grad():
         while not run.finished():
