@@ -86,7 +86,7 @@ class LoggedValue:
         fork = "_epoch" if self.on_step and self.on_epoch else ""
         return f"{self.name}{fork}{self.loader_suffix}"
 
-    def add(self, value: Any, batch_size: Any) -> None:
+    def add(self, value: Any, batch_size: int | float | Tensor | None) -> None:
         """Take one value; it stays on its device."""
         if isinstance(value, Tensor):
             if value.numel() != 1:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 BAR_INTERVAL_SECONDS = 5.0
 
 # (record, name, value, options, batch_size): calls record(name, value, options, batch_size)
-Observer = Callable[[Callable[..., LoggedValue], str, Any, tuple[Any, ...], Any], None]
+Observer = Callable[[Callable[..., Any], str, Any, tuple[Any, ...], Any], None]
 
 # Numbers the runs that agree on values with other processes; the same run has the same number on each.
 _numbers = itertools.count()
@@ -92,7 +92,7 @@ class LoggedValues:
             context = self._contexts[row.name] = LoggingContext(row)
         return context
 
-    def inside(self, row: Hook, listeners: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    def inside(self, row: Hook, listeners: Sequence[Callable[..., object]]) -> Callable[..., Any]:
         """Return a function that calls ``listeners`` in order, with ``self.log`` meaning this hook."""
         context = self.context_of(row)
 
@@ -124,7 +124,9 @@ class LoggedValues:
 
     # -- taking values
 
-    def record(self, name: str, value: Any, options: tuple[Any, ...], batch_size: Any) -> Any:
+    def record(
+        self, name: str, value: Any, options: tuple[Any, ...], batch_size: int | float | Tensor | None
+    ) -> LoggedValue | None:
         """Take one value given to ``self.log``.
 
         Args:
@@ -138,7 +140,8 @@ class LoggedValues:
 
         """
         if self._observer is not None:
-            return self._observer(name, value, options, batch_size)
+            self._observer(name, value, options, batch_size)
+            return None
         context = self.context
         logged = context.values.get(name)
         if logged is None or logged.options != options:

@@ -71,7 +71,8 @@ class Runtime:
             for name in ("forward_context", "convert_input", "convert_output")
             if getattr(type(self.precision), name) is not getattr(Precision, name)
         }
-        self._unscaled: set[int] = set()
+        # Ids of the optimizers whose gradients are unscaled already in this step.
+        self.unscaled: set[int] = set()
         # Whether a scaled backward is running; Fabric refuses one that is not scaled.
         self.in_backward = False
         self.unscale: Callable[[Any], None] | None = None if scaler is None else self._unscale
@@ -247,7 +248,7 @@ class Runtime:
                 "precision='16-mixed' with LBFGS: it computes the loss several times a step, which a gradient "
                 "scaler cannot follow. Use precision='bf16-mixed' or another optimizer."
             )
-        unscaled = self._unscaled
+        unscaled = self.unscaled
 
         def scaled_step(closure: Callable[[], Any] | None = None) -> Any:
             result = closure() if closure is not None else None
@@ -275,8 +276,8 @@ class Runtime:
     def _unscale(self, optimizer: Any) -> None:
         # Once before each step: to clip, a user may unscale before the loop does.
         assert self.scaler is not None
-        if id(optimizer) not in self._unscaled and _has_gradients(optimizer):
-            self._unscaled.add(id(optimizer))
+        if id(optimizer) not in self.unscaled and _has_gradients(optimizer):
+            self.unscaled.add(id(optimizer))
             self.scaler.unscale_(optimizer)
 
     def clip_norm(

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 import hasten as L
 from hasten.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, ModelCheckpoint
 from hasten.loggers import CSVLogger
+from hasten.loops.saved_objects import SavedObjects
 from hasten.tuner import Tuner
-from hasten.tuner.restore import Memory
 from tests.models import Classifier, dataset, loader, quiet, same_weights
 
 # -- the memory by itself
@@ -62,8 +62,8 @@ def test_everything_in_a_module_is_put_back_in_place() -> None:
     place = weight.data_ptr()
     draws = [torch.rand(3, generator=before.chance), before.dice.random(), before.rng.random()]
     draws.append(before.old_rng.rand())
-    memory = Memory()
-    memory.keep(model)
+    saved = SavedObjects()
+    saved.save(model)
 
     with torch.no_grad():
         weight.add_(1.0)
@@ -95,7 +95,7 @@ def test_everything_in_a_module_is_put_back_in_place() -> None:
     model.old_rng.rand()
     torch.rand(1, generator=model.chance)
 
-    memory.restore()
+    saved.restore()
     assert list(model.state_dict()) == list(before.state_dict())
     assert same_weights(model, before)
     assert model.layer.weight is weight
@@ -129,12 +129,12 @@ def test_inference_tensors_and_data_without_copies() -> None:
     with torch.inference_mode():
         mask = torch.zeros(2)
     samples = torch.zeros(4)
-    memory = Memory()
-    memory.keep(mask)
-    memory.keep([samples], values=False)
+    saved = SavedObjects()
+    saved.save(mask)
+    saved.save([samples], values=False)
     with torch.inference_mode():
         mask.add_(1)
-        memory.restore()
+        saved.restore()
     samples.add_(1)
     assert mask.tolist() == [0, 0]
     assert samples.tolist() == [1.0] * 4
@@ -155,12 +155,12 @@ def test_a_gradient_scaler_in_the_middle_of_a_step() -> None:
 
     step(completes=True)
     before = scaler.state_dict()
-    memory = Memory()
-    memory.keep(scaler)
+    saved = SavedObjects()
+    saved.save(scaler)
     step(completes=True)
     step(completes=False)
     assert scaler.state_dict() != before
-    memory.restore()
+    saved.restore()
     assert scaler.state_dict() == before
     # A second one would be refused, were the step still the one that was left.
     step(completes=True)

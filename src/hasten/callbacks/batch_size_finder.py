@@ -10,6 +10,7 @@ from hasten.module.callback import Callback
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+    from hasten.tuner.trial import Stage
 
 
 class BatchSizeFinder(Callback):
@@ -77,11 +78,11 @@ class BatchSizeFinder(Callback):
             return
         run = trainer._run
         assert run is not None
-        method = str(trainer.state.fn.value) if trainer.state.fn is not None else "fit"
+        method: Stage = trainer.state.fn.value if trainer.state.fn is not None else "fit"
         trial = Trial(trainer, run)
         self.optimal_batch_size = self._found = search(trial, method=method, **self._options)
         was_loaded = run.train.loaded
-        for source in (run.train, run.validation) if method == "fit" else (trial.source_in(run, method),):
+        for source in run.sources_of(method):
             source.reload()
         if method == "fit" and was_loaded:
             # The epoch in hand was told to the loaders that are gone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -89,6 +90,20 @@ def fit(run: Run) -> None:
     _say_why_finished(run)
     run.averages.keep_averaged()
     run.hooks.on_train_end()
+
+
+def train(run: Run) -> None:
+    """Train until a limit is reached, without messages and without validating in between."""
+    validation, run.validation = run.validation, copy.copy(run.validation)
+    run.validation.switch_off()
+    run.enter(RunningStage.TRAINING)
+    run.logged.start_epoch("train")
+    run.hooks.on_train_start()
+    with torch.enable_grad():
+        while not run.finished():
+            train_epoch(run)
+    run.hooks.on_train_end()
+    run.validation = validation
 
 
 def train_epoch(run: Run) -> None:

@@ -253,9 +253,7 @@ class StepValues:
         self._observed.__enter__()
         return self
 
-    def _note(
-        self, record: Callable[..., LoggedValue], name: str, value: Any, options: Any, batch_size: Any
-    ) -> None:
+    def _note(self, record: Callable[..., Any], name: str, value: Any, options: Any, batch_size: Any) -> None:
         logged = self._logged
         known, total, weight = logged.context.values.get(name), None, 0
         if batch_size is not None and known is not None and known not in self._given:

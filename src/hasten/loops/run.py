@@ -141,6 +141,17 @@ class Run:
         self.train.reload_every_n_epochs = arguments.reload_dataloaders_every_n_epochs
         self.changed = True
 
+    def sources(self) -> tuple[Source, Source, Source, Source]:
+        """Return the data of all stages."""
+        return self.train, self.validation, self.test, self.predict
+
+    def sources_of(self, fn: str) -> list[Source]:
+        """Return the data that fit, validate, test or predict reads, the main one first."""
+        train, validation, test, predict = self.sources()
+        return {"fit": [train, validation], "validate": [validation], "test": [test], "predict": [predict]}[
+            fn
+        ]
+
     @property
     def max_epochs(self) -> float:
         """Epochs to train for; infinite when there is no limit."""

@@ -6,10 +6,10 @@ import copy
 import functools
 import os
 import signal as signals
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 
@@ -57,12 +57,14 @@ from hasten.resolve import runtime as resolve_runtime
 from hasten.speed import live
 from hasten.speed.auto import choose_speed
 from hasten.strategies.base import Strategy
-from hasten.trainer import parts
+from hasten.trainer import limited_runs, parts
 from hasten.trainer import spawned as copies
 from hasten.trainer.properties import TrainerView
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
+
+Result = TypeVar("Result")
 
 # What ``plugins=`` takes; also read by the command line, which makes objects of these classes.
 Plugin: TypeAlias = Precision | CheckpointIO | ClusterEnvironment
@@ -457,6 +459,60 @@ class Trainer(TrainerView):
             checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
             self._runtime.save(filepath, checkpoint, storage_options=storage_options)
 
+    # -- a few steps, to try something out
+
+    def prepared_run(
+        self,
+        stage: Literal["fit", "validate", "test", "predict"],
+        model: LightningModule,
+        data: Mapping[str, Any],
+        datamodule: LightningDataModule | None,
+        body: Callable[[Run], Result],
+    ) -> Result:
+        """Set up a run without callbacks and loggers, and return ``body(run)``; afterwards all is as before.
+
+        Module, datamodule, optimizers, loaders, counters and random numbers are restored, also after an error.
+
+        Args:
+            stage: which call the run is of.
+            model: the module.
+            data: the loaders by stage ("train", "validate", "test", "predict"), as passed to a call.
+            datamodule: gives the data instead.
+            body: called in each process; ``limited_run`` works inside it.
+
+        """
+        return limited_runs.prepared_run(self, stage, model, data, datamodule, body)
+
+    def limited_run(
+        self,
+        stage: Literal["fit", "validate", "test", "predict"],
+        steps: int,
+        *,
+        callbacks: Iterable[Callback] = (),
+        exchange_gradients: bool = True,
+        keep_limit: bool = False,
+        batch_size: int | None = None,
+    ) -> AbstractContextManager[Run]:
+        """Return a context with a run of a few steps inside the present run; afterwards all is as before.
+
+        The steps use the module, optimizers, epoch and data of the present run, without its callbacks and loggers.
+
+        Args:
+            stage: what to run.
+            steps: optimizer steps, or batches of each loader of an evaluation.
+            callbacks: what watches the steps.
+            exchange_gradients: False to train each process alone: one that fails leaves no other waiting.
+            keep_limit: read as many batches of an epoch as ``limit_train_batches`` says; all of them by default.
+            batch_size: samples of a batch; that of the present run by default.
+
+        Raises:
+            RuntimeError: there is no run.
+
+        """
+        return limited_runs.limited_run(
+            self, stage, steps, callbacks, exchange_gradients, keep_limit, batch_size
+        )
+
     # -- one call, from beginning to end
 
     @contextmanager
@@ -640,7 +696,7 @@ class Trainer(TrainerView):
         try:
             run.hooks.teardown(self.state.fn.value if self.state.fn else "")
         finally:
-            for source in (run.train, run.validation, run.test, run.predict):
+            for source in run.sources():
                 source.close()
             if self.is_global_zero:
                 for logger in self._loggers:

@@ -15,10 +15,9 @@ from hasten.data.memory.read import available_bytes, gigabytes
 from hasten.loops.resume import resolve_path
 from hasten.loops.run import Run
 from hasten.loops.split_sizes import check_rebatched
-from hasten.loops.states import TrainerFn
 from hasten.tuner import attributes
 from hasten.tuner.batch_size import Search, size_of
-from hasten.tuner.trial import Trial, nothing_changes, quietly
+from hasten.tuner.trial import Trial
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
@@ -62,20 +61,9 @@ def find_batch_size(
         return
     if resolve_path(trainer, ckpt_path) is not None:
         return
-    with nothing_changes(trainer, module, datamodule or trainer._datamodule):
-        quietly(trainer)
-        _leave_data_where_it_is(trainer)
-        size: int = trainer._call(TrainerFn.FITTING, module, datamodule, given, None, None, _search)
+    size: int = trainer.prepared_run("fit", module, given, datamodule, _search)
     set_batch_size(trainer, size)
-    attributes.put(module, datamodule or trainer._datamodule, "batch_size", size)
-
-
-def _leave_data_where_it_is(trainer: Any) -> None:
-    """Have trials read the data as it comes: each would hold all of it in memory for a few steps."""
-    arguments = trainer._arguments
-    if arguments.speed.resident in (True, "auto"):
-        speed = dataclasses.replace(arguments.speed, resident=False)
-        trainer._arguments = dataclasses.replace(arguments, speed=speed)
+    attributes.put(module, datamodule or trainer.datamodule, "batch_size", size)
 
 
 def set_batch_size(trainer: Any, size: int | str) -> None:
@@ -123,7 +111,7 @@ class _Automatic(Search):
 
     def _set(self, size: int) -> None:
         trial = self._trial
-        set_batch_size(trial.trainer, size)
+        trial.batch_size = size
         attributes.put(trial.module, trial.datamodule, "batch_size", size)
 
     def _trained_with(self, size: int) -> int:

@@ -14,7 +14,7 @@ from hasten._lib.out_of_memory import give_back_memory
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.loops.run_data import HOOK_OF
 from hasten.tuner import attributes
-from hasten.tuner.trial import STAGE_OF, Trial
+from hasten.tuner.trial import STAGE_OF, Stage, Trial
 
 MODES = ("power", "binsearch")
 
@@ -48,7 +48,7 @@ def check_options(
 def search(
     trial: Trial,
     *,
-    method: str,
+    method: Stage,
     mode: str,
     steps_per_trial: int,
     init_val: int,
@@ -113,7 +113,7 @@ class Search:
     def __init__(
         self,
         trial: Trial,
-        method: str,
+        method: Stage,
         steps: int,
         name: str,
         max_val: int,
@@ -152,8 +152,8 @@ class Search:
     def _limit_to_the_data(self, size: int) -> None:
         self._put(size)
         trial = self._trial
-        with trial.steps(self._method, 1) as run:
-            self._check(size, trial.source_in(run, self._method).streams())
+        with trial.trainer.limited_run(self._method, 1, batch_size=trial.batch_size) as run:
+            self._check(size, run.sources_of(self._method)[0].streams())
         if self._samples is not None:
             self._samples = trial.largest(self._samples)
             self._most = min(self._most, self._samples)

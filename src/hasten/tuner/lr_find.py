@@ -11,9 +11,10 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten.loops.fit import train
 from hasten.module.callback import Callback
 from hasten.tuner import attributes
-from hasten.tuner.trial import Trial, train
+from hasten.tuner.trial import Trial
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -194,7 +195,7 @@ def sweep(
         )
     found = LRFinder(mode, min_lr, max_lr, num_training)
     watch = _Sweep(found, optimizers[0], early_stop_threshold)
-    with trial.steps("fit", num_training, callbacks=[watch], keeps_limit=True) as run:
+    with trial.trainer.limited_run("fit", num_training, callbacks=[watch], keep_limit=True) as run:
         train(run)
     trial.leave_if_stopped()
     if not found.results["lr"]:

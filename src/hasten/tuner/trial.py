@@ -2,89 +2,30 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import is_out_of_memory
-from hasten._lib.watched import WatchedList
-from hasten.logged_values import LoggedValues
-from hasten.loggers.base import DummyLogger
 from hasten.loops.evaluate import evaluate
-from hasten.loops.fit import train_epoch
+from hasten.loops.fit import train
 from hasten.loops.predict import predict
-from hasten.loops.prepare import take_optimizers
-from hasten.loops.progress import Progress
 from hasten.loops.run import Run, Stopped
 from hasten.loops.run_data import Source
-from hasten.loops.states import RunningStage, TrainerState, TrainerStatus
-from hasten.machine.signals import StopRequests
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
-from hasten.profilers.base import PassThroughProfiler
-from hasten.seed import collect_rng_state, restore_rng_state
-from hasten.tuner.restore import Memory
 
 if TYPE_CHECKING:
     from hasten.strategies.base import Strategy
     from hasten.trainer import Trainer
 
+Stage = Literal["fit", "validate", "test", "predict"]
+
 # Which data a call reads, by the name it has in a run.
 STAGE_OF = {"fit": "train", "validate": "validate", "test": "test", "predict": "predict"}
-_SOURCES = {"train": "train", "validate": "validation", "test": "test", "predict": "predict"}
-
-
-@contextmanager
-def nothing_changes(trainer: Trainer, module: LightningModule, datamodule: Any) -> Iterator[Memory]:
-    """Give Trainer, module, data and random generators back the state they have now, also after an error.
-
-    What else may change is told to the memory that this yields.
-    """
-    books = dict(trainer.__dict__)
-    model = trainer.strategy.model
-    random = collect_rng_state()
-    memory = Memory()
-    memory.keep(module)
-    memory.keep(datamodule, values=False)
-    if trainer._runtime.scaler is not None:
-        memory.keep(trainer._runtime.scaler)
-        memory.keep(trainer._runtime._unscaled)
-    try:
-        yield memory
-    finally:
-        memory.restore()
-        trainer.__dict__.clear()
-        trainer.__dict__.update(books)
-        trainer.strategy.model = model
-        restore_rng_state(random)
-
-
-def quietly(trainer: Trainer) -> None:
-    """Take callbacks and loggers off, and count on copies; ``nothing_changes`` puts them back."""
-    trainer.__dict__.update(
-        _arguments=dataclasses.replace(
-            trainer._arguments,
-            enable_autolog_hparams=False,
-            num_sanity_val_steps=0,
-            max_epochs_assumed=False,
-        ),
-        _callbacks=WatchedList([], lambda: None),
-        # There is a logger where the program expects one.
-        _loggers=[DummyLogger() for _ in trainer._loggers],
-        _logged=LoggedValues(trainer._runtime),
-        _progress=copy.copy(trainer._progress),
-        # Evaluation takes over what an earlier run of the same Trainer holds.
-        _run=None,
-        profiler=PassThroughProfiler(),
-        state=TrainerState(TrainerStatus.RUNNING, trainer.state.fn, trainer.state.stage),
-    )
 
 
 class Trial:
@@ -99,107 +40,18 @@ class Trial:
     def __init__(self, trainer: Trainer, run: Run) -> None:
         self.trainer, self.run = trainer, run
         self.module: LightningModule = run.module
-        self.datamodule: Any = trainer._datamodule
+        self.datamodule: Any = trainer.datamodule
+        # Samples of a batch in each trial; None for those of the loaders.
+        self.batch_size: int | None = None
         # Why memory ran out the last time, in this process.
         self.error: BaseException | None = None
 
     def given(self, stage: str) -> Any:
         """Return the loaders that were passed to the call, or None."""
-        return getattr(self.run, _SOURCES[stage]).given
-
-    def source_in(self, run: Run, method: str) -> Source:
-        """Return the data that ``method`` reads in a run."""
-        source: Source = getattr(run, _SOURCES[STAGE_OF[method]])
-        return source
-
-    @contextmanager
-    def steps(
-        self,
-        method: str,
-        count: int,
-        *,
-        callbacks: Iterable[Callback] = (),
-        alone: bool = False,
-        keeps_limit: bool = False,
-    ) -> Iterator[Run]:
-        """Yield a run of ``method`` over ``count`` steps, ready to go; afterwards all is as before.
-
-        Args:
-            method: "fit", "validate", "test" or "predict".
-            count: optimizer steps, or batches of an evaluation.
-            callbacks: what watches the steps.
-            alone: exchange no gradients between processes: one that fails leaves the others waiting for nothing.
-            keeps_limit: read as many batches of an epoch as ``limit_train_batches`` says.
-
-        """
-        trainer, module, outer = self.trainer, self.module, self.run
-        with nothing_changes(trainer, module, self.datamodule) as memory:
-            quietly(trainer)
-            trainer._callbacks.extend(callbacks)
-            at = trainer._progress
-            # The epoch is the one in hand: programs ask for it in their steps.
-            trainer._progress = Progress(
-                epoch=at.current_epoch,
-                total_batches=at.total_batches,
-                global_step=at.global_step,
-                updates=at.updates,
-            )
-            batches = count * trainer._accumulate_grad_batches
-            theirs, limit = trainer._arguments, count if method != "fit" else batches
-            trainer._arguments = dataclasses.replace(
-                theirs,
-                # Each epoch has a batch, unless the program skips it.
-                max_epochs=at.current_epoch + batches,
-                max_steps=at.global_step + count,
-                min_epochs=None,
-                min_steps=None,
-                fast_dev_run=0,
-                limit_train_batches=theirs.limit_train_batches if keeps_limit else None,
-                limit_val_batches=0 if theirs.limit_val_batches == 0 and method == "fit" else limit,
-                limit_test_batches=limit,
-                limit_predict_batches=limit,
-            )
-            several = outer.runtime.world_size > 1
-            # Several processes look for a signal at steps they agree on, and these are not steps of the run.
-            stop = StopRequests(outer.runtime.all_reduce) if several else outer.stop
-            run = trainer._make_run(module, {stage: self.given(stage) for stage in _SOURCES}, stop)
-            # What programs read of the Trainer is what they gave it.
-            trainer._arguments, trainer._run = theirs, run
-            for child in module.modules():
-                if isinstance(child, LightningModule):
-                    child.__dict__["_logged"] = trainer._logged
-            try:
-                for source in self._read_by(run, method):
-                    memory.keep(source.streams(), values=False)
-                if method == "fit":
-                    self._train_with_the_optimizers_in_use(run, memory, alone)
-                yield run
-            finally:
-                for source in (run.train, run.validation, run.test, run.predict):
-                    source.close()
-
-    def _read_by(self, run: Run, method: str) -> list[Source]:
-        sources = [run.train, run.validation] if method == "fit" else [self.source_in(run, method)]
-        return [source for source in sources if not source.is_off()]
-
-    def _train_with_the_optimizers_in_use(self, run: Run, memory: Memory, alone: bool) -> None:
-        outer = self.run
-        schedulers = outer.schedulers
-        memory.keep(outer.optimizers)
-        memory.keep([config.scheduler for config in schedulers])
-        if run.module.automatic_optimization:
-            # They are there for who asks them for the rate, and never step.
-            schedulers = [dataclasses.replace(config, frequency=sys.maxsize) for config in schedulers]
-        if alone and run.runtime.syncs_gradients:
-            run.runtime = copy.copy(run.runtime)
-            run.runtime.syncs_gradients = False
-        else:
-            run.wrapped = outer.wrapped
-        take_optimizers(run, outer.optimizers, schedulers)
-        run.averages.resume_with(None)
+        return next(source.given for source in self.run.sources() if source.stage == stage)
 
     def try_out(
-        self, method: str, count: int, *, check: Callable[[list[Any]], None] = lambda loaders: None
+        self, method: Stage, count: int, *, check: Callable[[list[Any]], None] = lambda loaders: None
     ) -> int | None:
         """Run ``count`` steps of ``method``; training validates as well, if there is something to validate.
 
@@ -213,11 +65,13 @@ class Trial:
 
         """
         strategy = self.run.runtime.strategy
-        watch = _Watch(count * self.trainer._accumulate_grad_batches)
+        watch = _Watch(count * self.run.accumulate_grad_batches)
         try:
-            with self.steps(method, count, callbacks=[watch], alone=True) as run:
-                check(self.source_in(run, method).streams())
-                for source in self._read_by(run, method):
+            with self.trainer.limited_run(
+                method, count, callbacks=[watch], exchange_gradients=False, batch_size=self.batch_size
+            ) as run:
+                check(run.sources_of(method)[0].streams())
+                for source in [one for one in run.sources_of(method) if not one.is_off()]:
                     _agree_at_the_end(source, strategy)
                 if method == "fit":
                     train(run)
@@ -261,20 +115,6 @@ class Trial:
         number = self.largest(self.run.stop.signal or 0)
         if number:
             raise Stopped(number)
-
-
-def train(run: Run) -> None:
-    """Train until the steps of a trial are done; it ends in silence, and does not validate in between."""
-    validation, run.validation = run.validation, copy.copy(run.validation)
-    run.validation.switch_off()
-    run.enter(RunningStage.TRAINING)
-    run.logged.start_epoch("train")
-    run.hooks.on_train_start()
-    with torch.enable_grad():
-        while not run.finished():
-            train_epoch(run)
-    run.hooks.on_train_end()
-    run.validation = validation
 
 
 class _FailedElsewhere(Exception):

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.loops.preflight import check_call
 from hasten.loops.run import Run
-from hasten.loops.states import TrainerFn
 from hasten.module.datamodule import LightningDataModule
 from hasten.tuner import attributes, batch_size, lr_find
 from hasten.tuner.lr_find import LRFinder
-from hasten.tuner.trial import Trial, nothing_changes, quietly
+from hasten.tuner.trial import STAGE_OF, Stage, Trial
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
-
-_FN = {
-    "fit": TrainerFn.FITTING,
-    "validate": TrainerFn.VALIDATING,
-    "test": TrainerFn.TESTING,
-    "predict": TrainerFn.PREDICTING,
-}
 
 
 class Tuner:
@@ -108,7 +100,7 @@ class Tuner:
             return None
         search = functools.partial(
             batch_size.search,
-            method=method,
+            method=cast("Stage", method),
             mode=mode,
             steps_per_trial=steps_per_trial,
             init_val=init_val,
@@ -213,9 +205,9 @@ class Tuner:
             datamodule, train_dataloaders = train_dataloaders, None
         if isinstance(dataloaders, LightningDataModule):
             datamodule, dataloaders = dataloaders, None
-        if method not in _FN:
+        if method not in STAGE_OF:
             raise MisconfigurationException(
-                f"Tuner(method={method!r}): use one of {', '.join(_FN)}.{did_you_mean(str(method), _FN)}"
+                f"Tuner(method={method!r}): use one of {', '.join(STAGE_OF)}.{did_you_mean(str(method), STAGE_OF)}"
             )
         if method == "fit" and dataloaders is not None:
             raise MisconfigurationException(
@@ -232,14 +224,12 @@ class Tuner:
         check_call(trainer._arguments, method, model, datamodule, *given.values())
 
         body = functools.partial(_in_a_run, search)
-        with nothing_changes(trainer, model, datamodule or trainer._datamodule):
-            quietly(trainer)
-            return trainer._call(_FN[method], model, datamodule, given, None, None, body)
+        return trainer.prepared_run(cast("Stage", method), model, given, datamodule, body)
 
     def _datamodule(self, *given: Any) -> Any:
         """Return the datamodule of a call: one that was passed, in whichever place, or the Trainer's last one."""
         passed = (each for each in given if isinstance(each, LightningDataModule))
-        return next(passed, self._trainer._datamodule)
+        return next(passed, self._trainer.datamodule)
 
 
 def _in_a_run(search: Callable[[Trial], Any], run: Run) -> Any:

@@ -31,7 +31,7 @@ _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "hasten"}
 _LEFT_ALONE = {"hasten", "torch", "enum", "io", "logging", "multiprocessing", "threading"}
 
 
-class Memory:
+class SavedObjects:
     """Notes objects, with all that is inside them, and puts them back as they were.
 
     Attributes, lists, dicts and sets get their former contents, tensors their former values, generators of random
@@ -40,11 +40,11 @@ class Memory:
     Example::
 
         >>> losses, weights = [1.0], torch.zeros(2)
-        >>> memory = Memory()
-        >>> memory.keep([losses, weights])
+        >>> saved = SavedObjects()
+        >>> saved.save([losses, weights])
         >>> losses.append(2.0)
         >>> _ = weights.add_(1)
-        >>> memory.restore()
+        >>> saved.restore()
         >>> losses, weights
         ([1.0], tensor([0., 0.]))
 
@@ -55,7 +55,7 @@ class Memory:
         self._seen: dict[int, Any] = {}
         self._undo: list[Undo] = []
 
-    def keep(self, thing: Any, *, values: bool = True) -> None:
+    def save(self, thing: Any, *, values: bool = True) -> None:
         """Note ``thing``, and what it leads to.
 
         Args:

@@ -1,0 +1,177 @@
+"""Runs of a few steps that leave Trainer, module and data as they were: for tools that try something out."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from hasten._lib.watched import WatchedList
+from hasten.logged_values import LoggedValues
+from hasten.loggers.base import DummyLogger
+from hasten.loops.prepare import take_optimizers
+from hasten.loops.progress import Progress
+from hasten.loops.run import Run
+from hasten.loops.saved_objects import SavedObjects
+from hasten.loops.states import TrainerFn, TrainerState, TrainerStatus
+from hasten.machine.signals import StopRequests
+from hasten.module import LightningModule
+from hasten.module.callback import Callback
+from hasten.profilers.base import PassThroughProfiler
+from hasten.seed import collect_rng_state, restore_rng_state
+
+if TYPE_CHECKING:
+    from hasten.trainer import Trainer
+
+Result = TypeVar("Result")
+
+Stage = Literal["fit", "validate", "test", "predict"]
+
+
+def prepared_run(
+    trainer: Trainer,
+    stage: Stage,
+    model: LightningModule,
+    data: Mapping[str, Any],
+    datamodule: Any,
+    body: Callable[[Run], Result],
+) -> Result:
+    """See ``Trainer.prepared_run``."""
+    with _restored_afterwards(trainer, model, datamodule or trainer._datamodule):
+        speed = trainer._arguments.speed
+        if speed.resident in (True, "auto"):
+            # A few steps do not pay for holding all data in memory.
+            speed = dataclasses.replace(speed, resident=False)
+            trainer._arguments = dataclasses.replace(trainer._arguments, speed=speed)
+        result: Result = trainer._call(TrainerFn(stage), model, datamodule, dict(data), None, None, body)
+        return result
+
+
+@contextmanager
+def limited_run(
+    trainer: Trainer,
+    stage: Stage,
+    steps: int,
+    callbacks: Iterable[Callback],
+    exchange_gradients: bool,
+    keep_limit: bool,
+    batch_size: int | None,
+) -> Iterator[Run]:
+    """See ``Trainer.limited_run``."""
+    outer, fits = trainer._run, stage == "fit"
+    if outer is None:
+        raise RuntimeError(
+            "Trainer.limited_run(): there is no run. Call it within one, or use prepared_run()."
+        )
+    module = outer.module
+    with _restored_afterwards(trainer, module, trainer._datamodule) as saved:
+        trainer._callbacks.extend(callbacks)
+        arguments, now = trainer._arguments, trainer._progress
+        if batch_size is not None:
+            speed = dataclasses.replace(arguments.speed, batch_size=batch_size)
+            arguments = dataclasses.replace(arguments, speed=speed)
+        # Programs read the epoch in their steps: it is the current one.
+        trainer._progress = Progress(
+            epoch=now.current_epoch,
+            total_batches=now.total_batches,
+            global_step=now.global_step,
+            updates=now.updates,
+        )
+        batches = steps * trainer._accumulate_grad_batches
+        limit = batches if fits else steps
+        trainer._arguments = dataclasses.replace(
+            arguments,
+            # Each epoch has at least one batch, unless the program skips it.
+            max_epochs=now.current_epoch + batches,
+            max_steps=now.global_step + steps,
+            min_epochs=None,
+            min_steps=None,
+            fast_dev_run=0,
+            limit_train_batches=arguments.limit_train_batches if keep_limit else None,
+            limit_val_batches=0 if arguments.limit_val_batches == 0 and fits else limit,
+            limit_test_batches=limit,
+            limit_predict_batches=limit,
+        )
+        several = outer.runtime.world_size > 1
+        # Several processes look for a signal at steps they agree on, and these are not steps of the outer run.
+        stop = StopRequests(outer.runtime.all_reduce) if several else outer.stop
+        data = {source.stage: source.given for source in outer.sources()}
+        run = trainer._make_run(module, data, stop)
+        # Programs see the arguments they gave.
+        trainer._arguments, trainer._run = arguments, run
+        for child in module.modules():
+            if isinstance(child, LightningModule):
+                child.__dict__["_logged"] = trainer._logged
+        try:
+            for source in run.sources_of(stage):
+                if not source.is_off():
+                    saved.save(source.streams(), values=False)
+            if fits:
+                _use_optimizers_of(outer, run, saved, exchange_gradients)
+            yield run
+        finally:
+            for source in run.sources():
+                source.close()
+
+
+def _use_optimizers_of(outer: Run, run: Run, saved: SavedObjects, exchange_gradients: bool) -> None:
+    schedulers = outer.schedulers
+    saved.save(outer.optimizers)
+    saved.save([config.scheduler for config in schedulers])
+    if run.module.automatic_optimization:
+        # They are there for programs that read the learning rate, and never step.
+        schedulers = [dataclasses.replace(config, frequency=sys.maxsize) for config in schedulers]
+    if run.runtime.syncs_gradients and not exchange_gradients:
+        run.runtime = copy.copy(run.runtime)
+        run.runtime.syncs_gradients = False
+    else:
+        run.wrapped = outer.wrapped
+    take_optimizers(run, outer.optimizers, schedulers)
+    run.averages.go_on_with(None)
+
+
+@contextmanager
+def _restored_afterwards(
+    trainer: Trainer, module: LightningModule, datamodule: Any
+) -> Iterator[SavedObjects]:
+    """Take callbacks and loggers off, and restore Trainer, module, data and random numbers afterwards.
+
+    Yields what is restored, to which more can be added.
+    """
+    attributes = dict(trainer.__dict__)
+    wrapped = trainer.strategy.model
+    random = collect_rng_state()
+    saved = SavedObjects()
+    saved.save(module)
+    saved.save(datamodule, values=False)
+    if trainer._runtime.scaler is not None:
+        saved.save(trainer._runtime.scaler)
+        saved.save(trainer._runtime.unscaled)
+    trainer.__dict__.update(
+        _arguments=dataclasses.replace(
+            trainer._arguments,
+            enable_autolog_hparams=False,
+            num_sanity_val_steps=0,
+            max_epochs_assumed=False,
+        ),
+        _callbacks=WatchedList([], lambda: None),
+        # There is a logger where the program expects one.
+        _loggers=[DummyLogger() for _ in trainer._loggers],
+        _logged=LoggedValues(trainer._runtime),
+        _progress=copy.copy(trainer._progress),
+        # An evaluation would continue with the optimizers and data of an earlier run.
+        _run=None,
+        profiler=PassThroughProfiler(),
+        state=TrainerState(TrainerStatus.RUNNING, trainer.state.fn, trainer.state.stage),
+    )
+    try:
+        yield saved
+    finally:
+        saved.restore()
+        trainer.__dict__.clear()
+        trainer.__dict__.update(attributes)
+        trainer.strategy.model = wrapped
+        restore_rng_state(random)
