@@ -442,7 +442,7 @@ class LoggedValues:
                 stacked = [self._as_tensor(numerators[i]) for i in chosen]
                 if op == "mean":
                     stacked += [self._as_tensor(parts[i][1]) for i in chosen]
-                reduced = self._runtime.all_reduce(
+                reduced = self._runtime.data_parallel_reduce(
                     torch.stack(stacked), op="sum" if op == "mean" else op
                 ).unbind()
                 for k, i in enumerate(chosen):
@@ -454,7 +454,9 @@ class LoggedValues:
     def _synchronised(self, values: list[Any], logged: list[LoggedValue], moment: str | None) -> list[Any]:
         for op, chosen in [] if moment is None else self._shared(logged, moment):
             stacked = torch.stack([self._as_tensor(values[i]) for i in chosen])
-            for i, value in zip(chosen, self._runtime.all_reduce(stacked, op=op).unbind(), strict=True):
+            for i, value in zip(
+                chosen, self._runtime.data_parallel_reduce(stacked, op=op).unbind(), strict=True
+            ):
                 values[i] = value
         return values
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +163,10 @@ class Runtime:
         module = self.precision.convert_module(module)
         return module.to(self.device) if move else module
 
+    def shard(self, module: nn.Module) -> None:
+        """Replace parameters of ``module`` by this process's shards, where the strategy shards."""
+        self.strategy.shard(module)
+
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module whose call trains over all processes; ``module`` itself on a single device."""
         return self.strategy.wrap(module)
@@ -189,7 +193,7 @@ class Runtime:
             ``function`` itself where nothing is to be done: then it costs nothing.
 
         """
-        if training and wrapped is not None and wrapped is not module:
+        if training and wrapped is not None:
             function = self.strategy.route(function, wrapped)
         converts_input = "convert_input" in self._changed
         converts_output = convert_outputs and "convert_output" in self._changed
@@ -288,9 +292,7 @@ class Runtime:
         error_if_nonfinite: bool = False,
     ) -> Tensor:
         """Scale the gradients so that their norm is at most ``max_norm``; return the norm before."""
-        return torch.nn.utils.clip_grad_norm_(
-            parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
-        )
+        return self.strategy.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def clip_value(self, parameters: Iterable[Tensor], clip_val: float) -> None:
         """Limit each element of the gradients to ``clip_val`` in size."""
@@ -315,6 +317,10 @@ class Runtime:
         """Return ``data`` with each tensor reduced ("mean", "sum", "max", "min") over all processes."""
         return self.strategy.all_reduce(data, group=group, reduce_op=op)
 
+    def data_parallel_reduce(self, data: Any, op: Any = "mean") -> Any:
+        """Return ``data`` with each tensor reduced over the processes that read different data."""
+        return self.strategy.all_reduce(data, group=self.strategy.data_parallel_group, reduce_op=op)
+
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return ``data`` with the tensors and numbers of all processes stacked; as it is for one process."""
         data = numbers_as_tensors(data, self.device)
@@ -336,7 +342,21 @@ class Runtime:
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the weights of the user's module."""
-        return module.state_dict()
+        return self.strategy.state_dict(module)
+
+    def load_state_dict(
+        self, module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str
+    ) -> None:
+        """Restore the weights of the user's module; ``source`` names the file in messages."""
+        self.strategy.load_state_dict(module, state, strict=strict, source=source)
+
+    def optimizer_state(self, module: nn.Module, optimizer: Any) -> dict[str, Any]:
+        """Return the state of an optimizer that trains ``module``."""
+        return self.strategy.optimizer_state(module, optimizer)
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+        """Restore the state of an optimizer that trains ``module``."""
+        self.strategy.load_optimizer_state(module, optimizer, state)
 
     def save(
         self, path: str | os.PathLike[str], contents: dict[str, Any], storage_options: Any = None

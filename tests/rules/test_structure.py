@@ -21,7 +21,7 @@ ONE_FILE_EACH = {"callbacks", "loggers"}  # One file for each callback and for e
 LARGE_PACKAGES = {
     "_lib": 24,
     "demo": 16,
-    "loops": 32,
+    "loops": 31,
     "speed": 22,
     "utilities": 18,
 }

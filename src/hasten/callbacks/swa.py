@@ -336,9 +336,9 @@ def _run_once_more(run: Run) -> None:
     # A loader without an end gives as many batches as the epoch had.
     count = None if math.isfinite(run.train.limit) else run.progress.batch
     with isolate_rng(), _nothing_logged(run):
-        if run.on_resumed is not None:
+        if run.restore_random is not None:
             # Resumed with nothing left to train: the batches come in the order of the uninterrupted run.
-            run.on_resumed()
+            run.restore_random()
         batches = run.train.start_epoch()
         try:
             for batch_idx, (batch, _) in enumerate(islice(batches, count)):

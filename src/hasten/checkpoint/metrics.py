@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.tree import move_to
 
 # The attributes that objects had when their first fit began, by id. What they are made with is for the program to
 # say, so a checkpoint has only what has changed since.
@@ -76,7 +77,7 @@ def load_metric_states(module: nn.Module, stored: Mapping[str, Any]) -> None:
         entry = stored.get(name, {})
         device = metric.device if _is_metric(metric) else torch.device("cpu")
         for key, value in (entry.get("state", {}) | entry.get("attributes", {})).items():
-            setattr(metric, key, on_device(device, _copied(value)))
+            setattr(metric, key, move_to(_copied(value), device))
         if "state" in entry:
             metric._update_count = entry["update_count"]
         if _is_metric(metric):
@@ -90,17 +91,6 @@ def load_metric_states(module: nn.Module, stored: Mapping[str, Any]) -> None:
             f"The checkpoint holds what the metrics {missing[:6]} have gathered, and {type(module).__name__} has none "
             "of these names: they start again. Make in __init__ or setup() all metrics that the saved run had."
         )
-
-
-def on_device(device: torch.device, value: Any) -> Any:
-    """Return tensors, also inside lists, tuples and dicts, on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (list, tuple)):
-        return type(value)(on_device(device, item) for item in value)
-    if isinstance(value, dict):
-        return {key: on_device(device, item) for key, item in value.items()}
-    return value
 
 
 # -- which objects

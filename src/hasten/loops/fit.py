@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hasten._lib.garbage import full_passes_once
 from hasten._lib.kinds import by_kind
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.checkpoint.contents import random_state
 from hasten.checkpoint.metrics import metric_states
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
@@ -43,6 +42,7 @@ from hasten.loops.transfer import make_transfer
 from hasten.module import LightningModule
 from hasten.optim import check_accumulation, needs_closure, no_accumulation
 from hasten.optim.backward import InBackward
+from hasten.seed import collect_rng_state
 
 # (batch, batch_idx, opens, closes, divisor) -> what training_step gave, for on_train_batch_end
 Step = Callable[[Any, int, bool, bool, int], Any]
@@ -115,9 +115,9 @@ def train_epoch(run: Run) -> None:
         if run.runtime.world_size > 1:
             each_agreed = agree_on_end(run)
         batches = run.train.resume_epoch(progress.last_batch)
-        _take_back_random_state(run)
+        _restore_random(run)
     else:
-        _take_back_random_state(run)
+        _restore_random(run)
         progress.next_epoch()
         run.train.take_limit()
         run.train.reload_if_due(progress.epoch)
@@ -252,7 +252,7 @@ def follow_batch(run: Run) -> None:
             run.module.on_validation_model_zero_grad()
         # A run that ends within this validation begins with it when resumed: it draws the same numbers again, and what
         # its metrics have gathered in it must not count twice.
-        run.random_before_validation = random_state()
+        run.random_before_validation = collect_rng_state()
         leave_out = run.logged.evaluation_metrics()
         run.metrics_before_validation = metric_states(run.module, leave_out=leave_out, copied=True)
         # Checkpoints and early stopping act in the last hook: by then all else is done.
@@ -606,7 +606,7 @@ def _finish_gradients(run: Run) -> Callable[[int], None]:
         if run.window_weight is not None:
             weight = run.window_weight
             if runtime.world_size > 1:
-                weight = runtime.all_reduce(torch.as_tensor(weight, device=runtime.device), op="mean")
+                weight = runtime.data_parallel_reduce(torch.as_tensor(weight, device=runtime.device))
             _divide_gradients(optimizer, weight)
             run.window_weight = None
         elif progress.window + 1 != divisor:
@@ -777,10 +777,10 @@ def _enough(run: Run) -> bool:
     return run.progress.global_step >= run.max_steps or (run.should_stop and run.may_stop_early())
 
 
-def _take_back_random_state(run: Run) -> None:
-    if run.on_resumed is not None:
-        run.on_resumed()
-        run.on_resumed = None
+def _restore_random(run: Run) -> None:
+    if run.restore_random is not None:
+        run.restore_random()
+        run.restore_random = None
 
 
 def _say_why_finished(run: Run) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from hasten._lib.rank_zero import rank_zero_info, warn_once
-from hasten.checkpoint import contents
 from hasten.hooks import overrides
 from hasten.loops.run import Run
-from hasten.loops.run_state import Snapshot
 from hasten.module import LightningModule
 from hasten.optim.backward import InBackward
 from hasten.optim.fused import use_fused
@@ -108,7 +104,7 @@ def _check_in_backward(run: Run, optimizer: InBackward) -> None:
             f"Trainer(precision={runtime.precision.precision!r}): whether a scaled gradient is finite is known when "
             "backward is over. Use precision='bf16-mixed', which scales nothing."
         )
-    elif runtime.syncs_gradients:
+    elif runtime.world_size > 1 and not runtime.strategy.steps_in_backward:
         reason = (
             f"Trainer(devices=...): with {runtime.world_size} processes each parameter would step before its gradients "
             f"are averaged over them. Use one process, or {instead}"
@@ -122,26 +118,3 @@ def _check_in_backward(run: Run, optimizer: InBackward) -> None:
                 f"in_backward({name}): each parameter has stepped before {type(run.module).__name__}.{hook}() runs, "
                 f"and its gradient is None there. If that hook reads or changes gradients, {instead}",
             )
-
-
-def collect(run: Run, snapshot: Snapshot, *, weights_only: bool) -> dict[str, Any]:
-    """Return a checkpoint; its weights are the averages where optimizers train with others."""
-    averages = run.averages
-    if not averages:
-        return contents.collect(snapshot, weights_only=weights_only)
-    with averages.applied():
-        checkpoint = contents.collect(snapshot, weights_only=weights_only)
-        if "hasten" in checkpoint:
-            checkpoint["hasten"]["training_weights"] = averages.training_weights()
-        # The module's own tensors hold the weights of training again in a moment.
-        checkpoint["state_dict"] = {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in checkpoint["state_dict"].items()
-        }
-    return checkpoint
-
-
-def go_on_with_training_weights(run: Run, checkpoint: dict[str, Any] | None) -> None:
-    """Have the weights of training in the module: those of the checkpoint, or what the averages imply."""
-    own = (checkpoint or {}).get("hasten") or {}
-    run.averages.resume_with(own.get("training_weights"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,17 +13,16 @@ from hasten import optim
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.garbage import collect_earlier_models
 from hasten._lib.watched import WatchedList
-from hasten.checkpoint import contents
+from hasten.checkpoint.contents import Phase
 from hasten.checkpoint.entries import check_entries
 from hasten.checkpoint.metrics import remember_metrics
 from hasten.hooks import overrides
 from hasten.loops.compiled import check_compile, compile_module
-from hasten.loops.numbers import go_on_with_training_weights, set_matmul_precision
+from hasten.loops.numbers import set_matmul_precision
 from hasten.loops.oversights import warn_about_missing_parts
 from hasten.loops.preflight import check_fit, check_parameters
-from hasten.loops.resume import check_left_to_train
+from hasten.loops.resume import RunState, check_left_to_train
 from hasten.loops.run import Run
-from hasten.loops.run_state import Snapshot
 from hasten.loops.speedups import change_module, change_optimizers, go_on_with_batch_size
 from hasten.loops.states import TrainerFn
 from hasten.module import LightningModule
@@ -45,10 +45,11 @@ def prepare(
     In short::
 
         prepare_data (once a machine, or once), setup, configure_model
-        on_load_checkpoint, weights, states of callbacks
+        the strategy shards the module: from here on its parameters stay
+        on_load_checkpoint; restore weights, and states of datamodule and callbacks
         module to the device; configure_optimizers; the strategy wraps the module
-        on_fit_start; hyper-parameters to the loggers; loaders
-        optimizers, schedulers, counters, data position, random states
+        on_fit_start; hyper-parameters to the loggers
+        restore counters; loaders; restore optimizers, schedulers, data position, values
     """
     module, runtime, hooks, fn = run.module, run.runtime, run.hooks, run.state.fn
     assert fn is not None
@@ -72,10 +73,12 @@ def prepare(
         hooks.configure_model()
         if overrides(module, LightningModule, "configure_sharded_model"):
             module.configure_sharded_model()
+    runtime.shard(module)
 
     if runtime.precision.converts_before_loading:
         runtime.place(module)
     checkpoint, path = read_checkpoint()
+    state = RunState(run, callbacks, datamodule)
     if checkpoint is not None:
         hooks.on_load_checkpoint(checkpoint)
         check_entries(checkpoint, str(path), training=fitting)
@@ -83,11 +86,8 @@ def prepare(
             check_left_to_train(checkpoint, str(path), run.arguments)
         if fitting and run.arguments.speed.batch_size == "auto":
             go_on_with_batch_size(run, checkpoint, datamodule)
-        snapshot = Snapshot(run, callbacks, datamodule)
-        contents.restore_model(snapshot, checkpoint, strict=module.strict_loading, source=str(path))
-        # Before on_fit_start: what a callback changes there may depend on what it knew. Also where nothing is
-        # trained: a callback may hold what it validates with, such as averaged weights.
-        snapshot.load_callback_states(checkpoint.get("callbacks") or {})
+        # States of callbacks too: on_fit_start may depend on them, and an evaluation may use averaged weights.
+        state.restore(checkpoint, Phase.MODEL, str(path))
 
     if run.arguments.sync_batchnorm and runtime.world_size > 1:
         if fitting and runtime.device.type == "cpu" and _has_batchnorm(module):
@@ -108,34 +108,40 @@ def prepare(
         _log_hyperparams(run, datamodule)
     if fitting:
         remember_metrics(module)
-        if checkpoint is not None and "fit" in checkpoint.get("loops", {}):
-            # Which data a program gives may depend on the epoch it is asked in.
-            run.progress.load_state_dict(checkpoint["loops"]["fit"])
+        if checkpoint is not None:
+            # Before the loaders: which ones a program returns may depend on the epoch.
+            state.restore(checkpoint, Phase.POSITION, str(path))
             run.progress.in_epoch = run.progress.mid_epoch
         run.train.load()
         check_fit(run)
-        _restore_training(run, Snapshot(run, callbacks, datamodule), checkpoint, str(path))
-        go_on_with_training_weights(run, checkpoint)
+        if checkpoint is None:
+            _start_training(run)
+        else:
+            _resume_training(run, state, checkpoint, str(path))
 
 
 def _has_batchnorm(module: torch.nn.Module) -> bool:
     return any(isinstance(child, torch.nn.modules.batchnorm._BatchNorm) for child in module.modules())
 
 
-def _restore_training(run: Run, snapshot: Snapshot, checkpoint: dict[str, Any] | None, path: str) -> None:
-    if checkpoint is None:
-        if run.progress.mid_epoch:
-            # An earlier fit ended in the middle of an epoch; this one begins the next.
-            run.progress.epoch_ended = True
-        run.progress.in_epoch = False
-        return
-    mine = contents.restore_training(snapshot, checkpoint, rank=run.runtime.global_rank, source=path)
+def _start_training(run: Run) -> None:
+    if run.progress.mid_epoch:
+        # An earlier fit ended in the middle of an epoch; this one begins the next.
+        run.progress.epoch_ended = True
+    run.progress.in_epoch = False
+    run.averages.resume_with(None)
+
+
+def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path: str) -> None:
+    state.restore(checkpoint, Phase.TRAINING, path)
     run.skip_sanity = True
-    run.progress.in_epoch = run.progress.mid_epoch
     for source in (run.train, run.validation):
         source.loaded_in(run.progress.epochs_done)
-    if mine is not None:
-        run.on_resumed = snapshot.restore_own_state(mine)
+    ranks = (checkpoint.get("hasten") or {}).get("ranks", ())
+    if len(ranks) == run.runtime.world_size:
+        # Without the rest of the checkpoint, which would stay in memory until then.
+        own = {"hasten": {"ranks": ranks}}
+        run.restore_random = functools.partial(state.restore, own, Phase.RANDOM, path)
     elif run.progress.mid_epoch:
         run.train.start_at(run.progress.batch)
 

@@ -1,17 +1,258 @@
-"""From which checkpoint a call starts."""
+"""The state of a run as a checkpoint holds it, and the checkpoint from which a call starts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean, nearest
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten._lib.tree import move_to
+from hasten.arguments import Arguments
+from hasten.checkpoint import contents
+from hasten.checkpoint.allowed_types import objects_allowed
+from hasten.checkpoint.contents import Phase
+from hasten.checkpoint.metrics import load_metric_states, metric_states
+from hasten.hooks import HOOKS, STEPS
+from hasten.loggers.base import Logger
+from hasten.loops.inside_batch import as_saved, is_inside
+from hasten.loops.progress import Progress
+from hasten.loops.run import Run
+from hasten.loops.states import TrainerFn
+from hasten.module import LightningModule
+from hasten.module.callback import Callback
+from hasten.module.datamodule import LightningDataModule
+from hasten.module.hparams import pickled, plain_hparams
+from hasten.seed import collect_rng_state, restore_rng_state
 
-if TYPE_CHECKING:
-    from hasten.arguments import Arguments
+
+class RunState:
+    """The parts of a run that a checkpoint holds; ``checkpoint/contents.py`` says which, and in which phase.
+
+    Args:
+        run: the run.
+        callbacks: the Trainer's.
+        datamodule: the one of the run, or None.
+
+    """
+
+    precision_name = "MixedPrecision"
+
+    def __init__(
+        self, run: Run, callbacks: Iterable[Callback], datamodule: LightningDataModule | None
+    ) -> None:
+        self._run, self._runtime = run, run.runtime
+        self._callbacks = callbacks
+        self._datamodule = datamodule
+        self.module: LightningModule = run.module
+        self.scaler = run.runtime.scaler
+        self.progress: Progress = run.progress
+        self.epoch, self.global_step = run.progress.current_epoch, run.progress.global_step
+        self.rank, self.world_size = run.runtime.global_rank, run.runtime.world_size
+
+    def collect(self, *, weights_only: bool) -> dict[str, Any]:
+        """Return a checkpoint; inside a batch, of the moment when the batch began.
+
+        Raises:
+            RuntimeError: a batch has begun, and a resumed run could not continue exactly.
+
+        """
+        with as_saved(self._run, weights_only=weights_only), self._run.averages.applied():
+            return contents.collect(self, weights_only=weights_only)
+
+    def restore(self, checkpoint: dict[str, Any], phase: Phase, source: str) -> None:
+        """Restore one phase of a checkpoint."""
+        contents.restore(self, checkpoint, phase, source=source)
+
+    # -- weights and optimizers
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers; a run has them once ``configure_optimizers`` was called."""
+        return self._run.optimizers
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """The schedulers and when they step."""
+        return self._run.schedulers
+
+    def weights(self) -> dict[str, Any]:
+        """Return the weights of the user's module, or their averages where optimizers train with others."""
+        state = self._runtime.state_dict(self.module)
+        if not self._run.averages:
+            return state
+        # The module's own tensors hold the weights of training again in a moment.
+        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+    def load_weights(self, weights: Mapping[str, Any], source: str) -> None:
+        """Restore the weights of the user's module."""
+        self._runtime.load_state_dict(self.module, weights, strict=self.module.strict_loading, source=source)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of an optimizer."""
+        return self._runtime.optimizer_state(self.module, optimizer)
+
+    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Restore the state of an optimizer."""
+        self._runtime.load_optimizer_state(self.module, optimizer, state)
+
+    def training_weights(self) -> list[Tensor] | None:
+        """Return the weights training continues with, where ``weights`` are their averages."""
+        return self._run.averages.training_weights()
+
+    def load_training_weights(self, weights: list[Tensor] | None) -> None:
+        """Put the weights training continues with into the module: these, or what the averages imply."""
+        self._run.averages.resume_with(weights)
+
+    def gradients_may_count(self) -> bool:
+        """Return whether present gradients may be part of an optimizer's next step."""
+        return self._run.gradients_may_count()
+
+    # -- callbacks, hyper-parameters, datamodule
+
+    def callback_states(self) -> dict[str, Any]:
+        """Return the state of each callback that has one."""
+        states = {callback.state_key: callback.state_dict() for callback in self._callbacks}
+        return {key: state for key, state in states.items() if state}
+
+    def load_callback_states(self, states: Mapping[str, Any]) -> None:
+        """Restore the states of the callbacks; one with other arguments than in the checkpoint starts again."""
+        unused = set(states)
+        for callback in self._callbacks:
+            key = callback.state_key if callback.state_key in states else type(callback).__qualname__
+            if states.get(key) is not None:
+                callback.load_state_dict(dict(states[key]))
+                unused.discard(key)
+        present = {type(callback).__qualname__ for callback in self._callbacks}
+        missing = sorted(key for key in unused if key.partition("{")[0] not in present)
+        if missing and self._run.state.fn == TrainerFn.FITTING:
+            rank_zero_warn(
+                f"The checkpoint holds the state of {', '.join(missing)}, which this Trainer does not have. "
+                "Add them to Trainer(callbacks=[...]) to go on as before."
+            )
+
+    def hyper_parameters(self) -> Iterable[tuple[str, Any]]:
+        """Return the hyper-parameters of module and datamodule as plain data."""
+        for owner in (self.module, self._datamodule):
+            if owner is None or not owner.hparams:
+                continue
+            kept, dropped = plain_hparams(owner.hparams)
+            if dropped and objects_allowed():
+                yield f"{owner.CHECKPOINT_HYPER_PARAMS_KEY}_pickled", pickled(owner.hparams, dropped)
+            elif dropped:
+                name = type(owner).__name__
+                warn_once(
+                    f"hparams dropped {name} {dropped}",
+                    f"The hyper-parameters {dropped} of {name} are Python objects, which a checkpoint does not hold "
+                    "(reading them would run code). Pass them to load_from_checkpoint(path, ...), or leave them out "
+                    f"with save_hyperparameters(ignore={dropped}).",
+                )
+            yield owner.CHECKPOINT_HYPER_PARAMS_NAME, owner.__dict__.get("_hparams_name", "kwargs")
+            yield owner.CHECKPOINT_HYPER_PARAMS_KEY, kept
+
+    def datamodule_state(self) -> tuple[str, dict[str, Any]] | None:
+        """Return the datamodule's state, if it has one."""
+        state = {} if self._datamodule is None else self._datamodule.state_dict()
+        return (type(self._datamodule).__qualname__, state) if state else None
+
+    def load_datamodule_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the datamodule's state."""
+        if self._datamodule is not None and type(self._datamodule).__qualname__ in checkpoint:
+            self._datamodule.load_state_dict(checkpoint[type(self._datamodule).__qualname__])
+
+    # -- what each process has of its own
+
+    def process_state(self) -> dict[str, Any]:
+        """Return what differs between processes: data position, values logged, metrics, random states."""
+        run, progress = self._run, self.progress
+        names = {id(child): name for name, child in run.module.named_modules()}
+        # Values still on their way belong to the steps before this checkpoint.
+        run.logged.deliver(wait=True)
+        if run.guard is not None:
+            run.guard.keep_state()
+        data = None
+        if run.train.loaded:
+            data = run.train.state_dict(progress.batch, again=progress.begun and is_inside(run))
+        return {
+            "random": run.random_before_validation or collect_rng_state(),
+            "data": data,
+            "values": run.logged.state_dict(lambda metric: names.get(id(metric))),
+            "window_weight": run.window_weight,
+            "window_divisor": run.window_divisor(),
+            "toggled": _toggled(run.module),
+            "metrics": self._metrics(),
+            "guard": None if run.guard is None else run.guard.state_dict(),
+            "batch_size": run.arguments.speed.batch_size,
+            "fits": None if run.fits is None else run.fits.state_dict(),
+            "loggers": [
+                logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.logged.loggers
+            ],
+            "evaluations": {
+                source.stage: source.evaluations() for source in (run.validation,) if source.loaded
+            },
+        }
+
+    def _metrics(self) -> dict[str, Any]:
+        run = self._run
+        states = run.metrics_before_validation
+        if states is None:
+            # An evaluation starts again when resumed: what its metrics accumulated would count twice.
+            states = metric_states(run.module, leave_out=run.logged.evaluation_metrics())
+        moved: dict[str, Any] = move_to(states, "cpu") if self.world_size > 1 else states
+        return moved
+
+    def load_metrics(self, state: dict[str, Any]) -> None:
+        """Restore what torchmetrics have accumulated."""
+        load_metric_states(self.module, state)
+
+    def load_process_state(self, state: dict[str, Any]) -> None:
+        """Restore this process's data position and values."""
+        run = self._run
+        if state["data"] is not None:
+            run.train.load_state_dict(state["data"])
+        rows = {row.name: row for row in HOOKS} | STEPS
+        run.logged.load_state_dict(state["values"], rows, run.module.get_submodule)
+        run.window_weight, run.resumed_divisor = state["window_weight"], state.get("window_divisor")
+        run.resumed_guard = state.get("guard")
+        _toggle_again(run.module, state.get("toggled") or {})
+        if run.fits is not None and state.get("fits") is not None:
+            run.fits.load_state_dict(state["fits"])
+        for logger, kept in zip(run.logged.loggers, state.get("loggers", ()), strict=False):
+            if isinstance(logger, Logger):
+                logger.load_state_dict(kept)
+        if not run.validation.is_off():
+            for positions in state["evaluations"].values():
+                run.validation.load_evaluations(positions)
+
+    def load_random_state(self, state: dict[str, Any]) -> None:
+        """Restore this process's random generators."""
+        restore_rng_state(state["random"])
+
+    def gather(self, data: Any) -> list[Any]:
+        """Return every process's ``data``."""
+        return self._runtime.gather_objects(data)
+
+
+def _toggled(module: LightningModule) -> dict[str, tuple[bool, bool]]:
+    """Return by name whether parameters require gradients now and before ``toggle_optimizer``, while it is active."""
+    before = module.__dict__.get("_before_toggle", {})
+    return {name: (p.requires_grad, before[p]) for name, p in module.named_parameters() if p in before}
+
+
+def _toggle_again(module: LightningModule, states: Mapping[str, tuple[bool, bool]]) -> None:
+    if not states:
+        return
+    module.__dict__["_before_toggle"] = before = {}
+    for name, parameter in module.named_parameters():
+        if name in states:
+            parameter.requires_grad, before[parameter] = states[name]
+
+
+# -- from which checkpoint a call starts
 
 
 def resolve_path(trainer: Any, ckpt_path: Any) -> str | None:

@@ -85,7 +85,8 @@ class Run:
     number: int = 0
     resumed: bool = False
     skip_sanity: bool = False
-    on_resumed: Callable[[], None] | None = None
+    # Restores the random generators of a checkpoint, once the first batch is due.
+    restore_random: Callable[[], None] | None = None
     is_last_batch: bool = False
     window_weight: Any = None
     # Whether a batch of the accumulation had a loss and no weight.

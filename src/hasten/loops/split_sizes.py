@@ -117,7 +117,7 @@ def _check_processes(run: Run, asked: str) -> None:
             "sync_batchnorm=False."
         )
     strategy = run.runtime.strategy
-    if not strategy.name.startswith("ddp"):
+    if not strategy.computes_alone:
         raise MisconfigurationException(
             f"Trainer({asked}): with strategy={strategy.name!r} the processes exchange parts of the model inside a "
             "forward, and one that runs out of memory would leave the others waiting. Give micro_batch a number, "

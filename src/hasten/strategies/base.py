@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from hasten.checkpoint.weights import load_optimizer, load_weights
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -38,6 +40,13 @@ class Strategy(ABC):
 
     # Whether backward exchanges gradients, so that a loop that accumulates should enter ``no_sync``.
     syncs_gradients: bool = False
+
+    # Whether an optimizer may step inside backward, before gradients are exchanged.
+    steps_in_backward: bool = True
+
+    # Whether forward and backward of one process need none of the others until gradients are exchanged: a process
+    # that runs out of memory may begin again.
+    computes_alone: bool = True
 
     # The Trainer that runs with this strategy.
     _trainer: Trains | None = None
@@ -112,6 +121,21 @@ class Strategy(ABC):
         return None
 
     @property
+    def data_parallel_size(self) -> int:
+        """The number of processes, or groups of them, that read data of their own."""
+        return self.world_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which part of the data this process reads, from 0."""
+        return self.global_rank
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group over which losses and metrics are averaged; None for all processes."""
+        return None
+
+    @property
     def optimizers(self) -> list[Any]:
         """The optimizers of the Trainer's run; a list that is assigned counts from the next batch on."""
         return [] if self._trainer is None else self._trainer.optimizers
@@ -149,6 +173,9 @@ class Strategy(ABC):
 
         """
 
+    def shard(self, module: nn.Module) -> None:  # noqa: B027 - most shard nothing
+        """Replace parameters of ``module`` by this process's shards; called before anything else touches them."""
+
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module whose call trains over all processes."""
         self.model = module
@@ -164,6 +191,37 @@ class Strategy(ABC):
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward leaves the gradients of this process alone."""
         raise TypeError(f"{type(self).__name__} exchanges no gradients: there is nothing to hold back.")
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """Scale the gradients so that their norm is at most ``max_norm``; return the norm before."""
+        return nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    # -- state
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the weights of the user's module, under the names they have in it."""
+        return module.state_dict()
+
+    def load_state_dict(
+        self, module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str
+    ) -> None:
+        """Restore the weights of the user's module; ``source`` names the file in messages."""
+        load_weights(module, state, strict=strict, source=source)
+
+    def optimizer_state(self, module: nn.Module, optimizer: Any) -> dict[str, Any]:
+        """Return the state of an optimizer that trains ``module``."""
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+        """Restore the state of an optimizer that trains ``module``."""
+        load_optimizer(optimizer, state)
+
+    # -- the end
 
     def on_exception(self, exception: BaseException) -> None:  # noqa: B027 - most do nothing
         """Called when an exception ends the run, before the callbacks hear of it."""

@@ -213,6 +213,7 @@ class DDPStrategy(ParallelStrategy):
     """
 
     syncs_gradients = True
+    steps_in_backward = False
 
     def __init__(
         self,

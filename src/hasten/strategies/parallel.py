@@ -115,7 +115,7 @@ class ParallelStrategy(Strategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """``num_replicas`` and ``rank``."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     @property
     def process_group_backend(self) -> str:

@@ -130,7 +130,7 @@ def _use_optimizers_of(outer: Run, run: Run, saved: SavedObjects, exchange_gradi
     else:
         run.wrapped = outer.wrapped
     take_optimizers(run, outer.optimizers, schedulers)
-    run.averages.go_on_with(None)
+    run.averages.resume_with(None)
 
 
 @contextmanager

@@ -27,17 +27,14 @@ from hasten.logged_values import LoggedValues
 from hasten.loggers.base import Logger
 from hasten.loops.evaluate import evaluate_and_print
 from hasten.loops.fit import fit
-from hasten.loops.inside_batch import as_saved
-from hasten.loops.numbers import collect
 from hasten.loops.predict import predict
 from hasten.loops.preflight import check_call
 from hasten.loops.prepare import prepare
 from hasten.loops.profiling import LOOP, profiled
 from hasten.loops.progress import Progress
-from hasten.loops.resume import resolve_path
+from hasten.loops.resume import RunState, resolve_path
 from hasten.loops.run import Run, Stopped
 from hasten.loops.run_data import Source
-from hasten.loops.run_state import Snapshot
 from hasten.loops.signatures import check_signatures
 from hasten.loops.speedups import remake_loader
 from hasten.loops.states import FIRST_STAGE, TrainerFn, TrainerState, TrainerStatus
@@ -727,10 +724,8 @@ class Trainer(TrainerView):
     # -- checkpoints
 
     def _checkpoint(self, run: Run, *, weights_only: bool) -> dict[str, Any]:
-        snapshot = Snapshot(run, self._callbacks, self._datamodule)
-        weights_only = weights_only or not run.optimizers
-        with as_saved(run, weights_only=weights_only):
-            checkpoint = collect(run, snapshot, weights_only=weights_only)
+        state = RunState(run, self._callbacks, self._datamodule)
+        checkpoint = state.collect(weights_only=weights_only or not run.optimizers)
         assert self._hooks is not None
         self._hooks.on_save_checkpoint(checkpoint)
         return checkpoint
