@@ -14,6 +14,7 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
+from hasten._lib import check
 from hasten._lib.durations import Interval, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
@@ -289,11 +290,7 @@ class ModelCheckpoint(Checkpoint):
         self._source.update_after_validation(trainer)
         if self._deferred and self._source.stage in ("validate", "step"):
             self._save(trainer, ranked=True)
-        elif (
-            self._due_after_epoch(trainer)
-            and not self._should_save_on_train_epoch_end(trainer)
-            and not self._waits_for_epoch_end(trainer)
-        ):
+        elif self._due_after_epoch(trainer) and not self._saves_at_epoch_end(trainer):
             self._save(trainer, ranked=self._every_n_epochs > 0)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -303,9 +300,7 @@ class ModelCheckpoint(Checkpoint):
         self._source.update_after_epoch(trainer)
         if self._deferred and self._source.stage == "epoch":
             self._save(trainer, ranked=True)
-        elif self._due_after_epoch(trainer) and (
-            self._should_save_on_train_epoch_end(trainer) or self._waits_for_epoch_end(trainer)
-        ):
+        elif self._due_after_epoch(trainer) and self._saves_at_epoch_end(trainer):
             self._save(trainer, ranked=self._every_n_epochs > 0)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -333,7 +328,7 @@ class ModelCheckpoint(Checkpoint):
                 self._save_stopped(trainer)
         elif self.save_on_exception and ranking.saved_at != position:
             candidates = self._monitor_candidates(trainer)
-            path = self._get_metric_interpolated_filepath_name(candidates, trainer)
+            path = self._free_name(trainer, candidates)
             self._save_checkpoint(trainer, path)
             self._save_last_checkpoint(trainer, candidates)
             rank_zero_info(f"{type(exception).__name__}: {exception}. Saved the run as {path}.")
@@ -359,18 +354,18 @@ class ModelCheckpoint(Checkpoint):
         # every_n_epochs=0 alone switches off the ranked files, not ``last``.
         return bool(self.save_last) and not self._every_n_train_steps and self._train_time_interval is None
 
-    def _should_save_on_train_epoch_end(self, trainer: Trainer) -> bool:
+    def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
+        """Return whether to save when a training epoch ends, not when a validation ends."""
+        source = self._source.stage
+        # A value not seen yet may be logged at the end of the epoch, if it has one.
+        may_come = self.monitor is not None and self.save_top_k != 0 and source is None
+        if may_come and trainer.num_training_batches != float("inf"):
+            return True
         if self._save_on_train_epoch_end is not None:
             return self._save_on_train_epoch_end
-        if self._source.stage == "epoch" or not validates(trainer):
+        if source == "epoch" or not validates(trainer):
             return True
         return bool(trainer.check_val_every_n_epoch == 1 and trainer.val_check_interval == 1.0)
-
-    def _waits_for_epoch_end(self, trainer: Trainer) -> bool:
-        """Return whether the value has not been logged yet but may be at the end of this epoch."""
-        if self.monitor is None or self.save_top_k == 0 or self._source.stage is not None:
-            return False
-        return trainer.num_training_batches != float("inf")
 
     def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
         return bool(trainer.fast_dev_run) or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking
@@ -403,7 +398,12 @@ class ModelCheckpoint(Checkpoint):
             self._deferred = False
             return
         if self.monitor is None:
-            self._save_none_monitor_checkpoint(trainer, monitor_candidates)
+            # With save_top_k=-1 all files are kept: none may be overwritten.
+            previous = self.best_model_path if self.save_top_k == 1 else ""
+            path = self._free_name(trainer, monitor_candidates, previous=previous)
+            with self._undo_on_failure():
+                self.best_model_path = path
+                self._save_ranked(trainer, path, previous)
             return
         if self.monitor not in monitor_candidates:
             if not self._source.validations and validates(trainer):
@@ -436,7 +436,7 @@ class ModelCheckpoint(Checkpoint):
         if torch.isnan(current):
             # NaN cannot be compared; as the worst value it is replaced by the first number.
             current = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
-        path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, replaced)
+        path = self._free_name(trainer, monitor_candidates, previous=replaced)
         with self._undo_on_failure():
             scores = {name: score for name, score in self.best_k_models.items() if name != replaced}
             scores[path] = current
@@ -453,14 +453,6 @@ class ModelCheckpoint(Checkpoint):
                     f"{current:0.5f} (best {self.best_model_score:0.5f}), saving model to {path!r} as top {k}"
                 )
             self._save_ranked(trainer, path, replaced)
-
-    def _save_none_monitor_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        # With save_top_k=-1 all files are kept: none may be overwritten.
-        previous = self.best_model_path if self.save_top_k == 1 else ""
-        path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, previous)
-        with self._undo_on_failure():
-            self.best_model_path = path
-            self._save_ranked(trainer, path, previous)
 
     def _save_ranked(self, trainer: Trainer, path: str, previous: str) -> None:
         self._ranking.ranked_step = trainer.global_step
@@ -480,7 +472,9 @@ class ModelCheckpoint(Checkpoint):
             ranking.last_model_path, ranking.last_saved_at = path, position
             self._replace(trainer, previous, path)
             if self.save_last == "link" and just_saved:
-                self._link_checkpoint(trainer, just_saved, path)
+                if trainer.is_global_zero:
+                    checkpoint_folder.link(just_saved, path)
+                trainer.strategy.barrier()
             else:
                 self._save_checkpoint(trainer, path)
 
@@ -536,19 +530,6 @@ class ModelCheckpoint(Checkpoint):
 
     # -- names
 
-    def _format_checkpoint_name(
-        self,
-        filename: str | None,
-        metrics: dict[str, Any],
-        prefix: str | None = None,
-        auto_insert_metric_name: bool = True,
-    ) -> str:
-        template = filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
-        name = format_name(
-            template, metrics, equals=self.CHECKPOINT_EQUALS_CHAR, insert_names=auto_insert_metric_name
-        )
-        return name if prefix is None else self.CHECKPOINT_JOIN_CHAR.join([prefix, name])
-
     def format_checkpoint_name(
         self,
         metrics: dict[str, Any],
@@ -571,21 +552,18 @@ class ModelCheckpoint(Checkpoint):
             'epoch=005-v1.ckpt'
 
         """
-        name = self._format_checkpoint_name(
-            filename or self.filename, metrics, prefix, self.auto_insert_metric_name
-        )
+        template = filename or self.filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
+        equals, insert_names = self.CHECKPOINT_EQUALS_CHAR, self.auto_insert_metric_name
+        name = format_name(template, metrics, equals=equals, insert_names=insert_names)
+        if prefix is not None:
+            name = self.CHECKPOINT_JOIN_CHAR.join([prefix, name])
         if ver is not None:
             name = self.CHECKPOINT_JOIN_CHAR.join([name, f"v{ver}"])
         name += self.FILE_EXTENSION
         return os.path.join(self.dirpath, name) if self.dirpath else name
 
-    def _get_metric_interpolated_filepath_name(
-        self, monitor_candidates: dict[str, Tensor], trainer: Trainer, del_filepath: str | None = None
-    ) -> str:
-        return self._free_name(trainer, monitor_candidates, None, del_filepath or "")
-
     def _free_name(
-        self, trainer: Trainer, candidates: dict[str, Tensor], template: str | None, previous: str
+        self, trainer: Trainer, candidates: dict[str, Tensor], template: str | None = None, previous: str = ""
     ) -> str:
         """Return the first name, counting versions, that is free, ``previous``, or that of a damaged file."""
         path = self.format_checkpoint_name(candidates, template)
@@ -669,12 +647,6 @@ class ModelCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             checkpoint_folder.remove(filepath, trainer.runtime.checkpoint_io)
 
-    @staticmethod
-    def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
-        if trainer.is_global_zero:
-            checkpoint_folder.link(filepath, linkpath)
-        trainer.strategy.barrier()
-
 
 def _position(trainer: Trainer) -> tuple[int, int]:
     return trainer.global_step, trainer.total_batch_idx
@@ -683,15 +655,15 @@ def _position(trainer: Trainer) -> tuple[int, int]:
 # -- arguments
 
 
-def _check_what_is_kept(save_last: object, save_top_k: object, monitor: str | None) -> None:
-    if save_last not in (None, True, False, "link"):
-        raise MisconfigurationException(
-            f"ModelCheckpoint(save_last={save_last!r}): use True, False or 'link'."
-        )
-    if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
-        raise MisconfigurationException(
-            f"ModelCheckpoint(save_top_k={save_top_k!r}): Must be >= -1: how many to keep, -1 for all, 0 for none."
-        )
+def _check_what_is_kept(
+    save_last: bool | Literal["link"] | None, save_top_k: int, monitor: str | None
+) -> None:
+    error = MisconfigurationException
+    check.one_of(
+        "ModelCheckpoint", "save_last", save_last, (True, False, "link"), allow_none=True, error=error
+    )
+    allowed = "how many to keep, -1 for all, 0 for none"
+    check.whole("ModelCheckpoint", "save_top_k", save_top_k, at_least=-1, allowed=allowed, error=error)
     if monitor is None and save_top_k not in (-1, 0, 1):
         raise MisconfigurationException(
             f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: nothing ranks "
@@ -704,15 +676,8 @@ def _intervals(steps: Any, epochs: Any, duration: Any) -> tuple[int, int, timede
 
     "2ep", "500st" and "90min" mean the same in each of the three arguments.
     """
-    given = [
-        interval
-        for interval in (
-            _interval("every_n_train_steps", steps),
-            _interval("every_n_epochs", epochs),
-            _interval("train_time_interval", duration),
-        )
-        if interval is not None
-    ]
+    arguments = {"every_n_train_steps": steps, "every_n_epochs": epochs, "train_time_interval": duration}
+    given = [_interval(name, value) for name, value in arguments.items() if value is not None]
     if not given:
         return 0, 1, None
     active = [each for each in given if each.steps or each.epochs or each.time is not None]
@@ -725,17 +690,13 @@ def _intervals(steps: Any, epochs: Any, duration: Any) -> tuple[int, int, timede
     return interval.steps or 0, interval.epochs or 0, interval.time
 
 
-def _interval(name: str, value: Any) -> Interval | None:
-    if value is None:
-        return None
+def _interval(name: str, value: Any) -> Interval:
     if isinstance(value, (str, dict, timedelta)):
         return parse_interval(value, argument=f"ModelCheckpoint({name})")
     if name == "train_time_interval":
-        raise TypeError(
-            f"ModelCheckpoint({name}={value!r}): use a datetime.timedelta, or a text such as '90min'."
-        )
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"ModelCheckpoint({name}={value!r}): use a whole number.")
-    if value < 0:
-        raise MisconfigurationException(f"ModelCheckpoint({name}={value}): Must be >= 0.")
+        allowed = "a datetime.timedelta, or a text such as '90min'"
+        raise check.wrong("ModelCheckpoint", name, value, allowed, error=TypeError)
+    if not isinstance(value, int):
+        raise check.wrong("ModelCheckpoint", name, value, "a whole number", error=TypeError)
+    check.whole("ModelCheckpoint", name, value, at_least=0, error=MisconfigurationException)
     return Interval(steps=value) if name == "every_n_train_steps" else Interval(epochs=value)

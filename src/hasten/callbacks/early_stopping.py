@@ -87,7 +87,9 @@ class EarlyStopping(Callback):
         self.monitor = check_monitor("EarlyStopping", monitor)
         self.mode = check_mode("EarlyStopping", mode)
         error = MisconfigurationException
-        check.whole("EarlyStopping", "patience", patience, at_least=0, unit="checks", error=error)
+        self.patience = check.whole(
+            "EarlyStopping", "patience", patience, at_least=0, unit="checks", error=error
+        )
         check.number("EarlyStopping", "min_delta", min_delta, error=error)
         for name, threshold in (
             ("stopping_threshold", stopping_threshold),
@@ -104,7 +106,6 @@ class EarlyStopping(Callback):
             )
         # Signed for the comparison: value - min_delta must be better than the best score.
         self.min_delta = min_delta if mode == "max" else -min_delta
-        self.patience = patience
         self.verbose = verbose
         self.strict = strict
         self.check_finite = check_finite
@@ -237,7 +238,10 @@ class EarlyStopping(Callback):
             self.stopping_reason = EarlyStoppingReason.DIVERGENCE_THRESHOLD
             reason = f"{value} is worse than divergence_threshold={self.divergence_threshold}."
         elif better(current - self.min_delta, self.best_score.to(current.device)):
-            reason = self._improvement_message(current)
+            reason = f"{self.monitor} improved to {current:.3f}."
+            if torch.isfinite(self.best_score):
+                change = f"{abs(self.best_score - current):.3f} >= min_delta = {abs(self.min_delta)}"
+                reason = f"{self.monitor} improved by {change}, to {current:.3f}."
             self.best_score = current
             self.wait_count = 0
             return False, reason
@@ -251,14 +255,6 @@ class EarlyStopping(Callback):
                 f"{self.best_score:.3f}."
             )
         return True, f"{reason} Training stops."
-
-    def _improvement_message(self, current: Tensor) -> str:
-        if not torch.isfinite(self.best_score):
-            return f"{self.monitor} improved to {current:.3f}."
-        change = abs(self.best_score - current)
-        return (
-            f"{self.monitor} improved by {change:.3f} >= min_delta = {abs(self.min_delta)}, to {current:.3f}."
-        )
 
     def _report(self, trainer: Trainer, reason: str) -> None:
         if trainer.world_size == 1:

@@ -298,22 +298,25 @@ class BackboneFinetuning(BaseFinetuning):
     ) -> None:
         super().__init__()
         owner, error = "BackboneFinetuning", MisconfigurationException
-        check.whole(owner, "unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, at_least=0, error=error)
-        check.whole(owner, "rounding", rounding, at_least=0, error=error)
-        check.number(owner, "backbone_initial_ratio_lr", backbone_initial_ratio_lr, above=0, error=error)
-        check.number(owner, "backbone_initial_lr", backbone_initial_lr, above=0, allow_none=True, error=error)
-        check.number(owner, "initial_denom_lr", initial_denom_lr, above=0, error=error)
+        self.unfreeze_backbone_at_epoch = check.whole(
+            owner, "unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, at_least=0, error=error
+        )
         allowed = "a function that takes the epoch and returns a factor, for instance lambda epoch: 1.5"
-        check.callable_(owner, "lambda_func", lambda_func, allowed=allowed, error=error)
-        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
-        self.lambda_func = lambda_func
+        self.lambda_func = check.callable_(owner, "lambda_func", lambda_func, allowed=allowed, error=error)
+        for name, number in (
+            ("backbone_initial_ratio_lr", backbone_initial_ratio_lr),
+            ("backbone_initial_lr", backbone_initial_lr),
+            ("initial_denom_lr", initial_denom_lr),
+        ):
+            optional = name == "backbone_initial_lr"
+            check.number(owner, name, number, above=0, allow_none=optional, error=error)
         self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
         self.backbone_initial_lr = backbone_initial_lr
         self.should_align = should_align
         self.initial_denom_lr = initial_denom_lr
         self.train_bn = train_bn
         self.verbose = verbose
-        self.rounding = rounding
+        self.rounding = check.whole(owner, "rounding", rounding, at_least=0, error=error)
         self.previous_backbone_lr: float | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

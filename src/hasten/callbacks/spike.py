@@ -81,16 +81,13 @@ class SpikeDetection(Callback):
         finite_only: bool = True,
     ) -> None:
         error = MisconfigurationException
-        check.one_of("SpikeDetection", "mode", mode, ("min", "max"), error=error)
-        check.whole("SpikeDetection", "window", window, at_least=1, error=error)
-        check.whole("SpikeDetection", "warmup", warmup, at_least=0, error=error)
+        self.mode = check.one_of("SpikeDetection", "mode", mode, ("min", "max"), error=error)
+        self.window = check.whole("SpikeDetection", "window", window, at_least=1, error=error)
+        self.warmup = check.whole("SpikeDetection", "warmup", warmup, at_least=0, error=error)
         for name, tolerance in (("atol", atol), ("rtol", rtol)):
             check.number(
                 "SpikeDetection", name, tolerance, at_least=0, below=math.inf, allow_none=True, error=error
             )
-        self.mode = mode
-        self.window = window
-        self.warmup = warmup
         self.atol = atol
         self.rtol = rtol
         self.exclude_batches_path = exclude_batches_path

@@ -95,12 +95,14 @@ class StochasticWeightAveraging(WeightAveraging):
                 "max_epochs from 0.0 to 1.0 (float)."
             )
         error = MisconfigurationException
-        check.whole(name, "annealing_epochs", annealing_epochs, at_least=0, error=error)
-        check.one_of(name, "annealing_strategy", annealing_strategy, ("cos", "linear"), error=error)
+        self._annealing_epochs = check.whole(
+            name, "annealing_epochs", annealing_epochs, at_least=0, error=error
+        )
+        self._annealing_strategy = check.one_of(
+            name, "annealing_strategy", annealing_strategy, ("cos", "linear"), error=error
+        )
         self._swa_lrs = swa_lrs
         self._swa_epoch_start = swa_epoch_start
-        self._annealing_epochs = annealing_epochs
-        self._annealing_strategy = annealing_strategy
         self._max_epochs: int | None = None
         # The averages of all parameters, and their names.
         self._averages: nn.ParameterList | None = None

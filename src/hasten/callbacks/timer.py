@@ -114,20 +114,14 @@ class Timer(Callback):
         self._end(RunningStage.TRAINING)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock of validation."""
-        self._begin(RunningStage.VALIDATING)
+        """Start the clock of validation or test."""
+        self._begin(RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock of validation."""
-        self._end(RunningStage.VALIDATING)
+        """Stop the clock of validation or test."""
+        self._end(RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock of the test."""
-        self._begin(RunningStage.TESTING)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock of the test."""
-        self._end(RunningStage.TESTING)
+    on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def on_fit_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Stop at once if no time is left."""
