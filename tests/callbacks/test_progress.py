@@ -1,12 +1,14 @@
-"""The progress bar in a terminal, a pipe and a file, and what programs change about it."""
+"""The progress bars of tqdm and rich in a terminal, a pipe and a file, and what programs change about them."""
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +18,16 @@ import pytest
 import torch
 
 import hasten as L
-from hasten.callbacks import ProgressBar, TQDMProgressBar
+from hasten.callbacks import LambdaCallback, ProgressBar, RichProgressBar, TQDMProgressBar, progress
+from hasten.callbacks.rich_progress import RichProgressBarTheme, speed_text
 from hasten.callbacks.tqdm_progress import Tqdm
 from hasten.hooks import overrides
+from hasten.loggers import CSVLogger
 from tests.callbacks.scripted import BATCHES, Scripted
 from tests.models import quiet
 
 pty = pytest.importorskip("pty")
+rich = pytest.importorskip("rich")
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
@@ -50,7 +55,7 @@ class Model(L.LightningModule):
 begun = time.monotonic()
 batches = [torch.zeros(1)] * 400
 trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
-                    enable_model_summary=False, log_every_n_steps=10)
+                    callbacks=[L.callbacks.BAR()], log_every_n_steps=10)
 model = Model()
 trainer.fit(model, batches, batches[:20])
 print("seconds", time.monotonic() - begun, file=sys.stderr)
@@ -59,6 +64,25 @@ several = [torch.utils.data.DataLoader(torch.zeros(n, 1)) for n in (10, 7)]
 trainer.test(model, several, verbose=False)
 trainer.predict(model, batches[:5])
 """
+# For each bar, regular expressions of its lines: training, validation, test and prediction; and an epoch in lines.
+LOOKS = {
+    "TQDMProgressBar": (
+        r"Epoch 1: 100%.* 400/400 .*(val_loss=0.250.*loss=399|loss=399.*val_loss=0.250)",
+        ("Validation DataLoader 0: 100%", "Testing DataLoader 1: 100%", "Predicting DataLoader 0: 100%"),
+        r"Epoch \d: +\d+%",
+        "Epoch {}",
+    ),
+    "RichProgressBar": (
+        r"Epoch 1/1 .* 400/400 .*\d:\d\d:\d\d • 0:00:00 \d+\.\d\dit/s loss: 399.000 val_loss: 0.250$",
+        (
+            "Validation DataLoader 0 .* 30/30 ",
+            "Testing DataLoader 1 .* 7/7 ",
+            "Predicting DataLoader 0 .* 5/5 ",
+        ),
+        r"Epoch \d/1",
+        "Epoch {}/1",
+    ),
+}
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -68,94 +92,99 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
 
 
-def in_terminal(program: str, columns: int = 100, **more: str) -> str:
-    """Run a program in a terminal of its own; return every byte it showed."""
+def in_terminal(program: str, columns: int = 130) -> str:
+    """Run a program in its own terminal; return every byte it showed."""
     import fcntl
     import struct
     import termios
 
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=theirs, stderr=theirs, stdin=theirs, env=environment(**more)
+        [sys.executable, "-c", program], stdout=child, stderr=child, stdin=child, env=environment()
     )
-    os.close(theirs)
+    os.close(child)
     shown = b""
     while True:
         try:
-            part = os.read(ours, 65536)
+            part = os.read(parent, 65536)
         except OSError:  # the other end is closed
             break
         if not part:
             break
         shown += part
-    os.close(ours)
+    os.close(parent)
     assert process.wait() == 0, shown.decode()
     return shown.decode()
 
 
 def screen(shown: str) -> list[str]:
-    """Return what stands on the screen in the end: carriage returns and moves up are carried out."""
+    """Return the final lines on the screen: carriage returns, moves up and deleted lines are carried out."""
     lines, row, column = [""], 0, 0
-    for token in re.findall(r"\x1b\[[0-9;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", shown):
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", shown):
         if token == "\r":
             column = 0
         elif token == "\n":
             row += 1
             lines += [""] * (row + 1 - len(lines))
-        elif token == "\x1b[A":
-            row = max(0, row - 1)
-        elif token.startswith("\x1b"):
-            continue
-        else:
+        elif token.endswith("A") and token.startswith("\x1b"):
+            row = max(0, row - int(token[2:-1] or 1))
+        elif token == "\x1b[2K":
+            lines[row] = ""
+        elif not token.startswith("\x1b"):
             line = lines[row].ljust(column)
             lines[row] = line[:column] + token + line[column + len(token) :]
             column += len(token)
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def test_in_a_terminal() -> None:
-    shown = in_terminal(PROGRAM)
+@pytest.mark.parametrize("kind", LOOKS)
+def test_in_a_terminal(kind: str) -> None:
+    training_line, others, refreshes, _ = LOOKS[kind]
+    shown = in_terminal(PROGRAM.replace("BAR", kind))
     final = screen(shown)
-    text = "\n".join(final)
     # One line for training, in its last state, with the values of its last step and of validation.
     (training,) = [line for line in final if line.startswith("Epoch")]
-    assert training.startswith("Epoch 1: 100%")
-    assert "400/400" in training
-    assert "val_loss=0.250" in training
-    assert "loss=399" in training
+    assert re.match(training_line, training)
     assert [line for line in final if line.startswith("printed")] == ["printed 0", "printed 1"]
-    assert "Validation DataLoader 0: 100%" in text
-    assert "Testing DataLoader 1: 100%" in text
-    assert "Predicting DataLoader 0: 100%" in text
-    # Messages have a line of their own, above the bar.
+    for other in others:
+        assert len([line for line in final if re.match(other, line)]) == 1
+    # Messages are on separate lines, above the bar.
     stopped = final.index("`Trainer.fit` stopped: `max_epochs=2` reached.")
     assert final[stopped + 1] == training
     # Bars inside bars go away.
     assert not any(line.startswith("Sanity") for line in final)
     assert "Sanity Checking" in shown
-    assert max(len(line) for line in final) <= 100
+    assert not any("loss" in line for line in final if line.startswith(("Validation", "Testing")))
+    if kind == "RichProgressBar":
+        # The cursor is back, and the table of layers was drawn with rich too.
+        assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+        assert "Total params: 1" in final
     # At most ten a second, besides the start and end of epochs and validations and redraws after prints.
     seconds = float(re.findall(r"seconds ([0-9.]+)", shown)[0])
-    assert len(re.findall(r"Epoch \d: +\d+%", shown)) <= 10 * seconds + 20
+    assert len(re.findall(refreshes, shown)) <= 10 * seconds + 40
 
 
 def test_a_narrow_terminal_is_not_overrun() -> None:
-    assert max(len(line) for line in screen(in_terminal(PROGRAM, columns=50))) <= 50
+    shown = in_terminal(PROGRAM.replace("BAR", "TQDMProgressBar"), columns=50)
+    assert max(len(line) for line in screen(shown)) <= 50
 
 
-def test_in_a_pipe_or_file_there_are_whole_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", LOOKS)
+def test_in_a_pipe_or_file_there_are_whole_lines(tmp_path: Path, kind: str) -> None:
     with open(tmp_path / "log.txt", "wb") as file:
-        subprocess.run([sys.executable, "-c", PROGRAM], stdout=file, env=environment(), check=True)
+        program = PROGRAM.replace("BAR", kind)
+        subprocess.run([sys.executable, "-c", program], stdout=file, env=environment(), check=True)
     shown = (tmp_path / "log.txt").read_bytes().decode()
     assert "\r" not in shown
     assert "\x1b" not in shown
-    lines = shown.splitlines()
+    lines = [line for line in shown.splitlines() if re.match(r"Epoch|printed|Val|Test|Pred", line)]
+    epoch = LOOKS[kind][3]
     assert [line.split(" [")[0] for line in lines] == [
         "printed 0",
-        "Epoch 0: 400/400",
+        f"{epoch.format(0)}: 400/400",
         "printed 1",
-        "Epoch 1: 400/400",
+        f"{epoch.format(1)}: 400/400",
         "Validation DataLoader 0: 30/30",
         "Testing DataLoader 0: 10/10",
         "Testing DataLoader 1: 7/7",
@@ -163,6 +192,54 @@ def test_in_a_pipe_or_file_there_are_whole_lines(tmp_path: Path) -> None:
     ]
     assert "val_loss=0.250" in lines[1]
     assert re.search(r"\[\d\d:\d\d, [0-9.]+it/s, ", lines[1])
+
+
+# -- in this process; rich on a terminal that is a string
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def rich_bar(
+    terminal: io.StringIO, kind: type[RichProgressBar] = RichProgressBar, **options: Any
+) -> RichProgressBar:
+    console = {"file": terminal, "force_terminal": True, "width": 160, "color_system": None}
+    return kind(console_kwargs={**console, "legacy_windows": False}, **options)
+
+
+def fit(bar: L.Callback, train: Any = BATCHES, module: Any = None, **arguments: Any) -> L.Trainer:
+    trainer = quiet(callbacks=[bar], enable_progress_bar=True, num_sanity_val_steps=1, **arguments)
+    trainer.fit(module or Scripted(val=[1.0]), train, [torch.zeros(2, 1)])
+    return trainer
+
+
+def epoch_line(terminal: io.StringIO) -> str:
+    return next(line for line in screen(terminal.getvalue()) if line.startswith("Epoch"))
+
+
+class Endless:
+    def __iter__(self) -> Any:
+        while True:
+            yield torch.zeros(2, 1)
+
+
+@pytest.mark.parametrize(("epochs", "line"), [(3, "Epoch 0: 7 ["), (-1, "Epoch 0: 7/7 [")])
+def test_a_length_that_is_unknown_or_limited_by_steps(
+    capsys: pytest.CaptureFixture[str], epochs: int, line: str
+) -> None:
+    fit(TQDMProgressBar(), Endless(), max_steps=7, max_epochs=epochs)
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("epochs", "line"), [(-1, r"Epoch 0  .* 7/7 "), (3, r"Epoch 0/2 .* 7/-- .*• -:--:--")]
+)
+def test_a_length_that_is_unknown_or_limited_by_steps_with_rich(epochs: int, line: str) -> None:
+    terminal = Terminal()
+    fit(rich_bar(terminal), Endless(), max_steps=7, max_epochs=epochs)
+    assert re.match(line, epoch_line(terminal))
 
 
 def test_long_epochs_write_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,69 +255,45 @@ def test_long_epochs_write_a_line_now_and_then(capsys: pytest.CaptureFixture[str
     assert [line.split(" [")[0] for line in lines] == ["Epoch 0: 2/4", "Epoch 0: 4/4"]
 
 
-# -- in this process
+class Counting(TQDMProgressBar):
+    """Notes at which batches its bars are drawn."""
 
+    drawn: list[int]
 
-def fit(bar: L.Callback, train: Any = BATCHES, **arguments: Any) -> L.Trainer:
-    trainer = quiet(callbacks=[bar], enable_progress_bar=True, num_sanity_val_steps=1, **arguments)
-    trainer.fit(Scripted(val=[1.0]), train, [torch.zeros(2, 1)])
-    return trainer
-
-
-class Endless:
-    def __iter__(self) -> Any:
-        while True:
-            yield torch.zeros(2, 1)
-
-
-def test_unknown_length(capsys: pytest.CaptureFixture[str]) -> None:
-    fit(TQDMProgressBar(), Endless(), max_steps=7, max_epochs=3)
-    assert "Epoch 0: 7 [" in capsys.readouterr().out
-
-
-def test_a_limit_of_steps_is_the_length(capsys: pytest.CaptureFixture[str]) -> None:
-    fit(TQDMProgressBar(), Endless(), max_steps=7, max_epochs=-1)
-    assert "Epoch 0: 7/7 [" in capsys.readouterr().out
+    def _open(self, name: str) -> Any:
+        bar = super()._open(name)
+        if name in ("train", "test"):
+            refresh, self.drawn = bar.refresh, []
+            bar.refresh = lambda *_, **__: (self.drawn.append(bar.n), refresh())
+        return bar
 
 
 @pytest.mark.parametrize(("rate", "drawn"), [(1, [1, 2, 3, 4]), (3, [3, 4]), (4, [4]), (9, [4])])
 def test_refresh_rate_counts_batches_and_the_last_is_always_shown(rate: int, drawn: list[int]) -> None:
-    seen: list[int] = []
-
-    class Mine(TQDMProgressBar):
-        def init_test_tqdm(self) -> Any:
-            bar = super().init_test_tqdm()
-            refresh = bar.refresh
-            bar.refresh = lambda *_, **__: (seen.append(bar.n), refresh())
-            return bar
-
+    class Impatient(Counting):
         def on_test_batch_end(self, *arguments: Any) -> None:
-            self._next_refresh = 0.0  # It is always time to.
+            self._next_refresh = 0.0
             super().on_test_batch_end(*arguments)
 
     class Tested(Scripted):
         def test_step(self, batch: Any, batch_idx: int) -> None: ...
 
-    quiet(callbacks=[Mine(refresh_rate=rate)], enable_progress_bar=True).test(Tested(), BATCHES)
-    assert [n for n in seen if n] == drawn
+    bar = Impatient(refresh_rate=rate)
+    quiet(callbacks=[bar], enable_progress_bar=True).test(Tested(), BATCHES)
+    assert [n for n in bar.drawn if n] == drawn
 
 
 def test_while_the_clock_stands_still_nothing_is_drawn_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hasten.callbacks import progress
-
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    drawn: list[int] = []
+    bar = Counting()
+    fit(bar)
+    assert not {2, 3} & set(bar.drawn)
+    assert 4 in bar.drawn
 
-    class Mine(TQDMProgressBar):
-        def init_train_tqdm(self) -> Any:
-            bar = super().init_train_tqdm()
-            refresh = bar.refresh
-            bar.refresh = lambda *_, **__: (drawn.append(bar.n), refresh())
-            return bar
 
-    fit(Mine())
-    assert not {2, 3} & set(drawn)
-    assert 4 in drawn
+@pytest.mark.parametrize(("rate", "seconds"), [(100, 0.1), (10, 0.1), (4, 0.25)])
+def test_refreshes_a_second(rate: int, seconds: float) -> None:
+    assert RichProgressBar(refresh_rate=rate)._refresh_seconds == seconds
 
 
 def test_a_line_before_any_time_has_passed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,25 +307,38 @@ def test_a_line_before_any_time_has_passed(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_values_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    class Mine(TQDMProgressBar):
+    class Chosen(TQDMProgressBar):
         def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-            items = super().get_metrics(trainer, pl_module)
-            items.pop("v_num", None)
-            return {**items, "mine": 42}
+            return {**super().get_metrics(trainer, pl_module), "mine": 42}
 
-    fit(Mine())
+    fit(Chosen())
     assert "mine=42" in capsys.readouterr().out
+
+    class RichChosen(RichProgressBar):
+        def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+            return {"half": 0.5, "whole": 42, "text": "yes", "other": None}
+
+    terminal = Terminal()
+    theme = RichProgressBarTheme(metrics_text_delimiter="; ", metrics_format=".1e")
+    fit(rich_bar(terminal, RichChosen, theme=theme))
+    assert epoch_line(terminal).endswith("half: 5.0e-01; whole: 42; text: yes; other: None")
 
 
 def test_the_version_of_the_logger_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from hasten.loggers import CSVLogger
-
     fit(TQDMProgressBar(), logger=CSVLogger(tmp_path, version=17))
     assert "v_num=17" in capsys.readouterr().out
 
+    class Same(Scripted):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("v_num", 3.0, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match="shows 'v_num' by itself"):
+        fit(TQDMProgressBar(), module=Same(), logger=CSVLogger(tmp_path))
+
 
 def test_bars_can_be_made_differently(capsys: pytest.CaptureFixture[str]) -> None:
-    class Mine(TQDMProgressBar):
+    class Different(TQDMProgressBar):
         def init_train_tqdm(self) -> Any:
             bar = super().init_train_tqdm()
             bar.set_description("my training")
@@ -285,23 +351,59 @@ def test_bars_can_be_made_differently(capsys: pytest.CaptureFixture[str]) -> Non
             super().on_train_epoch_start(trainer, *rest)
             self.train_progress_bar.set_description(f"round {trainer.current_epoch}")
 
-    fit(Mine(), max_epochs=2)
+    fit(Different(), max_epochs=2)
     shown = capsys.readouterr().out
     assert "round 0: 4/4" in shown
     assert "round 1: 4/4" in shown
 
 
-def test_a_bar_of_ones_own() -> None:
+@pytest.mark.parametrize("leave", [True, False])
+def test_bars_of_each_epoch_can_stay(leave: bool) -> None:
+    terminal = Terminal()
+    fit(rich_bar(terminal, leave=leave), max_epochs=3)
+    epochs = [line.split()[1] for line in screen(terminal.getvalue()) if line.startswith("Epoch")]
+    assert epochs == (["0/2", "1/2", "2/2"] if leave else ["2/2"])
+
+
+def test_columns_and_colours_can_be_chosen() -> None:
+    from rich.progress import TextColumn
+
+    class Mine(RichProgressBar):
+        def configure_columns(self, trainer: L.Trainer) -> list[Any]:
+            return [TextColumn("at {task.completed} of {task.total}")]
+
+    terminal = Terminal()
+    fit(rich_bar(terminal, Mine))
+    assert "at 4 of 4" in screen(terminal.getvalue())
+    theme = RichProgressBarTheme(description="bold red", batch_progress="green", metrics="blue")
+    terminal = Terminal()
+    console = {"file": terminal, "force_terminal": True, "width": 120, "color_system": "standard"}
+    fit(RichProgressBar(theme=theme, console_kwargs=console))
+    assert "\x1b[1;31mEpoch" in terminal.getvalue()
+    assert "\x1b[32m4/4\x1b[0m" in terminal.getvalue()
+
+
+def test_defaults_are_those_of_lightning() -> None:
+    theme = RichProgressBarTheme()
+    assert (theme.progress_bar, theme.time, theme.metrics_format) == ("#6206E0", "dim", ".3f")
+    bar = RichProgressBar()
+    assert (bar.refresh_rate, bar.theme, bar.is_enabled) == (100, theme, True)
+    assert not isinstance(bar, TQDMProgressBar)
+
+
+def test_a_notebook_without_widgets_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr("hasten.callbacks.rich_progress.installed", lambda name: False)
+    fit(RichProgressBar(console_kwargs={"force_jupyter": True}))
+    assert "Epoch 0/0: 4/4 [" in capsys.readouterr().out
+
+
+def test_a_new_kind_of_bar() -> None:
     shares: list[float] = []
 
     class Mine(ProgressBar):
-        enabled = True
+        def disable(self) -> None: ...
 
-        def disable(self) -> None:
-            self.enabled = False
-
-        def enable(self) -> None:
-            self.enabled = True
+        def enable(self) -> None: ...
 
         def on_train_batch_end(self, *arguments: Any) -> None:
             shares.append((arguments[-1] + 1) / self.total_train_batches)
@@ -313,92 +415,146 @@ def test_a_bar_of_ones_own() -> None:
     assert bar.total_val_batches == 1
 
 
-@pytest.mark.parametrize("bar", [TQDMProgressBar(refresh_rate=0), TQDMProgressBar()])
-def test_a_bar_that_is_off_costs_nothing_and_shows_nothing(
-    bar: TQDMProgressBar, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bar.disable()
-    fit(bar)
-    assert capsys.readouterr().out == ""
-    for stage in ("train", "validation", "test", "predict"):
-        assert not overrides(bar, L.Callback, f"on_{stage}_batch_end")
-    bar.print("still", "printed", sep="-")
-    assert capsys.readouterr().out == "still-printed\n"
+def test_the_tasks_can_be_read() -> None:
+    seen: dict[str, tuple[float, float]] = {}
+
+    def check_start(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        task = trainer.progress_bar_callback.train_progress_bar
+        if batch_idx == 0:
+            assert (task.completed, task.visible) == (0, True)  # Each epoch starts at 0.
+            assert task.fields["initial"] == 0
+
+    def read_training(trainer: Any, module: Any) -> None:
+        task = trainer.progress_bar_callback.train_progress_bar
+        seen["train"] = (task.completed, task.total)
+        assert task.id == trainer.progress_bar_callback.train_progress_bar_id
+
+    def read_validation(trainer: Any, module: Any) -> None:
+        seen["val"] = (0, trainer.progress_bar_callback.val_progress_bar.total)
+
+    reads = LambdaCallback(
+        on_train_batch_start=check_start,
+        on_train_epoch_end=read_training,
+        on_validation_epoch_end=read_validation,
+    )
+    bar = rich_bar(Terminal())
+    trainer = quiet(callbacks=[bar, reads], enable_progress_bar=True, max_epochs=2)
+    trainer.fit(Scripted(val=[1.0, 2.0]), BATCHES, [torch.zeros(2, 1)])
+    assert seen == {"train": (4, 4), "val": (0, 1)}
+    assert bar.progress is None  # Nothing is left open.
+    assert (bar.test_progress_bar_id, bar.predict_progress_bar_id) == (None, None)
+    with pytest.raises(
+        TypeError, match=r"`RichProgressBar._test_progress_bar` reference has not been set yet"
+    ):
+        _ = bar.test_progress_bar
 
 
-def test_the_environment_switches_it_off(
+@pytest.mark.parametrize(
+    "make",
+    [TQDMProgressBar, lambda **options: rich_bar(Terminal(), **options)],
+    ids=["tqdm", "rich"],
+)
+class TestBoth:
+    """What the bars of tqdm and rich have in common."""
+
+    @pytest.mark.parametrize("rate", [0, 5])
+    def test_a_bar_that_is_off_costs_nothing_and_shows_nothing(
+        self, make: Any, rate: int, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        bar = make(refresh_rate=rate)
+        if rate:
+            bar.disable()
+        assert bar.is_disabled
+        fit(bar)
+        assert capsys.readouterr().out == ""
+        assert not bar._console_kwargs["file"].getvalue() if isinstance(bar, RichProgressBar) else True
+        for stage in ("train", "validation", "test", "predict"):
+            assert not overrides(bar, L.Callback, f"on_{stage}_batch_end")
+        bar.print("still", "printed", sep="-")
+        assert capsys.readouterr().out == "still-printed\n"
+        if rate:
+            bar.enable()
+            fit(bar)
+            rich_text = bar._console_kwargs["file"].getvalue() if isinstance(bar, RichProgressBar) else ""
+            assert "4/4" in capsys.readouterr().out + rich_text
+
+    def test_when_nothing_is_due_a_step_is_one_call(self, make: Any) -> None:
+        bar = make()
+        fit(bar)
+        bar._next_refresh = time.monotonic() + 1000
+        calls: list[str] = []
+
+        def count(frame: Any, event: str, _: Any) -> None:
+            if event == "call":
+                calls.append(frame.f_code.co_name)
+
+        hook = bar.on_train_batch_end
+        sys.setprofile(count)
+        try:
+            hook(None, None, None, None, 3)
+        finally:
+            sys.setprofile(None)
+        assert calls == ["on_train_batch_end"]
+
+    def test_it_can_be_pickled(self, make: Any) -> None:
+        bar = make(refresh_rate=3)
+        fit(bar)
+        if isinstance(bar, RichProgressBar):
+            bar._console_kwargs = {}
+        copy = pickle.loads(pickle.dumps(bar))
+        assert copy.refresh_rate == 3
+        assert vars(copy).get("progress") is vars(copy).get("_console") is None
+
+    def test_an_error_leaves_the_terminal_in_order(self, make: Any) -> None:
+        class Fails(Scripted):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                raise ZeroDivisionError
+
+        stdout, bar = sys.stdout, make()
+        with pytest.raises(ZeroDivisionError):
+            fit(bar, module=Fails(), limit_val_batches=0)
+        assert sys.stdout is stdout
+        assert not Tqdm._instances
+        if isinstance(bar, RichProgressBar):
+            assert bar.progress is None
+            assert bar._console_kwargs["file"].getvalue().endswith("\x1b[?25h")
+        else:
+            assert bar.train_progress_bar.disable
+
+    def test_no_thread_draws(self, make: Any) -> None:
+        names: set[str] = set()
+        before = {thread.name for thread in threading.enumerate()}
+        read = LambdaCallback(
+            on_train_batch_end=lambda *_: names.update(thread.name for thread in threading.enumerate())
+        )
+        quiet(callbacks=[make(), read], enable_progress_bar=True).fit(Scripted(), BATCHES)
+        assert names == before
+
+
+def test_the_environment_changes_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("TQDM_MINITERS", "5")
+    assert [TQDMProgressBar(refresh_rate=rate).refresh_rate for rate in (1, 8, 0)] == [5, 8, 0]
     monkeypatch.setenv("TQDM_DISABLE", "1")
     fit(TQDMProgressBar())
     assert capsys.readouterr().out == ""
 
 
-def test_it_can_be_enabled_again(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = TQDMProgressBar()
-    bar.disable()
-    assert bar.is_disabled
-    bar.enable()
-    fit(bar)
-    assert "4/4" in capsys.readouterr().out
-
-
-def test_when_nothing_is_due_a_step_is_one_call() -> None:
-    bar = TQDMProgressBar()
-    fit(bar)
-    bar._next_refresh = time.monotonic() + 1000
-    calls: list[str] = []
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        if event == "call":
-            calls.append(frame.f_code.co_name)
-
-    hook = bar.on_train_batch_end
-    sys.setprofile(count)
-    try:
-        hook(None, None, None, None, 3)  # type: ignore[arg-type]
-    finally:
-        sys.setprofile(None)
-    assert calls == ["on_train_batch_end"]
-
-
-def test_a_name_the_bar_shows_itself_is_spoken_of(tmp_path: Path) -> None:
-    from hasten.loggers import CSVLogger
-
-    class Same(Scripted):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("v_num", 3.0, prog_bar=True)
-            return super().training_step(batch, batch_idx)
-
-    trainer = quiet(callbacks=[TQDMProgressBar()], enable_progress_bar=True, logger=CSVLogger(tmp_path))
-    with pytest.warns(UserWarning, match="shows 'v_num' by itself"):
-        trainer.fit(Same(), BATCHES)
-
-
-def test_least_batches_between_looks_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TQDM_MINITERS", "5")
-    assert TQDMProgressBar().refresh_rate == 5
-    assert TQDMProgressBar(refresh_rate=8).refresh_rate == 8
-    assert TQDMProgressBar(refresh_rate=0).refresh_rate == 0
-
-
-def test_it_travels_to_another_process() -> None:
-    bar = TQDMProgressBar(refresh_rate=3)
-    fit(bar)
-    assert pickle.loads(pickle.dumps(bar)).refresh_rate == 3
-
-
-def test_an_error_leaves_no_bar_open(capsys: pytest.CaptureFixture[str]) -> None:
-    class Fails(Scripted):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise ZeroDivisionError
-
-    bar = TQDMProgressBar()
-    trainer = quiet(callbacks=[bar], enable_progress_bar=True)
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(Fails(), BATCHES)
-    assert bar.train_progress_bar.disable
-    assert not Tqdm._instances
+def test_a_resumed_epoch_does_not_count_what_was_done_before() -> None:
+    bar = rich_bar(Terminal())
+    bar._trainer = quiet(callbacks=[bar], enable_progress_bar=True)
+    opened = bar._open("train")
+    opened.reset(total=1000)
+    opened.initial = 900
+    assert opened.task.completed == 900
+    opened.n = 910
+    opened.refresh()
+    text = speed_text(opened.task)
+    elapsed = opened.task.elapsed
+    assert float(text.removesuffix("it/s")) <= 10 / elapsed * 1.01 + 1e6 * (elapsed < 1e-4)
+    assert opened.initial == 900
+    bar._stop()
 
 
 @pytest.mark.parametrize(
