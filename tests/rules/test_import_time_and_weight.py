@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.programs import run_python
 
 HEAVY = (
     "torchmetrics",
@@ -42,13 +42,8 @@ print(json.dumps({{"torch": torch_seconds, "seconds": seconds, "new": sorted(set
 
 def run(statement: str) -> dict[str, Any]:
     """Run a statement after ``import torch`` in a new interpreter; return what it imported, and the times."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(statement=statement)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == "", "no noise on import"
+    done = run_python("-c", PROGRAM.format(statement=statement))
+    assert (done.returncode, done.stderr) == (0, ""), "no noise on import"
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 

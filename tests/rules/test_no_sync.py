@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
+from tests.models import quiet
 
 EVERY = 10
 STEPS = 45
@@ -147,18 +148,9 @@ def data() -> DataLoader[Any]:
 
 def reads_of(module_class: type[Logs], folder: Any, *, bar: bool) -> tuple[HostReads, str]:
     reads = HostReads()
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        default_root_dir=folder,
-        log_every_n_steps=EVERY,
-        enable_progress_bar=bar,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-    module = module_class(
-        reads, seconds=0.02 if bar else 0.0
-    )  # Long enough for the bar to draw several times.
+    trainer = quiet(default_root_dir=folder, logger=True, log_every_n_steps=EVERY, enable_progress_bar=bar)
+    # Long enough for the bar to draw several times.
+    module = module_class(reads, seconds=0.02 if bar else 0.0)
     with terminal() as drawn, reads, HostMethods(reads):
         trainer.fit(module, data())
     return reads, b"".join(drawn).decode(errors="replace")
@@ -224,15 +216,13 @@ def test_cuda_never_synchronises_between_two_logging_intervals(
             torch.cuda.set_sync_debug_mode("default")
 
     loader = DataLoader(data().dataset, batch_size=4, pin_memory=True)
-    trainer = L.Trainer(
-        max_epochs=1,
+    trainer = quiet(
         accelerator="gpu",
-        devices=1,
         default_root_dir=tmp_path,
+        logger=True,
         log_every_n_steps=EVERY,
         limit_train_batches=STEPS - 1,  # Ends on a watched step; the epoch's values are read in its end hook.
-        enable_checkpointing=False,
-        enable_model_summary=False,
+        enable_progress_bar=True,
         **arguments,
     )
     module = Watched(seconds=0.02)
@@ -245,7 +235,7 @@ def test_cuda_never_synchronises_between_two_logging_intervals(
     assert b"loss=" in b"".join(drawn)
 
 
-def test_a_value_changed_in_place_after_logging_is_published_as_it_was(tmp_path: Any) -> None:
+def test_a_value_changed_in_place_after_logging_is_published_as_it_was() -> None:
     class Changes(Logs):
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
             x, y = batch
@@ -255,14 +245,6 @@ def test_a_value_changed_in_place_after_logging_is_published_as_it_was(tmp_path:
             value.fill_(-1.0)
             return loss
 
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet()
     trainer.fit(Changes(), data())
     assert float(trainer.callback_metrics["value_epoch"]) == pytest.approx((STEPS - 1) / 2)

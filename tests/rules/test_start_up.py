@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.programs import run_python
 from tests.rules.test_import_time_and_weight import HEAVY, heavy
 
 # A plain loop first: what torch itself imports for an optimizer, a loader and a file is not ours.
@@ -104,13 +103,7 @@ print(json.dumps({"new": new, "passes": passes, "calls": calls}))
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("start_up")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-W", "ignore", "-c", PROGRAM, cwd=folder)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 

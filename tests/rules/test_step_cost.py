@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hasten as L
+from tests.models import quiet
 
 STEPS = 40
 STEADY = slice(10, 35)  # After the first steps, before the end of the epoch and the logging interval.
@@ -80,18 +81,6 @@ class Regression(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def quiet_trainer(**arguments: Any) -> L.Trainer:
-    options = {
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(**{**options, **arguments})
-
-
 def plain_loop(batches: CountingBatches, accumulate: int = 1, max_norm: float | None = None) -> None:
     layer = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
@@ -106,7 +95,7 @@ def plain_loop(batches: CountingBatches, accumulate: int = 1, max_norm: float | 
 
 
 def fit_calls(module: L.LightningModule, **arguments: Any) -> list[int]:
-    return CountingBatches().calls_per_step(lambda batches: quiet_trainer(**arguments).fit(module, batches))
+    return CountingBatches().calls_per_step(lambda batches: quiet(**arguments).fit(module, batches))
 
 
 def steady(calls: list[int]) -> int:
@@ -220,6 +209,6 @@ def test_a_validation_step_costs_few_calls_more_than_the_plain_loop() -> None:
 
     plain_calls = steady(CountingBatches().calls_per_step(plain))
     mine = CountingBatches().calls_per_step(
-        lambda batches: quiet_trainer().validate(Regression(), batches, verbose=False)
+        lambda batches: quiet().validate(Regression(), batches, verbose=False)
     )
     assert steady(mine) <= plain_calls + ALLOWED_PER_STEP

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hasten as L
-from tests.models import Classifier, Numbered
+from tests.models import Classifier, Numbered, quiet
 
 
 class Model(Classifier):
@@ -33,17 +33,12 @@ def main(strategy: str, output: str, devices: int = 2, accumulate: int = 1) -> N
     torch.set_num_threads(1)
     L.seed_everything(3)
     model = Model()
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet(
         devices=devices,
         strategy=strategy,
         max_epochs=2,
         accumulate_grad_batches=accumulate,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     # 40 samples: with two processes a batch of 4 each is the joined batch of 8.
     train = DataLoader(Numbered(40), 8 // devices)

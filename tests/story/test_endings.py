@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import run_python
 
 PROGRAM = """
 import os, signal, sys, time
-import hasten as L
-from tests.models import Classifier, loader
+from tests.models import Classifier, loader, quiet
 
 class Model(Classifier):
     def validation_step(self, batch, batch_idx):
@@ -23,8 +19,7 @@ class Model(Classifier):
 
 HOW = sys.argv[1]
 if __name__ == "__main__":
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False,
-                        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = quiet(devices=2, strategy="ddp", max_epochs=2)
     trainer.fit(Model(), loader(16), loader(16))
     print("after fit")
     if HOW == "all exit with 5":
@@ -66,10 +61,7 @@ def test_a_program_ends_with_the_code_of_the_process_that_did_not_end_well(
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(program), how], env=environment, capture_output=True, text=True, timeout=100
-    )
+    done = run_python(program, how)
     assert done.returncode == code, done.stderr[-3000:]
     assert ("after fit" in done.stdout) == ("SIGTERM" not in how)
     if how in ("exit", "kill", "stay", "abort"):

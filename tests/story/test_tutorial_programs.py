@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import run_python
 
 COMMON = '''
 import torch
@@ -166,14 +165,7 @@ if __name__ == "__main__":
 
 def execute(source: str, folder: Path) -> list[str]:
     (folder / "program.py").write_text(source)
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )
+    done = run_python("program.py", cwd=folder, timeout=180, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-4000:]
     return next(line.split() for line in done.stdout.splitlines() if line.startswith("RESULT"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,25 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.programs import run_python
+
 PROGRAM = Path(__file__).with_name("distributed_program.py")
-ROOT = PROGRAM.parents[2]
+PYTHON = (sys.executable,)
+TORCHRUN = (*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def run(
-    folder: Path, name: str, strategy: str, devices: int = 2, accumulate: int = 1, launcher: Any = ()
+    folder: Path, name: str, strategy: str, devices: int = 2, accumulate: int = 1, launcher: Any = PYTHON
 ) -> Path:
     output = folder / name
-    command = [*launcher, str(PROGRAM), strategy, str(output), str(devices), str(accumulate)]
-    if not launcher:
-        command.insert(0, sys.executable)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_python(PROGRAM, strategy, output, str(devices), str(accumulate), start=launcher, timeout=150)
     assert done.returncode == 0, done.stderr[-4000:]
     return output
 
@@ -45,11 +37,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("strategy", "launcher"),
-    [
-        ("ddp", ()),
-        ("ddp", (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")),
-        ("ddp_spawn", ()),
-    ],
+    [("ddp", PYTHON), ("ddp", TORCHRUN), ("ddp_spawn", PYTHON)],
     ids=["started-by-hasten", "torchrun", "spawn"],
 )
 def test_weights_equal_the_single_process_run(
@@ -83,8 +71,7 @@ def test_a_rank_that_fails_ends_the_run_and_leaves_no_process(tmp_path: Path) ->
     program = tmp_path / "program.py"
     program.write_text(
         """
-import torch, hasten as L
-from tests.models import Classifier, loader
+from tests.models import Classifier, loader, quiet
 
 class Fails(Classifier):
     def training_step(self, batch, batch_idx):
@@ -93,18 +80,10 @@ class Fails(Classifier):
         return self.loss(batch)
 
 if __name__ == "__main__":
-    L.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False,
-              enable_progress_bar=False, enable_model_summary=False, max_epochs=1).fit(Fails(), loader(80))
+    quiet(devices=2, strategy="ddp").fit(Fails(), loader(80))
 """
     )
-    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_python(program)
     assert done.returncode not in (0, None)
     assert "only here" in done.stderr
     listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
