@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Set
@@ -317,6 +320,7 @@ def record_walks() -> dict[str, list[str]]:
 
     import hasten
 
+    gc.disable()  # Finalizers and callbacks of the collector would be recorded by chance.
     package = os.path.dirname(os.path.abspath(hasten.__file__))
 
     class Recorder:
@@ -427,6 +431,24 @@ def record_walks() -> dict[str, list[str]]:
     return found
 
 
+def documented_walks(page: str) -> dict[str, list[str]]:
+    """Return the files that ``docs/architecture.md`` lists for each walk, named as below ``hasten``."""
+    blocks = re.findall(r"^<!-- walk: (.+?) -->\n(.*?)(?:\n\n|\Z)", page, re.MULTILINE | re.DOTALL)
+    return {name: re.findall(r"`hasten/([^`]+)`", text) for name, text in blocks}
+
+
+def with_walks(page: str, recorded: dict[str, list[str]]) -> str:
+    """Return ``docs/architecture.md`` with the recorded files in place of those that it lists."""
+
+    def block(found: re.Match[str]) -> str:
+        files = ", ".join(f"`hasten/{path}`" for path in recorded[found[1]])
+        return f"<!-- walk: {found[1]} -->\n" + textwrap.fill(
+            f"Files that run: {files}.", 120, break_on_hyphens=False
+        )
+
+    return re.sub(r"^<!-- walk: (.+?) -->(?:\n(?!\n).+)*", block, page, flags=re.MULTILINE)
+
+
 # The table
 
 
@@ -489,10 +511,15 @@ def main() -> None:
     parser.add_argument("roots", nargs="*", type=Path, default=[ROOT], help="checkouts, one column each")
     parser.add_argument("--no-walks", action="store_true", help="do not train to record the walks")
     parser.add_argument("--list", choices=("private", "any", "results", "classes", "walks"))
+    parser.add_argument("--write-walks", action="store_true", help="renew the lists in docs/architecture.md")
     parser.add_argument("--record-walks", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.record_walks:
         print(json.dumps(record_walks()))
+        return
+    if given.write_walks:
+        page = ROOT / "docs" / "architecture.md"
+        page.write_text(with_walks(page.read_text(encoding="utf-8"), walks(ROOT)), encoding="utf-8")
         return
     if given.list:
         for root in given.roots:

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src"
 
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_lib",),
-    ("machine", "checkpoint", "loggers", "profilers", "seed"),
-    ("strategies", "precision", "optim", "packed", "data", "batching"),
-    ("runtime", "resolve", "compile", "memory", "types"),
-    ("module", "hooks", "logged_value", "logged_values"),
-    ("loops", "callbacks", "tuner", "report", "arguments", "speed"),
-    ("trainer", "fabric"),
-    ("cli",),
-    ("commands", "compat", "demo", "demos", "__main__", "__init__"),
-)
 
-# Files that only give public names to what lives elsewhere, as the field's programs import them.
-PUBLIC_NAMES = frozenset({"accelerators", "plugins", "utilities", "pytorch", "fabric_names"})
+def layers() -> dict[str, int]:
+    """Return the layer of each package and module, from the table in ``docs/architecture.md``."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    return {name: int(layer) for layer, name in re.findall(r"^\| (\d+) \| `(\w+)` \|", page, re.MULTILINE)}
 
-LAYER_OF_ROOM = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
+
+LAYER_OF_PACKAGE = layers()
 
 
 def modules() -> dict[str, Path]:
@@ -41,9 +35,8 @@ MODULES = modules()
 
 
 def layer_of(module: str) -> int | None:
-    """Return the layer of a module; None for one whose room is in no layer."""
-    room = module.split(".")[1] if "." in module else "__init__"
-    return len(LAYERS) - 1 if room in PUBLIC_NAMES else LAYER_OF_ROOM.get(room)
+    """Return the layer of a module; None if the table does not have its package."""
+    return LAYER_OF_PACKAGE.get(module.split(".")[1] if "." in module else "__init__")
 
 
 def _run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -88,8 +81,10 @@ def all_imports() -> dict[str, list[tuple[int, str]]]:
 IMPORTS = all_imports()
 
 
-def test_every_file_is_in_a_room_of_the_plan() -> None:
-    assert [module for module in MODULES if layer_of(module) is None] == []
+def test_the_table_of_layers_has_every_package_and_no_other() -> None:
+    packages = {module.split(".")[1] if "." in module else "__init__" for module in MODULES}
+    assert sorted(packages - LAYER_OF_PACKAGE.keys()) == [], "add them to the table in docs/architecture.md"
+    assert sorted(LAYER_OF_PACKAGE.keys() - packages) == [], "take them out of docs/architecture.md"
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

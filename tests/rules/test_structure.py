@@ -27,11 +27,11 @@ LARGE_PACKAGES = {
 }
 
 # Uses of a private name of another package.
-MOST_PRIVATE_ACCESSES = 102
+MOST_PRIVATE_ACCESSES = 73
 
 # Parameters and results of public functions that are bare `Any` or not annotated, in percent. The aim is 3.
-MOST_UNTYPED_PARAMETERS = 20.6
-MOST_UNTYPED_RESULTS = 10.8
+MOST_UNTYPED_PARAMETERS = 18.2
+MOST_UNTYPED_RESULTS = 10.2
 
 # Class names that more than one file still defines.
 DUPLICATE_CLASSES = {
@@ -55,7 +55,7 @@ WALKS = {
     "batch": (6, 6),
     "logged value": (4, 3),
     "save": (27, 8),
-    "restore": (24, 8),
+    "restore": (23, 8),
     "Fabric.setup": (9, 5),
 }
 
@@ -147,6 +147,14 @@ def test_a_walk_passes_through_few_files(
     assert len(files) <= limit, f"{len(files)} files run: {', '.join(files)}"
     if len(files) < limit and limit > aim:
         say(capsys, f"the walk {name!r} runs through {len(files)} files: lower its limit (aim: {aim})")
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_the_documented_walk_names_each_file_that_runs(name: str, walks: dict[str, list[str]]) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert sorted(set(walks[name]) - set(structure.documented_walks(page)[name])) == [], (
+        "run: python scripts/structure.py --write-walks"
+    )
 
 
 # The measures themselves
