@@ -268,7 +268,7 @@ def test_padding_on_the_left_leaves_no_first_token_to_read() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_first_tokens_of_a_model_that_looks_back_are_refused(name: str) -> None:
     with (
-        pytest.raises(MisconfigurationException, match="the first one knows nothing of the rest"),
+        pytest.raises(MisconfigurationException, match="the first token depends on no other token"),
         packed_blocks(model_of(name), first_token=True),
     ):
         pass
@@ -410,7 +410,7 @@ def test_a_mask_that_cannot_be_packed_is_refused_not_ignored() -> None:
     encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     x, window = torch.randn(2, WIDTH, 16), torch.zeros(WIDTH, WIDTH, dtype=torch.bool)
     window[0, 5] = True
-    with packed_blocks(encoder), pytest.raises(ValueError, match=r"mask of its own, of shape \(12, 12\)"):
+    with packed_blocks(encoder), pytest.raises(ValueError, match=r"mask of shape \(12, 12\)"):
         encoder(x, mask=window)
     with packed_blocks(encoder), pytest.raises(ValueError, match="other than 0 and -inf"):
         encoder(x, src_key_padding_mask=torch.full((2, WIDTH), 0.5))
@@ -449,8 +449,8 @@ class Images(Reader):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (Images, "Images holds no transformer"),
-        (lambda: Reader(batch_first=False), "its batches come tokens first"),
+        (Images, "Images has no transformer"),
+        (lambda: Reader(batch_first=False), "batch_first=False"),
     ],
 )
 def test_a_module_that_cannot_be_packed_is_told_before_training(module: Any, said: str) -> None:

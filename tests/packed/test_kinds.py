@@ -76,7 +76,7 @@ def test_a_window_that_is_used_is_refused(kind: str, options: Any) -> None:
 
 def test_a_mask_that_the_model_computes_itself_is_refused_not_ignored() -> None:
     model = model_of("Doge")
-    said = r"DogeModel: DogeAttention attends with a mask of its own, of shape .*batching='length'"
+    said = r"DogeModel: DogeAttention calls attention with a mask of its own, of shape .*batching='length'"
     with packed_blocks(model), pytest.raises(MisconfigurationException, match=said):
         model(**BATCH)
 

@@ -213,16 +213,16 @@ MIXES = r"Trainer\(packed=True\): TransformerEncoder: block 0 \({}\) mixes token
         (GatedConv, MIXES.format("GatedConv")),
         (Mean, MIXES.format("Mean")),
         (Statistics, MIXES.format("Statistics")),
-        (WithoutAttention, r"block 0 \(WithoutAttention\) computes attention by code of its own"),
-        (FirstOnly, r"block 0 \(FirstOnly\) gives real tokens other numbers"),
-        (Places, r"block 0 \(Places\) gives real tokens other numbers"),
+        (WithoutAttention, r"block 0 \(WithoutAttention\) has its own attention code"),
+        (FirstOnly, r"block 0 \(FirstOnly\) computes different values for real tokens"),
+        (Places, r"block 0 \(Places\) computes different values for real tokens"),
         (DropPath, r"draw 1 random number for \d+ tokens.*stochastic depth"),
         (DropPathOfTorchvision, r"draw 1 random number for \d+ tokens.*stochastic depth"),
         (DropPathOfPython, "draw from the random generator of Python or NumPy"),
         (DropPathOfItsOwn, r"draw 1 random number for \d+ tokens.*stochastic depth"),
-        (Window, r"Window attends with a mask of its own, of shape \(\d+, \d+\)"),
-        (WithOwnAttention, "the forward of its OwnAttention is not torch's own"),
-        (Patched, "the forward of its MultiheadAttention is not torch's own"),
+        (Window, r"Window calls attention with a mask of its own, of shape \(\d+, \d+\)"),
+        (WithOwnAttention, "the forward of its OwnAttention is not torch's"),
+        (Patched, "the forward of its MultiheadAttention is not torch's"),
     ],
 )
 def test_blocks_that_mix_tokens_are_refused_by_name_before_a_weight_changes(layer: Any, said: str) -> None:
@@ -266,7 +266,7 @@ def test_a_layer_used_again_is_computed_each_time_or_refused() -> None:
     quiet(max_epochs=1, packed=True).fit(packed, loader())
     for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    refused(Net(change=_first_again), "some of its layers are there several times")
+    refused(Net(change=_first_again), "it contains some layers several times")
 
 
 class Leaves(nn.TransformerEncoder):
@@ -306,9 +306,9 @@ class Between(nn.TransformerEncoder):
 @pytest.mark.parametrize(
     ("kind", "leaves", "said"),
     [
-        (Leaves, slice(0, 1), r"Leaves: the last block, block 1 \(TransformerEncoderLayer\), was left out"),
+        (Leaves, slice(0, 1), r"Leaves: the last block, block 1 \(TransformerEncoderLayer\), was skipped"),
         (Leaves, slice(1, 2), r"block 1 \(TransformerEncoderLayer\) was called before the first block"),
-        (Sides, None, "Sides: its (blocks fail on|output is another)"),
+        (Sides, None, "Sides: its (blocks fail on|output differs)"),
         (Between, None, r"Between: block 1 .* mixes tokens of different samples"),
     ],
 )
@@ -341,7 +341,7 @@ def test_hooks_inside_blocks_are_refused_also_later() -> None:
     for inner in (lambda net: net.encoder.layers[0], lambda net: net.encoder.layers[1].self_attn):
         module = Net()
         inner(module).register_forward_hook(kept.keep)
-        refused(module, "the hook keep on .*, inside the blocks, would be given one row")
+        refused(module, "the hook keep on .*, inside the blocks, would receive one row")
     module = Net()
     module.encoder.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * 2,))
     refused(module, "the hook <lambda> on TransformerEncoderLayer")
@@ -401,9 +401,9 @@ class Changed(L.Callback):
         (_mixing, r"block 1 \(TransformerEncoderLayer\) mixes tokens"),
         (
             _other_attention,
-            r"block 0 \(TransformerEncoderLayer\) computes attention by code of its own, OwnAttention",
+            r"block 0 \(TransformerEncoderLayer\) has its own attention code, OwnAttention",
         ),
-        (_other_block, r"block 1 was replaced by a Conv after packing had begun"),
+        (_other_block, r"block 1 was replaced by a Conv after packing started"),
         (_other_forward, r"block 1 \(TransformerEncoderLayer\) mixes tokens"),
         (_other_method, r"block 1 \(TransformerEncoderLayer\) mixes tokens"),
     ],
@@ -520,7 +520,7 @@ def test_a_self_attention_of_ones_own_in_bert_is_refused_by_name() -> None:
         block.attention.self = Own(block.attention.self)
     refused(
         module,
-        r"BertModel: block 0 \(BertLayer\) computes attention by code of its own, Own,",
+        r"BertModel: block 0 \(BertLayer\) has its own attention code, Own,",
         texts(labels="class"),
     )
 
@@ -548,7 +548,7 @@ def test_a_loss_that_reads_padding_is_refused_and_others_are_the_same(left: bool
     # Shifted labels: the first real token is predicted at the last padded place before it.
     data = texts(left=left, labels=labels)
     if left or labels == "all":
-        refused(Tuned(model_of("gpt2")), "GPT2Model: the loss reads its output where there is padding", data)
+        refused(Tuned(model_of("gpt2")), "GPT2Model: the loss reads its output at padding", data)
         return
     padded, packed = Tuned(model_of("gpt2")), Tuned(model_of("gpt2"))
     quiet(max_epochs=1).fit(padded, data)
@@ -578,7 +578,7 @@ def test_a_loss_that_reads_the_padding_of_an_encoder_is_refused(read: str) -> No
             loss = nn.functional.cross_entropy(self.head(pooled.get(read, hidden[:, 0])), batch["labels"])
             return loss + hidden.square().mean() if read == "squares" else loss
 
-    refused(Reads(), "TransformerEncoder: the loss reads its output where there is padding")
+    refused(Reads(), "TransformerEncoder: the loss reads its output at padding")
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -597,7 +597,7 @@ def test_a_head_on_a_frozen_encoder_trains_the_same_or_is_refused(reads: bool) -
         module.encoder.requires_grad_(False)
         module.words.requires_grad_(False)
     if reads:
-        refused(packed, "TransformerEncoder: the loss reads its output where there is padding")
+        refused(packed, "TransformerEncoder: the loss reads its output at padding")
         return
     quiet(max_epochs=2).fit(padded, loader())
     quiet(max_epochs=2, packed=True).fit(packed, loader())
@@ -613,7 +613,7 @@ def test_layerdrop_is_refused_before_training() -> None:
     )  # fmt: skip
     refused(
         Tuned(transformers.OPTForCausalLM(config)),
-        r"OPTDecoder: layerdrop=0.3 leaves whole layers out",
+        r"OPTDecoder: layerdrop=0.3 skips whole layers",
         texts(),
     )
 

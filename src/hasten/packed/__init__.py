@@ -1,1 +1,1 @@
-"""Transformer blocks computed on real tokens only, not on padding."""
+"""Packing: compute transformer blocks on real tokens only, without padding."""

@@ -1,4 +1,4 @@
-"""``torch.nn.TransformerEncoder`` on real tokens only."""
+"""Packing for ``torch.nn.TransformerEncoder``."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor, nn
 
 from hasten._lib.errors import MisconfigurationException
 from hasten.packed.layout import Layout
-from hasten.packed.patches import Hook, Method
-from hasten.packed.stack import HELP, LOOKS_BACK, Stack
+from hasten.packed.patches import HookPatch, MethodPatch
+from hasten.packed.stack import CAUSAL_FIRST_TOKEN, HELP, Stack
 from hasten.packed.verify import Verified
 
-# They treat each token by itself, so they may as well be given the first ones only.
+# They compute each token separately, so they can compute first tokens only.
 _TOKEN_BY_TOKEN = (nn.LayerNorm, nn.RMSNorm)
 
 
 @contextmanager
 def packed_encoder(encoder: nn.TransformerEncoder, asked: str, first_token: bool) -> Iterator[Stack]:
-    """Compute the layers of an encoder on real tokens only, for a while; yields its layers.
+    """Compute the layers of an encoder on real tokens only inside the block; yields them.
 
     Args:
-        encoder: batches first, with torch's own layers.
-        asked: how it was asked for, for the messages.
+        encoder: with torch's layers and ``batch_first=True``.
+        asked: the argument or call that requested packing, for messages.
         first_token: compute the last layer for the first token of each sequence only.
 
     Raises:
-        MisconfigurationException: its layers are of another kind.
+        MisconfigurationException: a layer cannot be packed.
 
     """
     asked = f"{asked}: {type(encoder).__name__}"
@@ -41,8 +41,7 @@ def packed_encoder(encoder: nn.TransformerEncoder, asked: str, first_token: bool
         problem = problem or _problem(block)
         if first_token and not _computes_as_torch(block):
             problem = (
-                problem
-                or f"{type(block).__name__} has a forward of its own, so its last block needs all tokens"
+                problem or f"{type(block).__name__} overrides forward, so its last block needs all tokens"
             )
     if problem is not None:
         raise MisconfigurationException(f"{asked}: {problem}. {HELP}")
@@ -51,13 +50,13 @@ def packed_encoder(encoder: nn.TransformerEncoder, asked: str, first_token: bool
         norm = None
     stack = Stack(blocks, encoder.layers, asked, first_token=first_token, norm=norm)
     begin = _Begin(encoder, stack)
-    finish = Hook(lambda _module, _args, output: stack.finish(output))
+    finish = HookPatch(lambda _module, _args, output: stack.finish(output))
     with ExitStack() as changed:
-        changed.callback(encoder.register_forward_pre_hook(Hook(begin), with_kwargs=True).remove)
+        changed.callback(encoder.register_forward_pre_hook(HookPatch(begin), with_kwargs=True).remove)
         changed.callback(encoder.register_forward_hook(finish, always_call=True).remove)
-        changed.enter_context(Verified(encoder, stack, begin.signature, begin.layout).in_place())
+        changed.enter_context(Verified(encoder, stack, begin.signature, begin.layout).applied())
         for block in blocks:
-            changed.enter_context(_Attention(block, stack).in_place())
+            changed.enter_context(_Attention(block, stack).applied())
         changed.enter_context(stack.packing())
         yield stack
 
@@ -66,31 +65,31 @@ def _problem_of_stack(encoder: nn.TransformerEncoder, blocks: list[Any]) -> str 
     if "src" not in inspect.signature(encoder.forward).parameters:
         return "its forward takes no src"
     if len(blocks) not in (1, len(encoder.layers)):
-        return "some of its layers are there several times"
+        return "it contains some layers several times"
     return None
 
 
 def _problem(block: nn.Module) -> str | None:
-    """Say why a layer cannot be packed; None where it can, as far as it can be seen before a call."""
+    """Return why a layer cannot be packed; None if nothing is known against it before a call."""
     inner = getattr(block, "self_attn", None)
     if not isinstance(block, nn.TransformerEncoderLayer) or not isinstance(inner, nn.MultiheadAttention):
         return f"its layers are {type(block).__name__}"
-    # The one forward that is replaced. By where its code is: decorators copy names.
+    # The forward that packing replaces. By the file of its code, because decorators copy names.
     code = getattr(type(inner).forward, "__code__", None)
     own = code is None or code.co_filename != inspect.getfile(nn.MultiheadAttention)
     patch = vars(inner).get("forward")
-    patched = patch is not None and not isinstance(patch, Method)
+    patched = patch is not None and not isinstance(patch, MethodPatch)
     if own or (patched and getattr(patch, "__func__", None) is not type(inner).forward):
-        return f"the forward of its {type(inner).__name__} is not torch's own, and would never be called"
+        return f"the forward of its {type(inner).__name__} is not torch's, and packing would skip it"
     if not inner.batch_first:
-        return "its batches come tokens first"
+        return "it was made with batch_first=False"
     if not inner._qkv_same_embed_dim or inner.bias_k is not None or inner.add_zero_attn:
-        return "its attention has keys of its own"
+        return "its attention adds keys or projects queries, keys and values differently"
     return None
 
 
 def _computes_as_torch(block: nn.Module) -> bool:
-    """Return whether a layer computes attention on its input, or on the norm of that."""
+    """Return whether a layer computes attention on its input, or on the norm of its input."""
     plain = nn.TransformerEncoderLayer
     kind: Any = type(block)
     return (
@@ -101,12 +100,12 @@ def _computes_as_torch(block: nn.Module) -> bool:
 
 
 class _Begin:
-    """Before an encoder computes: find out which tokens of its batch are real."""
+    """The forward pre-hook of an encoder: finds out which tokens of its batch are real."""
 
     def __init__(self, encoder: nn.TransformerEncoder, stack: Stack) -> None:
         self._stack = stack
         self.signature = inspect.signature(encoder.forward)
-        # The last mask, its version, and whether it was causal: on a GPU the host would wait to see it again.
+        # The last mask, its version, and whether it was causal; reading it again would make the host wait for a GPU.
         self._seen: tuple[weakref.ref[Tensor], int, bool] | None = None
 
     def __call__(self, encoder: nn.Module, args: Any, kwargs: Any) -> None:
@@ -118,17 +117,17 @@ class _Begin:
             stack.without_gradients = True
             stack.begin(None)
         elif not encoder.training and not _computes_gradients(encoder, given["src"]):
-            # torch has a fast path for this, which never calls the layers' attention.
+            # torch's fast path for this case never calls the attention of the layers.
             stack.without_gradients = True
             stack.begin(None)
         else:
             stack.begin(self.layout(given))
 
     def layout(self, given: dict[str, Any]) -> Layout:
-        """Return which tokens of a batch are real; and have the stack know whether it looks back only.
+        """Return which tokens of a batch are real, and set whether attention is causal.
 
         Args:
-            given: the arguments of the encoder's forward by their names.
+            given: the arguments of the encoder's forward by name.
 
         """
         stack, source, padding = self._stack, given["src"], given.get("src_key_padding_mask")
@@ -136,11 +135,11 @@ class _Begin:
         stack.causal = bool(given.get("is_causal")) or self._is_causal(mask, width)
         stack.masked = mask is not None
         if stack.causal and stack.first is not None:
-            raise MisconfigurationException(f"{stack.asked}: {LOOKS_BACK}")
+            raise MisconfigurationException(f"{stack.asked}: {CAUSAL_FIRST_TOKEN}")
         if mask is not None and not stack.causal:
             raise MisconfigurationException(
-                f"{stack.asked} was given a mask of its own, of shape {tuple(mask.shape)}; only a causal one can be "
-                f"packed. {HELP}"
+                f"{stack.asked} was called with a mask of shape {tuple(mask.shape)}; only a causal mask can be packed. "
+                f"{HELP}"
             )
         return Layout((source.shape[0], width), _real(padding, stack.asked), source.device)
 
@@ -158,7 +157,7 @@ def _computes_gradients(encoder: nn.Module, source: Tensor) -> bool:
 
 
 def _is_causal(mask: Tensor) -> bool:
-    """Return whether a mask hides those after a token and nothing else."""
+    """Return whether a mask hides exactly the later tokens."""
     if mask.dim() != 2 or mask.shape[0] != mask.shape[1]:
         return False
     hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
@@ -167,7 +166,7 @@ def _is_causal(mask: Tensor) -> bool:
 
 
 def _real(padding: Tensor | None, asked: str) -> Tensor | None:
-    """Return 1 where a token is real, from torch's mask of padding: True or minus infinity where it is none."""
+    """Return True for real tokens, given torch's mask of padding: True or minus infinity for padding."""
     if padding is None:
         return None
     if padding.dtype == torch.bool:
@@ -175,14 +174,14 @@ def _real(padding: Tensor | None, asked: str) -> Tensor | None:
     hidden = padding == -torch.inf
     if not bool((hidden | (padding == 0)).all()):
         raise MisconfigurationException(
-            f"{asked} was given a src_key_padding_mask with numbers other than 0 and -inf: it weighs tokens, which "
-            f"cannot be packed. {HELP}"
+            f"{asked} was called with a src_key_padding_mask with numbers other than 0 and -inf. Weighted "
+            f"tokens cannot be packed. {HELP}"
         )
     return ~hidden
 
 
-class _Attention(Method):
-    """The attention of a layer: within the sequences of a row while its stack computes one."""
+class _Attention(MethodPatch):
+    """Replaces the attention of a layer: within each sequence of a row while its stack computes one."""
 
     def __init__(self, block: nn.TransformerEncoderLayer, stack: Stack) -> None:
         super().__init__(block.self_attn)
@@ -190,14 +189,14 @@ class _Attention(Method):
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         block, stack = self._block, self._stack
-        call = stack.known()
+        call = stack.current()
         if call is None or call.layout is None:
-            return self.before(query, key, value, *args, **kwargs)
+            return self.original(query, key, value, *args, **kwargs)
         layer = block.self_attn
         if kwargs.get("attn_mask") is not None and not stack.masked:
             raise MisconfigurationException(
-                f"{stack.asked}: {type(block).__name__} attends with a mask of its own, of shape "
-                f"{tuple(kwargs['attn_mask'].shape)}. {HELP}"
+                f"{stack.asked}: {type(block).__name__} calls attention with a mask of its own, of "
+                f"shape {tuple(kwargs['attn_mask'].shape)}. {HELP}"
             )
         row = stack.all_tokens(layer)
         if row is not None:
@@ -210,7 +209,7 @@ class _Attention(Method):
             heads = _heads_apart(layer, query[0], key[0], value[0])
         p = layer.dropout if layer.training else 0.0
         attended = stack.attend(*heads, p=p, scale=layer.head_dim**-0.5, first_only=row is not None)
-        # As torch does: out_proj gives its weights and is not called, whatever has been put in its place.
+        # As torch does: it uses the weights of out_proj and never calls it.
         out = nn.functional.linear(attended.flatten(1), layer.out_proj.weight, layer.out_proj.bias)
         return out.unsqueeze(0), None
 

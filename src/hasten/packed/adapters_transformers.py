@@ -1,4 +1,4 @@
-"""Models of ``transformers`` on real tokens only."""
+"""Packing for models of ``transformers``."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from hasten._lib.errors import MisconfigurationException
 from hasten.packed.layout import Layout
-from hasten.packed.patches import Hook, Method, Name
-from hasten.packed.stack import HELP, LOOKS_BACK, Call, Stack
+from hasten.packed.patches import HookPatch, MethodPatch, NamePatch
+from hasten.packed.stack import CAUSAL_FIRST_TOKEN, HELP, Call, Stack
 from hasten.packed.verify import Verified
 
-# Under this name the models find the attention of this file.
+# The name under which models find the attention of this file.
 ATTENTION = "hasten_packed"
-# By this name they call what checkpoints their blocks.
+# The attribute of models with the function that checkpoints their blocks.
 _CHECKPOINT = "_gradient_checkpointing_func"
-# What only padded blocks can give, asked for in the configuration or in a call.
+# Outputs of padded blocks only, requested in the configuration or in a call.
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
-# Of the modules that are packed at this moment.
+# The stacks of the modules that are packed at the moment.
 _STACKS: dict[nn.Module, Stack] = {}
 
 
@@ -37,7 +37,7 @@ def is_packable(module: nn.Module) -> bool:
 
 
 def _lists_of_blocks(model: nn.Module) -> list[nn.ModuleList]:
-    """Return the repeated blocks of a model, but not those of a model within it."""
+    """Return the lists of blocks of a model, without those of models inside it."""
     transformers = sys.modules["transformers"]
     inner = [child for child in model.children() if not isinstance(child, transformers.PreTrainedModel)]
     return [
@@ -52,15 +52,15 @@ def _lists_of_blocks(model: nn.Module) -> list[nn.ModuleList]:
 
 @contextmanager
 def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
-    """Compute the blocks of a model on real tokens only, for a while; yields its blocks.
+    """Compute the blocks of a model on real tokens only inside the block; yields them.
 
     Args:
-        model: ``is_packable``.
-        asked: how it was asked for, for the messages.
+        model: one for which ``is_packable`` is true.
+        asked: the argument or call that requested packing, for messages.
         first_token: compute the last block for the first token of each sequence only.
 
     Raises:
-        MisconfigurationException: its blocks need the padded batch.
+        MisconfigurationException: the blocks need the padded batch.
 
     """
     asked = f"{asked}: {type(model).__name__}"
@@ -74,11 +74,11 @@ def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
     blocks = list(container)
     causal = any(getattr(one, "is_causal", False) for one in blocks[0].modules())
     if causal and first_token:
-        raise MisconfigurationException(f"{asked}: {LOOKS_BACK}")
+        raise MisconfigurationException(f"{asked}: {CAUSAL_FIRST_TOKEN}")
     if first_token and getattr(model.config, "num_hidden_layers", len(blocks)) != len(blocks):
-        # ALBERT: the last block is the first one as well, and what it leaves out is wanted the next time.
+        # ALBERT: the last block is also the first, which needs all tokens.
         raise MisconfigurationException(
-            f"{asked}: it computes the same blocks several times, so that the last one needs all tokens. Use "
+            f"{asked}: it computes the same blocks several times, so the last one needs all tokens. Use "
             "packed=True."
         )
     config = model.config
@@ -86,7 +86,7 @@ def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
     @contextmanager
     def unpatched() -> Iterator[None]:
         packed = config._attn_implementation
-        config._attn_implementation = packed.before
+        config._attn_implementation = packed.original
         try:
             yield
         finally:
@@ -97,36 +97,36 @@ def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
     signature = inspect.signature(model.forward)
 
     may_checkpoint = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
-    # Open as long as a call is computed padded.
-    as_before = ExitStack()
+    # Open while a call is computed padded.
+    padded_call = ExitStack()
 
     def layout(given: dict[str, Any]) -> Layout:
         return _layout(asked, {**given, **given.get("kwargs", {})})
 
     def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
-            # Validation, generate(): whatever is read of its output is there.
+            # Validation, generate(): any output may be read.
             stack.without_gradients = True
-            as_before.enter_context(unpatched())
+            padded_call.enter_context(unpatched())
             stack.begin(None)
             return
-        # Each time, as it may be switched on in the middle of a run.
+        # In each call, because a program may enable it in the middle of a run.
         for one in may_checkpoint:
             if _CHECKPOINT in vars(one) and not isinstance(vars(one)[_CHECKPOINT], _Checkpoint):
-                changed.enter_context(_Checkpoint(one, stack).in_place())
+                changed.enter_context(_Checkpoint(one, stack).applied())
         stack.begin(layout(signature.bind_partial(*args, **kwargs).arguments))
 
     def finish(_module: nn.Module, _args: Any, output: Any) -> None:
-        as_before.close()
+        padded_call.close()
         stack.finish(output)
 
     with ExitStack() as changed:
-        changed.callback(model.register_forward_pre_hook(Hook(begin), with_kwargs=True).remove)
-        changed.callback(model.register_forward_hook(Hook(finish), always_call=True).remove)
-        changed.enter_context(Verified(model, stack, signature, layout).in_place())
+        changed.callback(model.register_forward_pre_hook(HookPatch(begin), with_kwargs=True).remove)
+        changed.callback(model.register_forward_hook(HookPatch(finish), always_call=True).remove)
+        changed.enter_context(Verified(model, stack, signature, layout).applied())
         before = config._attn_implementation
         changed.callback(setattr, config, "_attn_implementation", before)
-        config._attn_implementation = Name(ATTENTION, getattr(before, "before", before))
+        config._attn_implementation = NamePatch(ATTENTION, getattr(before, "original", before))
         _STACKS.update(dict.fromkeys(inside, stack))
         changed.callback(lambda: [_STACKS.pop(one, None) for one in inside])
         changed.enter_context(stack.packing())
@@ -134,57 +134,57 @@ def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
 
 
 def _problem(model: Any) -> str | None:
-    """Say why a model cannot be packed; None where it can, as far as it can be seen before a call."""
+    """Return why a model cannot be packed; None if nothing is known against it before a call."""
     config = model.config
     if not getattr(model, "_supports_attention_backend", False):
-        return "its attention cannot be exchanged"
+        return "its attention cannot be replaced"
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         return "it attends to a second sequence"
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0.0):
-            return f"{name}={getattr(config, name)} leaves whole layers out, where packing begins and ends"
+            return f"{name}={getattr(config, name)} skips whole layers, where packing may begin or end"
     for name in _OUTPUTS:
         if getattr(config, name, False):
-            return f"{name} asks for what its blocks compute, padded"
-    # A window in the configuration alone says little: many models name one that their layers do not use.
+            return f"{name} requests the padded outputs of its blocks"
+    # A window in the configuration is no proof: many models have one that their layers do not use.
     kinds = getattr(config, "layer_types", None)
     others = sorted(set(kinds or ()) - {"full_attention"})
     window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if any("sliding" in kind or "chunked" in kind for kind in others) or (window and not kinds):
-        return "its tokens see a window of others only"
+        return "its tokens attend to a window of others only"
     if others:
-        return f"its layers are of kinds that are not packed: {', '.join(others)}"
+        return f"it has layers that cannot be packed: {', '.join(others)}"
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         return "it takes no attention_mask"
     if len(_lists_of_blocks(model)) > 1:
         return "its blocks are in more than one list"
     (blocks,) = _lists_of_blocks(model)
     if len(set(blocks)) != len(blocks):
-        return "some of its blocks are there several times"
+        return "it contains some blocks several times"
     return None
 
 
 def _layout(place: str, given: dict[str, Any]) -> Layout:
     if given.get("past_key_values") is not None:
-        raise MisconfigurationException(f"{place} was given past_key_values. {HELP}")
+        raise MisconfigurationException(f"{place} was called with past_key_values. {HELP}")
     for name in _OUTPUTS:
         if given.get(name):
             raise MisconfigurationException(f"{place} was asked for {name}. {HELP}")
     found = [given[key] for key in ("input_ids", "inputs_embeds") if given.get(key) is not None]
     mask = given.get("attention_mask")
     if not found:
-        raise MisconfigurationException(f"{place} was given neither input_ids nor inputs_embeds. {HELP}")
+        raise MisconfigurationException(f"{place} was called without input_ids and inputs_embeds. {HELP}")
     shape = (found[0].shape[0], found[0].shape[1])
     if mask is not None and tuple(mask.shape) != shape:
         raise MisconfigurationException(
-            f"{place} was given an attention_mask of shape {tuple(mask.shape)}; only one that says which "
-            f"tokens are padding, of shape {shape}, can be packed. {HELP}"
+            f"{place} was called with an attention_mask of shape {tuple(mask.shape)}; only a mask of padding, of "
+            f"shape {shape}, can be packed. {HELP}"
         )
     return Layout(shape, mask, found[0].device)
 
 
-class _Checkpoint(Method):
-    """What a model checkpoints its blocks with: what it computes again in the backward is of the same call."""
+class _Checkpoint(MethodPatch):
+    """Replaces the function that checkpoints blocks: recomputation in backward belongs to the same call."""
 
     def __init__(self, module: nn.Module, stack: Stack) -> None:
         super().__init__(module, _CHECKPOINT)
@@ -193,10 +193,10 @@ class _Checkpoint(Method):
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self._stack.call
         if call is None:
-            return self.before(function, *args, **kwargs)
-        return self.before(partial(self._again, call, function), *args, **kwargs)
+            return self.original(function, *args, **kwargs)
+        return self.original(partial(self._recompute, call, function), *args, **kwargs)
 
-    def _again(self, call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _recompute(self, call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._stack.computing(call):
             return function(*args, **kwargs)
 
@@ -211,10 +211,10 @@ def _attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks: ``(1, heads, real tokens, features)`` in, tokens before heads out."""
+    """Compute attention for transformers: ``(1, heads, real tokens, features)`` in, tokens before heads out."""
     kind = type(module).__name__
     stack = _STACKS.get(module)
-    call = None if stack is None else stack.known()
+    call = None if stack is None else stack.current()
     if stack is None or call is None or call.layout is None:
         asked = "packed=True" if stack is None else stack.asked
         raise MisconfigurationException(
@@ -222,15 +222,16 @@ def _attention(
         )
     if attention_mask is not None:
         raise MisconfigurationException(
-            f"{stack.asked}: {kind} attends with a mask of its own, of shape {tuple(attention_mask.shape)}. {HELP}"
+            f"{stack.asked}: {kind} calls attention with a mask of its own, of shape "
+            f"{tuple(attention_mask.shape)}. {HELP}"
         )
     for name in ("position_bias", "softcap", "sliding_window", "s_aux"):
         if others.get(name) is not None:
             raise MisconfigurationException(f"{stack.asked}: {kind} computes attention with {name}. {HELP}")
-    looks_back = others.get("is_causal")
-    if bool(getattr(module, "is_causal", False) if looks_back is None else looks_back) != stack.causal:
+    is_causal = others.get("is_causal")
+    if bool(getattr(module, "is_causal", False) if is_causal is None else is_causal) != stack.causal:
         raise MisconfigurationException(
-            f"{stack.asked}: {kind} looks back only and other blocks do not, or the other way round. {HELP}"
+            f"{stack.asked}: {kind} is causal and other blocks are not, or the reverse. {HELP}"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
@@ -238,6 +239,6 @@ def _attention(
     if row is not None:
         assert stack.first is not None
         key, value = stack.first.keys_and_values(module, row, call.layout, key, value)
-    # In one piece, however long the sequences are: a compiled block has a graph for views and one for copies.
+    # Contiguous for all lengths: a compiled block would need one graph for views and one for copies.
     attended = stack.attend(query, key, value, p=dropout, scale=scale, first_only=row is not None)
     return attended.contiguous().unsqueeze(0), None

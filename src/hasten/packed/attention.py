@@ -1,8 +1,7 @@
-"""Attention of several sequences that lie behind one another in one row, on the CPU.
+"""Attention with dropout on the CPU for several sequences in one row of tokens.
 
-torch's own attention on the CPU leaves its fast path as soon as there is dropout, and materialises every pair of
-tokens of a padded batch. Here each sequence attends to itself alone, by matrix products into buffers that are used
-again, with dropout masks from random bytes.
+torch's attention on the CPU leaves its fast path with dropout, and computes every pair of tokens of a padded batch.
+Here each sequence attends only to itself, by matrix products into reused buffers, with dropout masks from random bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hasten.packed.dropout import draw, kept, scale_of
 
 
 def _runs(bounds: Tensor) -> list[tuple[int, int, int]]:
-    """Return (first token, how many sequences, their length) of each run of equally long sequences."""
+    """Return (first token, number of sequences, length) for each run of sequences of equal length."""
     edges = bounds.tolist()
     lengths = [end - begin for begin, end in pairwise(edges)]
     found, place = [], 0
@@ -37,7 +36,7 @@ def _cut(rows: Tensor, run: tuple[int, int, int]) -> Tensor:
 
 
 def _put(rows: Tensor, run: tuple[int, int, int], part: Tensor) -> None:
-    """Write what ``_cut`` would return into ``(tokens, heads, features)``."""
+    """Write one run, shaped as by ``_cut``, into ``(tokens, heads, features)``."""
     begin, count, length = run
     heads = part.unflatten(0, (-1, count)).permute(1, 2, 0, 3)
     rows[begin : begin + count * length].unflatten(0, (count, length)).copy_(heads)
@@ -52,7 +51,7 @@ def _attention(
     pairs = heads * sum(count * length**2 for _, count, length in runs)
     weights = torch.empty(pairs, dtype=query.dtype)
     random, threshold = draw(pairs, p) if p else (torch.empty(0, dtype=torch.uint8), 0)
-    # As the layers around it want it: the features of all heads of a token side by side.
+    # The features of all heads of a token are adjacent, as the next layer needs them.
     output = torch.empty((tokens, heads, value.shape[-1]), dtype=query.dtype)
     scaled = query * scale
     place = 0
@@ -67,7 +66,7 @@ def _attention(
         probabilities = weights[part].view(shape)
         torch.softmax(scores, -1, out=probabilities)
         if p:
-            # The scaling by 1 / (1 - p) waits for the output, which is far smaller.
+            # The output, which is far smaller, is scaled by 1 / (1 - p) at the end.
             probabilities = kept(random[part], threshold, shape, query.dtype).mul_(probabilities)
         _put(output, run, torch.bmm(probabilities, _cut(value, run)))
     if p:
@@ -104,11 +103,11 @@ def _attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, least = query.shape[0], int(threshold)
-    # (tokens, heads, features) in memory, as the projections want them
+    # (tokens, heads, features) in memory, as the projections need them
     d_query, d_key, d_value = (
         torch.empty((one.shape[1], heads, one.shape[2]), dtype=one.dtype) for one in (query, key, value)
     )
-    # Of the softmax: the mean of the gradients under the weights is a product of two small tensors.
+    # The softmax's mean gradient, weighted by the probabilities, is a product of two small tensors.
     centre = (gradient * output).sum(-1, keepdim=True).transpose(0, 1)
     gradient = (gradient * scale_of(p) if p else gradient).transpose(0, 1)
     place = 0
@@ -117,15 +116,15 @@ def _attention_backward(
         shape = torch.Size((heads * count, length, length))
         part = slice(place, place + shape.numel())
         place += shape.numel()
-        probabilities, mine = weights[part].view(shape), _cut(gradient, run)
-        d_weights = torch.bmm(mine, _cut(value, run).transpose(1, 2))
+        probabilities, d_output = weights[part].view(shape), _cut(gradient, run)
+        d_weights = torch.bmm(d_output, _cut(value, run).transpose(1, 2))
         if p:
             mask = kept(random[part], least, shape, query.dtype)
             d_weights.mul_(mask)
             dropped = mask.mul_(probabilities)
         else:
             dropped = probabilities
-        _put(d_value, run, torch.bmm(dropped.transpose(1, 2), mine))
+        _put(d_value, run, torch.bmm(dropped.transpose(1, 2), d_output))
         d_scores = d_weights.sub_(_cut(centre, run)).mul_(probabilities)
         _put(d_query, run, torch.bmm(d_scores, _cut(key, run)))
         _put(d_key, run, torch.bmm(d_scores.transpose(1, 2), _cut(query, run)))
@@ -157,14 +156,14 @@ def _(
     )
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, bounds, ctx.p, ctx.scale, _ = inputs
     attended, weights, random, threshold = output
     ctx.mark_non_differentiable(weights, random, threshold)
     ctx.save_for_backward(query, key, value, attended, weights, random, threshold, bounds)
 
 
-def _differentiate(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Any, ...]:
     query, key, value, attended, weights, random, threshold, bounds = ctx.saved_tensors
     gradients = _attention_backward(
         gradient, query, key, value, attended, weights, random, threshold, bounds, ctx.p, ctx.scale
@@ -172,7 +171,7 @@ def _differentiate(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Any, ...]
     return *gradients, None, None, None, None
 
 
-_attention.register_autograd(_differentiate, setup_context=_remember)
+_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def attention(
@@ -181,13 +180,13 @@ def attention(
     """Attend within each of several sequences.
 
     Args:
-        query: shape ``(heads, tokens, features)``; all sequences one after the other.
-        key: likewise.
-        value: likewise.
-        bounds: where each sequence begins, and the end of the last one; shape ``(sequences + 1,)``, on the CPU.
-        p: the probability to drop a weight, 0 to 1.
-        scale: of the products of query and key.
-        causal: a token does not see those after it.
+        query: shape ``(heads, tokens, features)``; the sequences follow one another.
+        key: shape ``(heads, tokens, features)``.
+        value: shape ``(heads, tokens, features)``.
+        bounds: the first token of each sequence and the end of the last; shape ``(sequences + 1,)``, on the CPU.
+        p: probability of dropping an attention weight, 0 to 1.
+        scale: factor of the products of query and key.
+        causal: whether a token attends only to itself and earlier tokens.
 
     Returns:
         shape ``(tokens, heads, features)``.

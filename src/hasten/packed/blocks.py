@@ -1,7 +1,7 @@
-"""Compute the blocks of a transformer on real tokens only: what ``Trainer(packed=True)`` does.
+"""Compute the blocks of a transformer on real tokens only, as ``Trainer(packed=True)`` does.
 
-The padded batch enters the first block as one row of its real tokens and leaves the last block as a padded batch
-again, zero where there is padding. Everything before and after (embeddings, heads, losses) sees what it always saw.
+The first block receives the real tokens of the padded batch as one row, and the output of the last block becomes a
+padded batch again, with zeros for padding. Everything before and after (embeddings, heads, losses) does not change.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from hasten.packed.stack import HELP, INSTEAD, Stack
 def packed_blocks(
     module: nn.Module, *, first_token: bool = False, asked: str = "packed_blocks(module)"
 ) -> Iterator[int]:
-    """Compute the transformer blocks inside a module on real tokens only, for a while; yields how many blocks.
+    """Compute the transformer blocks of a module on real tokens only, inside the block; yields their number.
 
-    Where gradients are computed: without them (validation, ``generate``) the module computes as it always does. The
-    first call with gradients tries a few samples of its batch both ways, and refuses blocks that mix tokens.
+    Packing applies to calls with gradients; without them (validation, ``generate``) the module computes padded batches.
+    The first call with gradients compares a few samples of its batch packed and padded, and refuses blocks that mix
+    tokens of different samples.
 
     Args:
-        module: holds one or several transformers. Its weights, classes and outputs stay as they are.
-        first_token: while gradients are computed, compute the last block for the first token of each sequence only.
-            For classifiers that read nothing else: their losses and gradients are the same. All others hold nan.
-        asked: how it was asked for, for the messages.
+        module: contains one or several transformers. Its weights, classes and outputs do not change.
+        first_token: in calls with gradients, compute the last block for the first token of each sequence only. For
+            classifiers that read nothing else: their losses and gradients are the same. Other tokens are nan.
+        asked: the argument or call that requested packing, for messages.
 
     Raises:
-        MisconfigurationException: there is no transformer in it whose blocks can be packed; in the first call: packing
-            would change what a block computes; in the backward: the loss reads padding or, with ``first_token``, other
-            tokens.
+        MisconfigurationException: the module has no transformer that can be packed; in the first call: packing would
+            change the output of a block; in backward: the loss reads padding or, with ``first_token``, other tokens.
 
     Example::
 
@@ -66,12 +66,12 @@ def packed_blocks(
             )
         if not blocks:
             raise MisconfigurationException(
-                f"{asked}: {type(module).__name__} holds no transformer that can compute on real tokens "
+                f"{asked}: {type(module).__name__} has no transformer that can compute on real tokens "
                 f"only. {HELP}"
             )
         yield len(blocks)
         if any(stack.without_gradients for stack in stacks) and not any(stack.used for stack in stacks):
             rank_zero_warn(
-                f"{asked}: the transformer of {type(module).__name__} was called without gradients only, and computes "
-                "padded then: packing changed nothing. Leave it out."
+                f"{asked}: the transformer of {type(module).__name__} was called without gradients only, where it "
+                "computes padded batches: packing changed nothing. Leave it out."
             )

@@ -1,4 +1,4 @@
-"""Attention over several sequences that lie one behind the other: none sees another."""
+"""Attention within each of several sequences that are packed into one row of tokens."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def packed_attention(
     """Attend within each of several sequences that are packed into one row of tokens.
 
     The result is that of padded attention with a mask, up to rounding, and so are the gradients. On CUDA, flash
-    attention for sequences of any length computes it (bf16 and fp16, from the Ampere generation on), else
-    memory-efficient attention; nothing is read back to the host. Elsewhere, and for 64-bit numbers, each run of equal
-    lengths is one call of torch's attention, and no masked score is computed.
+    attention computes it (bf16 and fp16, since the Ampere generation), otherwise memory-efficient attention; the host
+    reads nothing back. On other devices, and for 64-bit floats, each run of equal lengths is one call of torch's
+    attention, and no masked score is computed.
 
     Args:
         query: ``(tokens, heads, head_dim)``, floating point.
         key: ``(tokens, key_heads, head_dim)``; ``heads`` is a multiple of ``key_heads`` (grouped-query attention).
         value: ``(tokens, key_heads, head_dim)``.
-        cu_seqlens: where each sequence begins and the last one ends, ``(sequences + 1,)`` int32, from 0 to
+        cu_seqlens: the first token of each sequence and the end of the last, ``(sequences + 1,)`` int32, from 0 to
             ``tokens``.
-        max_seqlen: the longest length, in tokens; at least that.
-        causal: a token sees itself and the ones before only.
-        dropout_p: the share of attention weights dropped, from 0 to 1; give 0 in evaluation.
-        scale: what the scores are multiplied by; ``1 / sqrt(head_dim)`` by default.
+        max_seqlen: length of the longest sequence in tokens, or more.
+        causal: whether a token attends only to itself and earlier tokens.
+        dropout_p: share of attention weights to drop, 0 to 1; pass 0 in evaluation.
+        scale: factor of the scores; ``1 / sqrt(head_dim)`` by default.
 
     Returns:
         ``(tokens, heads, head_dim)``.
@@ -67,16 +67,16 @@ def packed_attention(
 
 
 def document_mask(document_ids: Tensor, causal: bool = False) -> Tensor:
-    """Return which token of a packed row may see which, for ``scaled_dot_product_attention``.
+    """Return the mask for ``scaled_dot_product_attention`` that keeps the sequences of a packed row apart.
 
-    Padding (ids below 0) sees padding only, so that no row of scores is empty.
+    Padding (ids below 0) attends to padding only, so that no row of scores is empty.
 
     Args:
         document_ids: the sequence each token belongs to, ``(rows, time)`` or ``(time,)`` integers.
-        causal: a token sees itself and the ones before only.
+        causal: whether a token attends only to itself and earlier tokens.
 
     Returns:
-        Bool, True where seen, ``(rows, 1, time, time)``; without ``rows``, ``(1, 1, time, time)``.
+        Bool, True for pairs that attend, ``(rows, 1, time, time)``; without ``rows``, ``(1, 1, time, time)``.
 
     Example::
 
@@ -93,12 +93,12 @@ def document_mask(document_ids: Tensor, causal: bool = False) -> Tensor:
 def document_block_mask(document_ids: Tensor, causal: bool = False) -> Any:
     """Return the same mask for ``torch.nn.attention.flex_attention.flex_attention``, as a ``BlockMask``.
 
-    Blocks that no token sees are skipped, so a row costs about what its sequences cost alone. Compile
-    ``flex_attention``, as its page says: uncompiled, it computes every score.
+    Empty blocks are skipped, so a row costs about as much as its sequences separately. Compile ``flex_attention``:
+    uncompiled, it computes every score.
 
     Args:
         document_ids: the sequence each token belongs to, ``(rows, time)`` or ``(time,)`` integers.
-        causal: a token sees itself and the ones before only.
+        causal: whether a token attends only to itself and earlier tokens.
 
     Example::
 
@@ -135,8 +135,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Non
         )
     if cu_seqlens.dim() != 1 or cu_seqlens.size(0) < 1 or cu_seqlens.is_floating_point():
         raise ValueError(
-            f"packed_attention(cu_seqlens): {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; use the places where the "
-            "sequences begin, and the end: (sequences + 1,) int32."
+            f"packed_attention(cu_seqlens): {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; use the first token of "
+            "each sequence and the end of the last: (sequences + 1,) int32."
         )
 
 
@@ -156,14 +156,14 @@ def _by_length(
             f"packed_attention(cu_seqlens): it goes from {places[0]} to {places[-1]}, and there are {query.size(0)} "
             "tokens. It begins with 0, never falls, and ends with the number of tokens."
         )
-    # (how many in a row, of which length): one call each. Empty sequences have nothing to compute.
+    # (number of sequences, length) of each run: one call each. Empty sequences have nothing to compute.
     runs = [(len(list(same)), length) for length, same in groupby(lengths) if length]
     if not runs:
         return torch.empty_like(query)
     sizes = [count * length for count, length in runs]
     grouped = query.size(1) != key.size(1)
     parts = []
-    # split, not slices: its backward is one concatenation instead of a full-size sum for each sequence.
+    # split instead of slices: its backward is one concatenation, not a full-size sum per sequence.
     for (count, length), *heads in zip(
         runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
     ):
@@ -186,7 +186,7 @@ def _on_cuda(
     scale: float | None,
 ) -> Tensor:
     if torch.is_autocast_enabled("cuda"):
-        # Torch's own attention does so, too; the kernel below is not on its list.
+        # As autocast does for torch's attention; the kernels below are not on its list.
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -205,9 +205,9 @@ def _on_cuda(
     return _by_kernel(query, key, value, cu_seqlens, longest, causal, dropout_p, scale, flash=flash)
 
 
-# Of flash attention.
+# The largest head of flash attention.
 _LARGEST_HEAD = 256
-# What both kernels take without padding.
+# Both kernels take heads of these multiples without padding.
 _MULTIPLE = 8
 
 
@@ -223,10 +223,10 @@ def _by_kernel(
     *,
     flash: bool,
 ) -> Tensor:
-    """Attend by the kernel that torch's own attention ends in, which knows where sequences begin.
+    """Call the kernel of torch's attention, which takes the bounds of the sequences.
 
-    Jagged tensors lead to the same kernels, after thousands of calls in Python; torch.nn.attention.varlen leads to one
-    of them, and has no dropout.
+    Jagged tensors reach the same kernels after thousands of Python calls; torch.nn.attention.varlen reaches one of
+    them, without dropout.
     """
     wide = value.size(2)
     if scale is None:
@@ -251,7 +251,7 @@ def _by_kernel(
 
 @functools.cache
 def _kernels_are_known() -> bool:
-    """Return whether this torch has both kernels with the arguments they had when this was written."""
+    """Return whether this version of torch has both kernels with the expected arguments."""
     if torch.version.hip is not None:
         return False
     return all(
@@ -280,7 +280,7 @@ def _jagged(
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
-    # With both bounds given, torch need not look for them on the device, which would make the host wait.
+    # Without both lengths, torch would read them from the device, and the host would wait.
     q, k, v = (
         torch.nested.nested_tensor_from_jagged(
             each.contiguous(), offsets=cu_seqlens, min_seqlen=1, max_seqlen=max_seqlen

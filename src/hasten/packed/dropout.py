@@ -1,4 +1,4 @@
-"""Dropout on the CPU from random bytes: the same mask statistics as torch's, at a tenth of the time."""
+"""Dropout on the CPU from random bytes: masks with the same statistics as torch's, in a tenth of the time."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-# Elements whose random bytes cost less than one call of the generator does.
+# Random bytes per draw of the generator.
 _BYTES_OF_A_DRAW = 8
 _HIGHEST_BYTE = 255
-# A module that drops single elements; others (channels, alpha) stay torch's.
+# Modules that drop single elements; others (channels, alpha) keep torch's dropout.
 _KINDS = (nn.Dropout,)
 
 
 def draw(count: int, p: float) -> tuple[Tensor, int]:
     """Return (random bytes, threshold): an element is kept where its byte is at least the threshold.
 
-    A byte has 256 values and ``p`` need not be a multiple of 1/256: the threshold is one of the two beside it, drawn
-    such that every element is dropped with probability ``p``. It may be 256, which no byte reaches: see ``kept``.
+    A byte has 256 values, and ``p`` need not be a multiple of 1/256: the threshold is drawn from the two nearest
+    integers so that each element is dropped with probability ``p``. It may be 256, which no byte reaches: see ``kept``.
 
     Args:
-        count: how many bytes.
-        p: the probability to drop an element, 0 to 1.
+        count: number of bytes.
+        p: probability of dropping an element, 0 to 1.
 
     """
     exact = p * 256
@@ -39,7 +39,7 @@ def draw(count: int, p: float) -> tuple[Tensor, int]:
 
 
 def scale_of(p: float) -> float:
-    """Return what kept elements are multiplied with; 0 where none is kept.
+    """Return the factor of kept elements; 0 if none is kept.
 
     Example::
 
@@ -53,10 +53,10 @@ def scale_of(p: float) -> float:
 def kept(random: Tensor, threshold: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return 1 where an element is kept and 0 where it is dropped."""
     if threshold > _HIGHEST_BYTE:
-        # No byte can hold this threshold: torch would wrap it round to 0, and keep everything.
+        # A byte cannot hold this threshold: torch would wrap it to 0 and keep everything.
         return torch.zeros(shape, dtype=dtype)
     mask = torch.empty(shape, dtype=dtype)
-    # Written as floats at once: a boolean mask and its conversion take three times as long.
+    # Directly as floats: a boolean mask and its conversion take three times as long.
     torch.ge(random.view(shape), threshold, out=mask)
     return mask
 
@@ -85,33 +85,33 @@ def _(gradient: Tensor, random: Tensor, threshold: Tensor, p: float) -> Tensor:
     return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, ctx.p = inputs
     _, random, threshold = output
     ctx.save_for_backward(random, threshold)
     ctx.mark_non_differentiable(random, threshold)
 
 
-def _differentiate(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Any, ...]:
     random, threshold = ctx.saved_tensors
     return _dropout_backward(gradient, random, threshold, ctx.p), None
 
 
-_dropout.register_autograd(_differentiate, setup_context=_remember)
+_dropout.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _remember_mask(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, random, threshold, ctx.p = inputs
     ctx.save_for_backward(random, threshold)
 
 
-def _differentiate_again(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    # The gradient is a product with the mask, and so is the gradient of the gradient: a penalty on it can be trained.
+def _double_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    # The gradient is a product with the mask, and so is its own gradient, which gradient penalties need.
     random, threshold = ctx.saved_tensors
     return _dropout_backward(gradient, random, threshold, ctx.p), None, None, None
 
 
-_dropout_backward.register_autograd(_differentiate_again, setup_context=_remember_mask)
+_dropout_backward.register_autograd(_double_backward, setup_context=_setup_backward_context)
 
 
 @torch.library.custom_op("hasten::dropout_factors", mutates_args=())
@@ -133,9 +133,9 @@ def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -
 
     Args:
         x: any shape, floating point.
-        p: the probability to drop an element, 0 to 1.
-        training: False returns ``x`` itself.
-        inplace: change ``x`` and return it. Its memory is that of torch's: a factor for each element is kept.
+        p: probability of dropping an element, 0 to 1.
+        training: if False, return ``x``.
+        inplace: change ``x`` and return it. It needs as much memory as torch's: a factor for each element is kept.
 
     Raises:
         ValueError: ``p`` is not between 0 and 1.
@@ -156,7 +156,7 @@ def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -
     if not training or p == 0.0 or not _is_plain(x):
         return torch.nn.functional.dropout(x, p, training, inplace)
     if inplace:
-        # The factors are all that backward needs: x itself may be changed.
+        # Backward needs only the factors, so x may change.
         return x.mul_(0.0 if p == 1.0 else _factors(x.detach(), p))
     if p == 1.0:
         return x * 0.0
@@ -165,7 +165,7 @@ def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Return whether random bytes can be used: not for tensors of torch.func or with a forward derivative."""
+    """Return whether random bytes can be used, unlike inside torch.func or forward-mode differentiation."""
     return (
         x.device.type == "cpu"
         and x.is_floating_point()
@@ -180,19 +180,19 @@ def _forward(module: nn.Dropout, input: Tensor) -> Tensor:
     return dropout(input, module.p, module.training, module.inplace)
 
 
-# A bound method is pickled by this name: a layer that is saved in the middle of a run gets torch's own when it is
-# loaded, also where there is no hasten.
+# A bound method is pickled by this name: a layer saved in the middle of a run has torch's forward when it is loaded,
+# even without hasten.
 _forward.__name__ = "forward"
 
 
 @contextmanager
 def fast_dropout(module: nn.Module) -> Iterator[int]:
-    """Have the ``nn.Dropout`` layers of a module use ``dropout`` for a while; yields how many there are.
+    """Make the ``nn.Dropout`` layers of a module use ``dropout`` inside the block; yields their number.
 
-    Subclasses of ``nn.Dropout``, and layers whose ``forward`` somebody replaced, keep what they compute.
+    Subclasses of ``nn.Dropout`` and layers with a replaced ``forward`` do not change.
 
     Args:
-        module: it stays as it is but for the ``forward`` of these layers.
+        module: the module; only the ``forward`` of these layers changes.
 
     """
     layers = [layer for layer in module.modules() if type(layer) in _KINDS and _has_torchs_forward(layer)]
@@ -208,7 +208,7 @@ def fast_dropout(module: nn.Module) -> Iterator[int]:
 def _has_torchs_forward(layer: nn.Module) -> bool:
     own = vars(layer).get("forward")
     return (own is None or getattr(own, "__func__", None) is type(layer).forward) and all(
-        # By the file of the code: functools.wraps copies names and module.
+        # By the file of the code, because functools.wraps copies names and module.
         getattr(getattr(function, "__code__", None), "co_filename", None) == module.__file__
         for function, module in (
             (type(layer).forward, torch.nn.modules.dropout),

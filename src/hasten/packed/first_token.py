@@ -1,7 +1,7 @@
-"""The last block of a transformer for the first token of each sequence alone: what a classifier reads of it.
+"""Compute the last block of a transformer for the first token of each sequence only, which is what a classifier reads.
 
-Keys and values are computed of all tokens; queries, the output of attention and the feed-forward layers of the first
-ones only, which leaves about a sixth of the products of a usual block.
+Keys and values are computed for all tokens; queries, the output of attention and the feed-forward layers only for first
+tokens, which leaves about a sixth of the products of a usual block.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ class FirstToken:
     """The last block of a stack, computed for first tokens.
 
     Args:
-        asked: how it was asked for, for the messages.
+        asked: the argument or call that requested it, for messages.
 
     """
 
     def __init__(self, asked: str) -> None:
         self._asked = asked
         self._layers: tuple[nn.Module, nn.Module] | None = None
-        # Whether a gradient came for other tokens, on a device that is not asked before it has to wait anyway.
+        # Whether other tokens received a gradient; read only when the host has to wait for the device anyway.
         self._wrong: Tensor | None = None
 
     def begin(self, row: Tensor, layout: Layout) -> Tensor | None:
-        """Return what the last block is given instead of all tokens; None where all are wanted."""
+        """Return the first tokens, the input of the last block; None if it computes all tokens."""
         if layout.first_only is None:
-            # Decided once a forward: activation checkpointing may come here again, in another mode of autograd.
+            # Decided once per forward: activation checkpointing comes here again, in another mode of autograd.
             layout.first_only = torch.is_grad_enabled() and row.requires_grad
         return row.index_select(1, layout.firsts) if layout.first_only else None
 
     def end(self, output: Tensor, layout: Layout) -> Tensor:
-        """Return the padded batch: not a number but for the first tokens, so that nothing reads others unnoticed."""
+        """Return the padded batch, with nan for all tokens but the first, so that no loss reads others unnoticed."""
         if not layout.first_only:
             return layout.unpack(output)
         samples, width = layout.shape
@@ -50,21 +50,21 @@ class FirstToken:
             def check(gradient: Tensor) -> None:
                 flat = gradient.flatten(0, 1)
                 others = flat.index_fill(0, layout.first_places, 0.0)
-                # A sample without tokens has no first one either.
+                # A sample without tokens has no first token.
                 nothing = (flat.index_select(0, layout.first_places) != 0) & layout.empty[:, None]
                 wrong = (others != 0).any() | nothing.any()
                 self._wrong = wrong if self._wrong is None else self._wrong | wrong
-                if not waits_for(gradient):
+                if not would_wait(gradient):
                     self.confirm()
 
             batch.register_hook(check)
         return batch
 
     def confirm(self) -> None:
-        """Look whether gradients came for first tokens alone. On CUDA the host waits for the answer.
+        """Check that only first tokens received gradients. On CUDA the host waits for the device.
 
         Raises:
-            MisconfigurationException: the loss of a backward since the last look depends on other tokens.
+            MisconfigurationException: the loss of a backward since the last check depends on other tokens.
 
         """
         wrong, self._wrong = self._wrong, None
@@ -75,16 +75,16 @@ class FirstToken:
             )
 
     def checked(self, row: Tensor) -> Tensor:
-        """Return all tokens, ``(1, real tokens, features)``, where a block may compute with them.
+        """Return all tokens, ``(1, real tokens, features)``, if the block may compute with them.
 
         Raises:
-            MisconfigurationException: this is the first pass of a checkpoint of the reentrant kind, which gives no
-                gradients to anything but what the block is given.
+            MisconfigurationException: the block is checkpointed with ``use_reentrant=True``, which gives gradients only
+                to the arguments of the block.
 
         """
         if not torch.is_grad_enabled():
             raise MisconfigurationException(
-                f"{self._asked}: its blocks are checkpointed in the reentrant way, which gives the tokens left out no "
+                f"{self._asked}: its blocks are checkpointed with use_reentrant=True, which gives other tokens no "
                 "gradients. Checkpoint with use_reentrant=False, or use packed=True."
             )
         return row
@@ -92,66 +92,66 @@ class FirstToken:
     def keys_and_values(
         self, module: nn.Module, row: Tensor, layout: Layout, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all tokens by those of the first ones.
+        """Return the keys and values of all tokens, computed by the layers that computed those of the first tokens.
 
         Args:
-            module: whose layers make them.
+            module: the attention that contains the layers.
             row: all tokens, shape ``(1, real tokens, features)``.
-            layout: which of them are the first ones.
+            layout: of the batch.
             key: of the first tokens, shape ``(samples, heads, features)``.
-            value: likewise.
+            value: of the first tokens, shape ``(samples, heads, features)``.
 
         Raises:
-            MisconfigurationException: they are not what one layer makes of the block's input.
+            MisconfigurationException: keys or values are not the output of one layer for the block's input.
 
         """
         if self._layers is None:
-            # Apart from what is recorded: selective checkpointing counts the products of a forward, and the second
-            # one has no need to look again.
+            # Outside of dispatch modes: selective checkpointing counts the products of a forward, and the recomputed
+            # forward does not come here.
             with torch.no_grad(), _disable_current_modes():
                 firsts = row.index_select(1, layout.firsts)
-                self._layers = self._maker(module, firsts, key), self._maker(module, firsts, value)
+                self._layers = self._layer_of(module, firsts, key), self._layer_of(module, firsts, value)
         of_key, of_value = self._layers
         return (
             of_key(row)[0].unflatten(-1, (-1, key.shape[-1])),
             of_value(row)[0].unflatten(-1, (-1, value.shape[-1])),
         )
 
-    def _maker(self, module: nn.Module, firsts: Tensor, product: Tensor) -> nn.Module:
-        """Return the layer that made the keys or values: of the same input it makes the same again."""
+    def _layer_of(self, module: nn.Module, firsts: Tensor, product: Tensor) -> nn.Module:
+        """Return the layer that computed the keys or values: its output for the same input is equal."""
         found = []
         for layer in module.children():
             weight = getattr(layer, "weight", None)
-            # A matrix between features of the block and of all heads, whichever way round.
+            # A matrix between the features of the block and of all heads, in either order.
             if isinstance(weight, Tensor) and weight.dim() == 2 and firsts.shape[-1] in weight.shape:
-                made = layer(firsts)[0]
-                if made.numel() == product.numel() and torch.equal(made, product.flatten(1)):
+                output = layer(firsts)[0]
+                if output.numel() == product.numel() and torch.equal(output, product.flatten(1)):
                     found.append(layer)
         if len(found) == 1:
             return found[0]
         raise MisconfigurationException(
-            f"{self._asked}: the keys and values of its last block are more than one product of what the block is "
-            f"given, so they cannot be computed apart from the rest. {_HELP}"
+            f"{self._asked}: the keys and values of its last block are not products of the block's input with one "
+            f"matrix, so they cannot be computed separately. {_HELP}"
         )
 
 
-def waits_for(tensor: Tensor) -> bool:
-    """Return whether the host waits for all that is queued when it reads a number of this tensor."""
+def would_wait(tensor: Tensor) -> bool:
+    """Return whether reading this tensor makes the host wait for the device."""
     return tensor.device.type != "cpu"
 
 
 def attend_first(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, p: float, scale: float
 ) -> Tensor:
-    """Attend with the first token of each sequence to all tokens of that sequence.
+    """Attend from the first token of each sequence to all tokens of that sequence.
 
     Args:
         query: of the first tokens, shape ``(samples, heads, features)``.
-        key: of all real tokens, shape ``(real tokens, heads, features)``; the heads may be fewer.
-        value: likewise.
-        layout: which token belongs to which sample.
-        p: of the dropout of attention weights, 0 to 1.
-        scale: of the products.
+        key: of all real tokens, shape ``(real tokens, heads, features)``; there may be fewer heads.
+        value: of all real tokens, shape ``(real tokens, heads, features)``.
+        layout: of the batch.
+        p: probability of dropping an attention weight, 0 to 1.
+        scale: factor of the products.
 
     Returns:
         shape ``(samples, heads, features)``.
@@ -167,5 +167,5 @@ def attend_first(
         scale=scale,
         enable_gqa=key.shape[1] != query.shape[1],
     )
-    # Never a view, as the attention of all tokens is none: what is compiled behind it would be compiled again.
+    # Never a view, because the attention of all tokens is none: compiled layers behind it would be compiled again.
     return attended.squeeze(2).clone()

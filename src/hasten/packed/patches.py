@@ -1,7 +1,7 @@
-"""What is put into modules for a while, such that their copies are modules as they were.
+"""Temporary patches on modules; deepcopy and pickle of a patched module give an unpatched one.
 
-A module may be copied or pickled in the middle of a run: a teacher that follows a student, the best model so far. Had
-a copy the hooks and methods of the run, it would compute with the original's weights.
+Programs copy or pickle modules in the middle of a run, for example as a teacher of a student or as the best model so
+far. A copy with the hooks and methods of the run would compute with the weights of the original.
 """
 
 from __future__ import annotations
@@ -13,57 +13,57 @@ from typing import Any
 from torch import nn
 
 
-class Method:
-    """Stands in the place of a method of one module; a copy of the module has the method itself again.
+class MethodPatch:
+    """Replaces a method of one module; a copy of the module has the original method.
 
     Args:
-        module: whose method it is.
+        module: the module to patch.
         name: of the method.
 
     """
 
     def __init__(self, module: nn.Module, name: str = "forward") -> None:
         self.module, self.name = module, name
-        # What somebody else had put there; the method of the class if nobody did.
+        # An earlier replacement of the method on the instance; None if there is none.
         self.own: Callable[..., Any] | None = vars(module).get(name)
 
-    def before(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what was there before."""
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original method."""
         if self.own is not None:
             return self.own(*args, **kwargs)
         return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what was there before; others do more."""
-        return self.before(*args, **kwargs)
+        """Call the original method; subclasses do more."""
+        return self.original(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of the copied module, which is still without this: its class's method, bound to the copy."""
-        return (getattr, (self.module, self.name)) if self.own is None else (same, (self.own,))
+        """Give a copy of the module, which has no patch yet, the method of its class, bound to the copy."""
+        return (getattr, (self.module, self.name)) if self.own is None else (_identity, (self.own,))
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Stand there, as long as this is open."""
-        # Not setattr: a module would look whether it is a parameter or a part.
+    def applied(self) -> Iterator[None]:
+        """Replace the method inside the block."""
+        # Without setattr, which checks for parameters and submodules.
         vars(self.module)[self.name] = self
         try:
             yield
         finally:
-            self.take_away()
+            self.remove()
 
-    def take_away(self) -> None:
-        """Put back what was there before; may be called again."""
+    def remove(self) -> None:
+        """Restore the original method; may be called twice."""
         if self.own is None:
             vars(self.module).pop(self.name, None)
         else:
             vars(self.module)[self.name] = self.own
 
 
-class Hook:
-    """A hook of a module; a copy of the module has one that does nothing.
+class HookPatch:
+    """A hook of a module; a copy of the module has a hook that does nothing.
 
     Args:
-        function: what torch is to call.
+        function: the hook.
 
     """
 
@@ -75,39 +75,39 @@ class Hook:
         return self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nothing is left of it in a copy."""
-        return Nothing, ()
+        """Give a copy of the module a hook that does nothing."""
+        return NoHook, ()
 
 
-class Nothing:
+class NoHook:
     """A hook that does nothing."""
 
     def __call__(self, *_args: Any) -> None:
-        """Leave arguments and outputs alone."""
+        """Return None, which leaves arguments and outputs alone."""
 
 
-class Name(str):
-    """A name that stands for another for a while; its copies are that other one.
+class NamePatch(str):
+    """A string that temporarily replaces another; its copies are the original string.
 
     Args:
-        name: what it reads as.
-        before: what copies are.
+        name: the replacement.
+        original: the replaced string.
 
     """
 
-    before: str | None
+    original: str | None
 
-    def __new__(cls, name: str, before: str | None) -> Name:
-        """Return the name, which knows the other."""
+    def __new__(cls, name: str, original: str | None) -> NamePatch:
+        """Return the replacement, which refers to the original."""
         made = super().__new__(cls, name)
-        made.before = before
+        made.original = original
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Give the other one to copies."""
-        return same, (self.before,)
+        """Give copies the original."""
+        return _identity, (self.original,)
 
 
-def same(value: Any) -> Any:
-    """Return what is given: how a copy gets something that is there already."""
+def _identity(value: Any) -> Any:
+    """Return ``value``: the constructor of a copy that is an existing object."""
     return value

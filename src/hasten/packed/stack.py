@@ -1,4 +1,4 @@
-"""The blocks of one transformer, one after the other, and the batches they compute."""
+"""The blocks of one transformer, and the calls in which they compute packed batches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from hasten._lib.errors import MisconfigurationException
 from hasten.packed.attention import attention
 from hasten.packed.document_attention import packed_attention
-from hasten.packed.first_token import FirstToken, attend_first, waits_for
+from hasten.packed.first_token import FirstToken, attend_first, would_wait
 from hasten.packed.layout import Layout
-from hasten.packed.patches import Hook, Method
+from hasten.packed.patches import HookPatch, MethodPatch
 
-# The argument by which a block is told which call it belongs to.
+# The keyword argument that passes the call to a block.
 _CALL = "hasten_packed_call"
-LOOKS_BACK = (
-    "its tokens see those before them only, so the first one knows nothing of the rest. Use packed=True."
-)
+CAUSAL_FIRST_TOKEN = "it is causal, so the first token depends on no other token. Use packed=True."
 INSTEAD = "Use batching='length' instead: it pads less, for any model."
 HELP = (
     "packed=True works with the encoders and decoders of transformers that take an attention_mask, and with "
@@ -38,9 +36,9 @@ class Call:
     """One call of a stack.
 
     Args:
-        layout: of its batch; None where this call is computed padded.
-        row: all tokens, where a block is given the first ones only. Not of the layout, which earlier blocks hold as
-            well: what they made would hold what makes it, and never be freed.
+        layout: of its batch; None if the call is computed padded.
+        row: all tokens, for a block that receives first tokens only. It is not in the layout, to which earlier blocks
+            refer: that would be a reference cycle, and its memory would not be freed.
 
     """
 
@@ -50,20 +48,20 @@ class Call:
 
 @dataclass
 class Probe:
-    """What one trial call of a stack showed; see ``hasten.packed.verify``.
+    """Observations of one trial call of a stack; see ``hasten.packed.verify``.
 
     Args:
-        tainted: the first sample's tokens are not numbers, and may make no other's so.
+        tainted: whether the first sample's tokens are nan, which must not spread to other samples.
 
     """
 
     tainted: bool = False
-    # The output of each block, in the order of the calls, and what becomes the padded batch again.
+    # The output of each block in the order of the calls, and the last one before it is padded again.
     outputs: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    # Blocks that were computed without calling the packed attention.
+    # Blocks that did not call the packed attention.
     idle: list[nn.Module] = field(default_factory=list)
     attended: int = 0
-    # The states of the generators that torch does not know when the blocks began, and whether they drew from them.
+    # The states of Python's and NumPy's generators at the first block, and whether a block drew from them.
     states: tuple[Any, ...] | None = None
     drew: bool = False
 
@@ -76,11 +74,11 @@ def _generators() -> tuple[Any, ...]:
     )
 
 
-class _Block(Method):
-    """The forward of a block: as long as it computes, its stack knows which call it is.
+class _Block(MethodPatch):
+    """Replaces the forward of a block and sets the current call of its stack.
 
-    Activation checkpointing computes a block again in the backward, when other calls have been; it gives it the same
-    arguments, and the call is one of them.
+    Activation checkpointing computes a block again in backward, after other calls, with the same arguments. The call is
+    therefore passed as an argument.
     """
 
     def __init__(self, block: nn.Module, stack: Stack) -> None:
@@ -90,13 +88,13 @@ class _Block(Method):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = kwargs.pop(_CALL, None)
         if call is None:
-            return self.before(*args, **kwargs)
+            return self.original(*args, **kwargs)
         stack = self._stack
         with stack.computing(call):
             if stack.probe is None:
-                return self.before(*args, **kwargs)
+                return self.original(*args, **kwargs)
             attended = stack.probe.attended
-            output = self.before(*args, **kwargs)
+            output = self.original(*args, **kwargs)
             stack.probe.outputs.append((self.module, output[0] if isinstance(output, tuple) else output))
             if stack.probe.attended == attended:
                 stack.probe.idle.append(self.module)
@@ -104,16 +102,16 @@ class _Block(Method):
 
 
 class Stack:
-    """The blocks of one transformer and the call they are computing.
+    """The blocks of one transformer and the call that they compute.
 
     Args:
-        blocks: in their order.
-        container: holds them, and is looped over.
-        asked: how packing was asked for, and for what, for the messages.
-        causal: whether a token sees only those before it.
+        blocks: in order.
+        container: the module list that contains them.
+        asked: the argument or call that requested packing and the class of the model, for messages.
+        causal: whether a token attends only to itself and earlier tokens.
         first_token: compute the last block for the first token of each sequence only.
-        norm: what the output of the last block goes through, and nothing else: token by token.
-        unpatched: opens a call that is computed padded, by the attention of before.
+        norm: a layer that computes each token of the last block's output separately, and is part of packing.
+        unpatched: a context for padded calls, in which the model uses its original attention.
 
     """
 
@@ -131,20 +129,20 @@ class Stack:
         self.asked = asked
         self.causal = causal
         self.first = FirstToken(asked) if first_token else None
-        # What gives the padded batch back.
+        # The module whose output becomes a padded batch again.
         self._end = blocks[-1] if norm is None else norm
         self._of_last_block = set(blocks[-1].modules())
         self.unpatched = unpatched
-        # Whether the call was given a mask between tokens, which is that of a causal stack then.
+        # Whether the call has a mask between tokens, which is causal then.
         self.masked = False
         # None outside of all calls.
         self.call: Call | None = None
-        # Between the first block and what gives the padded batch back.
+        # True between the first block and the end of packing.
         self.inside = False
-        # While ``verify`` tries the stack out, and whether it has.
+        # Set during the trial calls of ``verify``, and whether it has passed.
         self.probe: Probe | None = None
         self.verified = False
-        # Whether a call was packed, and whether one was not for want of gradients.
+        # Whether any call was packed, and whether any was padded because it needs no gradients.
         self.used = self.without_gradients = False
         self._reads = _PaddingUnread(asked)
         self._parts = _Parts(asked, blocks, container, norm)
@@ -153,8 +151,8 @@ class Stack:
         """Begin a call of the whole stack, packed or, without a layout, padded.
 
         Raises:
-            MisconfigurationException: blocks were replaced or hooks registered inside them meanwhile; or the loss of
-                the last backward reads what packing leaves out.
+            MisconfigurationException: blocks were replaced or hooks registered inside them since the last call; or the
+                loss of the last backward reads padding.
 
         """
         self.call, self.inside = Call(layout), False
@@ -164,53 +162,54 @@ class Stack:
             self.used = True
             self._reads.confirm()
             if self._parts.changed():
-                self._parts.look()
+                self._parts.remember()
                 self.verified = False
         if self.first is not None:
             self.first.confirm()
 
     def finish(self, output: Any) -> None:
-        """End the call that was begun.
+        """End the current call.
 
         Args:
-            output: of the whole stack; None where it failed.
+            output: of the whole stack; None if it failed.
 
         Raises:
-            MisconfigurationException: the last block was not reached, so nothing gave the padded batch back.
+            MisconfigurationException: the last block was skipped, so the output is still packed.
 
         """
         inside, self.call, self.inside = self.inside, None, False
         if inside and output is not None:
             raise MisconfigurationException(
-                f"{self.asked}: the last block, {name_of(self.blocks, self.blocks[-1])}, was left out (an early exit, "
-                f"or whole layers dropped), and packing ends there. {INSTEAD}"
+                f"{self.asked}: the last block, {name_of(self.blocks, self.blocks[-1])}, was skipped (an early exit or "
+                f"dropped layers), but packing ends there. {INSTEAD}"
             )
 
     @contextmanager
     def computing(self, call: Call) -> Iterator[None]:
-        """Compute for one call, whichever it was until now."""
+        """Make ``call`` the current call inside the block."""
         before, self.call = self.call, call
         try:
             yield
         finally:
             self.call = before
 
-    def known(self) -> Call | None:
-        """Return the call that is computed; None if a block is called by itself.
+    def current(self) -> Call | None:
+        """Return the current call; None if a block is called outside of its model.
 
         Raises:
-            MisconfigurationException: blocks are computed again in the backward, and nobody knows for which call.
+            MisconfigurationException: blocks are recomputed in backward for an unknown call.
 
         """
         if self.call is None and torch._C._current_graph_task_id() != -1:
             raise MisconfigurationException(
-                f"{self.asked}: its blocks are computed again in the backward by a checkpointing that packing does not "
-                "know. Use Trainer(memory='full'), or open packed_blocks(model) before hasten.memory.recomputed(model)."
+                f"{self.asked}: its blocks are computed again in the backward by a checkpointing that packing does "
+                "not support. Use Trainer(memory='full'), or open packed_blocks(model) before "
+                "hasten.memory.recomputed(model)."
             )
         return self.call
 
     def all_tokens(self, module: nn.Module) -> Tensor | None:
-        """Return all tokens, where a module of a block is given the first ones only; else None."""
+        """Return all tokens for a module of a block that receives first tokens only; None for others."""
         call = self.call
         if call is None or call.row is None or self.first is None or module not in self._of_last_block:
             return None
@@ -223,11 +222,11 @@ class Stack:
 
         Args:
             query: shape ``(real tokens, heads, features)``, or of first tokens ``(sequences, heads, features)``.
-            key: shape ``(real tokens, heads, features)``; the heads may be fewer.
-            value: likewise.
-            p: of the dropout of attention weights.
-            scale: of the products.
-            first_only: ``query`` is that of the first token of each sequence.
+            key: shape ``(real tokens, heads, features)``; there may be fewer heads.
+            value: shape ``(real tokens, heads, features)``; there may be fewer heads.
+            p: probability of dropping an attention weight.
+            scale: factor of the products.
+            first_only: whether ``query`` has only the first token of each sequence.
 
         """
         assert self.call is not None
@@ -236,7 +235,7 @@ class Stack:
         if self.probe is not None:
             self.probe.attended += 1
             if self.probe.tainted:
-                return _attend_apart(query, key, value, layout.bounds.tolist(), scale, self.causal)
+                return _attend_separately(query, key, value, layout.bounds.tolist(), scale, self.causal)
             p = 0.0
         if first_only:
             return attend_first(query, key, value, layout, p=p, scale=scale)
@@ -259,13 +258,13 @@ class Stack:
 
     @contextmanager
     def packing(self) -> Iterator[None]:
-        """Have the first block pack what it is given, all of them compute on it, and the last one unpack."""
+        """Pack the input of the first block and unpack the output of the last, inside the block."""
         with ExitStack() as changed:
             for block in self.blocks:
-                hook = block.register_forward_pre_hook(Hook(self._pack), with_kwargs=True, prepend=True)
+                hook = block.register_forward_pre_hook(HookPatch(self._pack), with_kwargs=True, prepend=True)
                 changed.callback(hook.remove)
-                changed.enter_context(_Block(block, self).in_place())
-            changed.callback(self._end.register_forward_hook(Hook(self._unpack)).remove)
+                changed.enter_context(_Block(block, self).applied())
+            changed.callback(self._end.register_forward_hook(HookPatch(self._unpack)).remove)
             try:
                 yield
             finally:
@@ -280,7 +279,7 @@ class Stack:
             return args, kwargs if call is None else {**kwargs, _CALL: call}
         layout = call.layout
         first, last = block is self.blocks[0], block is self.blocks[-1]
-        if torch._C._current_graph_task_id() == -1:  # Else it is computed again, by itself.
+        if torch._C._current_graph_task_id() == -1:  # Otherwise backward recomputes this block.
             if not first and not self.inside:
                 raise MisconfigurationException(
                     f"{self.asked}: {name_of(self.blocks, block)} was called before the first block (whole layers "
@@ -291,9 +290,9 @@ class Stack:
             self.inside = True
         # The hidden states are a row already but for the first block; what comes along never is.
         keep = 0 if first else 1
-        args = (*args[:keep], *(layout.alike(each) for each in args[keep:]))
+        args = (*args[:keep], *(layout.pack_like(each) for each in args[keep:]))
         kwargs = {
-            name: each if name == "hidden_states" and not first else layout.alike(each)
+            name: each if name == "hidden_states" and not first else layout.pack_like(each)
             for name, each in kwargs.items()
         }
         if self.probe is not None and self.probe.tainted and first:
@@ -325,7 +324,7 @@ class Stack:
                 return batch
             if not batch.requires_grad and self.probe is None:
                 batch = self._reads.of_frozen(batch)
-            return self._reads.watched(batch, row, layout) if batch.requires_grad else batch
+            return self._reads.with_check(batch, row, layout) if batch.requires_grad else batch
 
         return (padded(output[0]), *output[1:]) if isinstance(output, tuple) else padded(output)
 
@@ -334,12 +333,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 class _Parts:
-    """The modules inside the blocks: whether any was changed since it was looked at, in a run for instance.
+    """Detects changes of the modules inside the blocks, for example in the middle of a run.
 
     Args:
-        asked: how packing was asked for, and for what, for the messages.
-        blocks: in their order.
-        container: holds them.
+        asked: the argument or call that requested packing and the class of the model, for messages.
+        blocks: in order.
+        container: the module list that contains them.
         norm: behind the last block, if packing ends there.
 
     """
@@ -349,14 +348,14 @@ class _Parts:
     ) -> None:
         self._asked, self._blocks, self._container = asked, blocks, container
         self._owners = blocks if norm is None else [*blocks, norm]
-        # (its attributes, how many, its parts, its hooks, how many, its own forward, its mode)
+        # Of each module: (attributes, their number, children, hooks, their number, forward of the instance, mode)
         self._seen: list[tuple[dict[str, Any], int, tuple[Any, ...], tuple[Any, ...], int, Any, bool]] = []
         self.check()
 
     def changed(self) -> bool:
-        """Return whether a module has other parts, another forward, more hooks or another mode than when looked at.
+        """Return whether a module has different children, attributes, hooks, forward or mode since ``remember``.
 
-        More attributes, too: a method that somebody put on the instance is one.
+        The number of attributes shows methods that were assigned to the instance.
         """
         for own, size, parts, (first, second, third, fourth), count, forward, training in self._seen:
             if (
@@ -369,8 +368,8 @@ class _Parts:
                 return True
         return not self._seen
 
-    def look(self) -> None:
-        """Remember the modules as they are now.
+    def remember(self) -> None:
+        """Remember the current state of the modules.
 
         Raises:
             MisconfigurationException: see ``check``.
@@ -389,96 +388,96 @@ class _Parts:
             self._seen.append((own, len(own), parts, hooks, count, own.get("forward"), own["training"]))
 
     def check(self) -> None:
-        """Look for what cannot be packed.
+        """Check that the modules can be packed.
 
         Raises:
-            MisconfigurationException: a block is not one of those that were packed; or a hook inside the blocks is the
-                user's, and would be given rows of tokens, not the padded batch.
+            MisconfigurationException: a block was replaced; or the user has a hook inside the blocks, which would
+                receive rows of tokens instead of the padded batch.
 
         """
         asked = self._asked
         for place, block in enumerate(self._container.children()):
             if block not in self._blocks:
                 raise MisconfigurationException(
-                    f"{asked}: block {place} was replaced by a {type(block).__name__} after packing had begun. Replace "
-                    "it before training, or leave packed out."
+                    f"{asked}: block {place} was replaced by a {type(block).__name__} after packing started. "
+                    "Replace it before training, or leave packed out."
                 )
         for module in (part for owner in self._owners for part in owner.modules()):
             for hook in (hook for name in _HOOKS for hook in vars(module)[name].values()):
                 if is_of_user(hook):
                     kind, name = type(module).__name__, getattr(hook, "__name__", type(hook).__name__)
                     raise MisconfigurationException(
-                        f"{asked}: the hook {name} on {kind}, inside the blocks, would be given one row of real "
+                        f"{asked}: the hook {name} on {kind}, inside the blocks, would receive one row of real "
                         "tokens, not (samples, tokens, features). Register it on the whole model, or leave packed out."
                     )
 
 
 class _PaddingUnread:
-    """Checks in each backward that the loss does not read the places of padding, where packing leaves zeros.
+    """Checks in each backward that the loss does not read padding, where packing leaves zeros.
 
     Args:
-        asked: how packing was asked for, and for what, for the messages.
+        asked: the argument or call that requested packing and the class of the model, for messages.
 
     """
 
     def __init__(self, asked: str) -> None:
         self._asked = asked
-        # Whether a backward has come by.
-        self._looked = False
+        # Whether a backward was checked.
+        self._checked = False
         self._wrong: Tensor | None = None
 
     def of_frozen(self, batch: Tensor) -> Tensor:
-        """Return what blocks without trained weights gave, with a gradient until one has been looked at."""
-        if self._looked or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        """Return the output of frozen blocks; until a backward was checked, it requires a gradient."""
+        if self._checked or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return batch
         return batch.detach().requires_grad_()
 
-    def watched(self, batch: Tensor, row: Tensor, layout: Layout) -> Tensor:
-        """Return ``batch``, (samples, tokens, features), and look at its gradient once it is known.
+    def with_check(self, batch: Tensor, row: Tensor, layout: Layout) -> Tensor:
+        """Return ``batch``, (samples, tokens, features), and check its gradient in backward.
 
-        Up to the first backward there are other tokens in the place of zeros, at which the gradient of a square or of
-        an absolute value is zero, too.
+        Until the first check, padding has other tokens instead of zeros, because the gradient of a square or absolute
+        value is zero at zero.
         """
         real = layout.real
         assert real is not None
-        if not self._looked:
+        if not self._checked:
             samples, width = layout.shape
             others = torch.arange(samples * width, device=row.device) % max(row.shape[1], 1)
             filler = row.detach()[0, others] if row.shape[1] else batch.detach().flatten(0, 1)
             batch = torch.where(real[..., None], batch, filler.unflatten(0, (samples, width)))
 
         def check(gradient: Tensor) -> None:
-            # Numbers only: where a scaled loss overflows, zero times infinity is none.
+            # Finite values only: where a scaled loss overflows, zero times infinity is nan.
             largest = gradient.detach().abs().amax(-1)
             wrong = ((largest > 0) & (largest < math.inf) & ~real).any()
             self._wrong = wrong if self._wrong is None else self._wrong | wrong
-            # The first time also where the host has to wait for it: before any weight changes.
-            if not self._looked or not waits_for(gradient):
-                # Behind a head whose weights are zero, no gradient says anything yet.
-                self._looked = self._looked or bool((largest > 0).any())
+            # The first time even if the host has to wait for the device: before any weight changes.
+            if not self._checked or not would_wait(gradient):
+                # Behind a head of zero weights, all gradients are zero and prove nothing.
+                self._checked = self._checked or bool((largest > 0).any())
                 self.confirm()
 
         batch.register_hook(check)
         return batch
 
     def confirm(self) -> None:
-        """Raise if a loss since the last look reads padding. On CUDA the host waits for the answer.
+        """Check the losses since the last call. On CUDA the host waits for the device.
 
         Raises:
-            MisconfigurationException: it does.
+            MisconfigurationException: a loss reads padding.
 
         """
         wrong, self._wrong = self._wrong, None
         if wrong is not None and bool(wrong):
             raise MisconfigurationException(
-                f"{self._asked}: the loss reads its output where there is padding, and packing has zeros there. Leave "
-                "those places out: labels of -100, a mean weighted by the mask, padding on the right (shifted labels "
-                "read the last padded place on the left)."
+                f"{self._asked}: the loss reads its output at padding, where packing has zeros. Exclude padding: use "
+                "labels of -100, a mean weighted by the mask, or padding on the right (shifted labels read the last "
+                "padding on the left)."
             )
 
 
 def name_of(blocks: list[nn.Module], block: nn.Module) -> str:
-    """Return what to call a block in messages.
+    """Return the name of a block for messages.
 
     Example::
 
@@ -491,23 +490,23 @@ def name_of(blocks: list[nn.Module], block: nn.Module) -> str:
 
 
 def is_of_user(hook: Any) -> bool:
-    """Return whether a hook of a module is the user's, and may read samples and tokens."""
+    """Return whether a hook is the user's, and not one of torch, transformers or hasten."""
     function = getattr(hook, "func", hook)
     owner = getattr(function, "__module__", None) or type(function).__module__
     return owner.partition(".")[0] not in ("torch", "transformers", "hasten")
 
 
 def _tainted(args: Any, kwargs: Any, layout: Layout) -> tuple[Any, Any]:
-    """Return what the first block is given with the first sample's tokens not a number."""
+    """Return the arguments of the first block with the first sample's tokens set to nan."""
     row = (args[0] if args else kwargs["hidden_states"]).clone()
     row[:, : int(layout.bounds[1])] = math.nan
     return ((row, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": row})
 
 
-def _attend_apart(
+def _attend_separately(
     query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale: float, causal: bool
 ) -> Tensor:
-    """Attend in each sequence by itself, by separate calls: nothing of one can reach another."""
+    """Attend in each sequence by a separate call, so that nothing of one can reach another."""
     parts = []
     for begin, end in pairwise(bounds):
         q, k, v = (each[begin:end].transpose(0, 1)[None] for each in (query, key, value))

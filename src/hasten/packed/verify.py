@@ -1,18 +1,18 @@
-"""Does packing change a model? Tried out on the first batch, before any weight changes.
+"""Verify on the first batch, before any weight changes, that packing does not change a model.
 
-Whether the code of a block treats each token by itself cannot be read from its class: a convolution or a mean over
-tokens, batch statistics, stochastic depth of whole samples. So a few samples of the first batch that is trained on are
+The class of a block does not reveal whether it computes each token separately: it may have a convolution or mean over
+tokens, batch statistics, or stochastic depth of whole samples. So a few samples of the first training batch are
 computed in four ways, without gradients, and compared:
 
-- padded, as without packing;
-- packed: each block must call the packed attention, and give each real token the same numbers;
-- packed, where one sample is not a number: that spreads to whatever is computed from it, also through weights that are
-  zero so far, and must reach no other sample;
-- where asked for, with the last block computed for first tokens only.
+- padded;
+- packed: each block must call the packed attention, and its output for each real token must be equal;
+- packed, with one sample of nan, which spreads to everything computed from it, even through zero weights: it must not
+  reach other samples;
+- if requested, with the last block computed for first tokens only.
 
-Random draws are replaced by constants meanwhile, and each must be one for each token: another number of them is a draw
-for each sample, which a row of tokens does not have. Nothing is left behind: random generators, buffers, attributes of
-modules and hooks' results are as before.
+Random draws are replaced by constants, and their number must be a multiple of the number of tokens: any other number is
+a draw per sample, which one row of tokens does not have. Random generators, buffers, attributes of modules and the
+state of hooks are restored.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import is_out_of_memory
 from hasten.packed.layout import Layout
-from hasten.packed.patches import Method
+from hasten.packed.patches import MethodPatch
 from hasten.packed.stack import INSTEAD, Probe, Stack, is_of_user, name_of
 from hasten.seed import isolate_rng
 
-# How many samples are tried: the longest, the shortest and one between them.
+# The number of samples to compare: the longest, the shortest and one between them.
 SAMPLES = 3
-# Relative to the norm of a sample's output: what rounding comes to over many blocks.
+# Tolerated rounding over many blocks, relative to the norm of a sample's output.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _LOW_PRECISION = 0.1
-# Arguments whose first dimension is never that of the batch.
+# Arguments whose first dimension is not the batch.
 _NOT_BY_SAMPLE = frozenset({"mask", "cache_position"})
 
 Named = dict[str, Any]
@@ -52,23 +52,23 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
-class Given:
-    """The arguments of a call, as they were written: what is by name stays so."""
+class ForwardArguments:
+    """The positional and keyword arguments of a call."""
 
     args: tuple[Any, ...]
     kwargs: Named
     signature: inspect.Signature
 
     def named(self) -> Named:
-        """Return all of them by their names."""
+        """Return all arguments by name."""
         return dict(self.signature.bind_partial(*self.args, **self.kwargs).arguments)
 
-    def of_samples(self, places: list[int], samples: int) -> Given:
-        """Return them for some samples of a batch only.
+    def of_samples(self, places: list[int], samples: int) -> ForwardArguments:
+        """Return the arguments for some samples of the batch.
 
         Args:
-            places: which samples; one may come twice.
-            samples: how many the batch has.
+            places: indices of the samples, with repetitions.
+            samples: size of the batch.
 
         """
 
@@ -82,17 +82,17 @@ class Given:
         names = list(self.signature.parameters)
         args = (some(name, each) for name, each in zip(names, self.args, strict=False))
         kwargs = {name: some(name, each) for name, each in self.kwargs.items()}
-        return Given((*args, *self.args[len(names) :]), kwargs, self.signature)
+        return ForwardArguments((*args, *self.args[len(names) :]), kwargs, self.signature)
 
 
-class Verified(Method):
-    """The forward of a model that is packed: its first call, and the first with other parts, begins with ``verify``.
+class Verified(MethodPatch):
+    """Replaces the forward of a packed model: the first call, and the first after changes, starts with ``verify``.
 
     Args:
-        model: whose forward.
+        model: the model.
         stack: its blocks.
         signature: of its forward.
-        layout: which tokens are real, of the arguments by their names.
+        layout: returns which tokens are real, given the arguments by name.
 
     """
 
@@ -105,56 +105,56 @@ class Verified(Method):
     ) -> None:
         super().__init__(model)
         self._stack, self._signature, self._layout = stack, signature, layout
-        # For those who look what they may pass.
+        # For code that inspects the signature.
         self.__signature__ = signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack, call = self._stack, self._stack.call
         if not stack.verified and call is not None and call.layout is not None:
-            given = Given(args, kwargs, self._signature)
-            if verify(self.module, self.before, stack, given, self._layout):
+            arguments = ForwardArguments(args, kwargs, self._signature)
+            if verify(self.module, self.original, stack, arguments, self._layout):
                 stack.verified = True
             stack.begin(call.layout)
-        return self.before(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
 
 def verify(
     model: nn.Module,
     forward: Callable[..., Any],
     stack: Stack,
-    given: Given,
+    arguments: ForwardArguments,
     layout: Callable[[Named], Layout],
 ) -> bool:
     """Compare a few samples of a batch packed and padded.
 
     Args:
-        model: whose blocks are packed.
+        model: the model whose blocks are packed.
         forward: of the model.
         stack: its blocks.
-        given: the arguments of ``forward``, of a whole batch.
-        layout: which tokens are real, of arguments by their names.
+        arguments: of ``forward``, for a whole batch.
+        layout: returns which tokens are real, given the arguments by name.
 
     Returns:
-        False where nothing could be compared: the batch has no real token, or its outputs are not numbers.
+        False if nothing could be compared: the batch has no real token, or its outputs are not finite.
 
     Raises:
-        MisconfigurationException: packing would change what the model computes; says which block does what.
+        MisconfigurationException: packing would change the outputs; the message names the block and the reason.
 
     """
-    lengths = layout(given.named()).bounds.diff().tolist()
+    lengths = layout(arguments.named()).bounds.diff().tolist()
     chosen = _chosen(lengths)
     if not chosen:
         return False
-    trial = _Trial(stack, forward, layout)
-    with _untouched(model), trial.constant_draws:
-        few, again = (given.of_samples(each, len(lengths)) for each in (chosen, [chosen[0], *chosen]))
+    trial = _TrialCalls(stack, forward, layout)
+    with _restored(model), trial.constant_draws:
+        few, again = (arguments.of_samples(each, len(lengths)) for each in (chosen, [chosen[0], *chosen]))
         try:
             padded = trial(few, packed=False)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            # What it is given cannot be divided by samples: all of them, then.
-            few = again = given
+            # The arguments cannot be indexed by sample, so take all samples.
+            few = again = arguments
             padded = trial(few, packed=False)
         packed = _or_refused(stack, lambda: trial(few, packed=True))
         _check_attention(stack, packed.probe)
@@ -168,7 +168,7 @@ def verify(
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            # Code that looks whether its input is finite; it has been compared by its values.
+            # The model checks that its input is finite; its values have been compared.
             tainted = None
         if tainted is not None:
             if not scaled:
@@ -184,13 +184,13 @@ def verify(
 
 
 @dataclass(frozen=True)
-class _Tried:
-    """What one call gave.
+class _TrialCall:
+    """The result of one call.
 
     Args:
         output: of the whole model.
-        probe: of its blocks.
-        draws: how many random numbers each draw inside the blocks had.
+        probe: observations of its blocks.
+        draws: size of each random draw inside the blocks.
         layout: of its batch.
 
     """
@@ -201,42 +201,42 @@ class _Tried:
     layout: Layout
 
 
-class _Trial:
-    """Calls the whole model with other arguments, padded or packed, and collects what its blocks compute."""
+class _TrialCalls:
+    """Calls the whole model padded or packed and collects the outputs of its blocks."""
 
     def __init__(self, stack: Stack, forward: Callable[..., Any], layout: Callable[[Named], Layout]) -> None:
         self._stack, self._forward, self._layout = stack, forward, layout
         self.constant_draws = _ConstantDraws(stack)
 
     def __call__(
-        self, given: Given, *, packed: bool, tainted: bool = False, first_only: bool = False
-    ) -> _Tried:
+        self, arguments: ForwardArguments, *, packed: bool, tainted: bool = False, first_only: bool = False
+    ) -> _TrialCall:
         stack, draws = self._stack, self.constant_draws
-        layout = self._layout(given.named())
-        # Only with gradients is the last block given first tokens alone.
+        layout = self._layout(arguments.named())
+        # Without gradients, the last block would compute all tokens.
         layout.first_only = first_only
-        as_asked: AbstractContextManager[Any] = nullcontext() if packed else stack.unpatched()
+        attention: AbstractContextManager[Any] = nullcontext() if packed else stack.unpatched()
         draws.counts = []
         stack.probe = probe = Probe(tainted=tainted)
         random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
-        # Not of devices that are not there yet: they would begin with this seed.
+        # Without torch.manual_seed, which would also seed devices that are initialized later.
         torch.default_generator.manual_seed(0)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(0)
         try:
-            with as_asked, torch.enable_grad() if first_only else torch.no_grad():
+            with attention, torch.enable_grad() if first_only else torch.no_grad():
                 stack.begin(layout if packed else None)
-                output = self._forward(*given.args, **given.kwargs)
+                output = self._forward(*arguments.args, **arguments.kwargs)
                 stack.finish(output)
         finally:
             stack.probe, stack.call, stack.inside = None, None, False
-        return _Tried(output, probe, draws.counts, layout)
+        return _TrialCall(output, probe, draws.counts, layout)
 
 
 class _ConstantDraws(TorchDispatchMode):
-    """Random numbers are constants meanwhile, nothing is dropped, and the sizes of draws inside blocks are noted."""
+    """Replaces random numbers by constants, disables dropout, and records the sizes of draws inside blocks."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()
@@ -249,34 +249,34 @@ class _ConstantDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.name().partition("::")[2].partition(".")[0]
         if name == "dropout" and func.namespace == "hasten":
-            self._note(args[0])
+            self._record(args[0])
             return args[0].clone(), torch.empty(0, dtype=torch.uint8), torch.tensor(0)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if "attention" in name:
             return _without_dropout(func, args, kwargs)
         if name == "native_dropout":
-            self._note(args[0])
+            self._record(args[0])
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        drawn = _drawn_unseen(func, args, kwargs)
+        drawn = _draw_with_restored_generator(func, args, kwargs)
         for each in drawn if isinstance(drawn, (tuple, list)) else (drawn,):
             if isinstance(each, Tensor):
-                self._note(each)
+                self._record(each)
                 if name.startswith("bernoulli"):
-                    # The mean: what is divided by it afterwards is one.
+                    # The mean, because code usually divides by it afterwards.
                     p = args[1] if len(args) > 1 else args[0]
                     each.copy_(p) if isinstance(p, Tensor) else each.fill_(kwargs.get("p", p))
                 elif each.is_floating_point():
                     each.fill_(0.0 if "norm" in name or name.startswith("randn") else 0.5)
         return drawn
 
-    def _note(self, drawn: Tensor) -> None:
+    def _record(self, drawn: Tensor) -> None:
         if self._stack.inside:
             self.counts.append(drawn.numel())
 
 
-def _drawn_unseen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call what draws random numbers, and leave the user's own generator as it was."""
+def _draw_with_restored_generator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operation that draws random numbers, and restore the generator that the user passes."""
     own = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
     states = [one.get_state() for one in own]
     try:
@@ -298,8 +298,8 @@ def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Leave random generators, buffers and attributes of modules afterwards as they were before."""
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restore random generators, buffers and attributes of modules at the end."""
     modules = list(model.modules())
     buffers = [(owner, owner._buffers.copy()) for owner in modules]
     attributes = [(owner, dict(vars(owner))) for owner in modules]
@@ -317,7 +317,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     ]
     for owner in modules:
         for name in ("_forward_hooks", "_forward_pre_hooks"):
-            # The user's hooks count, keep and log; those that torch finds in this place are the others.
+            # The user's hooks may count, keep or log, so they are not called.
             hooks = {key: hook for key, hook in vars(owner)[name].items() if not is_of_user(hook)}
             if len(hooks) != len(vars(owner)[name]):
                 vars(owner)[name] = OrderedDict(hooks)
@@ -326,11 +326,11 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         changed.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         changed.enter_context(isolate_rng())
-        # What is cast here knows nothing of gradients, and the same casts are used afterwards.
+        # Casts made here have no gradient graph, and the cache would reuse them afterwards.
         torch.set_autocast_cache_enabled(False)
         changed.callback(torch.set_autocast_cache_enabled, cached)
         if "torch._dynamo" in sys.modules:
-            # No graph is compiled for these shapes.
+            # Do not compile graphs for these shapes.
             changed.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             yield
@@ -352,11 +352,11 @@ def _untouched(model: nn.Module) -> Iterator[None]:
                 owner._buffers.update(names)
 
 
-# -- which samples
+# -- choosing samples
 
 
 def _chosen(lengths: list[int]) -> list[int]:
-    """Return which samples are tried, given the tokens of each; one that is alone comes twice.
+    """Return the indices of the samples to compare, given their lengths; a single one is repeated.
 
     Example::
 
@@ -373,7 +373,7 @@ def _chosen(lengths: list[int]) -> list[int]:
     return few if len(few) > 1 else few * 2
 
 
-# -- what is compared
+# -- comparing
 
 
 def _or_refused(stack: Stack, call: Callable[[], Any]) -> Any:
@@ -386,12 +386,12 @@ def _or_refused(stack: Stack, call: Callable[[], Any]) -> Any:
             raise
         raise MisconfigurationException(
             f"{stack.asked}: its blocks fail on a row of real tokens ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]:.120}), and not on the padded batch. {INSTEAD}"
+            f"{str(error).partition(chr(10))[0]:.120}), but not on the padded batch. {INSTEAD}"
         ) from error
 
 
 def _scales_whole_tensors(model: nn.Module) -> bool:
-    """Return whether layers multiply in 8 bits, scaled by the largest value of all tokens, padding included."""
+    """Return whether layers multiply in 8 bits with a scale for all tokens, which padding changes."""
     owners = ("torchao", "transformer_engine", "bitsandbytes")
     return any(type(each).__module__.partition(".")[0] in owners for each in model.modules())
 
@@ -406,23 +406,23 @@ def _check_attention(stack: Stack, probe: Probe) -> None:
         ]
         by = f", {own[0]}," if own else ""
         raise MisconfigurationException(
-            f"{stack.asked}: {name_of(stack.blocks, block)} computes attention by code of its own{by} which packing "
-            f"cannot replace: in one row, samples would attend to one another. {INSTEAD}"
+            f"{stack.asked}: {name_of(stack.blocks, block)} has its own attention code{by} which packing cannot "
+            f"replace: in one row, samples would attend to one another. {INSTEAD}"
         )
 
 
-def _check_apart(stack: Stack, tainted: _Tried) -> None:
+def _check_apart(stack: Stack, tainted: _TrialCall) -> None:
     begin = int(tainted.layout.bounds[1])
     for block, output in tainted.probe.outputs:
         if isinstance(output, Tensor) and bool(output[0, begin:].isnan().any()):
             raise MisconfigurationException(
                 f"{stack.asked}: {name_of(stack.blocks, block)} mixes tokens of different samples when they share a "
-                "row: a convolution or mean over tokens, statistics of the batch, or code that reads places in it. "
+                "row: a convolution or mean over tokens, batch statistics, or code that uses positions. "
                 f"{INSTEAD}"
             )
 
 
-def _check_draws(stack: Stack, packed: _Tried, tainted: _Tried) -> None:
+def _check_draws(stack: Stack, packed: _TrialCall, tainted: _TrialCall) -> None:
     draws, again = packed.draws, tainted.draws
     tokens, tokens_again = (int(each.layout.bounds[-1]) for each in (packed, tainted))
     alike = len(draws) == len(again)
@@ -438,22 +438,22 @@ def _check_draws(stack: Stack, packed: _Tried, tainted: _Tried) -> None:
         wrong = draws[-1] if draws else again[-1]
     if packed.probe.drew:
         raise MisconfigurationException(
-            f"{stack.asked}: its blocks draw from the random generator of Python or NumPy, and nothing says whether "
-            f"for each token: samples or layers dropped at random need the padded batch. {INSTEAD}"
+            f"{stack.asked}: its blocks draw from the random generator of Python or NumPy, perhaps per sample: "
+            f"dropping samples or layers at random needs the padded batch. {INSTEAD}"
         )
     if wrong is not None:
         raise MisconfigurationException(
-            f"{stack.asked}: its blocks draw {wrong} random number{'s' * (wrong != 1)} for {tokens} tokens, not some "
-            "for each token: stochastic depth (drop path) or dropout of whole samples, which share one row here. "
+            f"{stack.asked}: its blocks draw {wrong} random number{'s' * (wrong != 1)} for {tokens} tokens, not a "
+            "multiple: stochastic depth (drop path) or dropout of whole samples, which share one row here. "
             f"{INSTEAD}"
         )
 
 
-def _check_values(stack: Stack, padded: _Tried, packed: _Tried, tolerance: float | None) -> None:
+def _check_values(stack: Stack, padded: _TrialCall, packed: _TrialCall, tolerance: float | None) -> None:
     layout, outputs = packed.layout, (padded.probe.outputs, packed.probe.outputs)
     if [block for block, _ in outputs[0]] != [block for block, _ in outputs[1]]:
         raise MisconfigurationException(
-            f"{stack.asked}: it calls other blocks on a row of real tokens. {INSTEAD}"
+            f"{stack.asked}: it calls different blocks on a row of real tokens. {INSTEAD}"
         )
     for (block, exact), (_, row) in zip(*outputs, strict=True):
         if not isinstance(exact, Tensor) or not isinstance(row, Tensor):
@@ -461,12 +461,12 @@ def _check_values(stack: Stack, padded: _Tried, packed: _Tried, tolerance: float
         expected = layout.pack(exact)
         if row.shape != expected.shape or not _close(row[0], expected[0], layout.bounds.tolist(), tolerance):
             raise MisconfigurationException(
-                f"{stack.asked}: {name_of(stack.blocks, block)} gives real tokens other numbers in one row than in the "
-                f"padded batch: its code depends on (samples, tokens), or reads padding. {INSTEAD}"
+                f"{stack.asked}: {name_of(stack.blocks, block)} computes different values for real tokens in one row "
+                f"than in the padded batch: its code depends on (samples, tokens), or reads padding. {INSTEAD}"
             )
 
 
-def _check_outputs(stack: Stack, padded: _Tried, packed: _Tried, tolerance: float | None) -> None:
+def _check_outputs(stack: Stack, padded: _TrialCall, packed: _TrialCall, tolerance: float | None) -> None:
     exact, found, layout = list(_tensors(padded.output)), list(_tensors(packed.output)), packed.layout
     same = len(exact) == len(found) and all(
         one.shape == other.shape for one, other in zip(exact, found, strict=True)
@@ -479,18 +479,18 @@ def _check_outputs(stack: Stack, padded: _Tried, packed: _Tried, tolerance: floa
         same = same and _close(other, one, [0, len(one)], tolerance)
     if not same:
         raise MisconfigurationException(
-            f"{stack.asked}: its output is another than that of the padded batch, at real tokens: its code between or "
-            f"behind the blocks depends on (samples, tokens) or reads padding. {INSTEAD}"
+            f"{stack.asked}: its output differs from that of the padded batch at real tokens: its code between or "
+            f"after the blocks depends on (samples, tokens) or reads padding. {INSTEAD}"
         )
 
 
-def _check_first_tokens(stack: Stack, packed: _Tried, first: _Tried) -> None:
+def _check_first_tokens(stack: Stack, packed: _TrialCall, first: _TrialCall) -> None:
     (_, row), (block, alone) = packed.probe.outputs[-1], first.probe.outputs[-1]
     expected = row[0, packed.layout.firsts]
     if alone[0].shape != expected.shape or not _close(alone[0].detach(), expected, [0, len(expected)]):
         raise MisconfigurationException(
-            f"{stack.asked}: {name_of(stack.blocks, block)} gives first tokens other numbers by themselves than among "
-            "all tokens. Use packed=True."
+            f"{stack.asked}: {name_of(stack.blocks, block)} computes different values for first tokens alone than "
+            "among all tokens. Use packed=True."
         )
 
 
@@ -506,7 +506,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _close(found: Tensor, exact: Tensor, bounds: list[int], tolerance: float | None = None) -> bool:
-    """Return whether two outputs are the same but for rounding, sample by sample."""
+    """Return whether two outputs are equal up to rounding, sample by sample."""
     tolerance = _tolerance(exact) if tolerance is None else tolerance
     for begin, end in pairwise(bounds):
         one, other = (each[begin:end].detach().cpu().double() for each in (found, exact))
