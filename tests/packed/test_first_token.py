@@ -135,7 +135,7 @@ def test_a_mask_is_looked_at_once_as_long_as_it_stays(monkeypatch: pytest.Monkey
     begin(encoder, (words, mask), {})
     assert len(looked) == 3
     mask.zero_()
-    with pytest.raises(MisconfigurationException, match="a mask of (shape|its own)"):
+    with pytest.raises(MisconfigurationException, match=r"a mask of (shape|its own)"):
         begin(encoder, (words, mask), {})
-    with pytest.raises(MisconfigurationException, match="a mask of (shape|its own)"):
+    with pytest.raises(MisconfigurationException, match=r"a mask of (shape|its own)"):
         begin(encoder, (words[:, :5], nn.Transformer.generate_square_subsequent_mask(WIDTH)), {})
