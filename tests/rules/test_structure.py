@@ -36,7 +36,6 @@ MOST_UNTYPED_RESULTS = 10.2
 # Class names that more than one file still defines.
 DUPLICATE_CLASSES = {
     "Fit",
-    "Hook",
     "Interval",
     "ModelSummary",
     "Progress",
