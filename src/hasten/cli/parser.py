@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import SUPPRESS
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -20,16 +19,15 @@ from torch.optim import Optimizer
 from hasten._lib.errors import MisconfigurationException
 from hasten.cli import errors, known
 from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
-from hasten.cli.order import in_order
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
 from hasten.trainer import Trainer
 
-# What LightningCLI(args=...) takes: words of a command line, or the config as data.
+# Words of a command line, or the config as data.
 ArgsType: TypeAlias = list[str] | dict[str, Any] | Namespace | None
 
-# Functions made in C do not say where they live; a config names them all the same.
+# Functions implemented in C do not know their module; a config may name them anyway.
 register_unresolvable_import_paths(torch)
 set_parsing_settings(config_read_mode_fsspec_enabled=True)
 
@@ -37,11 +35,11 @@ AUTOMATIC = "AUTOMATIC"
 
 
 class LightningArgumentParser(ArgumentParser):
-    """jsonargparse's ``ArgumentParser`` with what a training program adds to it.
+    """jsonargparse's ``ArgumentParser``, with arguments for modules, optimizers and schedulers.
 
     Args:
         args: for jsonargparse's parser.
-        description: what ``--help`` says the program is.
+        description: of the program, for ``--help``.
         env_prefix: prefix of the environment variables.
         default_env: read environment variables.
         kwargs: for jsonargparse's parser: default_config_files, parser_mode, exit_on_error, ...
@@ -65,13 +63,13 @@ class LightningArgumentParser(ArgumentParser):
         default_env: bool = False,
         **kwargs: Any,
     ) -> None:
-        # A key cut short would be taken for the first one that begins so, and a typo for another key.
+        # With abbreviations, a typo could be taken for another key.
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(
             *args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs
         )
         self.callback_keys: list[str] = []
-        # Key -> (class or classes, where it is linked to).
+        # Key -> (class or classes, the key it is linked to).
         self._optimizers: dict[str, tuple[type | tuple[type, ...], str]] = {}
         self._lr_schedulers: dict[str, tuple[type | tuple[type, ...], str]] = {}
 
@@ -94,7 +92,7 @@ class LightningArgumentParser(ArgumentParser):
             The keys added.
 
         Raises:
-            MisconfigurationException: the class is none of these four.
+            MisconfigurationException: it is not one of these.
 
         """
         given: Any = lightning_class
@@ -114,7 +112,7 @@ class LightningArgumentParser(ArgumentParser):
         if subclass_mode:
             self.add_subclass_arguments(given, nested_key, fail_untyped=False, required=required)
             return [nested_key]
-        # The Trainer is made by LightningCLI.instantiate_trainer, which adds to its arguments.
+        # LightningCLI.instantiate_trainer makes the Trainer, with further arguments.
         added: list[str] = self.add_class_arguments(
             given,
             nested_key,
@@ -128,9 +126,9 @@ class LightningArgumentParser(ArgumentParser):
         """Add the arguments of any class; see jsonargparse."""
         added: list[str] = super().add_class_arguments(theclass, nested_key, **options)
         if nested_key is None:
-            for name in known.handed_on(theclass):
+            for name in known.forwarded_arguments(theclass):
                 if f"--{name}" not in self._option_string_actions:
-                    # Without a default: what is not given is not handed on.
+                    # Without a default: only what the user gives is passed on.
                     self.add_argument(f"--{name}", type=Any, default=SUPPRESS)
         return added
 
@@ -149,7 +147,7 @@ class LightningArgumentParser(ArgumentParser):
                 ``configure_optimizers``.
 
         Raises:
-            TypeError: no optimizer class.
+            TypeError: not an optimizer class.
 
         """
         self._add_choice("add_optimizer_args", optimizer_class, (Optimizer,), nested_key, {"params"})
@@ -169,7 +167,7 @@ class LightningArgumentParser(ArgumentParser):
             link_to: the key of the module's argument that gets its config; by default it is used with the optimizer.
 
         Raises:
-            TypeError: no scheduler class.
+            TypeError: not a scheduler class.
 
         """
         self._add_choice(
@@ -191,24 +189,13 @@ class LightningArgumentParser(ArgumentParser):
                 kind, nested_key, instantiate=False, fail_untyped=False, skip=skip, sub_configs=True
             )
 
-    def parse_args(
-        self, args: Sequence[str] | None = None, namespace: Any = None, **kwargs: Any
-    ) -> Namespace:
-        """Read a command line, whatever the order of its options; see jsonargparse."""
-        given = sys.argv[1:] if args is None else args
-        if all(isinstance(arg, str) for arg in given):
-            given = in_order(self, list(given))
-        return super().parse_args(given, namespace, **kwargs)
-
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say which option is wrong, and what it could be; exit with code 2."""
-        told = message
+        """Print the message of jsonargparse and the nearest key; exit with code 2."""
+        parser = getattr(ex, "subcommand_parser", None) or self
         if not getattr(self, "_inner_parser", False):
-            # That of a class which a config names is told by the parser of the whole.
-            told = errors.explain(self, message, ex)
+            # The message of an inner parser, for a class named in a config, becomes part of that of the outer one.
+            message = "\n".join([message, *errors.hints(parser, message)])
         if callable(self._error_handler) or not self.exit_on_error:
-            super().error(told, ex)
-        asked = getattr(ex, "subcommand_parser", None) or self
-        prog = asked.prog.replace(" [options]", "")
-        self.exit(2, f"error: {told}\nAll options: {prog} --help\n")
-        raise SystemExit(2)  # An exit() that a program replaced came back.
+            super().error(message, ex)
+        self.exit(2, f"error: {message}\nAll options: {parser.prog.replace(' [options]', '')} --help\n")
+        raise SystemExit(2)  # For a program that replaced exit().
