@@ -157,7 +157,7 @@ def test_uses(header: str, old: str, new: str | None) -> None:
         (
             "import lightning as L\nL.pytorch.loops._FitLoop\n",
             2,
-            "L.pytorch.loops._FitLoop: It is hasten.trainer_loo",
+            "L.pytorch.loops._FitLoop: It is hasten.trainer.loo",
         ),
         ("x = 'see lightning.pytorch.Trainer there'\n", 1, "a text names lightning.pytorch.Trainer"),
         ("x = 'lightning.pytorch.Missing'\n", 1, "a text names lightning.pytorch.Missing"),

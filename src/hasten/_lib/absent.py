@@ -1,4 +1,4 @@
-"""Classes of the field that hasten does not have: there to be named, not to be made."""
+"""Classes of Lightning that hasten does not have: programs can import them, but not instantiate them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from hasten._lib.errors import MisconfigurationException
 
 
 def absent(name: str, base: type, *, home: str, instead: str) -> Any:
-    """Return a class that can be imported, subclassed and asked about with ``isinstance``, but not made.
-
-    Packages name such classes in their type hints and in ``isinstance`` without ever using them.
+    """Return a class for ``import``, type hints, subclasses and ``isinstance``, whose constructor raises.
 
     Args:
         name: of the class.
-        base: what the class is one of.
+        base: its base class.
         home: the module that offers it.
-        instead: a sentence: what to use in its place.
+        instead: a sentence that says what to use in its place.
 
     Example::
 
@@ -33,5 +31,16 @@ def absent(name: str, base: type, *, home: str, instead: str) -> Any:
     def refuse(cls: type, *_: Any, **__: Any) -> Any:
         raise MisconfigurationException(f"{name} is not in this version of hasten. {instead}")
 
-    said = f"Not in this version of hasten. {instead}"
-    return type(name, (base,), {"__new__": refuse, "__module__": home, "__qualname__": name, "__doc__": said})
+    members = {
+        "__new__": refuse,
+        "__module__": home,
+        "__qualname__": name,
+        "__doc__": f"Not in this version of hasten. {instead}",
+        "__absent__": True,
+    }
+    return type(name, (base,), members)
+
+
+def is_absent(kind: object) -> bool:
+    """Return whether ``kind`` is a class made by ``absent``."""
+    return isinstance(kind, type) and "__absent__" in vars(kind)

@@ -1,4 +1,4 @@
-"""What the field has and hasten does not, with what to use in its place."""
+"""What to use in place of names of Lightning that hasten does not have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LAUNCHER = "Processes are started by the strategy: use strategy='ddp', 'ddp_spa
 _COLLECTIVE = "Use fabric.all_reduce, fabric.broadcast and fabric.barrier, or torch.distributed."
 _PRODUCT = "It belongs to a hosted product."
 
-# The beginning of a place -> what to do. The longest that fits is told.
+# Beginning of a module or name -> what to do. The longest match counts.
 ALTERNATIVES = {
     "app": _PRODUCT,
     "data": "Use the package litdata, or a torch DataLoader.",

@@ -1,4 +1,4 @@
-"""The modules of the field: found by a finder, made of a table, filled with hasten's own objects."""
+"""Lightning's modules: found by a finder, made from a table, and filled with hasten's objects."""
 
 from __future__ import annotations
 
@@ -15,45 +15,25 @@ from typing import Any
 
 from hasten._lib.names import did_you_mean
 from hasten.compat.absent import alternative_to
-from hasten.compat.names_fabric import FABRIC
-from hasten.compat.names_pytorch import PYTORCH
-from hasten.compat.version import VERSION
+from hasten.compat.names import VERSION, read_table
 
-# The packages of the field, and where each begins in the tables: pytorch_lightning is lightning.pytorch.
+# Lightning's packages, and where each begins in the table: pytorch_lightning is lightning.pytorch.
 ROOTS = {"lightning": "", "pytorch_lightning": "pytorch", "lightning_fabric": "fabric"}
 _DISTRIBUTIONS = ("lightning", "pytorch-lightning", "lightning-fabric")
 
-_TOP = {
-    "hasten": "Callback Fabric LightningDataModule LightningModule Trainer seed_everything",
-    "hasten.compat.version": "__version__=VERSION",
-}
-
-
-def _parsed(row: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Return name -> (module of hasten, name there). A row writes ``name`` or ``name=name_there``."""
-    found = {}
-    for home, names in row.items():
-        for word in names.split():
-            name, _, there = word.partition("=")
-            found[name] = (home, there or name)
-    return found
-
-
-# Module, without its root -> its names -> where they live. A module that only holds others has no names.
-TABLE: dict[str, dict[str, tuple[str, str]]] = {
-    name: _parsed(row) for name, row in {"": _TOP, **PYTORCH, **FABRIC}.items()
-}
+# Module, without its root -> its names -> (module of hasten, name there). A module that only holds others has no names.
+TABLE = read_table()
 
 
 def relative(name: str) -> str | None:
-    """Return a module's place in the table, for instance ``"pytorch.callbacks"``; None if it is not of the field."""
+    """Return a module's place in the table, for instance ``"pytorch.callbacks"``; None for other packages."""
     root, _, rest = name.partition(".")
     start = ROOTS.get(root)
     return None if start is None else ".".join(filter(None, (start, rest)))
 
 
 class AliasModule(ModuleType):
-    """A module of the field whose names are hasten's, looked up when they are first used."""
+    """A module of Lightning with hasten's objects, which are imported when they are first used."""
 
     def __getattr__(self, name: str) -> Any:
         place = relative(self.__name__)
@@ -78,19 +58,19 @@ class AliasModule(ModuleType):
 
 
 def missing(full_name: str) -> str:
-    """Return the message for a name or module of the field that hasten does not have."""
+    """Return the message for a name or module of Lightning that hasten does not have."""
     parent, _, name = full_name.rpartition(".")
     place = relative(full_name) or ""
     known = relative(parent) or ""
-    told = alternative_to(place)
-    if told is None:
+    advice = alternative_to(place)
+    if advice is None:
         there_are = [*TABLE.get(known, ()), *_submodules(known)]
-        # Classes and modules are often called alike but for the case.
+        # The names of classes and modules often differ only in case.
         alike = [other for other in there_are if other[0].isupper() == name[0].isupper()]
-        told = (did_you_mean(name, alike) or did_you_mean(name, there_are)).strip()
-    if not told:
-        told = "See docs/compat.md for what there is, or run this program without hasten."
-    return f"hasten has no {full_name}. {told}"
+        advice = (did_you_mean(name, alike) or did_you_mean(name, there_are)).strip()
+    if not advice:
+        advice = "See docs/compat.md for what hasten has, or run this program without hasten."
+    return f"hasten has no {full_name}. {advice}"
 
 
 def _submodules(place: str) -> list[str]:
@@ -103,7 +83,7 @@ def _submodules(place: str) -> list[str]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of the table, and the versions that packages ask for."""
+    """Finds the modules of the table, and the versions for ``importlib.metadata``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -112,19 +92,19 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if place is None:
             return None
         if place in TABLE:
-            # All are packages: Python then asks here also for names that a `from ... import` does not find, and
-            # so shows our message instead of its own.
+            # All are packages: for a name that `from ... import` does not find, Python then calls this method too,
+            # and shows our message.
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        if _only_asks():
+        if _called_by_find_spec():
             return None
-        # Without its name: Python would take that for a name not found in a package, and say so in its own words.
+        # Without name=: with it, Python replaces the message.
         raise ModuleNotFoundError(missing(fullname))
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return AliasModule(spec.name, f"{spec.name}, as hasten has it.")
+        return AliasModule(spec.name, f"{spec.name}, provided by hasten.")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill nothing in: names come when they are used."""
+        """Do nothing: names are imported when they are used."""
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
@@ -135,11 +115,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 yield _Distribution(name)
 
     def invalidate_caches(self) -> None:
-        """Keep nothing that could be out of date."""
+        """Do nothing: there are no caches."""
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What ``importlib.metadata`` says of a package of the field while its names lead to hasten."""
+    """The metadata of a package of Lightning while hasten provides it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -152,15 +132,15 @@ class _Distribution(importlib.metadata.Distribution):
         return None
 
     def locate_file(self, path: Any) -> Any:
-        raise FileNotFoundError(f"{self._name} is hasten, under this name: it has no files of its own")
+        raise FileNotFoundError(f"{self._name} is hasten, under this name: it has no files")
 
     @property
     def files(self) -> Any:
         return None
 
 
-def _only_asks() -> bool:
-    """Return whether ``importlib.util.find_spec`` asks: it answers None for what is not there, and raises nothing."""
+def _called_by_find_spec() -> bool:
+    """Return whether the caller is ``importlib.util.find_spec``, which returns None for a missing module."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(3):
         if frame is None:

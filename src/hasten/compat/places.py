@@ -1,9 +1,11 @@
-"""Where a name of the field is written in a program that imports hasten itself."""
+"""Where a program that imports hasten itself finds a name of Lightning."""
 
 from __future__ import annotations
 
+import importlib
 import re
 
+from hasten._lib.absent import is_absent
 from hasten._lib.lazy import homes_of
 from hasten.compat.modules import ROOTS, TABLE, relative
 
@@ -12,52 +14,26 @@ _FAMILIES = {
     for package in ("hasten.callbacks", "hasten.demos", "hasten.loggers", "hasten.profilers")
 }
 # Reached as attributes after `import hasten`.
-_ROOMS = frozenset(
-    f"hasten.{room}"
-    for room in (
-        "accelerators",
-        "callbacks",
-        "cli",
-        "data",
-        "demos",
-        "loggers",
-        "plugins",
-        "profilers",
-        "strategies",
-        "tuner",
-        "utilities",
-    )
-)
-# There to be imported, not to be made.
-NOT_YET = frozenset(
+_PACKAGES = frozenset(
     {
-        "DataParallelStrategy",
-        "DeepSpeedPrecision",
-        "DeepSpeedStrategy",
-        "FSDPPrecision",
-        "FSDPStrategy",
-        "KubeflowEnvironment",
-        "LSFEnvironment",
-        "LayerSync",
-        "LitLogger",
-        "MPIEnvironment",
-        "ModelParallelStrategy",
-        "NeptuneLogger",
-        "SingleDeviceXLAStrategy",
-        "TorchSyncBatchNorm",
-        "XLAAccelerator",
-        "XLACheckpointIO",
-        "XLAEnvironment",
-        "XLAFSDPStrategy",
-        "XLAPrecision",
-        "XLAStrategy",
+        "hasten.accelerators",
+        "hasten.callbacks",
+        "hasten.cli",
+        "hasten.data",
+        "hasten.demos",
+        "hasten.loggers",
+        "hasten.plugins",
+        "hasten.profilers",
+        "hasten.strategies",
+        "hasten.tuner",
+        "hasten.utilities",
     }
 )
 DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(ROOTS)})(?:\.[A-Za-z_]\w*)+")
 
 
 def place_of(module: str, name: str) -> tuple[str, str] | None:
-    """Return (module of hasten, name there) for a name of a module of the field, or None.
+    """Return (module of hasten, name there) for a name in a module of Lightning, or None.
 
     Example::
 
@@ -66,7 +42,7 @@ def place_of(module: str, name: str) -> tuple[str, str] | None:
 
     """
     found = TABLE.get(relative(module) or "", {}).get(name)
-    if found is None or found[0] == "hasten.compat.version":
+    if found is None or found[0] == "hasten.compat.names":
         return None
     home, there = found
     utilities = homes_of("hasten.utilities")
@@ -78,8 +54,14 @@ def place_of(module: str, name: str) -> tuple[str, str] | None:
     return home, there
 
 
+def can_be_made(place: tuple[str, str]) -> bool:
+    """Return whether a name of hasten is more than a class that can only be imported."""
+    module, name = place
+    return not is_absent(getattr(importlib.import_module(module or name), name, None))
+
+
 def module_for(module: str) -> str | None:
-    """Return the module of hasten in which all names of a module of the field are, or None if there is none.
+    """Return the module of hasten that has all names of a module of Lightning, or None.
 
     Example::
 
@@ -98,7 +80,7 @@ def module_for(module: str) -> str | None:
 
 
 def as_attribute(base: str, place: tuple[str, str]) -> str | None:
-    """Return how a name is reached from a name that is bound to a module, or None: ``base`` is that module.
+    """Return the attribute path to a name from a variable that holds the module ``base``, or None.
 
     Example::
 
@@ -109,13 +91,13 @@ def as_attribute(base: str, place: tuple[str, str]) -> str | None:
     module, name = place
     if module == base:
         return name
-    if base == "hasten" and (module in _ROOMS or module.rpartition(".")[0] in _ROOMS - {"hasten.data"}):
-        return f"{module.removeprefix('hasten.')}.{name}" if module in _ROOMS else None
+    if base == "hasten" and (module in _PACKAGES or module.rpartition(".")[0] in _PACKAGES - {"hasten.data"}):
+        return f"{module.removeprefix('hasten.')}.{name}" if module in _PACKAGES else None
     return None
 
 
 def rewritten(dotted: str) -> str | None:
-    """Return a dotted text of the field as one of hasten; None if there is no such thing.
+    """Return the name in hasten for a dotted name of Lightning, or None.
 
     Example::
 

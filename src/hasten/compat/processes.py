@@ -10,8 +10,8 @@ from typing import Any
 from hasten._lib.optional import installed
 from hasten._lib.rank_zero import rank_zero_only
 
-# What a process started by "spawn" or "forkserver" does before it imports the program's main module. Plain builtins,
-# since `hasten` itself may only be importable from this process's path.
+# Runs in processes started by "spawn" or "forkserver" before they import the program's main module. It uses only
+# builtins, because `hasten` may be importable only with this process's path.
 _INSTALL = """
 import sys
 sys.path[:0] = [folder for folder in {path!r} if folder not in sys.path]
@@ -32,7 +32,7 @@ _original_rank_zero_only: Any = None
 
 
 def share_rank() -> None:
-    """Let packages that ask ``lightning_utilities`` who is first, as Lightning's do, get hasten's answer."""
+    """Make ``lightning_utilities``, which packages for Lightning use, take the rank from hasten."""
     global _original_rank_zero_only
     if _original_rank_zero_only is None and installed("lightning_utilities"):
         shared: Any = importlib.import_module("lightning_utilities.core.rank_zero")
@@ -40,7 +40,7 @@ def share_rank() -> None:
 
 
 def follow() -> None:
-    """Install the alias also in processes that multiprocessing starts: workers of loaders, and copies."""
+    """Install the alias also in processes that multiprocessing starts, such as the workers of a loader."""
     global _original
     share_rank()
     if _original is not None:
@@ -48,7 +48,7 @@ def follow() -> None:
     _original = original = multiprocessing.spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
-        # The child reads this before all else, then imports the program's main module, and so `lightning`.
+        # The child unpickles this first, then imports the program's main module, and with it `lightning`.
         return {"hasten": _Install(), **original(name)}
 
     multiprocessing.spawn.get_preparation_data = get_preparation_data

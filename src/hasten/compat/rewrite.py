@@ -14,16 +14,16 @@ from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProv
 
 from hasten.compat.absent import alternative_to
 from hasten.compat.modules import ROOTS, TABLE, relative
-from hasten.compat.places import DOTTED, NOT_YET, as_attribute, module_for, place_of, rewritten
+from hasten.compat.places import DOTTED, as_attribute, can_be_made, module_for, place_of, rewritten
 
 
 @dataclass
 class Rewritten:
-    """A file as it would be.
+    """A rewritten file.
 
     Args:
         data: its bytes.
-        by_hand: (line, what to do) for what was left as it is.
+        by_hand: (line, what to do) for what could not be rewritten.
 
     """
 
@@ -32,13 +32,13 @@ class Rewritten:
 
 
 def python(data: bytes) -> Rewritten:
-    """Rewrite a Python file; bytes that have nothing to do with it stay.
+    """Rewrite a Python file; everything else in it stays as it is.
 
     Args:
         data: the file.
 
     Raises:
-        ValueError: it is no Python that can be read.
+        ValueError: it cannot be parsed as Python.
 
     """
     if not any(root.encode() in data for root in ROOTS):
@@ -60,7 +60,7 @@ def python(data: bytes) -> Rewritten:
 
 
 def yaml(data: bytes) -> Rewritten:
-    """Rewrite the class paths in a YAML file; everything else stays, comments and order too."""
+    """Rewrite the class paths in a YAML file; comments and order stay."""
     by_hand: list[tuple[int, str]] = []
     lines = data.decode("utf-8").split("\n")
     for number, line in enumerate(lines, 1):
@@ -77,8 +77,8 @@ def yaml(data: bytes) -> Rewritten:
 
 
 def _advice(dotted: str) -> str:
-    told = alternative_to(relative(dotted) or "") or "hasten has no such name."
-    return f"{dotted}: {told}"
+    advice = alternative_to(relative(dotted) or "") or "hasten has no such name."
+    return f"{dotted}: {advice}"
 
 
 def _expression(dotted: str) -> Any:
@@ -90,7 +90,7 @@ def _expression(dotted: str) -> Any:
 
 
 class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
-    """What to put in place of what: first the imports, then, knowing what each name is bound to, the uses."""
+    """Collects replacements: first for the imports, then for the uses of the names they bind."""
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
 
@@ -101,7 +101,7 @@ class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
         # `from` statements: (module of hasten, whether the module itself is imported) -> aliases.
         self.statements: dict[Any, list[Any]] = {}
         self.by_hand: list[tuple[int, str]] = []
-        # Name in the program -> what it is bound to from now on: module, and under which name.
+        # Name in the program -> (module of hasten it is bound to, new name).
         self.bound: dict[str, tuple[str, str]] = {}
         self._seen: set[Any] = set()
 
@@ -126,7 +126,7 @@ class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
                 self._hand(node, _advice(name))
                 return False
             if alias.asname is None:
-                # Binds the first word alone.
+                # Binds only the first word.
                 self.bound[name.partition(".")[0]] = ("hasten", "hasten")
                 if "hasten" in kept:
                     continue
@@ -166,7 +166,7 @@ class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
         groups: dict[str, list[Any]] = {}
         for alias in node.names:
             name = alias.name.value
-            # Bound as before, whatever it is called in hasten.
+            # The name in the program stays, whatever it is called in hasten.
             given = get_full_name_for_node(alias.asname.name) if alias.asname is not None else name
             place = place_of(module, name)
             if place is None and relative(f"{module}.{name}") in TABLE:
@@ -179,7 +179,7 @@ class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
                 self._hand(node, _advice(f"{module}.{name}"))
                 groups.setdefault(module, []).append(alias)
                 continue
-            if name in NOT_YET:
+            if not can_be_made(place):
                 self._hand(node, f"{name} can be imported, but not made, in this version of hasten.")
             home, there = place
             if there != given:
@@ -237,7 +237,7 @@ class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
             far = f" It is {'.'.join(place)} there." if place is not None and place[0] else ""
             self._hand(node, f"{written}: {far.strip() or _advice(dotted).partition(': ')[2]}")
             return False
-        if name in NOT_YET:
+        if place is not None and place[0] and not can_be_made(place):
             self._hand(node, f"{name} can be imported, but not made, in this version of hasten.")
         self._replace(node, f"{self.bound[base][1]}.{new}")
         return False
@@ -266,7 +266,7 @@ class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
             self.nodes[node] = _expression(dotted).with_changes(lpar=node.lpar, rpar=node.rpar)
 
     def _mark(self, node: Any) -> None:
-        """Remember that what a chain is made of was looked at with the whole of it."""
+        """Skip the parts of an attribute chain that was handled as a whole."""
         while isinstance(node, cst.Attribute):
             self._seen.add(node)
             node = node.value
@@ -280,7 +280,7 @@ class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
 
 
 class _Change(cst.CSTTransformer):  # type: ignore[misc,unused-ignore]
-    """Puts the plan into effect."""
+    """Applies the replacements."""
 
     def __init__(self, plan: _Plan) -> None:
         super().__init__()
