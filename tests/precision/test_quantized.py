@@ -319,7 +319,7 @@ def test_layers_of_transformer_engine_compute_and_go_again(
         def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
             names.update(f"{type(layer).__module__}.{type(layer).__name__}" for layer in pl_module.layers)
 
-    with pytest.warns(UserWarning, match=r"'layers.5' has 32 x 2 features and stays"):
+    with pytest.warns(UserWarning, match=r"'layers.5' has 32 x 2 features and is not"):
         quiet(plugins=plugin, callbacks=[Look()]).fit(module, loader())
     assert {"transformer_engine.pytorch.Linear", "transformer_engine.pytorch.LayerNorm"} < names
     assert set(engine) == {plugin.recipe}

@@ -235,7 +235,7 @@ def test_the_module_is_whole_again_after_an_error() -> None:
 def test_nothing_to_recompute_is_refused_before_training() -> None:
     from tests.models import Classifier
 
-    with pytest.raises(ValueError, match=r"Classifier repeats no block.*micro_batch='auto'"):
+    with pytest.raises(ValueError, match=r"Classifier has no repeated blocks.*micro_batch='auto'"):
         quiet(memory="selective").fit(Classifier(), loader(8, 4))
 
 

@@ -37,7 +37,7 @@ def is_out_of_host_memory(error: BaseException) -> bool:
     )
 
 
-def give_back_memory() -> None:
+def free_cached_memory() -> None:
     """Collect garbage, and give cached memory of the device back."""
     collect_all()
     if torch.cuda.is_initialized():

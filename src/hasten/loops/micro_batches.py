@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten._lib.out_of_memory import give_back_memory, is_out_of_memory
+from hasten._lib.out_of_memory import free_cached_memory, is_out_of_memory
 from hasten._lib.rank_zero import rank_zero_info, warn_once
 from hasten._lib.split import Fields, join, measure, split
 from hasten.hooks import overrides
@@ -92,7 +92,7 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
             moment.module_was_changed()
             # After its tensors were let go of: what the attempt had taken would lie in pieces.
             del error
-            give_back_memory()
+            free_cached_memory()
         moment.succeeded()
         if failed:
             rank_zero_info(f"Memory ran out, and the step was begun again. From here on: {fit.describe()}.")

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the repeated blocks of a module compute in backward what they did not keep in forward."""
+"""Activation checkpointing: recompute the repeated blocks of a module in backward instead of keeping activations."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torch.utils.checkpoint import (
 
 HOW = ("selective", "full")
 
-# Buffers of a block up to this size are remembered before each forward; larger ones once they are known to change.
+# Buffers of a block up to this size are copied before each forward; larger ones only if they are known to change.
 _SMALL_BYTES = 1 << 20
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a module repeats: those of one class in an ``nn.ModuleList`` or ``nn.Sequential``.
+    """Return the repeated blocks of a module: children of one class in an ``nn.ModuleList`` or ``nn.Sequential``.
 
     Args:
-        module: any module. Single layers (``nn.Linear``) are no blocks, and blocks within blocks belong to those.
+        module: any module. Single layers (``nn.Linear``) are not blocks, and blocks inside of blocks are not listed.
 
     Returns:
-        the blocks in their order, each once; an empty list where nothing is repeated.
+        the blocks in order, each once; an empty list if nothing is repeated.
 
     Example::
 
@@ -63,21 +63,21 @@ def _is_block(module: nn.Module) -> bool:
 
 @contextmanager
 def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
-    """Have the repeated blocks of a module recompute in backward what they would keep, as long as this is open.
+    """Recompute the repeated blocks of a module in backward instead of keeping their activations, inside the block.
 
-    Results stay the same, dropout included: the random generators are put back for the second computation, and so are
-    buffers that the first one changed (running statistics). Keys of the state and classes do not change.
+    Results do not change, with dropout, too: the random generators and the buffers that the forward changes (running
+    statistics) are restored for the recomputation. Keys of ``state_dict`` and classes do not change.
 
     Args:
         module: the module, on its device.
-        how: "selective" keeps the results of matrix products, convolutions and attention, which are dear, and computes
-            the rest again; "full" keeps only what goes into each block, and costs one more forward.
+        how: "selective" keeps the results of matrix products, convolutions and attention, which are expensive, and
+            recomputes the rest; "full" keeps only the inputs of each block, and costs one more forward.
 
     Yields:
         the number of blocks.
 
     Raises:
-        ValueError: ``how`` is something else, or the module repeats no block.
+        ValueError: ``how`` has another value, or the module has no repeated blocks.
 
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; `PyTorch, torch.utils.checkpoint
     <https://docs.pytorch.org/docs/stable/checkpoint.html>`_.
@@ -112,26 +112,26 @@ def recomputed(module: nn.Module, how: str = "selective") -> Iterator[int]:
 
 
 def nothing_repeated(module: nn.Module) -> str:
-    """Say that a module has no blocks to recompute, and what works instead."""
+    """Return the message for a module without repeated blocks, with an alternative."""
     return (
-        f"{type(module).__name__} repeats no block: recomputing pays for blocks of one class in an nn.ModuleList or "
-        "nn.Sequential. Use micro_batch='auto' to compute fewer samples at once."
+        f"{type(module).__name__} has no repeated blocks (of one class, in an nn.ModuleList or nn.Sequential) to "
+        "recompute. Use micro_batch='auto' to compute fewer samples at once."
     )
 
 
 class _Recomputed:
-    """The forward of one block, computed again in backward.
+    """Replaces the forward of one block by one that is recomputed in backward.
 
-    An object, not a function: a deep copy of the module gets one that calls the copied block.
+    An object instead of a function: in a deep copy of the module it calls the copied block.
     """
 
     def __init__(self, block: nn.Module, own: Callable[..., Any] | None, *, selective: bool) -> None:
         self.block = block
         self.own = own
         self.selective = selective
-        # Which buffers a forward was seen to change, once one was watched.
+        # The buffers that a forward changed, once one was observed.
         self.changing: set[tuple[int, str]] = set()
-        self.watched = False
+        self.observed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
@@ -141,7 +141,7 @@ class _Recomputed:
         args, kwargs, holds_more = _without_cache(args, kwargs)
         if holds_more:
             return function(*args, **kwargs)
-        # The compiler keeps what is written to buffers apart from what it computes again.
+        # The compiler separates writes to buffers from recomputation.
         buffers = [] if torch.compiler.is_compiling() else _buffers(block)
         if not buffers and self.selective:
             return checkpoint(function, *args, use_reentrant=False, context_fn=_selective, **kwargs)
@@ -156,39 +156,39 @@ class _Recomputed:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Compute with buffers that may change: the second computation must begin with those of the first."""
+        """Compute with buffers that may change; the recomputation starts with their values before the forward."""
         all_small = sum(tensor.nbytes for _, _, tensor in buffers) <= _SMALL_BYTES
         versions = [tensor._version for _, _, tensor in buffers]
         kept = {
             (id(owner), name): (owner, name, tensor.clone())
             for owner, name, tensor in buffers
-            if all_small or not self.watched or (id(owner), name) in self.changing
+            if all_small or not self.observed or (id(owner), name) in self.changing
         }
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             first, second = _selective() if self.selective else (nullcontext(), nullcontext())
-            return first, _AsBefore(kept, second)
+            return first, _WithBuffers(kept, second)
 
         output = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         for (owner, name, tensor), version in zip(buffers, versions, strict=True):
             key = (id(owner), name)
             if owner._buffers.get(name) is tensor and not may_have_changed(owner, tensor, version):
-                # Unchanged: the second computation may read the buffer itself.
+                # Unchanged: the recomputation may read the buffer itself.
                 kept.pop(key, None)
             else:
                 self.changing.add(key)
-        self.watched = True
+        self.observed = True
         return output
 
 
 def may_have_changed(owner: nn.Module, buffer: Tensor, version: int) -> bool:
     """Return whether a buffer may have been written to since it had ``version``."""
-    # The running statistics of normalisation are written to past the count of versions.
+    # Writes to the running statistics of normalization do not increase the version.
     return buffer._version != version or isinstance(owner, nn.modules.batchnorm._NormBase)
 
 
-class _AsBefore:
-    """Compute with buffers as they were, and leave those that are there now alone."""
+class _WithBuffers:
+    """A context that computes with earlier values of buffers, and leaves the current buffers alone."""
 
     def __init__(
         self, kept: dict[tuple[int, str], tuple[nn.Module, str, Tensor]], inner: AbstractContextManager[Any]
@@ -219,9 +219,9 @@ def _buffers(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 def _without_cache(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Leave out caches of keys and values, which a decoder fills in passing: the second computation would find them.
+    """Remove caches of keys and values, which a decoder fills: the recomputation would find them filled.
 
-    Returns the arguments, and whether a cache holds something already, so that it cannot be left out.
+    Returns the arguments, and whether a cache has content already and cannot be removed.
     """
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not caches:
@@ -239,7 +239,7 @@ def _is_cache(value: Any) -> bool:
     return not isinstance(value, Tensor) and hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
-# -- what is kept
+# -- what selective checkpointing keeps
 
 
 def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -248,13 +248,13 @@ def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[An
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if op in _dear() and not _draws_numbers(op, args, kwargs):
+    if op in _expensive() and not _draws_numbers(op, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @functools.cache
-def _dear() -> frozenset[Any]:
+def _expensive() -> frozenset[Any]:
     """Return the operations whose results are kept."""
     aten = torch.ops.aten
     packets = (
@@ -269,15 +269,15 @@ def _dear() -> frozenset[Any]:
 
 
 def _draws_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether attention drops out: left out the second time, it would shift the numbers of all that follows."""
-    place = _place_of_dropout(op)
-    if place is None:
+    """Return whether attention has dropout: if it were not recomputed, all later random numbers would differ."""
+    index = _index_of_dropout(op)
+    if index is None:
         return False
-    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+    return bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 @functools.cache
-def _place_of_dropout(op: Any) -> int | None:
+def _index_of_dropout(op: Any) -> int | None:
     schema = getattr(op, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     return names.index("dropout_p") if "dropout_p" in names else None

@@ -21,20 +21,21 @@ MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 
 
 class BitsandbytesPrecision(DtypePrecision):
-    """Linear layers hold their weights in four or eight bits; all else computes in ``dtype``.
+    """Linear layers keep their weights in four or eight bits; everything else computes in ``dtype``.
 
-    The weights of these layers are constants, but for "int8-training": train what stands beside them, such as
-    low-rank adapters. They are quantized when the run begins and stay so in the module. Checkpoints hold them as they
-    are, and weights of either kind can be loaded.
+    The weights of these layers are constants, except for "int8-training": train other parameters, such as low-rank
+    adapters. The weights are quantized when the run starts and stay quantized in the module. Checkpoints contain them
+    quantized; quantized and unquantized weights can be loaded.
 
     Args:
-        mode: "nf4" and "fp4" for four bits, "-dq" with their scales quantized, too; "int8" for eight bits;
-            "int8-training" for 16-bit weights that are multiplied in eight bits and can be trained.
-        dtype: in which to compute; bfloat16 where the device has it, else float16; always float16 for "int8".
-        ignore_modules: names of modules whose linear layers stay as they are, for instance {"lm_head"}.
+        mode: "nf4" and "fp4" for four bits, with "-dq" for quantized scales; "int8" for eight bits; "int8-training"
+            for 16-bit weights that are multiplied in eight bits and can be trained.
+        dtype: of the computation; by default bfloat16 if the device supports it, otherwise float16; always float16
+            for "int8".
+        ignore_modules: names of modules whose linear layers do not change, for example {"lm_head"}.
 
     Raises:
-        ValueError: mode, dtype or a name does not exist or does not fit.
+        ValueError: the mode, dtype or a module name is not valid.
         ModuleNotFoundError: bitsandbytes is not installed.
 
     Source: Dettmers et al., QLoRA, 2023, and LLM.int8(), 2022; `bitsandbytes
@@ -85,8 +86,8 @@ class BitsandbytesPrecision(DtypePrecision):
         known = {"cuda"} if self.mode == "int8-training" else _devices_of(_bitsandbytes())
         if device.type not in known:
             raise ValueError(
-                f"BitsandbytesPrecision(mode={self.mode!r}): this version of bitsandbytes has nothing for "
-                f"{device.type.upper()}; it has {', '.join(sorted(known))}. Use precision='bf16-true'."
+                f"BitsandbytesPrecision(mode={self.mode!r}): this version of bitsandbytes does not support "
+                f"{device.type.upper()}; it supports {', '.join(sorted(known))}. Use precision='bf16-true'."
             )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -96,7 +97,7 @@ class BitsandbytesPrecision(DtypePrecision):
             return module
         if not any(type(layer) is nn.Linear for layer in module.modules()):
             raise TypeError(
-                f"BitsandbytesPrecision: {type(module).__name__} has no Linear layers, and only those are quantized. "
+                f"BitsandbytesPrecision: {type(module).__name__} has no Linear layers to quantize. "
                 "Use precision='bf16-true'."
             )
         check_ignored(module, self.ignore_modules, "BitsandbytesPrecision")
@@ -159,7 +160,7 @@ def _bitsandbytes() -> ModuleType:
 
 @functools.cache
 def _layers(bnb: Any) -> dict[str, Any]:
-    """Return bitsandbytes' layers, which here load weights of both kinds: quantized ones and others."""
+    """Return subclasses of bitsandbytes' layers that load both quantized and unquantized weights."""
 
     class Linear4bit(bnb.nn.Linear4bit):
         def hold(self, weight: torch.Tensor) -> None:
@@ -214,8 +215,10 @@ def _layers(bnb: Any) -> dict[str, Any]:
         ) -> None:
             weight: Any = state_dict.get(f"{prefix}weight")
             device = self.weight.device
-            anew = weight is not None and weight.is_floating_point() and not self.weight.is_floating_point()
-            if anew:
+            is_unquantized = (
+                weight is not None and weight.is_floating_point() and not self.weight.is_floating_point()
+            )
+            if is_unquantized:
                 del state_dict[f"{prefix}weight"]
                 self.hold(weight.to("cpu", torch.float16))
                 self.weight = self.weight.to(device)
@@ -223,7 +226,7 @@ def _layers(bnb: Any) -> dict[str, Any]:
             elif weight is not None and self.weight.SCB is None and self.state.SCB is not None:
                 self.weight.SCB = self.state.SCB  # Where bitsandbytes looks for it.
             super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
-            if anew and f"{prefix}weight" in missing:
+            if is_unquantized and f"{prefix}weight" in missing:
                 missing.remove(f"{prefix}weight")
 
     return {"4bit": Linear4bit, "int8": Linear8bit}

@@ -15,22 +15,22 @@ from hasten.precision.builtin import MixedPrecision
 from hasten.precision.layers import check_ignored, ignored, put_back, replace
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-# The units that multiply 8-bit floats take matrices whose sides are multiples of this.
+# Sides of matrices must be multiples of this for 8-bit products.
 _MULTIPLE = 16
 
 
 class Float8Precision(MixedPrecision):
-    """Linear layers multiply in 8-bit floats, all else computes as with "bf16-mixed"; weights stay in 32 bits.
+    """Linear layers multiply in 8-bit floats, everything else computes as with "bf16-mixed"; weights stay in 32 bits.
 
-    It pays for wide layers (a few thousand features) and together with ``compile``, which fuses the conversions
-    into what comes before them. Layers whose sides are no multiples of 16 stay as they are. The module's own layers
-    come back when the run ends, and its state has the same names and types all the time.
+    It is faster for wide layers (a few thousand features) together with ``compile``, which fuses the conversions with
+    the operations before them. Layers whose sides are not multiples of 16 do not change. The original layers are
+    restored when the run ends, and ``state_dict`` always has the same names and types.
 
     Args:
-        recipe: "tensorwise", one scale for a tensor (fastest); "rowwise", one for a row (more exact);
-            "rowwise_with_gw_hp", gradients of weights in bfloat16, too (most exact).
-        ignore_modules: names of modules that stay in bfloat16 with all they hold, for instance {"lm_head"}.
-        emulate: round as 8-bit floats do, and multiply in 32 bits: slow, to try a model on any device.
+        recipe: "tensorwise", one scale per tensor (fastest); "rowwise", one per row (more exact);
+            "rowwise_with_gw_hp", also with gradients of weights in bfloat16 (most exact).
+        ignore_modules: names of modules that stay in bfloat16 with all their layers, for example {"lm_head"}.
+        emulate: round to 8-bit floats and multiply in 32 bits. Slow; for trying a model on any device.
 
     Raises:
         ValueError: the recipe does not exist, the device has no 8-bit floats, or no layer can be converted.
@@ -76,12 +76,12 @@ class Float8Precision(MixedPrecision):
         check_ignored(module, self.ignore_modules, "Float8Precision")
         if isinstance(module, nn.Linear):
             raise ValueError(
-                "precision='fp8': the module is a Linear layer itself, and only layers inside of a module can be "
+                "precision='fp8': the module is a Linear layer itself, but only layers inside a module can be "
                 "replaced. Wrap it: torch.nn.Sequential(layer)."
             )
         config = float8.Float8LinearConfig.from_recipe_name(self.recipe)
-        # The number of rows is a side in the product that gives the gradients of weights, and it is the user's batch:
-        # 16 does not always divide it.
+        # The number of rows is a side of the product for the gradients of weights. It depends on the user's batch, so
+        # it may not be a multiple of 16.
         options: dict[str, Any] = {"emulate": self.emulate}
         if self.recipe == "tensorwise":
             options["pad_inner_dim"] = True
@@ -106,7 +106,7 @@ class Float8Precision(MixedPrecision):
         return module
 
     def teardown(self) -> None:
-        """Put the module's own layers back."""
+        """Restore the original layers."""
         replaced, self._replaced = self._replaced, []
         put_back(reversed(replaced))
 
@@ -115,7 +115,7 @@ def check_float8(device: torch.device, precision: str = "fp8") -> None:
     """Check that a device multiplies 8-bit floats.
 
     Raises:
-        ValueError: it does not; the message names it and the nearest precision.
+        ValueError: it does not; the message suggests the nearest precision.
 
     """
     instead = "Use precision='bf16-mixed'."

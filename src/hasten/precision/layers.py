@@ -1,4 +1,4 @@
-"""Linear layers replaced by others for a while: what the quantizing precisions share."""
+"""Replace layers of a module temporarily, for the quantizing precisions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def ignored(name: str, prefixes: Iterable[str]) -> bool:
 
 
 def check_ignored(module: nn.Module, prefixes: Iterable[str], owner: str) -> None:
-    """Check that each prefix names a module.
+    """Check that each prefix is the name of a module.
 
     Raises:
-        ValueError: one names none.
+        ValueError: a prefix is not.
 
     """
     names = [name for name, _ in module.named_modules()]
@@ -46,15 +46,15 @@ def replace(
     """Replace modules inside of ``module``.
 
     Args:
-        module: whose children, and theirs, are looked at.
-        make: given a name and a module; returns what takes its place, or None to leave it.
+        module: the module.
+        make: called with a name and a module; returns the replacement, or None for no change.
 
     Returns:
-        (parent, name there, the module before), for ``put_back``.
+        (parent, attribute name, original module), for ``put_back``.
 
     """
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
-    # One that stands in several places is one module afterwards, too.
+    # A module that occurs in several places gets one replacement.
     made: dict[int, nn.Module | None] = {}
     for prefix, parent in list(module.named_modules()):
         for name, child in list(parent._modules.items()):
@@ -71,7 +71,7 @@ def replace(
 
 
 def put_back(replaced: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:
-    """Put modules back where ``replace`` found them."""
+    """Undo ``replace``."""
     for parent, name, module in replaced:
         now = parent._modules.get(name)
         module.train(now.training if now is not None else module.training)
@@ -80,10 +80,10 @@ def put_back(replaced: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:
 
 @contextmanager
 def classes_replaced(instead: dict[str, Any]) -> Iterator[None]:
-    """Have ``torch.nn`` name other classes.
+    """Replace classes in ``torch.nn`` inside the block.
 
     Args:
-        instead: names in ``torch.nn``, for instance "Linear", and what they mean for a while.
+        instead: names in ``torch.nn``, for example "Linear", and the replacements.
 
     """
     before = {name: getattr(torch.nn, name) for name in instead}

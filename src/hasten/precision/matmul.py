@@ -1,4 +1,4 @@
-"""How exactly 32-bit matrices are multiplied."""
+"""The internal precision of 32-bit matrix products."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Set how exactly this process multiplies 32-bit matrices, from now on.
+    """Set the internal precision of 32-bit matrix products for this process.
 
     Args:
         precision: "highest" for full 32-bit floats; "high" for TF32 (CUDA, compute capability 8.0 and newer);
-            "medium" for bfloat16 inside of the product where the device can (CPUs with bf16 instructions), else
-            as "high".
+            "medium" for bfloat16 inside the product if the device supports it (CPUs with bf16 instructions),
+            otherwise as "high".
 
     Source: `torch.set_float32_matmul_precision
     <https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html>`_.
@@ -28,9 +28,9 @@ def set_matmul_precision(precision: str) -> None:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Set how exactly 32-bit matrices are multiplied, and set it back.
+    """Set the internal precision of 32-bit matrix products inside the block.
 
-    It holds for the whole process, also for other threads; weights, gradients and optimizer states stay 32-bit.
+    It applies to the whole process with all threads; weights, gradients and optimizer states stay in 32 bits.
 
     Args:
         precision: "highest", "high" or "medium"; see ``set_matmul_precision``.
@@ -53,7 +53,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 class _Backends:
-    """The settings that ``set_float32_matmul_precision`` changes, one by one: a program may set them apart."""
+    """The settings of each backend that ``set_float32_matmul_precision`` changes; a program may set them separately."""
 
     def __init__(self) -> None:
         self._cuda: str = torch.backends.cuda.matmul.fp32_precision
@@ -61,7 +61,7 @@ class _Backends:
         self._name: str | None
         try:
             self._name = torch.get_float32_matmul_precision()
-        except RuntimeError:  # The backends were set apart, which the common name cannot say.
+        except RuntimeError:  # The backends have different settings.
             self._name = None
 
     def restore(self) -> None:
@@ -72,11 +72,11 @@ class _Backends:
 
 
 def without_effect(precision: str, device: torch.device) -> str | None:
-    """Say why a setting changes nothing on a device; None where it does change something.
+    """Return why a setting has no effect on a device; None if it has one.
 
     Args:
         precision: "highest", "high" or "medium".
-        device: where the matrices are multiplied.
+        device: of the matrices.
 
     """
     if precision == "highest":
@@ -96,14 +96,14 @@ def without_effect(precision: str, device: torch.device) -> str | None:
             return None
         nearest = "; 'medium' multiplies in bfloat16" if precision == "high" and has_bf16 else ""
         return f"this CPU has no {'TF32' if precision == 'high' else 'bfloat16'} instructions{nearest}"
-    return f"{device.type.upper()} multiplies 32-bit matrices in one way only"
+    return f"{device.type.upper()} has one way to multiply 32-bit matrices"
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return whether the CPU multiplies in bfloat16; others take tens of times as long for it as for 32 bits."""
+    """Return whether the CPU has bfloat16 instructions; others take tens of times as long as for 32 bits."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _tf32_on_cpu() -> bool:
-    """Return whether oneDNN may multiply in TF32: its CPUs have half-precision tiles (AMX-FP16)."""
+    """Return whether oneDNN multiplies in TF32, which it does on CPUs with AMX-FP16."""
     return bool(getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)())

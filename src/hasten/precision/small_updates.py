@@ -1,11 +1,11 @@
-"""16-bit weights that lose no update: an optimizer computes in 32 bits, and what 16 bits cannot hold is kept.
+"""16-bit weights that lose no update: the optimizer computes in 32 bits and keeps what 16 bits cannot hold.
 
-A weight of 1 in bfloat16 has its next neighbours at 0.996 and 1.008. A step of 1e-4 is rounded away, and all
-that follow it, so training with small learning rates stands still. Here the optimizer sees the weight in 32
-bits. After its step the weight keeps the upper 16 of them, rounded, and the rest is held beside the optimizer's
-state, which stays in 32 bits. Nothing is random, and nothing but the rounding of forward and backward differs from
-32-bit weights. It costs two bytes a weight beside the states (four for float16, whose exponents are other ones);
-during the step also 32-bit copies of weights and gradients, when activations are gone.
+The neighbours of 1 in bfloat16 are 0.996 and 1.008. A step of 1e-4 is rounded away, and so are all later ones, so
+training with small learning rates stands still. Here the optimizer steps the weight in 32 bits. After the step the
+weight keeps the upper 16 bits, rounded, and the optimizer's state keeps the rest; the other states stay in 32 bits.
+Nothing is random, and only the rounding of forward and backward differs from 32-bit weights. It costs two bytes per
+weight (four for float16, whose exponents differ) and, during the step, when activations are freed, 32-bit copies of
+weights and gradients.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch.optim import Optimizer
 from hasten._lib.kinds import by_kind
 
 KEY = "low_bits"
-# How far a 32-bit float is from the 16-bit float nearest to it, counted in 32-bit floats.
+# The type of the distance between a 32-bit float and the nearest 16-bit float, counted in 32-bit floats.
 _LOW = {torch.bfloat16: torch.int16, torch.float16: torch.int32}
 
 _attached: WeakKeyDictionary[Optimizer, _FullSteps] = WeakKeyDictionary()
 
 
 def keep_small_updates(optimizer: Optimizer) -> None:
-    """Have every step of ``optimizer`` compute in 32 bits where its parameters have 16.
+    """Make every step of ``optimizer`` compute in 32 bits for parameters of 16 bits.
 
     Args:
-        optimizer: any that reads ``param.grad`` and changes the tensors of its ``param_groups``. Parameters of
-            other types it changes as always. Twice is the same as once.
+        optimizer: any that reads ``param.grad`` and changes the tensors of its ``param_groups``. Parameters of other
+            types are not affected. Calling this twice has no further effect.
 
-    Its ``state_dict`` has one more tensor for each parameter, and loads states with and without it.
+    Its ``state_dict`` gets one more tensor per parameter, and it loads states with and without that tensor.
 
     """
     if optimizer not in _attached:
@@ -42,11 +42,11 @@ def keep_small_updates(optimizer: Optimizer) -> None:
 
 
 def full_precision(optimizer: Any, function: Callable[[], Any]) -> Any:
-    """Call ``function``, which changes the optimizer's parameters, as a step: in 32 bits."""
+    """Call ``function``, which changes the optimizer's parameters, with parameters in 32 bits."""
     steps = _attached.get(optimizer)
     if steps is None:
         return function()
-    steps.follow(optimizer)
+    steps.refresh(optimizer)
     steps.enter(every=True)
     try:
         return function()
@@ -55,16 +55,16 @@ def full_precision(optimizer: Any, function: Callable[[], Any]) -> Any:
 
 
 class _FullSteps:
-    """The remainders of one optimizer's parameters, and the hooks that use them."""
+    """The low bits of one optimizer's parameters, and the hooks that use them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # No reference to the optimizer: it would live as long as its hooks.
+        # No reference to the optimizer, which would live as long as its hooks.
         self._groups, self._state = optimizer.param_groups, optimizer.state
         self._low: dict[Tensor, Tensor] = {}
-        # (lists of the groups with what they hold otherwise, their parameters with 32-bit stand-ins)
+        # During a step: (parameter lists of the groups with their content, parameters with their 32-bit copies).
         self._inside: tuple[list[tuple[list[Tensor], list[Tensor]]], list[tuple[Tensor, Tensor]]] | None
         self._inside = None
-        # The stand-ins' versions when they took their places.
+        # The versions of the 32-bit copies when they replaced the parameters.
         self._versions: list[int] = []
         self._loading: dict[str, Any] | None = None
         optimizer.register_step_pre_hook(self._before_step)
@@ -79,42 +79,42 @@ class _FullSteps:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if self._inside is not None and getattr(closure, "_stands_in", None) is self:
-            return None  # A step that calls its base's: the stand-ins are there.
+            return None  # A step that calls the step of its base class.
         self.leave()
-        self.follow(optimizer)
-        # What has a gradient is known when the closure has run.
+        self.refresh(optimizer)
+        # Gradients exist only after the closure has run.
         self.enter(every=closure is not None)
         if closure is None:
             return None
         # The first argument is the optimizer itself.
-        return args[:1], {**kwargs, "closure": self._outside(closure)}
+        return args[:1], {**kwargs, "closure": self._with_parameters(closure)}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.leave()
 
-    def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return ``closure`` such that it sees the model's own parameters, not their stand-ins."""
+    def _with_parameters(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``closure`` wrapped so that it sees the model's parameters instead of their 32-bit copies."""
 
         def watched() -> Any:
-            if self._as_they_came() and getattr(closure, "has_gradients", bool)():
-                # The stand-ins have them, too, with what the optimizer may have done to them.
+            if self._unchanged() and getattr(closure, "has_gradients", bool)():
+                # The copies have the gradients, too, with any changes by the optimizer.
                 return closure()
             self.leave()
             result = closure()
-            # From the parameters as they are now: an optimizer may have stepped them within the closure's backward.
+            # From the current parameters: an optimizer may have stepped them in the closure's backward.
             self.enter(every=True)
             return result
 
         watched._stands_in = self  # type: ignore[attr-defined]
         return watched
 
-    def follow(self, optimizer: Any) -> None:
-        """Work on the groups and the state that the optimizer has now."""
+    def refresh(self, optimizer: Any) -> None:
+        """Use the current groups and state of the optimizer."""
         self._groups, self._state = optimizer.param_groups, optimizer.state
 
     @torch.no_grad()
     def enter(self, *, every: bool = False) -> None:
-        """Put 32-bit stand-ins in place of the parameters with 16 bits: of those with a gradient, or of every one."""
+        """Replace 16-bit parameters by 32-bit copies: those with a gradient, or every one."""
         parameters = [p for group in self._groups for p in group["params"] if _is_short(p)]
         pairs = []
         for alike in by_kind(p for p in parameters if every or p.grad is not None):
@@ -132,7 +132,7 @@ class _FullSteps:
                 given.append((gradient, full))
             elif gradient is not None:
                 full.grad = gradient.to(torch.float32)
-        # One copy for all of a kind: each by itself would be a small operation, with memory of its own.
+        # One copy for all of a kind, instead of one small operation and allocation per gradient.
         for alike in by_kind(given, lambda pair: pair[0]):
             gradients = [gradient for gradient, _ in alike]
             sizes = [gradient.numel() for gradient in gradients]
@@ -144,7 +144,7 @@ class _FullSteps:
         instead = dict(pairs)
         before = [(group["params"], list(group["params"])) for group in self._groups]
         for listed, own in before:
-            # In place: some optimizers hold on to the list.
+            # In place, because some optimizers keep a reference to the list.
             listed[:] = [instead.get(p, p) for p in own]
         for parameter, full in pairs:
             if parameter in self._state:
@@ -152,8 +152,8 @@ class _FullSteps:
         self._inside = before, pairs
         self._versions = [full._version for _, full in pairs]
 
-    def _as_they_came(self) -> bool:
-        """Return whether the stand-ins have the values and all the gradients that they came with."""
+    def _unchanged(self) -> bool:
+        """Return whether the copies still have their initial values and all gradients."""
         return self._inside is not None and all(
             full._version == version and (full.grad is None) == (parameter.grad is None)
             for version, (parameter, full) in zip(self._versions, self._inside[1], strict=True)
@@ -161,7 +161,7 @@ class _FullSteps:
 
     @torch.no_grad()
     def leave(self) -> list[tuple[Tensor, Tensor]]:
-        """Put the parameters back, with the values that their stand-ins have; return both."""
+        """Put the parameters back with the values of their copies; return both."""
         if self._inside is None:
             return []
         (before, pairs), self._inside = self._inside, None
@@ -191,7 +191,7 @@ class _FullSteps:
     # -- around state_dict and load_state_dict
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        self.leave()  # A step that raised left its stand-ins behind.
+        self.leave()  # In case a step raised and left its copies behind.
 
     def _after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         states = dict(state_dict["state"])
@@ -211,10 +211,10 @@ class _FullSteps:
         return {**state_dict, "state": states}
 
     def _after_load(self, optimizer: Optimizer) -> None:
-        """Take the states as they were saved: torch gives them the type of the parameters."""
+        """Restore the saved types of the states: torch converts them to the type of the parameters."""
         loaded, self._loading = self._loading, None
         assert loaded is not None
-        self.follow(optimizer)
+        self.refresh(optimizer)
         self._low.clear()
         saved_keys = [key for group in loaded["param_groups"] for key in group["params"]]
         for key, parameter in zip(saved_keys, _all_parameters(optimizer), strict=True):
@@ -247,17 +247,17 @@ def _write(targets: list[Tensor], parts: tuple[Tensor, ...]) -> None:
 
 
 def _joined(high: Tensor, low: Tensor) -> Tensor:
-    """Return 32-bit floats from the nearest 16-bit floats and how many 32-bit floats they are apart."""
+    """Return 32-bit floats, given the nearest 16-bit floats and the distances in 32-bit floats."""
     full = high.to(torch.float32)
     full.view(torch.int32).add_(low)
     return full
 
 
 def _divided(full: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what ``_joined`` takes; nothing is lost, and ``full`` is written over: a large step's memory is dear."""
+    """Return the arguments of ``_joined``, without loss; ``full`` is overwritten to save memory."""
     high = full.to(dtype)
     low = full.view(torch.int32).sub_(high.to(torch.float32).view(torch.int32))
     if dtype == torch.bfloat16:
-        # Half-way: 32768 does not fit into 16 bits, and -32768 from the next float above is the same number.
+        # Half-way: 32768 does not fit into 16 bits, but -32768 from the next float above is the same number.
         high.view(torch.int16).add_(low == 32768)
     return high, low.to(_LOW[dtype])

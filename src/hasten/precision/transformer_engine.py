@@ -22,20 +22,20 @@ _PURPOSE = "TransformerEnginePrecision"
 class TransformerEnginePrecision(DtypePrecision):
     """Linear layers and layer normalisation by Transformer Engine, which multiplies in 8-bit floats.
 
-    Layers whose ``in_features`` are no multiple of 8 or ``out_features`` no multiple of 16 stay as they are; rows of a
-    batch must be a multiple of 8. The module's own layers come back when the run ends, on the same parameters.
+    Layers whose ``in_features`` are not a multiple of 8 or ``out_features`` not a multiple of 16 do not change; the
+    rows of a batch must be a multiple of 8. The original layers are restored when the run ends.
 
     Args:
         weights_dtype: of the parameters.
-        recipe: how tensors are scaled: a recipe of ``transformer_engine.common.recipe``, or a dict with the arguments
+        recipe: the scaling of tensors: a recipe of ``transformer_engine.common.recipe``, or a dict with the arguments
             of its ``DelayedScaling``; ``DelayedScaling()`` by default.
-        replace_layers: replace ``Linear`` and ``LayerNorm``; None for unless the module has layers of Transformer
-            Engine already.
-        fallback_compute_dtype: for operations that have no 8-bit floats; ``weights_dtype`` by default.
+        replace_layers: whether to replace ``Linear`` and ``LayerNorm``; None: if the module has no layers of
+            Transformer Engine yet.
+        fallback_compute_dtype: for operations without 8-bit floats; ``weights_dtype`` by default.
 
     Raises:
         ModuleNotFoundError: transformer_engine is not installed.
-        TypeError: an argument has another type.
+        TypeError: an argument has a wrong type.
         ValueError: the device has no 8-bit floats.
 
     Source: `Transformer Engine <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html>`_.
@@ -117,7 +117,7 @@ class TransformerEnginePrecision(DtypePrecision):
             yield
 
     def teardown(self) -> None:
-        """Put the module's own layers back."""
+        """Restore the original layers."""
         replaced, self._replaced = self._replaced, []
         put_back(reversed(replaced))
 
@@ -126,7 +126,7 @@ def _eight_bits(engine: Any, recipe: Any) -> AbstractContextManager[Any]:
     context: AbstractContextManager[Any]
     if hasattr(engine, "autocast"):
         context = engine.autocast(enabled=True, recipe=recipe)
-    else:  # Before version 2.9, whose fp8_autocast warns in every step that it will go.
+    else:  # Before version 2.9, which warns in every step that fp8_autocast is deprecated.
         context = engine.fp8_autocast(enabled=True, fp8_recipe=recipe)
     return context
 
@@ -137,8 +137,8 @@ def _replacement(name: str, layer: nn.Module) -> nn.Module | None:
     if type(layer) is nn.Linear:
         if layer.in_features % 8 or layer.out_features % 16:
             rank_zero_warn(
-                f"{_PURPOSE}: the layer {name!r} has {layer.in_features} x {layer.out_features} features and stays as "
-                "it is: 8-bit floats need multiples of 8 and 16. Round its sizes up to use it."
+                f"{_PURPOSE}: the layer {name!r} has {layer.in_features} x {layer.out_features} features and is not "
+                "replaced: 8-bit floats need multiples of 8 and 16. Round its sizes up to use it."
             )
             return None
         made = engine.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -148,7 +148,7 @@ def _replacement(name: str, layer: nn.Module) -> nn.Module | None:
         made = engine.LayerNorm(layer.normalized_shape[0], eps=layer.eps)
     else:
         return None
-    # The same parameters: optimizers and checkpoints see no difference.
+    # With the same parameters, for optimizers and checkpoints.
     made.weight = layer.weight
     if layer.bias is not None:
         made.bias = layer.bias

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
-from hasten._lib.out_of_memory import give_back_memory
+from hasten._lib.out_of_memory import free_cached_memory
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.loops.run_data import HOOK_OF
 from hasten.tuner import attributes
@@ -204,7 +204,7 @@ class Search:
         largest = self._trial.try_out(self._method, self._steps, check=functools.partial(self._check, size))
         if largest is None or self._trial.run.runtime.device.type != "cpu":
             # What a trial left for the garbage collector would count for the next one.
-            give_back_memory()
+            free_cached_memory()
         self._say(f"scale_batch_size: {size} {'does not fit' if largest is None else 'fits'}.")
         return 0 if largest is None else self._size_of_batches(size, largest)
 
