@@ -10,7 +10,7 @@ import torch
 from tests.models import Classifier, loader, quiet, same_weights
 from torch import nn
 
-import hasten as L
+from hasten.callbacks import LambdaCallback
 from hasten.plugins import HalfPrecision, MixedPrecision
 from hasten.resolve import runtime
 
@@ -99,33 +99,6 @@ def test_modules_and_tensors_are_made_in_the_precision(precision: str) -> None:
     assert torch.zeros(1).dtype == torch.float32
 
 
-def test_mixed_training_equals_a_loop_with_autocast() -> None:
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
-
-    plain, mine = model(), model()
-    plain_optimizer, my_optimizer = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (plain, mine))
-    run = runtime(accelerator="cpu", precision="bf16-mixed")
-
-    def loss_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return module(x).pow(2).mean()
-
-    training_step = run.bind(loss_of, module=mine)
-    step, zero_grad = run.make_step(my_optimizer), run.make_zero_grad(my_optimizer)
-    for seed in range(5):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
-        plain_optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(plain, x)
-        loss.backward()
-        plain_optimizer.step()
-        zero_grad()
-        run.backward(training_step(mine, x))
-        step()
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), mine.parameters(), strict=True))
-
-
 class Scaled:
     """A run on the CPU that believes it needs a scaler, which torch's works for as well."""
 
@@ -208,15 +181,12 @@ def test_what_a_precision_cannot_be() -> None:
 
 
 def test_a_resumed_run_in_64_bits_keeps_all_of_them(tmp_path: Path) -> None:
-    class Saves(L.Callback):
-        def on_train_batch_end(
-            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            if batch_idx == 4:
-                trainer.save_checkpoint(tmp_path / "half.ckpt")
+    def save(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            trainer.save_checkpoint(tmp_path / "half.ckpt")
 
     model, resumed = Classifier(), Classifier()
-    quiet(precision="64-true", callbacks=[Saves()]).fit(model, loader())
+    quiet(precision="64-true", callbacks=[LambdaCallback(on_train_batch_end=save)]).fit(model, loader())
     quiet(precision="64-true").fit(resumed, loader(), ckpt_path=tmp_path / "half.ckpt")
     assert all(parameter.dtype == torch.float64 for parameter in resumed.parameters())
     assert same_weights(model, resumed)

@@ -16,6 +16,7 @@ from torch import nn
 
 import hasten as L
 from hasten._lib.optional import installed
+from hasten.callbacks import LambdaCallback
 from hasten.plugins import BitsandbytesPrecision, Float8Precision, TransformerEnginePrecision
 from hasten.precision.float8 import check_float8
 
@@ -37,6 +38,42 @@ class Wide(Classifier):
 def made(seed: int = 0) -> Wide:
     torch.manual_seed(seed)
     return Wide()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "error", "says"),
+    [
+        (Float8Precision, {"recipe": "tensorwize"}, ValueError, "recipe='tensorwize'.*Did you mean 'tensorwise'"),
+        (Float8Precision, {"ignore_modules": "head"}, TypeError, r"use a set of names, \{'head'\}"),
+        (BitsandbytesPrecision, {"mode": "nf8"}, ValueError, "mode='nf8'.*use 'nf4', 'nf4-dq', 'fp4'"),
+        (BitsandbytesPrecision, {"mode": "int8", "dtype": torch.bfloat16}, ValueError,
+         "mode='int8', dtype=torch.bfloat16.*Use dtype=torch.float16"),
+        (BitsandbytesPrecision, {"mode": "nf4", "dtype": torch.int8}, ValueError, "dtype=torch.int8"),
+        (BitsandbytesPrecision, {"mode": "nf4", "ignore_modules": "head"}, TypeError, r"\{'head'\}"),
+        (TransformerEnginePrecision, {"weights_dtype": "bf16"}, TypeError, "'bf16'.*such as torch.bfloat16"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(
+    kind: Any, arguments: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        kind(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "package", "install"),
+    [
+        (Float8Precision, {}, "torchao", "pip install torchao"),
+        (BitsandbytesPrecision, {"mode": "nf4"}, "bitsandbytes", "pip install bitsandbytes"),
+        (TransformerEnginePrecision, {"weights_dtype": torch.bfloat16}, "transformer_engine",
+         r"pip install 'transformer_engine\[pytorch\]'"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_is_named(kind: Any, arguments: dict[str, Any], package: str, install: str) -> None:
+    if installed(package):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(ModuleNotFoundError, match=install):
+        kind(**arguments)
 
 
 # -- 8-bit floats
@@ -98,19 +135,6 @@ def test_a_cpu_that_is_slow_at_bfloat16_is_told_once(precision: Any, monkeypatch
         L.Fabric(accelerator="cpu", precision=precision)
 
 
-@pytest.mark.skipif(installed("torchao"), reason="tells that it is not installed")
-def test_torchao_is_asked_for_by_name() -> None:
-    with pytest.raises(ModuleNotFoundError, match="pip install torchao"):
-        Float8Precision()
-
-
-def test_float8_arguments() -> None:
-    with pytest.raises(ValueError, match=r"recipe='tensorwize'.*Did you mean 'tensorwise'"):
-        Float8Precision("tensorwize")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"use a set of names, \{'head'\}"):
-        Float8Precision(ignore_modules="head")
-
-
 @TORCHAO
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
 def test_training_in_8_bit_floats_learns_and_leaves_the_module_as_it_was(recipe: Any, tmp_path: Path) -> None:
@@ -119,11 +143,8 @@ def test_training_in_8_bit_floats_learns_and_leaves_the_module_as_it_was(recipe:
     parameters = list(module.parameters())
     seen: set[str] = set()
 
-    class Look(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-            seen.update(type(layer).__name__ for layer in pl_module.layers)
-
-    trainer = quiet(max_epochs=4, plugins=Float8Precision(recipe, emulate=True), callbacks=[Look()])
+    look = LambdaCallback(on_train_start=lambda _, model: seen.update(type(x).__name__ for x in model.layers))
+    trainer = quiet(max_epochs=4, plugins=Float8Precision(recipe, emulate=True), callbacks=[look])
     # Batches of five: no side of the products for gradients of weights is a multiple of 16.
     trainer.fit(module, loader(batch_size=5), loader(batch_size=5))
     assert seen == {"Float8Linear", "Linear", "LayerNorm", "ReLU"}
@@ -171,23 +192,6 @@ def test_8_bit_floats_on_a_gpu() -> None:
 
 
 # -- quantized weights
-
-
-def test_bitsandbytes_arguments() -> None:
-    with pytest.raises(ValueError, match=r"mode='nf8'.*use 'nf4', 'nf4-dq', 'fp4'"):
-        BitsandbytesPrecision("nf8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"mode='int8', dtype=torch.bfloat16.*Use dtype=torch.float16"):
-        BitsandbytesPrecision("int8", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"dtype=torch.int8"):
-        BitsandbytesPrecision("nf4", dtype=torch.int8)
-    with pytest.raises(TypeError, match=r"use a set of names, \{'head'\}"):
-        BitsandbytesPrecision("nf4", ignore_modules="head")
-
-
-@pytest.mark.skipif(installed("bitsandbytes"), reason="tells that it is not installed")
-def test_bitsandbytes_is_asked_for_by_name() -> None:
-    with pytest.raises(ModuleNotFoundError, match="pip install bitsandbytes"):
-        BitsandbytesPrecision("nf4")
 
 
 @BITSANDBYTES
@@ -300,11 +304,6 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     return used
 
 
-def test_transformer_engine_is_asked_for_by_name() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'transformer_engine\[pytorch\]'"):
-        TransformerEnginePrecision(weights_dtype=torch.bfloat16)
-
-
 def test_layers_of_transformer_engine_compute_and_go_again(
     engine: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,12 +314,11 @@ def test_layers_of_transformer_engine_compute_and_go_again(
     assert plugin.recipe.options == {"fp8_format": "hybrid format", "amax_history_len": 4}
     module, names = made(), set()
 
-    class Look(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-            names.update(f"{type(layer).__module__}.{type(layer).__name__}" for layer in pl_module.layers)
+    def look(trainer: L.Trainer, model: Any) -> None:
+        names.update(f"{type(layer).__module__}.{type(layer).__name__}" for layer in model.layers)
 
     with pytest.warns(UserWarning, match=r"'layers.5' has 32 x 2 features and is not"):
-        quiet(plugins=plugin, callbacks=[Look()]).fit(module, loader())
+        quiet(plugins=plugin, callbacks=[LambdaCallback(on_train_start=look)]).fit(module, loader())
     assert {"transformer_engine.pytorch.Linear", "transformer_engine.pytorch.LayerNorm"} < names
     assert set(engine) == {plugin.recipe}
     assert all(type(layer) in (nn.Linear, nn.LayerNorm, nn.ReLU) for layer in module.layers)
@@ -336,5 +334,3 @@ def test_replacing_layers_can_be_left_to_the_user(engine: list[Any]) -> None:
     with replacing.module_init_context():
         assert type(nn.Linear(8, 16)).__module__ == "transformer_engine.pytorch"
     assert type(nn.Linear(8, 16)).__module__ == "torch.nn.modules.linear"
-    with pytest.raises(TypeError, match=r"weights_dtype='bf16'.*such as torch.bfloat16"):
-        TransformerEnginePrecision(weights_dtype="bf16")  # type: ignore[arg-type]

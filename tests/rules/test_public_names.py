@@ -11,21 +11,7 @@ import pytest
 import hasten
 from tests.programs import run_python
 
-# What a program of the field finds under the package itself.
-PROMISED = (
-    "Callback",
-    "Fabric",
-    "LightningDataModule",
-    "LightningModule",
-    "Trainer",
-    "plot_logs",
-    "seed_everything",
-)
 ROOMS = ("callbacks", "loggers", "strategies")
-
-
-def test_the_promised_names_are_public() -> None:
-    assert set(PROMISED) <= set(hasten.__all__)
 
 
 def test_names_are_listed_once() -> None:
