@@ -2,17 +2,17 @@
 # make test   lint, types and tests
 # make lint   lint and types only
 # make bench  the overhead of a step against the hand-written loop
-# make packages  packages from PyPI built on Lightning, installed in .venv-packages, under Lightning and under hasten: the same?
-# make peers  larger programs under Lightning, installed in .venv-peers, and under hasten: the same?
+# make packages  compare packages from PyPI that are built on Lightning, under Lightning (.venv-packages) and under hasten
+# make peers  compare larger programs under Lightning (.venv-peers) and under hasten
 #
-# The environment is made once in .venv, from constraints.txt, and again when that file or pyproject.toml changes.
+# The environment is created in .venv from constraints.txt, and renewed when that file or pyproject.toml changes.
 
 PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
 PACKAGES ?= .venv-packages
 ARGS ?=
-# Test processes that run side by side. Each is kept to one thread, so that they do not fight for the cores.
+# Test processes that run side by side, with one thread each.
 JOBS ?= 2
 
 BIN := $(VENV)/bin
@@ -63,7 +63,7 @@ packages: $(STAMP) $(PACKAGES)/.installed
 	OMP_NUM_THREADS=1 HASTEN_PACKAGES_PYTHON=$(abspath $(PACKAGES))/bin/python \
 		$(BIN)/python -m pytest tests/packages $(ARGS)
 
-# Packages ask for versions of their own: of constraints.txt only torch counts here.
+# The packages need their own versions; only torch comes from constraints.txt.
 $(PACKAGES)/.installed: tests/packages/requirements.txt constraints.txt
 	test -x $(PACKAGES)/bin/python || $(PYTHON) -m venv $(PACKAGES)
 	grep '^torch==' constraints.txt > $(PACKAGES)/constraints.txt
