@@ -6,10 +6,11 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from hasten._lib.tree import move_to
@@ -22,6 +23,50 @@ if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
     from hasten.strategies.base import Strategy
+    from hasten.types import Group, MapLocation, PathLike, ReduceOperation, Tensors
+
+T = TypeVar("T")
+
+
+class RuntimeView:
+    """Properties of a run that Trainer and Fabric share."""
+
+    _runtime: Runtime
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The kind of device."""
+        return self._runtime.accelerator
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the model lives on the devices."""
+        return self._runtime.strategy
+
+    @property
+    def global_rank(self) -> int:
+        """Index of this process among all, from 0."""
+        return self._runtime.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this process on its machine, from 0."""
+        return self._runtime.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Index of this machine, from 0."""
+        return self._runtime.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self._runtime.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first process."""
+        return self._runtime.is_global_zero
 
 
 class Runtime:
@@ -75,7 +120,7 @@ class Runtime:
         self.unscaled: set[int] = set()
         # Whether a scaled backward is running; Fabric refuses one that is not scaled.
         self.in_backward = False
-        self.unscale: Callable[[Any], None] | None = None if scaler is None else self._unscale
+        self.unscale: Callable[[Optimizer], None] | None = None if scaler is None else self._unscale
         self.backward: Callable[..., None] = fast_step.backward if scaler is None else self._scaled_backward
 
     def __getstate__(self) -> dict[str, Any]:
@@ -136,7 +181,9 @@ class Runtime:
 
     # -- once
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., T], *args: object, trainer: object = None, **kwargs: object
+    ) -> T:
         """Start the other processes if there are any and do not run yet, and call ``function`` in each.
 
         Args:
@@ -154,7 +201,7 @@ class Runtime:
             function = functools.partial(self._check_and_call, function)
         return self.strategy.launch(function, *args, owner=trainer, **kwargs)
 
-    def _check_and_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _check_and_call(self, function: Callable[..., T], *args: object, **kwargs: object) -> T:
         self.precision.check_device(self.device)
         return function(*args, **kwargs)
 
@@ -241,7 +288,7 @@ class Runtime:
 
     # -- a step
 
-    def make_step(self, optimizer: Any) -> Callable[..., Any]:
+    def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return ``step(closure=None)`` for ``optimizer``."""
         self.precision.convert_optimizer(optimizer)
         scaler = self.scaler
@@ -265,7 +312,29 @@ class Runtime:
 
         return scaled_step
 
-    def make_zero_grad(self, optimizer: Any) -> Callable[[], None]:
+    def check_in_backward(self, owner: str, optimizer_name: str) -> None:
+        """Check that an optimizer may step each parameter during backward.
+
+        Args:
+            owner: "Trainer" or "Fabric", for the message.
+            optimizer_name: the optimizer's class in ``torch.optim``.
+
+        Raises:
+            ValueError: gradients are scaled, or averaged over several processes.
+
+        """
+        if self.scaler is not None:
+            raise ValueError(
+                f"in_backward({optimizer_name}) and {owner}(precision={self.precision.precision!r}): whether a scaled "
+                "gradient is finite is known when backward is over. Use precision='bf16-mixed', which scales nothing."
+            )
+        if self.syncs_gradients:
+            raise ValueError(
+                f"in_backward({optimizer_name}) and {self.world_size} processes: each parameter would step before its "
+                f"gradients are averaged over them. Use torch.optim.{optimizer_name} as it is."
+            )
+
+    def make_zero_grad(self, optimizer: Optimizer) -> Callable[[], None]:
         """Return ``zero_grad()`` for ``optimizer``."""
         return fast_step.make_zero_grad(optimizer)
 
@@ -277,7 +346,7 @@ class Runtime:
         finally:
             self.in_backward = False
 
-    def _unscale(self, optimizer: Any) -> None:
+    def _unscale(self, optimizer: Optimizer) -> None:
         # Once before each step: to clip, a user may unscale before the loop does.
         assert self.scaler is not None
         if id(optimizer) not in self.unscaled and _has_gradients(optimizer):
@@ -305,28 +374,29 @@ class Runtime:
         """Return a context in which backward leaves the gradients of this process alone."""
         return self.strategy.no_sync(wrapped) if self.syncs_gradients else nullcontext()
 
-    def to_device(self, data: Any) -> Any:
+    def to_device(self, data: T) -> T:
         """Return ``data`` with its tensors on the device; the same object if they are there already."""
         device = self.device
         # From pinned memory the copy goes on while Python goes on; from other memory torch waits by itself.
-        return move_to(data, device, non_blocking=device.type == "cuda")
+        moved: T = move_to(data, device, non_blocking=device.type == "cuda")
+        return moved
 
     # -- between processes
 
-    def all_reduce(self, data: Any, op: Any = "mean", group: Any = None) -> Any:
-        """Return ``data`` with each tensor reduced ("mean", "sum", "max", "min") over all processes."""
+    def all_reduce(self, data: Tensors, op: ReduceOperation = "mean", group: Group = None) -> Any:
+        """Return ``data`` with each tensor reduced over all processes; see ``Strategy.all_reduce``."""
         return self.strategy.all_reduce(data, group=group, reduce_op=op)
 
-    def data_parallel_reduce(self, data: Any, op: Any = "mean") -> Any:
+    def data_parallel_reduce(self, data: Tensors, op: ReduceOperation = "mean") -> Any:
         """Return ``data`` with each tensor reduced over the processes that read different data."""
         return self.strategy.all_reduce(data, group=self.strategy.data_parallel_group, reduce_op=op)
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return ``data`` with the tensors and numbers of all processes stacked; as it is for one process."""
+    def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
+        """Return the tensors and numbers of all processes, stacked; see ``Strategy.all_gather``."""
         data = numbers_as_tensors(data, self.device)
         return self.strategy.all_gather(data, group=group, sync_grads=sync_grads)
 
-    def broadcast(self, data: Any, src: int = 0) -> Any:
+    def broadcast(self, data: T, src: int = 0) -> T:
         """Return the object of process ``src``."""
         return self.strategy.broadcast(data, src)
 
@@ -334,7 +404,7 @@ class Runtime:
         """Wait for all processes."""
         self.strategy.barrier(name)
 
-    def gather_objects(self, data: Any) -> list[Any]:
+    def gather_objects(self, data: T) -> list[T]:
         """Return the objects of all processes, on every process."""
         return self.strategy.gather_objects(data)
 
@@ -350,17 +420,15 @@ class Runtime:
         """Restore the weights of the user's module; ``source`` names the file in messages."""
         self.strategy.load_state_dict(module, state, strict=strict, source=source)
 
-    def optimizer_state(self, module: nn.Module, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer that trains ``module``."""
         return self.strategy.optimizer_state(module, optimizer)
 
-    def load_optimizer_state(self, module: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Restore the state of an optimizer that trains ``module``."""
         self.strategy.load_optimizer_state(module, optimizer, state)
 
-    def save(
-        self, path: str | os.PathLike[str], contents: dict[str, Any], storage_options: Any = None
-    ) -> None:
+    def save(self, path: PathLike, contents: dict[str, Any], storage_options: object = None) -> None:
         """Write a checkpoint from the first process; all processes call it, and return when it is whole."""
         if self.world_size == 1:
             self.checkpoint_io.save_checkpoint(contents, path, storage_options=storage_options)
@@ -379,7 +447,7 @@ class Runtime:
             raise RuntimeError(f"the first process could not write {os.fspath(path)}: {failed}")
 
     def load(
-        self, path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool | None = None
+        self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint; ``weights_only=False`` reads Python objects too, from files you trust."""
         return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
@@ -392,7 +460,7 @@ class Runtime:
         self.accelerator.teardown()
 
 
-def _has_gradients(optimizer: Any) -> bool:
+def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 

@@ -141,10 +141,8 @@ MapLocation: TypeAlias = (
 Group: TypeAlias = "torch.distributed.ProcessGroup | None"
 """The processes that take part in a collective; None for all."""
 
-ReduceOperation: TypeAlias = (
-    "Literal['mean', 'avg', 'sum', 'max', 'min', 'product'] | torch.distributed.ReduceOp | None"
-)
-"""How the tensors of several processes become one; None means "sum"."""
+ReduceOperation: TypeAlias = "str | torch.distributed.ReduceOp | None"
+"""How the tensors of several processes become one: "mean", "sum", "max", "min" or "product"; None means "sum"."""
 
 __all__ = [
     "AcceleratorLike",

@@ -166,9 +166,9 @@ def test_fabric_and_plain_runs_leave_it_to_torch(events: list[str]) -> None:
 
 
 def test_compiled_fabric_leaves_it_to_torch(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from hasten.fabric import compiled
+    from hasten.fabric import fabric as fabric_module
 
-    monkeypatch.setattr(compiled, "check_possible", lambda *_: None)
+    monkeypatch.setattr(fabric_module, "check_possible", lambda *_: None)
     fabric = L.Fabric(accelerator="cpu", devices=1, compile=TRACED)
     model = fabric.setup(Deep().net)
     for x, _ in loader(12):

@@ -151,7 +151,7 @@ def test_parameters_that_no_kernel_takes_are_named() -> None:
 
 @pytest.mark.parametrize(("given", "kind"), [("yes", TypeError), (1, TypeError)])
 def test_the_switch_is_a_boolean(given: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="use True or False"):
+    with pytest.raises(kind, match="use True, False or None"):
         quiet(fused_optimizer=given)
 
 

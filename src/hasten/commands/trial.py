@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _refuse_own_loops(channel: Any) -> None:
     """Say so at the first backward of a program that keeps its own loop: nothing of it would be measured."""
-    from hasten.fabric.front import Fabric
+    from hasten.fabric import Fabric
 
     make = Fabric.__init__
 

@@ -1,6 +1,6 @@
 """Fabric: the engine for those who keep their own loop."""
 
-from hasten.fabric.front import Fabric
+from hasten.fabric.fabric import Fabric
 from hasten.fabric.wrappers import is_wrapped
 
 __all__ = ["Fabric", "is_wrapped"]

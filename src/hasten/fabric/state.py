@@ -81,18 +81,6 @@ def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return ``data`` with ``function`` applied to everything that is no collection."""
-    if isinstance(data, Mapping):
-        items = {key: map_leaves(function, value) for key, value in data.items()}
-        return items if type(data) is dict else type(data)(items)  # type: ignore[call-arg]
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_leaves(function, item) for item in data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(map_leaves(function, item) for item in data)
-    return function(data)
-
-
 def as_tensor(leaf: Any, device: torch.device) -> Any:
     """Return numbers and arrays as tensors on ``device``, tensors moved there, other things as they are."""
     if isinstance(leaf, Tensor):

@@ -6,7 +6,7 @@ import atexit
 import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,11 @@ from torch import Tensor
 
 from hasten._lib.names import did_you_mean
 from hasten._lib.tree import map_tensors
+
+if TYPE_CHECKING:
+    from hasten.types import Group, ReduceOperation, Tensors
+
+T = TypeVar("T")
 
 _OPERATIONS = ("mean", "sum", "max", "min", "product")
 
@@ -28,7 +33,9 @@ def world_size() -> int:
     return dist.get_world_size() if joined() else 1
 
 
-def all_reduce(data: Any, op: Any = "mean", *, device: torch.device, group: Any = None) -> Any:
+def all_reduce(
+    data: Tensors, op: ReduceOperation = "mean", *, device: torch.device, group: Group = None
+) -> Any:
     """Return ``data`` with each tensor reduced over all processes.
 
     Args:
@@ -47,7 +54,7 @@ def all_reduce(data: Any, op: Any = "mean", *, device: torch.device, group: Any 
     return map_tensors(lambda tensor: _reduce(tensor, name, device, group), data)
 
 
-def operation_name(op: Any) -> str:
+def operation_name(op: object) -> str:
     """Return "mean", "sum", "max", "min" or "product".
 
     Raises:
@@ -87,7 +94,7 @@ def _reduce(tensor: Tensor, name: str, device: torch.device, group: Any) -> Tens
     return reduced.to(tensor.device)
 
 
-def all_gather(data: Any, *, device: torch.device, group: Any = None, sync_grads: bool = False) -> Any:
+def all_gather(data: Tensors, *, device: torch.device, group: Group = None, sync_grads: bool = False) -> Any:
     """Return ``data`` with each tensor replaced by those of all processes, stacked in a new first dimension.
 
     Args:
@@ -102,14 +109,16 @@ def all_gather(data: Any, *, device: torch.device, group: Any = None, sync_grads
     return map_tensors(lambda tensor: _gather(tensor, device, group, sync_grads), data)
 
 
-def numbers_as_tensors(data: Any, device: torch.device) -> Any:
+def numbers_as_tensors(data: object, device: torch.device) -> Any:
     """Return ``data`` with its numbers, also those in dicts, lists and tuples, as tensors on ``device``."""
     if isinstance(data, (bool, int, float)):
         return torch.tensor(data, device=device)
     if type(data) is dict:
         return {key: numbers_as_tensors(value, device) for key, value in data.items()}
-    if type(data) in (list, tuple):
-        return type(data)(numbers_as_tensors(value, device) for value in data)
+    if type(data) is list:
+        return [numbers_as_tensors(value, device) for value in data]
+    if type(data) is tuple:
+        return tuple(numbers_as_tensors(value, device) for value in data)
     return data
 
 
@@ -125,16 +134,17 @@ def _gather(tensor: Tensor, device: torch.device, group: Any, sync_grads: bool) 
     return torch.stack(parts).to(tensor.device)
 
 
-def broadcast(data: Any, src: int = 0, *, device: torch.device) -> Any:
+def broadcast(data: T, src: int = 0, *, device: torch.device) -> T:
     """Return the object that process ``src`` passed; anything that can be pickled."""
     if world_size() == 1:
         return data
-    box = [data if dist.get_rank() == src else None]
+    box: list[Any] = [data if dist.get_rank() == src else None]
     dist.broadcast_object_list(box, src=src, device=_object_device(device))
-    return box[0]
+    received: T = box[0]
+    return received
 
 
-def gather_objects(data: Any) -> list[Any]:
+def gather_objects(data: T) -> list[T]:
     """Return the objects of all processes, in the order of their ranks, on every process."""
     if world_size() == 1:
         return [data]

@@ -1,11 +1,11 @@
-"""What the engine asks of a strategy."""
+"""Strategy: how one model lives on the devices of a run."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.types import Group, ReduceOperation, Tensors
 
     class Trains(Protocol):
         """Whoever has the optimizers and schedulers of a run: a Trainer."""
@@ -28,11 +29,14 @@ if TYPE_CHECKING:
             """The schedulers and when they step."""
 
 
+T = TypeVar("T")
+
+
 class Strategy(ABC):
     """How one model lives on the devices of a run.
 
-    A strategy is told once where it runs (``attach``), starts and joins the other processes (``launch``), and
-    wraps the module. After that the loop calls what it gave, not the strategy.
+    ``attach`` sets once where the run takes place, ``launch`` starts and joins the other processes, and ``wrap``
+    returns the module that the loop calls.
     """
 
     # The name users write, for instance "ddp".
@@ -161,7 +165,7 @@ class Strategy(ABC):
     # -- once
 
     @abstractmethod
-    def launch(self, function: Callable[..., Any], *args: Any, owner: Any = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
         """Start the other processes if they do not run yet, and return what ``function`` returns here.
 
         Args:
@@ -233,27 +237,47 @@ class Strategy(ABC):
     # -- between processes
 
     @abstractmethod
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return ``tensor`` reduced over all processes."""
+    def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
+        """Return ``tensor`` reduced over all processes, element by element.
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return ``tensor`` reduced over all processes; the field's other name for ``all_reduce``."""
+        Args:
+            tensor: a tensor, or a collection of tensors, of the same shapes on every process.
+            group: the processes; all by default.
+            reduce_op: "mean", "sum", "max", "min" or "product".
+
+        Returns:
+            new tensors of the same shapes.
+
+        """
+
+    def reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
+        """Same as ``all_reduce``."""
         return self.all_reduce(tensor, group=group, reduce_op=reduce_op)
 
     @abstractmethod
-    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return the tensors of all processes, stacked."""
+    def all_gather(self, tensor: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
+        """Return the tensors of all processes, stacked in a new first dimension.
+
+        Args:
+            tensor: tensors of shape (...), the same on every process.
+            group: the processes; all by default.
+            sync_grads: let gradients flow back to the processes that the tensors came from.
+
+        Returns:
+            tensors of shape (world_size, ...); with one process, ``tensor`` itself.
+
+        """
 
     @abstractmethod
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of process ``src``."""
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return the object of process ``src``, which can be anything that can be pickled."""
 
     @abstractmethod
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
 
     @abstractmethod
-    def gather_objects(self, obj: Any) -> list[Any]:
+    def gather_objects(self, obj: T) -> list[T]:
         """Return the objects of all processes."""
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -23,6 +23,9 @@ from hasten.strategies.base import Strategy
 if TYPE_CHECKING:
     from hasten.machine.cluster import ClusterEnvironment
     from hasten.machine.devices import Accelerator
+    from hasten.types import Group, ReduceOperation, Tensors
+
+T = TypeVar("T")
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -126,7 +129,7 @@ class ParallelStrategy(Strategy):
 
     # -- once
 
-    def launch(self, function: Callable[..., Any], *args: Any, owner: Any = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
         """Start the other processes if they do not run yet, join them, and call ``function`` in each."""
         cluster = self.cluster_environment
         assert cluster is not None
@@ -136,14 +139,15 @@ class ParallelStrategy(Strategy):
         if collectives.joined():
             # The processes run already: an earlier call of this program started them.
             return self._in_process(cluster.local_rank(), None, function, *args, **kwargs)
-        return self._launcher.launch(
+        result: T = self._launcher.launch(
             self._in_process, function, *args, cluster=cluster, num_processes=self.num_processes,
             owner=owner, kwargs=kwargs,
         )  # fmt: skip
+        return result
 
     def _in_process(
-        self, local_rank: int | None, store: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+        self, local_rank: int | None, store: Any, function: Callable[..., T], *args: object, **kwargs: object
+    ) -> T:
         if local_rank is not None:
             self._settle_rank(local_rank)
         device = self.root_device
@@ -185,17 +189,17 @@ class ParallelStrategy(Strategy):
 
     # -- between processes
 
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
         """Return ``tensor``, or a collection of tensors, reduced over all processes."""
         return collectives.all_reduce(tensor, reduce_op, device=self._speaking_device, group=group)
 
-    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, tensor: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all processes, stacked in a new first dimension."""
         return collectives.all_gather(
             tensor, device=self._speaking_device, group=group, sync_grads=sync_grads
         )
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of process ``src``."""
         return collectives.broadcast(obj, src, device=self._speaking_device)
 
@@ -203,7 +207,7 @@ class ParallelStrategy(Strategy):
         """Wait for all processes."""
         collectives.barrier(self._speaking_device)
 
-    def gather_objects(self, obj: Any) -> list[Any]:
+    def gather_objects(self, obj: T) -> list[T]:
         """Return the objects of all processes."""
         return collectives.gather_objects(obj)
 

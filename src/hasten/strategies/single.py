@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 
 from hasten.machine.collectives import operation_name
 from hasten.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from hasten.types import Group, ReduceOperation, Tensors
+
+T = TypeVar("T")
 
 
 @final
@@ -31,28 +36,28 @@ class SingleDeviceStrategy(Strategy):
         """The device."""
         return self._device if self._device is not None else self.parallel_devices[0]
 
-    def launch(self, function: Callable[..., Any], *args: Any, owner: Any = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
         """Return what ``function`` returns."""
         if self.accelerator is not None:
             self.accelerator.setup_device(self.root_device)
         return function(*args, **kwargs)
 
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
         """Return ``tensor``."""
         operation_name(reduce_op)
         return tensor
 
-    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, tensor: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
         """Return ``tensor``."""
         return tensor
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: T, src: int = 0) -> T:
         """Return ``obj``."""
         return obj
 
     def barrier(self, name: str | None = None) -> None:
         """Do nothing: there is nobody to wait for."""
 
-    def gather_objects(self, obj: Any) -> list[Any]:
+    def gather_objects(self, obj: T) -> list[T]:
         """Return ``[obj]``."""
         return [obj]

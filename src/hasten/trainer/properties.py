@@ -12,6 +12,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.watched import WatchedList
 from hasten.loops.states import RunningStage, TrainerState, TrainerStatus
 from hasten.module.callback import Callback
+from hasten.runtime import RuntimeView
 from hasten.trainer.loop_views import EvaluationLoop, FitLoop, PredictionLoop
 from hasten.trainer.settings import TrainerSettings
 
@@ -26,14 +27,12 @@ if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
     from hasten.optim import LRSchedulerConfig
-    from hasten.runtime import Runtime
 
 
-class TrainerView(TrainerSettings):
+class TrainerView(RuntimeView, TrainerSettings):
     """The readable side of a Trainer."""
 
     state: TrainerState
-    _runtime: Runtime
     _progress: Progress
     _logged: LoggedValues
     _callbacks: WatchedList[Callback]
@@ -177,16 +176,6 @@ class TrainerView(TrainerSettings):
     # -- the machine
 
     @property
-    def accelerator(self) -> Any:
-        """The accelerator in use."""
-        return self._runtime.accelerator
-
-    @property
-    def strategy(self) -> Any:
-        """The strategy in use."""
-        return self._runtime.strategy
-
-    @property
     def precision(self) -> Any:
         """The precision in use, for instance "32-true"."""
         return self._runtime.precision.precision
@@ -202,11 +191,6 @@ class TrainerView(TrainerSettings):
         return self._runtime.scaler
 
     @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self._runtime.world_size
-
-    @property
     def num_nodes(self) -> int:
         """Number of machines."""
         return self._runtime.num_nodes
@@ -219,27 +203,7 @@ class TrainerView(TrainerSettings):
     @property
     def device_ids(self) -> list[int]:
         """Indices of the devices on this machine."""
-        return list(getattr(self._runtime, "device_ids", range(self._runtime.num_devices)))
-
-    @property
-    def global_rank(self) -> int:
-        """Index of this process among all."""
-        return self._runtime.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """Index of this process on its machine."""
-        return self._runtime.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """Index of this machine."""
-        return self._runtime.node_rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the first process."""
-        return self._runtime.is_global_zero
+        return list(self._runtime.device_ids)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
@@ -312,10 +276,7 @@ class TrainerView(TrainerSettings):
     @property
     def num_val_batches(self) -> list[float]:
         """Batches of each validation loader."""
-        limits = self._limits("validation")
-        if self.sanity_checking:
-            return limits
-        return limits
+        return self._limits("validation")
 
     @property
     def num_sanity_val_batches(self) -> list[float]:

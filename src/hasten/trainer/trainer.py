@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import signal as signals
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
 from hasten._lib.argument_names import refuse_unknown
 from hasten._lib.rank_zero import rank_zero_info
 from hasten._lib.tracebacks import shorten
 from hasten._lib.watched import WatchedList
 from hasten.arguments import check_arguments
+from hasten.batching.rebatch import LengthBatching
 from hasten.batching.sample_fields import MicroBatch
 from hasten.checkpoint.entries import check_entries
-from hasten.checkpoint.io import CheckpointIO
 from hasten.checkpoint.migrate import from_lightning
 from hasten.hooks import Hooks, nothing, overrides
 from hasten.logged_values import LoggedValues
-from hasten.loggers.base import Logger
 from hasten.loops.evaluate import evaluate_and_print
 from hasten.loops.fit import fit
 from hasten.loops.predict import predict
@@ -39,32 +37,40 @@ from hasten.loops.signatures import check_signatures
 from hasten.loops.speedups import remake_loader
 from hasten.loops.states import FIRST_STAGE, TrainerFn, TrainerState, TrainerStatus
 from hasten.loops.validation_schedule import ValidationChecks
-from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.determinism import set_deterministic
-from hasten.machine.devices import Accelerator
 from hasten.machine.signals import StopRequests
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
 from hasten.optim.backward import to_clip
-from hasten.precision.base import Precision
 from hasten.profilers.base import Profiler
 from hasten.profilers.base import resolve as resolve_profiler
 from hasten.resolve import runtime as resolve_runtime
 from hasten.speed import live
 from hasten.speed.auto import choose_speed
-from hasten.strategies.base import Strategy
 from hasten.trainer import limited_runs, parts
 from hasten.trainer import spawned as copies
 from hasten.trainer.properties import TrainerView
+from hasten.types import (
+    AcceleratorLike,
+    CompileLike,
+    Dataloaders,
+    Devices,
+    Duration,
+    Group,
+    LoggerLike,
+    MatmulPrecision,
+    PathLike,
+    Plugin,
+    PrecisionName,
+    StrategyLike,
+    Tensors,
+)
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
 
 Result = TypeVar("Result")
-
-# What ``plugins=`` takes; also read by the command line, which makes objects of these classes.
-Plugin: TypeAlias = Precision | CheckpointIO | ClusterEnvironment
 
 
 class Trainer(TrainerView):
@@ -155,25 +161,25 @@ class Trainer(TrainerView):
     def __init__(
         self,
         *,
-        accelerator: Accelerator | str = "auto",
-        strategy: Strategy | str = "auto",
-        devices: list[int] | str | int = "auto",
+        accelerator: AcceleratorLike = "auto",
+        strategy: StrategyLike = "auto",
+        devices: Devices = "auto",
         num_nodes: int = 1,
-        precision: int | str | None = None,
-        logger: Logger | Iterable[Logger] | bool | None = None,
+        precision: PrecisionName | None = None,
+        logger: LoggerLike | None = None,
         callbacks: list[Callback] | Callback | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | str | None = None,
         min_epochs: int | str | None = None,
         max_steps: int | str = -1,
         min_steps: int | str | None = None,
-        max_time: str | timedelta | dict[str, int] | None = None,
+        max_time: Duration | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
-        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
+        val_check_interval: int | float | Duration | None = None,
         check_val_every_n_epoch: int | str | None = 1,
         num_sanity_val_steps: int | None = None,
         log_every_n_steps: int | str | None = None,
@@ -182,35 +188,35 @@ class Trainer(TrainerView):
         enable_model_summary: bool | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-        deterministic: bool | str | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] | None = None,
+        deterministic: bool | Literal["warn"] | None = None,
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
         profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
-        on_bad_loss: str = "warn",
+        on_bad_loss: Literal["warn", "stop", "skip", "rewind"] = "warn",
         barebones: bool = False,
         plugins: Plugin | list[Plugin] | None = None,
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int | str = 0,
-        default_root_dir: str | os.PathLike[str] | None = None,
+        default_root_dir: PathLike | None = None,
         enable_autolog_hparams: bool = True,
-        model_registry: Any = None,
-        speed: str | None = None,
-        compile: bool | str | dict[str, Any] | None = None,
-        batching: Any = None,
-        packed: bool | str = False,
-        num_workers: int | str | None = None,
-        resident: bool | str = False,
-        matmul_precision: str | None = None,
+        model_registry: str | None = None,
+        speed: Literal["auto"] | None = None,
+        compile: CompileLike | None = None,
+        batching: LengthBatching | str | None = None,
+        packed: bool | Literal["first_token"] = False,
+        num_workers: int | Literal["auto"] | None = None,
+        resident: bool | Literal["auto", "device"] = False,
+        matmul_precision: MatmulPrecision | None = None,
         fused_optimizer: bool | None = None,
-        batch_size: int | str | None = None,
-        micro_batch: int | str | MicroBatch | None = None,
-        memory: str | None = None,
-        dropout: str | None = None,
-        allocator: str | None = None,
-        **unknown: Any,
+        batch_size: int | Literal["auto"] | None = None,
+        micro_batch: int | Literal["auto"] | MicroBatch | None = None,
+        memory: Literal["auto", "selective", "full"] | None = None,
+        dropout: Literal["fast"] | None = None,
+        allocator: Literal["keep", "tcmalloc", "jemalloc"] | None = None,
+        **unknown: object,
     ) -> None:
         given = locals()
         if unknown:
@@ -248,7 +254,7 @@ class Trainer(TrainerView):
         """The arguments of ``Trainer(...)`` by name, as they were written or assigned since; a copy."""
         return dict(self._given)
 
-    def with_arguments(self, **changes: Any) -> Trainer:
+    def with_arguments(self, **changes: object) -> Trainer:
         """Return a new Trainer with the same callbacks, loggers and arguments, except for those changed.
 
         The new Trainer has counters, metrics and a run of its own; this one stays as it is. Callbacks and loggers are
@@ -279,7 +285,7 @@ class Trainer(TrainerView):
             new.loggers = self._loggers
         return new
 
-    def change_arguments(self, **changes: Any) -> None:
+    def change_arguments(self, **changes: object) -> None:
         """Change arguments of this Trainer between two calls, also those that cannot be assigned.
 
         ``accelerator``, ``strategy``, ``devices``, ``num_nodes``, ``precision`` and ``plugins`` choose devices and
@@ -324,10 +330,10 @@ class Trainer(TrainerView):
     def fit(
         self,
         model: LightningModule,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
+        train_dataloaders: Dataloaders = None,
+        val_dataloaders: Dataloaders = None,
         datamodule: LightningDataModule | None = None,
-        ckpt_path: str | os.PathLike[str] | None = None,
+        ckpt_path: PathLike | None = None,
         weights_only: bool | None = None,
     ) -> None:
         """Train.
@@ -359,8 +365,8 @@ class Trainer(TrainerView):
     def validate(
         self,
         model: LightningModule | None = None,
-        dataloaders: Any = None,
-        ckpt_path: str | os.PathLike[str] | None = None,
+        dataloaders: Dataloaders = None,
+        ckpt_path: PathLike | None = None,
         verbose: bool = True,
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
@@ -383,8 +389,8 @@ class Trainer(TrainerView):
     def test(
         self,
         model: LightningModule | None = None,
-        dataloaders: Any = None,
-        ckpt_path: str | os.PathLike[str] | None = None,
+        dataloaders: Dataloaders = None,
+        ckpt_path: PathLike | None = None,
         verbose: bool = True,
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
@@ -397,10 +403,10 @@ class Trainer(TrainerView):
     def predict(
         self,
         model: LightningModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: Dataloaders = None,
         datamodule: LightningDataModule | None = None,
         return_predictions: bool | None = None,
-        ckpt_path: str | os.PathLike[str] | None = None,
+        ckpt_path: PathLike | None = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
         """Predict on every batch.
@@ -428,7 +434,7 @@ class Trainer(TrainerView):
         return result
 
     def save_checkpoint(
-        self, filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any = None
+        self, filepath: PathLike, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
         """Save everything needed to go on exactly from here; all processes must call it.
 
@@ -534,7 +540,7 @@ class Trainer(TrainerView):
         module: LightningModule,
         datamodule: LightningDataModule | None,
         given: dict[str, Any],
-        ckpt_path: str | os.PathLike[str] | None,
+        ckpt_path: PathLike | None,
         weights_only: bool | None,
         body: Callable[[Run], Any],
     ) -> Any:
@@ -556,7 +562,7 @@ class Trainer(TrainerView):
     def _in_process(
         self,
         given: dict[str, Any],
-        ckpt_path: str | os.PathLike[str] | None,
+        ckpt_path: PathLike | None,
         weights_only: bool | None,
         body: Callable[[Run], Any],
     ) -> Any:
@@ -642,7 +648,7 @@ class Trainer(TrainerView):
         fn: TrainerFn,
         model: LightningModule | None,
         dataloaders: Any,
-        ckpt_path: str | os.PathLike[str] | None,
+        ckpt_path: PathLike | None,
         verbose: bool,
         datamodule: LightningDataModule | None,
         weights_only: bool | None,
@@ -748,7 +754,7 @@ class Trainer(TrainerView):
 
     # -- optimizers
 
-    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def manual_backward(self, loss: torch.Tensor, *args: object, **kwargs: object) -> None:
         """Run backward for a module with manual optimisation, with its hooks."""
         run = self._run
         assert run is not None
@@ -764,7 +770,7 @@ class Trainer(TrainerView):
             run.runtime.backward(loss, *args, **kwargs)
         run.hooks.on_after_backward()
 
-    def clip_gradients(self, optimizer: Any, clip_val: float | None, algorithm: str | None) -> None:
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float | None, algorithm: str | None) -> None:
         """Clip the gradients of ``optimizer``; None takes the Trainer's own arguments."""
         clip_val = self._arguments.gradient_clip_val if clip_val is None else clip_val
         algorithm = str(algorithm or self._arguments.gradient_clip_algorithm or "norm")
@@ -778,11 +784,11 @@ class Trainer(TrainerView):
         else:
             raise ValueError(f"clip_gradients(gradient_clip_algorithm={algorithm!r}): use 'norm' or 'value'.")
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather tensors of all processes."""
+    def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
+        """Return the tensors of all processes, stacked; see ``LightningModule.all_gather``."""
         return self._runtime.all_gather(data, group=group, sync_grads=sync_grads)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Print on the first process, beside the progress bar."""
         if not self.is_global_zero:
             return

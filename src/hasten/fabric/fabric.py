@@ -1,42 +1,70 @@
-"""Fabric: the front door for those who keep their own loop."""
+"""Fabric: devices, precision and processes for programs that keep their own training loop."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hasten._lib.argument_names import refuse_unknown
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.tree import map_leaves
 from hasten.arguments import check_speed
+from hasten.compile.settings import CompileSettings, check_possible
 from hasten.data.loaders import prepare
 from hasten.fabric import state as states
-from hasten.fabric.checks import check_devices, check_in_backward, check_optimizer, check_parameters
-from hasten.fabric.compiled import compile_for_good
-from hasten.fabric.view import FabricView
-from hasten.fabric.wrappers import FabricDataLoader, FabricModule, FabricOptimizer, compiled_of, unwrapped
+from hasten.fabric.wrappers import (
+    FabricDataLoader,
+    FabricModule,
+    FabricOptimizer,
+    check_devices,
+    check_optimizer,
+    check_parameters,
+    compiled_of,
+    unwrapped,
+)
+from hasten.loggers.base import Logger
+from hasten.machine import collectives
 from hasten.machine.spawn import StartCopies
 from hasten.optim.backward import InBackward, to_clip
 from hasten.optim.fused import use_fused
-from hasten.precision.matmul import matmul_precision as within_matmul_precision
+from hasten.precision.matmul import matmul_precision as in_matmul_precision
 from hasten.precision.matmul import set_matmul_precision
 from hasten.resolve import runtime as resolve_runtime
-from hasten.runtime import Runtime
+from hasten.runtime import RuntimeView
 from hasten.seed import seed_everything
+from hasten.types import (
+    AcceleratorLike,
+    CompileLike,
+    Devices,
+    Group,
+    MatmulPrecision,
+    MetricValue,
+    PathLike,
+    Plugin,
+    PrecisionName,
+    ReduceOperation,
+    Scheduler,
+    StrategyLike,
+    Tensors,
+)
 
 if TYPE_CHECKING:
     from hasten.compile.model import CompiledModel
+    from hasten.compile.report import CompileReport
 
-Path = str | os.PathLike[str]
+T = TypeVar("T")
 
 
-class Fabric(FabricView):
+class Fabric(RuntimeView):
     """Run your own training loop on any device, in any precision, over any number of processes.
 
     Args:
@@ -44,22 +72,21 @@ class Fabric(FabricView):
         strategy: "auto", "single_device", "ddp", "ddp_spawn", "ddp_notebook", ..., or a Strategy.
         devices: how many (int, -1 for all, "auto") or which (list, "0,1") on each machine.
         num_nodes: how many machines.
-        precision: "32-true" (default), "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", or the short
-            spellings 16, 32, 64, "16", "bf16", "fp16".
+        precision: "32-true" (default), "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8",
+            "transformer-engine", or the short spellings 16, 32, 64, "16", "bf16", "fp16".
         plugins: a Precision, CheckpointIO or ClusterEnvironment, or a list of them.
         callbacks: objects whose methods ``call`` calls: one or a list.
         loggers: where ``log`` writes: one or a list.
         matmul_precision: "highest", "high" (TF32 on GPUs) or "medium", for ``torch.set_float32_matmul_precision``:
             while the function given to ``launch`` runs, else from ``launch`` or the first ``setup`` on.
-        fused_optimizer: True has the optimizers given to ``setup`` update all parameters in one kernel, False has
-            them not; None leaves them as they are.
+        fused_optimizer: True to update all parameters of the optimizers given to ``setup`` in one kernel, False not to;
+            None leaves the optimizers unchanged.
         compile: True, "regional" (repeated blocks, once) or a dict of ``torch.compile`` options: ``setup`` compiles
-            the module in place, inside of what the strategy wraps around it. ``fabric.compile_report`` says what
-            came of it.
+            the module in place, inside the wrapper of the strategy. See ``compile_report``.
 
     Raises:
-        TypeError: an argument does not exist or has a type it cannot have.
-        ValueError: an argument names what is not there, or two contradict each other.
+        TypeError: an argument does not exist or has a wrong type.
+        ValueError: an argument names something unavailable, or two contradict each other.
 
     Example::
 
@@ -76,21 +103,21 @@ class Fabric(FabricView):
     def __init__(
         self,
         *,
-        accelerator: Any = "auto",
-        strategy: Any = "auto",
-        devices: Any = "auto",
+        accelerator: AcceleratorLike = "auto",
+        strategy: StrategyLike = "auto",
+        devices: Devices = "auto",
         num_nodes: int = 1,
-        precision: Any = None,
-        plugins: Any = None,
-        callbacks: Any = None,
-        loggers: Any = None,
-        matmul_precision: str | None = None,
+        precision: PrecisionName | None = None,
+        plugins: Plugin | list[Plugin] | None = None,
+        callbacks: object = None,
+        loggers: Logger | Iterable[Logger] | None = None,
+        matmul_precision: MatmulPrecision | None = None,
         fused_optimizer: bool | None = None,
-        compile: bool | str | dict[str, Any] | None = None,
-        **unknown: Any,
+        compile: CompileLike | None = None,
+        **unknown: object,
     ) -> None:
         refuse_unknown(unknown, Fabric.__init__, "Fabric", make=resolve_runtime)
-        self._runtime: Runtime = resolve_runtime(
+        self._runtime = resolve_runtime(
             accelerator=accelerator,
             strategy=strategy,
             devices=devices,
@@ -120,7 +147,7 @@ class Fabric(FabricView):
         self._launched = False
         self._inside_run = False
         if type(self).backward is Fabric.backward:
-            # The verb itself, with no call of ours around it.
+            # Bound directly: a call of Fabric.backward costs no extra function call.
             self.backward = self._runtime.backward  # type: ignore[method-assign]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -128,9 +155,44 @@ class Fabric(FabricView):
         if "run" in cls.__dict__:
             cls.run = _launching(cls.__dict__["run"])  # type: ignore[method-assign]
 
+    # -- facts
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._runtime.device
+
+    @property
+    def compile_report(self) -> CompileReport | None:
+        """What ``compile`` has done so far: graphs, seconds, breaks and recompiles; None where it is off."""
+        if not self._compiled:
+            return None
+        reports = [model.report() for model in self._compiled]
+        left = {name: reason for report in reports for name, reason in report.left.items()}
+        names = tuple(name for report in reports for name in report.compiled)
+        # Only the first report counts the time of all graphs; add the parts of the other models to it.
+        return dataclasses.replace(reports[0], compiled=names, left=left)
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return self._loggers
+
+    @property
+    def logger(self) -> Any:
+        """The first logger.
+
+        Raises:
+            IndexError: there is none.
+
+        """
+        if not self._loggers:
+            raise IndexError("fabric.logger: there is no logger. Pass Fabric(loggers=...).")
+        return self._loggers[0]
+
     # -- start
 
-    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any] | None = None, *args: object, **kwargs: object) -> Any:
         """Start the other processes, if the run has several.
 
         Args:
@@ -143,16 +205,17 @@ class Fabric(FabricView):
             what the function returns in this process, or in the first of those started as copies.
 
         Raises:
-            TypeError: it is no function, it takes no argument, or the strategy needs one and there is none.
+            TypeError: ``function`` is not callable or takes no argument, or the strategy needs one.
 
         """
         if function is None:
-            if isinstance(getattr(self.strategy, "_launcher", None), StartCopies) and not self._joined():
+            starts_copies = isinstance(getattr(self.strategy, "_launcher", None), StartCopies)
+            if starts_copies and not self._runtime.cluster.creates_processes_externally:
                 raise TypeError(
                     f"Fabric.launch() with strategy={self.strategy.name!r} starts copies of this process, which "
                     "need a function to run: fabric.launch(train), with def train(fabric): ...."
                 )
-            function = _set_matmul_precision
+            function = Fabric._set_matmul_precision
         elif not callable(function):
             raise TypeError(
                 f"Fabric.launch({function!r}): that is not a function. Write launch(train), not launch(train())."
@@ -163,15 +226,19 @@ class Fabric(FabricView):
                 "gets the Fabric."
             )
         elif self._matmul_precision is not None:
-            function = functools.partial(_with_matmul_precision, function)
+            function = functools.partial(_in_matmul_precision, function)
         self._launched = True
         return self._runtime.launch(functools.partial(function, self, *args, **kwargs))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Do all the work; override it in a subclass, and calling it starts the processes first."""
+        """Train. Override it in a subclass; calling it starts the other processes first."""
 
-    def _joined(self) -> bool:
-        return self._runtime.cluster.creates_processes_externally
+    def _require_launch(self, method: str) -> None:
+        if not self._launched and self.strategy.name != "single_device":
+            raise RuntimeError(
+                f"Fabric.{method}() before Fabric.launch(): with strategy={self.strategy.name!r} the other processes "
+                "must be started first. Call fabric.launch() after making the Fabric."
+            )
 
     # -- setup
 
@@ -179,7 +246,7 @@ class Fabric(FabricView):
         self,
         module: nn.Module,
         *optimizers: Optimizer,
-        scheduler: Any = None,
+        scheduler: Scheduler | None = None,
         move_to_device: bool = True,
         _reapply_compile: bool = True,
     ) -> Any:
@@ -195,8 +262,8 @@ class Fabric(FabricView):
             the wrapped module; with optimizers a tuple: module, optimizers..., and the scheduler if given.
 
         Raises:
-            TypeError: something is no module, or no optimizer.
-            ValueError: it was set up already, or an optimizer trains another module.
+            TypeError: an argument is not a module or not an optimizer.
+            ValueError: an argument was set up already, or an optimizer trains another module.
             RuntimeError: the processes were not launched.
 
         """
@@ -205,7 +272,7 @@ class Fabric(FabricView):
             check_optimizer(optimizer, "setup")
         wrapped = self._wrapped_module(module, "setup", move_to_device)
         for optimizer in optimizers:
-            # Now: a precision that replaces layers has done so.
+            # After the module: a precision may have replaced layers.
             self._check_parameters(optimizer, "setup")
         made = [self._wrapped_optimizer(optimizer) for optimizer in optimizers]
         self._optimizers.extend(made)
@@ -232,7 +299,7 @@ class Fabric(FabricView):
 
         Raises:
             TypeError: something is not an optimizer.
-            ValueError: there is none, it was set up already, or the module it trains was not.
+            ValueError: there are no arguments, one was set up already, or the module it trains was not.
 
         """
         self._require_launch("setup_optimizers")
@@ -246,7 +313,7 @@ class Fabric(FabricView):
         return made[0] if len(made) == 1 else tuple(made)
 
     def setup_dataloaders(
-        self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
+        self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
         """Make loaders ready: each process reads its own part, and batches come on the device.
 
@@ -259,8 +326,8 @@ class Fabric(FabricView):
             the wrapped loader, or a list of them.
 
         Raises:
-            TypeError: something is no DataLoader.
-            ValueError: there is none, or it was set up already.
+            TypeError: an argument is not a DataLoader.
+            ValueError: there are no arguments, or one was set up already.
 
         """
         self._require_launch("setup_dataloaders")
@@ -296,11 +363,11 @@ class Fabric(FabricView):
         original, compiled = compiled_of(module)
         if isinstance(original, FabricModule):
             raise ValueError(f"Fabric.{method}(): this module was set up already. Pass the original, once.")
-        _set_matmul_precision(self)
+        self._set_matmul_precision()
         check_devices(original, method, move_to_device)
         self._runtime.place(original, move=move_to_device)
         if self._compile is not None and compiled is None:
-            self._compiled.append(compile_for_good(original, self._compile, self._runtime))
+            self._compile_in_place(original, self._compile)
         wrapped = FabricModule(original, self._runtime, self._runtime.wrap(original), call=compiled)
         self._modules.append(original)
         if hasattr(original, "_fabric"):
@@ -310,6 +377,18 @@ class Fabric(FabricView):
                 self._callbacks.append(original)
         return wrapped
 
+    def _set_matmul_precision(self) -> None:
+        if self._matmul_precision is not None:
+            set_matmul_precision(self._matmul_precision)
+
+    def _compile_in_place(self, module: nn.Module, settings: CompileSettings) -> None:
+        check_possible("Fabric", settings, self.device)
+        from hasten.compile.model import compiled_model
+
+        model = compiled_model(module, settings, self.device, variant=str(self._runtime.precision.precision))
+        model.enable_until_exit(writes=self.is_global_zero)
+        self._compiled.append(model)
+
     def _check_parameters(self, optimizer: Optimizer, method: str) -> None:
         # In setup another module of the same optimizer may follow; setup_optimizers comes after all of them.
         needs_all = self._runtime.syncs_gradients and method == "setup_optimizers"
@@ -317,14 +396,16 @@ class Fabric(FabricView):
 
     def _wrapped_optimizer(self, optimizer: Optimizer) -> FabricOptimizer:
         if isinstance(optimizer, InBackward):
-            check_in_backward(optimizer, self._runtime)
+            self._runtime.check_in_backward("Fabric", optimizer.optimizer_class.__name__)
         if self._fused is not None:
             use_fused(optimizer, self._fused, owner=f"Fabric(fused_optimizer={self._fused})")
         return FabricOptimizer(optimizer, self._runtime, self._callbacks)
 
     # -- a step
 
-    def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
+    def backward(
+        self, tensor: Tensor, *args: object, model: nn.Module | None = None, **kwargs: object
+    ) -> None:
         """Compute gradients: in place of ``loss.backward()``.
 
         Args:
@@ -339,7 +420,7 @@ class Fabric(FabricView):
     def clip_gradients(
         self,
         module: nn.Module,
-        optimizer: Any,
+        optimizer: Optimizer,
         clip_val: float | None = None,
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -403,9 +484,11 @@ class Fabric(FabricView):
             return nullcontext()
         return self._runtime.no_sync(module._wrapped)
 
-    def to_device(self, obj: Any) -> Any:
+    def to_device(self, obj: T) -> T:
         """Return a tensor, a collection or a module on the device; a module is moved in place."""
-        return obj.to(self.device) if isinstance(obj, nn.Module) else self._runtime.to_device(obj)
+        if isinstance(obj, nn.Module):
+            return obj.to(self.device)
+        return self._runtime.to_device(obj)
 
     def init_tensor(self) -> AbstractContextManager[Any]:
         """Return a context in which tensors are made on the device and in the precision of the run."""
@@ -421,10 +504,120 @@ class Fabric(FabricView):
         self._require_launch("init_module")
         return self._runtime.init_module(empty_init)
 
+    # -- between processes
+
+    def print(self, *args: object, **kwargs: Any) -> None:
+        """Print once on each machine; arguments as for ``print``."""
+        if self.local_rank == 0:
+            print(*args, **kwargs)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all processes are here."""
+        self._require_launch("barrier")
+        self._runtime.barrier(name)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Return the object of process ``src`` on every process.
+
+        Args:
+            obj: anything that can be pickled.
+            src: index of the process that sends.
+
+        """
+        self._require_launch("broadcast")
+        return self._runtime.broadcast(obj, src)
+
+    def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
+        """Return the tensors of all processes, stacked in a new first dimension.
+
+        Args:
+            data: tensors of shape (...), the same on every process, or numbers; alone or in a collection.
+            group: the processes; all by default.
+            sync_grads: let gradients flow back to the processes that the tensors came from.
+
+        Returns:
+            ``data`` with tensors of shape (world_size, ...); with one process, of shape (...).
+
+        """
+        self._require_launch("all_gather")
+        return self.strategy.all_gather(self._as_tensors(data), group=group, sync_grads=sync_grads)
+
+    def all_reduce(self, data: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
+        """Return the tensors reduced over all processes, element by element; shapes stay.
+
+        Args:
+            data: tensors, the same shapes on every process, or numbers; alone or in a collection.
+            group: the processes; all by default.
+            reduce_op: "mean", "sum", "max", "min" or "product".
+
+        Raises:
+            ValueError: there is no such operation.
+
+        """
+        self._require_launch("all_reduce")
+        return self._runtime.all_reduce(self._as_tensors(data), op=reduce_op, group=group)
+
+    def _as_tensors(self, data: Tensors) -> Any:
+        return map_leaves(lambda leaf: states.as_tensor(leaf, self.device), data)
+
+    @contextmanager
+    def rank_zero_first(self, local: bool = False) -> Iterator[None]:
+        """Let the first process run the block before all others, for instance to download data.
+
+        Args:
+            local: the first process of each machine.
+
+        """
+        self._require_launch("rank_zero_first")
+        with collectives.first_one_first(self.local_rank if local else self.global_rank):
+            yield
+
+    # -- callbacks and loggers
+
+    def call(self, hook_name: str, *args: object, **kwargs: object) -> None:
+        """Call a method of every callback that has it.
+
+        Args:
+            hook_name: the name of the method.
+            args: for the method.
+            kwargs: for the method; those it does not take are left out.
+
+        """
+        for callback in self._callbacks:
+            method = getattr(callback, hook_name, None)
+            if method is None:
+                continue
+            if not callable(method):
+                rank_zero_warn(
+                    f"fabric.call({hook_name!r}): {type(callback).__name__}.{hook_name} is not a method and is skipped."
+                )
+                continue
+            method(*args, **states.accepted(method, kwargs))
+
+    def log(self, name: str, value: MetricValue, step: int | None = None) -> None:
+        """Give one value to all loggers.
+
+        Args:
+            name: of the value.
+            value: a number or a tensor with one element, which is read from the device now.
+            step: where it belongs.
+
+        """
+        self.log_dict({name: value}, step=step)
+
+    def log_dict(self, metrics: Mapping[str, MetricValue], step: int | None = None) -> None:
+        """Give several values to all loggers; see ``log``."""
+        values = {name: states.as_number(name, value) for name, value in metrics.items()}
+        for logger in self._loggers:
+            logger.log_metrics(metrics=values, step=step)
+
     # -- files
 
     def save(
-        self, path: Path, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None = None
+        self,
+        path: PathLike,
+        state: dict[str, Any],
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write a checkpoint; all processes must call it.
 
@@ -442,7 +635,7 @@ class Fabric(FabricView):
 
     def load(
         self,
-        path: Path,
+        path: PathLike,
         state: dict[str, Any] | None = None,
         strict: bool = True,
         *,
@@ -469,7 +662,12 @@ class Fabric(FabricView):
         return rest
 
     def load_raw(
-        self, path: Path, obj: nn.Module | Optimizer, strict: bool = True, *, weights_only: bool | None = None
+        self,
+        path: PathLike,
+        obj: nn.Module | Optimizer,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
     ) -> None:
         """Read a file that holds nothing but the state of one module or optimizer.
 
@@ -488,7 +686,7 @@ class Fabric(FabricView):
             target.load_state_dict(contents)
 
     def sharded_model(self) -> AbstractContextManager[Any]:
-        """Return a context for making a model in shards; the field's older name for ``init_module``."""
+        """Return ``init_module()``; an older name."""
         return self.init_module()
 
     @staticmethod
@@ -497,15 +695,9 @@ class Fabric(FabricView):
         return seed_everything(seed, workers=workers is not False, verbose=verbose)
 
 
-def _set_matmul_precision(fabric: Fabric) -> None:
-    """Multiply matrices as asked for the rest of the program, which this stands for in ``launch``."""
-    if fabric._matmul_precision is not None:
-        set_matmul_precision(fabric._matmul_precision)
-
-
-def _with_matmul_precision(function: Callable[..., Any], fabric: Fabric, *args: Any, **kwargs: Any) -> Any:
+def _in_matmul_precision(function: Callable[..., T], fabric: Fabric, *args: object, **kwargs: object) -> T:
     assert fabric._matmul_precision is not None
-    with within_matmul_precision(fabric._matmul_precision):
+    with in_matmul_precision(fabric._matmul_precision):
         return function(fabric, *args, **kwargs)
 
 
