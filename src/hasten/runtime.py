@@ -34,6 +34,11 @@ class RuntimeView:
     _runtime: Runtime
 
     @property
+    def runtime(self) -> Runtime:
+        """Device, strategy, precision and checkpoint files of this run."""
+        return self._runtime
+
+    @property
     def accelerator(self) -> Accelerator:
         """The kind of device."""
         return self._runtime.accelerator

@@ -168,7 +168,7 @@ class ThroughputMonitor(Throughput):
     """
 
     def __init__(self, fabric: Any, **kwargs: Any) -> None:
-        peak = get_available_flops(fabric.device, compute_dtype(fabric._runtime.precision))
+        peak = get_available_flops(fabric.device, compute_dtype(fabric.runtime.precision))
         super().__init__(available_flops=peak, world_size=fabric.world_size, **kwargs)
         self._fabric = fabric
         self.step = -1

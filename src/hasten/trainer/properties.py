@@ -47,11 +47,6 @@ class TrainerView(RuntimeView, TrainerSettings):
     # -- for callbacks and tools
 
     @property
-    def runtime(self) -> Runtime:
-        """Devices, strategy, precision and checkpoint files of this Trainer."""
-        return self._runtime
-
-    @property
     def progress(self) -> Progress:
         """The counters of training."""
         return self._progress
