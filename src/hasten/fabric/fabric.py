@@ -29,11 +29,12 @@ from hasten.fabric.wrappers import (
     check_optimizer,
     check_parameters,
     compiled_of,
+    strategy_module,
     unwrapped,
 )
 from hasten.loggers.base import Logger
 from hasten.machine import collectives
-from hasten.machine.spawn import StartCopies
+from hasten.module import LightningModule
 from hasten.optim.backward import InBackward, to_clip
 from hasten.optim.fused import use_fused
 from hasten.precision.matmul import matmul_precision as in_matmul_precision
@@ -174,6 +175,11 @@ class Fabric(RuntimeView):
         return dataclasses.replace(reports[0], compiled=names, left=left)
 
     @property
+    def wrapped_optimizers(self) -> list[FabricOptimizer]:
+        """The optimizers that were set up, as ``setup`` returned them."""
+        return self._optimizers
+
+    @property
     def loggers(self) -> list[Any]:
         """All loggers."""
         return self._loggers
@@ -209,8 +215,7 @@ class Fabric(RuntimeView):
 
         """
         if function is None:
-            starts_copies = isinstance(getattr(self.strategy, "_launcher", None), StartCopies)
-            if starts_copies and not self._runtime.cluster.creates_processes_externally:
+            if self.strategy.launches_functions and not self._runtime.cluster.creates_processes_externally:
                 raise TypeError(
                     f"Fabric.launch() with strategy={self.strategy.name!r} starts copies of this process, which "
                     "need a function to run: fabric.launch(train), with def train(fabric): ...."
@@ -370,9 +375,9 @@ class Fabric(RuntimeView):
             self._compile_in_place(original, self._compile)
         wrapped = FabricModule(original, self._runtime, self._runtime.wrap(original), call=compiled)
         self._modules.append(original)
-        if hasattr(original, "_fabric"):
-            # A LightningModule logs and steps through this Fabric, and its hooks are called like a callback's.
-            original.fabric = self  # type: ignore[assignment] # a property of LightningModule
+        if isinstance(original, LightningModule):
+            # It logs and steps through this Fabric, and its hooks are called like a callback's.
+            original.fabric = self
             if not any(original is callback for callback in self._callbacks):
                 self._callbacks.append(original)
         return wrapped
@@ -480,9 +485,8 @@ class Fabric(RuntimeView):
             raise TypeError(
                 f"Fabric.no_backward_sync({type(module).__name__}): pass the module that fabric.setup() returned."
             )
-        if not enabled or module._wrapped is module.module:
-            return nullcontext()
-        return self._runtime.no_sync(module._wrapped)
+        wrapped = strategy_module(module)
+        return self._runtime.no_sync(wrapped) if enabled and wrapped is not module.module else nullcontext()
 
     def to_device(self, obj: T) -> T:
         """Return a tensor, a collection or a module on the device; a module is moved in place."""

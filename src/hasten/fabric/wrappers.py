@@ -368,6 +368,12 @@ def compiled_of(module: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     return (inner, module) if isinstance(inner, nn.Module) else (module, None)
 
 
+def strategy_module(module: FabricModule) -> nn.Module:
+    """Return what the strategy made of the user's module; that module itself on a single device."""
+    wrapped: nn.Module = module.__dict__["_wrapped"]
+    return wrapped
+
+
 def is_wrapped(obj: object) -> bool:
     """Return whether Fabric's setup returned ``obj``."""
     if isinstance(obj, nn.Module):

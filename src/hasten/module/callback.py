@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten._lib.patched import replaced
@@ -13,15 +13,23 @@ if TYPE_CHECKING:
 
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+    from hasten.types import Batch, Group, MetricValue, StepOutput
 
 
 class Callback:
-    """Code that runs at named moments of a run, beside the module.
+    """The base of callbacks: code that runs at fixed points of a run, separate from the module.
 
-    Override the hooks you need; those you do not override cost nothing, however many callbacks there are.
-    Hooks run in the order of ``Trainer(callbacks=[...])``, callbacks before the module; callbacks with
-    ``runs_last`` (checkpoints, early stopping) run after the module where a batch, an epoch or a validation
-    ends, so that they see everything logged there.
+    Override the hooks you need; a hook that is not overridden costs nothing. Callbacks run in the order of
+    ``Trainer(callbacks=[...])``, before the same hook of the module. Callbacks with ``runs_last`` (checkpoints, early
+    stopping) run after the module at the end of a batch, an epoch or a validation, so that they see everything logged
+    there.
+
+    Every hook gets the ``trainer`` and the module, ``pl_module``. In the hooks of a batch:
+
+    - ``batch`` is what the loader yielded, on the device of the run;
+    - ``batch_idx`` counts the batches of the epoch from 0, ``dataloader_idx`` the loaders of an evaluation from 0;
+    - ``outputs`` is what the step returned. In training it is a dict with the detached loss under ``"loss"`` and the
+      other entries of a returned dict, or None where the step returned None.
 
     Example::
 
@@ -44,18 +52,63 @@ class Callback:
         if name in CALLBACK_HOOKS:
             replaced(self)
 
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a value as ``pl_module.log`` does; for use in the hooks."""
-        self._logging_module().log(name, value, *args, **kwargs)
+    def log(
+        self,
+        name: str,
+        value: MetricValue,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Group = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log a value in a hook of this callback; same as ``LightningModule.log``.
 
-    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log several values as ``pl_module.log_dict`` does; for use in the hooks."""
-        self._logging_module().log_dict(dictionary, *args, **kwargs)
+        Raises:
+            RuntimeError: no run is in progress.
+
+        """
+        self._logging_module().log(
+            name, value, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch,
+            reduce_fx=reduce_fx, enable_graph=enable_graph, sync_dist=sync_dist,
+            sync_dist_group=sync_dist_group, add_dataloader_idx=add_dataloader_idx, batch_size=batch_size,
+            metric_attribute=metric_attribute, rank_zero_only=rank_zero_only,
+        )  # fmt: skip
+
+    def log_dict(
+        self,
+        dictionary: Mapping[str, MetricValue],
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Group = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log several values with the same options; see ``log``."""
+        self._logging_module().log_dict(
+            dictionary, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch,
+            reduce_fx=reduce_fx, enable_graph=enable_graph, sync_dist=sync_dist,
+            sync_dist_group=sync_dist_group, add_dataloader_idx=add_dataloader_idx, batch_size=batch_size,
+            rank_zero_only=rank_zero_only,
+        )  # fmt: skip
 
     def _logging_module(self) -> LightningModule:
         module: LightningModule | None = self.__dict__.get("_module")
         if module is None:
-            raise RuntimeError(f"{type(self).__name__}.log(): there is no run. Call it in a hook.")
+            raise RuntimeError(f"{type(self).__name__}.log(): no run is in progress. Call it in a hook.")
         return module
 
     @property
@@ -64,7 +117,7 @@ class Callback:
         return self.__class__.__qualname__
 
     def _generate_state_key(self, **kwargs: Any) -> str:
-        """Format a state key that includes the arguments which tell two callbacks of one class apart."""
+        """Return a state key that contains the arguments by which two callbacks of one class differ."""
         return f"{self.__class__.__qualname__}{kwargs!r}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,13 +125,13 @@ class Callback:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called when fit, validate, test or predict begins; ``stage`` says which."""
+        """Called when a call begins; ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called when fit, validate, test or predict ends, also after an exception."""
+        """Called when a call ends, also after an exception; ``stage`` as for ``setup``."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when fit begins, after ``setup``."""
@@ -105,14 +158,23 @@ class Callback:
         """Called after the last batch of a training epoch; values logged in the epoch are final."""
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Called before a training batch."""
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        """Called after a training batch; the counters already include it."""
+        """Called after a training batch; the counters already include it.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the module.
+            outputs: ``{"loss": detached loss, ...}``, or None where ``training_step`` returned None.
+            batch: the batch, on the device.
+            batch_idx: index of the batch in the epoch, from 0.
+
+        """
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called when validation begins."""
@@ -130,7 +192,7 @@ class Callback:
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -140,8 +202,8 @@ class Callback:
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -163,7 +225,7 @@ class Callback:
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -173,8 +235,8 @@ class Callback:
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -196,7 +258,7 @@ class Callback:
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -206,8 +268,8 @@ class Callback:
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -219,7 +281,7 @@ class Callback:
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Called before a checkpoint is written; may change ``checkpoint``."""
+        """Called before a checkpoint is written; may add to ``checkpoint`` or change it."""
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -1,15 +1,18 @@
-"""ModelHooks: the moments of a run a module may act at; ``hasten.hooks.HOOKS`` has their order."""
+"""The hooks of a module with their defaults; ``hasten.hooks.HOOKS`` lists all hooks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+if TYPE_CHECKING:
+    from hasten.types import Batch, StepOutput
+
 
 class ModelHooks:
-    """The hooks of a module; each does nothing unless it says otherwise."""
+    """The hooks of a module; they do nothing by default. ``hasten.Callback`` describes their arguments."""
 
     def on_fit_start(self) -> None:
         """Called when fit begins, after ``setup``."""
@@ -29,11 +32,18 @@ class ModelHooks:
     def on_train_epoch_end(self) -> None:
         """Called after the last batch of a training epoch."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         """Called before a training batch; return -1 to skip the rest of the epoch."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Called after a training batch."""
+    def on_train_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int) -> None:
+        """Called after a training batch; the counters already include it.
+
+        Args:
+            outputs: ``{"loss": detached loss, ...}``, or None where ``training_step`` returned None.
+            batch: the batch, on the device.
+            batch_idx: index of the batch in the epoch, from 0.
+
+        """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Called before gradients are cleared."""
@@ -45,7 +55,7 @@ class ModelHooks:
         """Called after backward, before the optimizer steps."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called when gradients are complete and unscaled, before they are clipped."""
+        """Called when the gradients of a step are complete and unscaled, before they are clipped."""
 
     def on_validation_start(self) -> None:
         """Called when validation begins."""
@@ -59,11 +69,11 @@ class ModelHooks:
     def on_validation_epoch_end(self) -> None:
         """Called after the last validation batch."""
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before a validation batch."""
 
     def on_validation_batch_end(
-        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called after a validation batch."""
 
@@ -78,8 +88,8 @@ class ModelHooks:
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Called when validation ends; unless overridden, every sub-module gets back the mode it had instead."""
-        # For an override that calls super(): whoever takes the moment over decides for the whole module.
+        """Called when validation ends; unless overridden, every sub-module gets its former mode back instead."""
+        # Reached by overrides that call super(): such a module sets the mode of all its parts.
         assert isinstance(self, nn.Module)
         self.train()
 
@@ -95,10 +105,12 @@ class ModelHooks:
     def on_test_epoch_end(self) -> None:
         """Called after the last test batch."""
 
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before a test batch."""
 
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(
+        self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called after a test batch."""
 
     def on_test_model_eval(self) -> None:
@@ -107,8 +119,8 @@ class ModelHooks:
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """Called when a test ends; unless overridden, every sub-module gets back the mode it had instead."""
-        # For an override that calls super(): whoever takes the moment over decides for the whole module.
+        """Called when a test ends; unless overridden, every sub-module gets its former mode back instead."""
+        # Reached by overrides that call super(): such a module sets the mode of all its parts.
         assert isinstance(self, nn.Module)
         self.train()
 
@@ -124,10 +136,12 @@ class ModelHooks:
     def on_predict_epoch_end(self) -> None:
         """Called after the last prediction batch."""
 
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Called before a prediction batch."""
 
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(
+        self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Called after a prediction batch."""
 
     def on_predict_model_eval(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, Self, cast
 
@@ -20,12 +20,26 @@ from hasten.module.hook_defaults import ModelHooks
 from hasten.module.hparams import HyperparametersMixin, OnClassOnly, construct
 
 if TYPE_CHECKING:
+    from hasten.fabric import Fabric
     from hasten.logged_values import LoggedValues
+    from hasten.module.callback import Callback
     from hasten.trainer import Trainer
+    from hasten.types import (
+        Group,
+        MapLocation,
+        OptimizerLRScheduler,
+        PathLike,
+        Scheduler,
+        StepOutput,
+        Tensors,
+    )
 
 
 class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, nn.Module):
-    """A ``torch.nn.Module`` that knows its training, validation, test and prediction step.
+    """A ``torch.nn.Module`` with its training, validation, test and prediction steps.
+
+    Override ``training_step`` and ``configure_optimizers`` to train, the other steps for the other calls of
+    ``Trainer``, and any hook. A batch is what the loader yields, on the device of the run.
 
     Example::
 
@@ -48,15 +62,15 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
 
-    # Annotated for type checkers only: TorchScript would take annotations for types of its own.
+    # Annotated for type checkers only: TorchScript reads annotations of classes.
     if TYPE_CHECKING:
         _trainer: Trainer | None
-        _fabric: Any
+        _fabric: Fabric | None
         _logged: LoggedValues | None
         _strict_loading: bool | None
         _example_input_array: Any
 
-    # Class attributes, so that a subclass which sets them before super().__init__() finds them too.
+    # Class attributes: a subclass may set them before super().__init__().
     _trainer = None
     _fabric = None
     _logged = None
@@ -83,43 +97,72 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
         """Same as ``torch.nn.Module.forward``."""
         return super().forward(*args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of one batch: a tensor, or a dict with the key ``"loss"``.
+    def training_step(self, *args: Any, **kwargs: Any) -> StepOutput:
+        """Compute the loss of one batch.
 
         Args:
-            args: ``(batch)`` or ``(batch, batch_idx)``.
+            args: ``(batch)`` or ``(batch, batch_idx)``; ``batch_idx`` counts from 0 in each epoch.
             kwargs: not used.
 
-        A dict may also hold ``"loss_weight"``: how many samples or tokens the loss is the mean of. Then
-        gradients accumulated over several batches (and processes) are those of the mean over all of them. A
-        batch of weight 0 adds nothing.
-        Return None to skip a batch.
+        Returns:
+            the loss, a tensor with one element that requires a gradient; or a dict with the loss under ``"loss"``; or
+            None to skip the batch. A dict may also hold ``"loss_weight"``: how many samples or tokens the loss is the
+            mean of. Then gradients accumulated over several batches (and processes) are those of the mean over all of
+            them, and a batch of weight 0 adds nothing.
+
         """
         raise NotImplementedError(f"{type(self).__name__} has no training_step().")
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Look at one validation batch: ``(batch, batch_idx)``, with several loaders also ``dataloader_idx``."""
+    def validation_step(self, *args: Any, **kwargs: Any) -> StepOutput:
+        """Evaluate one validation batch.
+
+        Args:
+            args: ``(batch, batch_idx)``; with several loaders ``(batch, batch_idx, dataloader_idx)``.
+            kwargs: not used.
+
+        Returns:
+            anything, for ``on_validation_batch_end``.
+
+        """
         raise NotImplementedError(f"{type(self).__name__} has no validation_step().")
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Look at one test batch: ``(batch, batch_idx)``, with several loaders also ``dataloader_idx``."""
+    def test_step(self, *args: Any, **kwargs: Any) -> StepOutput:
+        """Evaluate one test batch; see ``validation_step``."""
         raise NotImplementedError(f"{type(self).__name__} has no test_step().")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the prediction for one batch; calls ``forward`` by default."""
         return self(args[0] if args else next(iter(kwargs.values())))
 
-    def configure_optimizers(self) -> Any:
-        """Return the optimizer, or optimizer and learning-rate schedulers.
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return what to optimize with.
 
-        One of: an optimizer; a list of optimizers; two lists (optimizers, schedulers); a dict with
-        ``"optimizer"`` and optionally ``"lr_scheduler"`` (a scheduler, or a dict with ``scheduler``,
-        ``interval`` "epoch" or "step", ``frequency``, ``monitor``, ``strict``, ``name``); None.
+        Returns:
+            one of
+
+            - an optimizer, or a list of optimizers (with several, optimize manually);
+            - two lists: optimizers, and learning-rate schedulers or dicts as below;
+            - a dict with ``"optimizer"`` and optionally ``"lr_scheduler"``: a scheduler, or a dict with
+              ``scheduler``, ``interval`` ("epoch", the default, or "step"), ``frequency`` (1), ``monitor`` (the
+              name of a logged value, for ``ReduceLROnPlateau``), ``strict`` (True: an error if that value is missing)
+              and ``name`` (for ``LearningRateMonitor``); or a list of such dicts;
+            - None to train without an optimizer.
+
+        Example::
+
+            >>> import hasten as L, torch
+            >>> class Model(L.LightningModule):
+            ...     def configure_optimizers(self):
+            ...         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            ...         steps = int(self.trainer.estimated_stepping_batches)
+            ...         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
+            ...         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
         """
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers().")
 
-    def configure_callbacks(self) -> Any:
-        """Return callbacks this module brings along; they replace the Trainer's of the same type."""
+    def configure_callbacks(self) -> Sequence[Callback] | Callback:
+        """Return callbacks of this module; they replace those of the same type in the Trainer."""
         return []
 
     def configure_model(self) -> None:
@@ -234,8 +277,8 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
                 rank_zero_only,
             )
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once, on the first process, beside the progress bar."""
+    def print(self, *args: object, **kwargs: Any) -> None:
+        """Print on the first process only, above the progress bar."""
         if self._trainer is None:
             print(*args, **kwargs)
         else:
@@ -260,24 +303,24 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        # Past nn.Module.__setattr__ and its checks: the Trainer is no part of the model.
+        # Not through nn.Module.__setattr__: the Trainer is not a part of the model.
         self.__dict__["_trainer"] = trainer
         for child in self.children():
             if isinstance(child, LightningModule):
                 child.trainer = trainer
 
     @property
-    def fabric(self) -> Any:
+    def fabric(self) -> Fabric | None:
         """The Fabric this module was set up with, or None."""
         return self._fabric
 
     @fabric.setter
-    def fabric(self, fabric: Any) -> None:
+    def fabric(self, fabric: Fabric | None) -> None:
         self.__dict__["_fabric"] = fabric
 
     @property
     def automatic_optimization(self) -> bool:
-        """Whether the Trainer runs backward and the optimizer; False for manual optimisation."""
+        """Whether the Trainer runs backward and the optimizer; False for manual optimization."""
         return self._automatic_optimization
 
     @automatic_optimization.setter
@@ -287,7 +330,7 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
 
     @property
     def strict_loading(self) -> bool:
-        """Whether loading a checkpoint asks for exactly the same keys; True by default."""
+        """Whether the keys of a checkpoint must be exactly those of the module; True by default."""
         return self._strict_loading is None or self._strict_loading
 
     @strict_loading.setter
@@ -300,7 +343,7 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
         return self._example_input_array
 
     @example_input_array.setter
-    def example_input_array(self, example: Any) -> None:
+    def example_input_array(self, example: object) -> None:
         self.__dict__["_example_input_array"] = example
 
     @property
@@ -365,14 +408,14 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
     # -- optimisation
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or a list of them, for use in manual optimisation.
+        """Return the optimizer, or a list of several, for manual optimization.
 
         Args:
             use_pl_optimizer: return wrappers whose ``step`` counts in ``global_step`` and handles precision.
 
         """
         if self._fabric is not None:
-            found = list(self._fabric._optimizers)
+            found = list(self._fabric.wrapped_optimizers)
         else:
             found = self.trainer.wrapped_optimizers if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else found
@@ -384,14 +427,24 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
             return None
         return found[0] if len(found) == 1 else found
 
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward in manual optimisation, with the precision and strategy of the run."""
+    def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
+        """Run backward in manual optimization, in the precision and strategy of the run.
+
+        Args:
+            loss: a tensor with one element.
+            args: for ``Tensor.backward``.
+            kwargs: for ``Tensor.backward``.
+
+        Raises:
+            MisconfigurationException: optimization is automatic.
+
+        """
         if self._fabric is not None:
             self._fabric.backward(loss, *args, **kwargs)
             return
         if self.automatic_optimization:
             raise MisconfigurationException(
-                "manual_backward() is for manual optimisation. "
+                "manual_backward() is for manual optimization. "
                 "Set self.automatic_optimization = False in __init__, or return the loss from training_step."
             )
         self.trainer.manual_backward(loss, *args, **kwargs)
@@ -432,25 +485,34 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
         self,
         epoch: int,
         batch_idx: int,
-        optimizer: Any,
+        optimizer: Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the optimizer. An override must pass ``optimizer_closure`` on: it runs step and backward."""
+        """Step the optimizer.
+
+        Args:
+            epoch: index of the epoch, from 0.
+            batch_idx: index of the batch in the epoch, from 0.
+            optimizer: what to step.
+            optimizer_closure: runs ``training_step`` and backward; an override must pass it to ``optimizer.step``.
+
+        """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Clear the gradients."""
         optimizer.zero_grad()
 
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+    def lr_scheduler_step(self, scheduler: Scheduler, metric: float | Tensor | None) -> None:
         """Step a learning-rate scheduler; ``metric`` is the monitored value, or None."""
+        step: Callable[..., object] = scheduler.step
         if metric is None:
-            scheduler.step()
+            step()
         else:
-            scheduler.step(metric)
+            step(metric)
 
-    def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let only the parameters of ``optimizer`` require gradients, until ``untoggle_optimizer``."""
+    def toggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Let only the parameters of ``optimizer`` require gradients until ``untoggle_optimizer`` is called."""
         self.untoggle_optimizer(optimizer)
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         state = {
@@ -463,14 +525,14 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
             parameter.requires_grad = required and id(parameter) in own
         self.__dict__["_before_toggle"] = state
 
-    def untoggle_optimizer(self, optimizer: Any) -> None:
+    def untoggle_optimizer(self, optimizer: Optimizer) -> None:
         """Undo ``toggle_optimizer``."""
         for parameter, required in self.__dict__.pop("_before_toggle", {}).items():
             parameter.requires_grad = required
 
     @contextmanager
-    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """Run a block with ``toggle_optimizer`` in force."""
+    def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
+        """Return a context in which only the parameters of ``optimizer`` require gradients."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -478,22 +540,25 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
             self.untoggle_optimizer(optimizer)
 
     def freeze(self) -> None:
-        """Stop training: no parameter requires a gradient, and the module is in eval mode."""
+        """Turn off gradients of all parameters, and switch to eval mode."""
         self.requires_grad_(False)
         self.eval()
 
     def unfreeze(self) -> None:
-        """Train all parameters, in train mode."""
+        """Turn on gradients of all parameters, and switch to train mode."""
         self.requires_grad_(True)
         self.train()
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Gather tensors of all processes: ``(world_size, *shape)``.
+    def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
+        """Return the tensors of all processes, stacked in a new first dimension.
 
         Args:
-            data: a tensor or a nested collection of tensors.
-            group: the process group; all processes by default.
-            sync_grads: let gradients flow back.
+            data: tensors of shape (...), the same on every process, or numbers; alone or in a collection.
+            group: the processes; all by default.
+            sync_grads: let gradients flow back to the processes that the tensors came from.
+
+        Returns:
+            ``data`` with tensors of shape (world_size, ...); with one process, of shape (...).
 
         """
         if self._fabric is not None:
@@ -505,32 +570,32 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
     @OnClassOnly
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | IO[bytes] | Any,
-        map_location: Any = None,
-        hparams_file: Any = None,
+        checkpoint_path: PathLike | IO[bytes],
+        map_location: MapLocation = None,
+        hparams_file: PathLike | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Make the module again from the hyper-parameters and weights in a checkpoint.
+        """Build the module from the hyper-parameters and weights in a checkpoint.
 
         Args:
             checkpoint_path: path, URL or open binary file.
             map_location: where tensors go; the CPU by default.
-            hparams_file: a YAML file with hyper-parameters, for files that hold none.
-            strict: ask for exactly the same keys; ``strict_loading`` of the module by default.
+            hparams_file: a YAML or CSV file with hyper-parameters, for checkpoints without them.
+            strict: require exactly the same keys; ``strict_loading`` of the module by default.
             weights_only: False also reads files that hold Python objects: only for files you trust.
-            kwargs: arguments of ``__init__`` that replace those stored or were never stored.
+            kwargs: arguments of ``__init__``; they take precedence over those stored.
 
         Raises:
             TypeError: ``__init__`` needs arguments that are neither stored nor given.
-            RuntimeError: the weights do not fit; names missing, unexpected and mis-shaped keys.
+            RuntimeError: the weights do not fit; the message names missing, unexpected and mis-shaped keys.
 
         """
         return construct(cls, checkpoint_path, map_location, hparams_file, weights_only, kwargs, strict)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or pickle of the module is the model alone, not the run it takes part in.
+        # A copy or pickle of the module is the model without its run.
         state = dict(self.__dict__)
         for name in ("_trainer", "_logged", "_fabric"):
             state.pop(name, None)
@@ -547,6 +612,12 @@ _HOOKS = frozenset(
     or name.endswith(("_step", "_dataloader"))
     or name in ("backward", "clip_gradients", "prepare_data")
 ) | {"__class__"}
+
+
+def trainer_of(module: object) -> Trainer | None:
+    """Return the Trainer that a module takes part in a run of, or None."""
+    return module._trainer if isinstance(module, LightningModule) else None
+
 
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
 

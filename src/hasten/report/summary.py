@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from hasten.module.module import trainer_of
+
 UNKNOWN_SIZE = "?"
 NOT_APPLICABLE = "n/a"
 LEFTOVER_PARAMS_NAME = "other params"
@@ -405,6 +407,5 @@ def _parameters_of(layers: list[LayerSummary]) -> Iterable[Tensor]:
 
 def _autocast_of(model: nn.Module) -> Any:
     """Return the run's autocast, if the model is in a run."""
-    trainer = getattr(model, "_trainer", None) or model.__dict__.get("_trainer")
-    runtime = getattr(trainer, "_runtime", None)
-    return contextlib.nullcontext() if runtime is None else runtime.autocast()
+    trainer = trainer_of(model)
+    return contextlib.nullcontext() if trainer is None else trainer.runtime.autocast()

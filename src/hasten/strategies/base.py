@@ -85,6 +85,11 @@ class Strategy(ABC):
         return False
 
     @property
+    def launches_functions(self) -> bool:
+        """Whether ``launch`` runs its function in copies of this process, so that there must be one."""
+        return False
+
+    @property
     def root_device(self) -> torch.device:
         """The device of this process."""
         return self.parallel_devices[self.local_rank]

@@ -96,6 +96,11 @@ class ParallelStrategy(Strategy):
         return isinstance(self._launcher, StartCopies) and self._launcher.start_method == "fork"
 
     @property
+    def launches_functions(self) -> bool:
+        """Whether ``launch`` runs its function in copies of this process, so that there must be one."""
+        return isinstance(self._launcher, StartCopies)
+
+    @property
     def global_rank(self) -> int:
         """Which process of the run this is, from 0."""
         return self._global_rank

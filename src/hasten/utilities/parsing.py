@@ -9,6 +9,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from hasten.module.hparams import AttributeDict
+from hasten.module.module import trainer_of
 
 
 def is_picklable(obj: object) -> bool:
@@ -111,7 +112,7 @@ def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
 
 
 def _holders(model: Any, attribute: str) -> list[Any]:
-    trainer = getattr(model, "_trainer", None)
+    trainer = trainer_of(model)
     owners = [model, getattr(trainer, "datamodule", None)]
     found: list[Any] = []
     for owner in owners:
