@@ -366,7 +366,7 @@ def test_callbacks_log_by_themselves() -> None:
     trainer.fit(Classifier(), loader(12))
     assert trainer.callback_metrics["started"] == 1
     assert trainer.callback_metrics["batch"] == 2
-    with pytest.raises(RuntimeError, match=r"LogsItself\.log\(\): there is no run"):
+    with pytest.raises(RuntimeError, match=r"LogsItself\.log\(\): no run is in progress"):
         callback.log("late", 1)
 
 

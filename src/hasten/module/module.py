@@ -427,7 +427,7 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
             return None
         return found[0] if len(found) == 1 else found
 
-    def manual_backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward in manual optimization, in the precision and strategy of the run.
 
         Args:
