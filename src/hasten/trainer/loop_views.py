@@ -1,18 +1,26 @@
-"""What programs read of ``trainer.fit_loop`` and its like: the counters and limits of a run, in the field's names."""
+"""``trainer.fit_loop`` and the other loops: counters and limits of a run under the names that programs use."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hasten.trainer.settings import Setting
+
 if TYPE_CHECKING:
+    from hasten.arguments import Arguments
     from hasten.loops.run_data import Source
     from hasten.trainer.properties import TrainerView
+
+_MAX_EPOCHS = "Epochs to train; -1 for no limit."
+_MIN_EPOCHS = "Epochs to train before a callback may stop the run."
+_MAX_STEPS = "Optimizer steps to train; -1 for no limit."
+_MIN_STEPS = "Optimizer steps to train before a callback may stop the run."
 
 
 @dataclass(frozen=True)
 class Count:
-    """How many were begun, and how many are complete."""
+    """How many have begun, and how many are complete."""
 
     ready: int = 0
     started: int = 0
@@ -22,56 +30,47 @@ class Count:
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of the whole run, and those of the epoch (or call) in hand."""
+    """The counts of the whole run, and those of the current epoch (or call)."""
 
     total: Count
     current: Count
 
 
-class FitLoop:
-    """``trainer.fit_loop``: limits, which can be changed, and counters, which can be read.
+class LoopView:
+    """A view of one loop of a Trainer."""
+
+    def __init__(self, trainer: TrainerView) -> None:
+        self._trainer = trainer
+
+    @property
+    def _arguments(self) -> Arguments:
+        return self._trainer._arguments
+
+    def _change(self, name: str, value: Any) -> None:
+        self._trainer._change(name, value)
+
+
+class FitLoop(LoopView):
+    """``trainer.fit_loop``: limits, which can be assigned, and counters.
 
     Example::
 
         >>> import hasten as L
         >>> trainer = L.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False)
-        >>> trainer.fit_loop.max_epochs += 3  # a later fit goes on
+        >>> trainer.fit_loop.max_epochs += 3  # a later fit continues
         >>> trainer.max_epochs
         5
 
     """
 
+    max_epochs = Setting[int](_MAX_EPOCHS)
+    min_epochs = Setting[int | None](_MIN_EPOCHS)
+    max_steps = Setting[int](_MAX_STEPS, settable=False)
+    min_steps = Setting[int | None](_MIN_STEPS, settable=False)
+
     def __init__(self, trainer: TrainerView) -> None:
-        self._trainer = trainer
+        super().__init__(trainer)
         self.epoch_loop = TrainingEpochLoop(trainer)
-
-    @property
-    def max_epochs(self) -> int | None:
-        """Epochs to train; -1 for no limit."""
-        return self._trainer.max_epochs
-
-    @max_epochs.setter
-    def max_epochs(self, epochs: int | None) -> None:
-        self._trainer._change("max_epochs", epochs)
-
-    @property
-    def min_epochs(self) -> int | None:
-        """Epochs to train before a callback may stop the run."""
-        return self._trainer.min_epochs
-
-    @min_epochs.setter
-    def min_epochs(self, epochs: int | None) -> None:
-        self._trainer._change("min_epochs", epochs)
-
-    @property
-    def max_steps(self) -> int:
-        """Optimizer steps to train; -1 for no limit."""
-        return self._trainer.max_steps
-
-    @property
-    def min_steps(self) -> int | None:
-        """Optimizer steps to train before a callback may stop the run."""
-        return self._trainer.min_steps
 
     @property
     def max_batches(self) -> float:
@@ -80,18 +79,18 @@ class FitLoop:
 
     @property
     def batch_idx(self) -> int:
-        """Index of the last batch done in this epoch; -1 before the first."""
+        """Index of the last batch completed in this epoch; -1 before the first."""
         return self.epoch_loop.batch_idx
 
     @property
     def total_batch_idx(self) -> int:
-        """Index of the last batch done in the run; -1 before the first."""
+        """Index of the last batch completed in the run; -1 before the first."""
         return self.epoch_loop.total_batch_idx
 
     @property
     def epoch_progress(self) -> Counts:
-        """The epochs begun and complete."""
-        progress = self._trainer._progress
+        """The epochs that have begun and that are complete."""
+        progress = self._trainer.progress
         running = self._trainer.training or progress.mid_epoch
         begun = max(progress.epochs_done, progress.epoch + 1 if running else 0)
         count = Count(begun, begun, progress.epochs_done, progress.epochs_done)
@@ -99,27 +98,30 @@ class FitLoop:
 
     @property
     def done(self) -> bool:
-        """Whether training is over: a limit is reached, or somebody asked and may."""
+        """Whether training is over: a limit is reached, or a request to stop takes effect."""
         run = self._trainer._run
         return run is not None and run.finished()
 
     @property
     def restarting(self) -> bool:
-        """Whether this fit goes on from a checkpoint."""
+        """Whether this fit continues from a checkpoint."""
         return self._trainer.ckpt_path is not None
 
     def setup_data(self) -> None:
-        """Ask for the training data now."""
+        """Load the training data now."""
         source = self._trainer._source("train")
         if source is not None:
             source.load()
 
 
-class TrainingEpochLoop:
+class TrainingEpochLoop(LoopView):
     """``trainer.fit_loop.epoch_loop``."""
 
+    max_steps = Setting[int](_MAX_STEPS)
+    min_steps = Setting[int | None](_MIN_STEPS)
+
     def __init__(self, trainer: TrainerView) -> None:
-        self._trainer = trainer
+        super().__init__(trainer)
         self.val_loop = EvaluationLoop(trainer, "validation")
 
     @property
@@ -128,53 +130,32 @@ class TrainingEpochLoop:
         return self._trainer.global_step
 
     @property
-    def max_steps(self) -> int:
-        """Optimizer steps to train; -1 for no limit."""
-        return self._trainer.max_steps
-
-    @max_steps.setter
-    def max_steps(self, steps: int) -> None:
-        self._trainer._change("max_steps", steps)
-
-    @property
-    def min_steps(self) -> int | None:
-        """Optimizer steps to train before a callback may stop the run."""
-        return self._trainer.min_steps
-
-    @min_steps.setter
-    def min_steps(self, steps: int | None) -> None:
-        self._trainer._change("min_steps", steps)
-
-    @property
     def batch_idx(self) -> int:
-        """Index of the last batch done in this epoch; -1 before the first."""
-        return self._trainer._progress.batch - 1
+        """Index of the last batch completed in this epoch; -1 before the first."""
+        return self._trainer.progress.batch - 1
 
     @property
     def total_batch_idx(self) -> int:
-        """Index of the last batch done in the run; -1 before the first."""
-        return self._trainer._progress.total_batches - 1
+        """Index of the last batch completed in the run; -1 before the first."""
+        return self._trainer.progress.total_batches - 1
 
     @property
     def batch_progress(self) -> Counts:
         """The batches done in the run and in this epoch."""
-        progress = self._trainer._progress
-        return Counts(
-            total=Count(*[progress.total_batches] * 4),
-            current=Count(*[progress.batch] * 4),
-        )
+        progress = self._trainer.progress
+        return Counts(total=Count(*[progress.total_batches] * 4), current=Count(*[progress.batch] * 4))
 
     @property
     def _batches_that_stepped(self) -> int:
         # The x axis of loggers: packages pass it to ``logger.log_metrics``.
-        return self._trainer._progress.updates
+        return self._trainer.progress.updates
 
 
-class EvaluationLoop:
+class EvaluationLoop(LoopView):
     """``trainer.validate_loop``, ``trainer.test_loop`` and ``trainer.fit_loop.epoch_loop.val_loop``."""
 
     def __init__(self, trainer: TrainerView, source: str) -> None:
-        self._trainer = trainer
+        super().__init__(trainer)
         self._name = source
 
     @property
@@ -184,7 +165,7 @@ class EvaluationLoop:
 
     @property
     def num_dataloaders(self) -> int:
-        """How many loaders there are."""
+        """Number of loaders."""
         return len(self.max_batches)
 
     @property
@@ -203,7 +184,7 @@ class EvaluationLoop:
 
 
 class DataSource:
-    """Where the batches of a loop come from; packages ask it whether there are any."""
+    """Where the batches of a loop come from."""
 
     def __init__(self, source: Source | None) -> None:
         self._source = source
@@ -223,18 +204,18 @@ class PredictionLoop(EvaluationLoop):
 
     @property
     def predictions(self) -> list[Any]:
-        """What was predicted, by batch; by loader and batch where there are several."""
+        """The predictions by batch; with several loaders by loader and batch."""
         run = self._trainer._run
         return [] if run is None or run.kept_predictions is None else run.kept_predictions
 
     @property
     def epoch_batch_indices(self) -> list[list[list[int]]]:
-        """Indices in the dataset of the samples of each batch, by loader and batch."""
+        """Dataset indices of the samples of each batch, by loader and batch."""
         run = self._trainer._run
         return [] if run is None else run.epoch_batch_indices
 
     @property
     def current_batch_indices(self) -> list[int]:
-        """Indices in the dataset of the samples of the batch in hand."""
+        """Dataset indices of the samples of the current batch."""
         run = self._trainer._run
         return [] if run is None else run.batch_indices

@@ -1,4 +1,4 @@
-"""What a Trainer shows of itself and of its run: properties only, none of which waits for the device."""
+"""Read-only properties of Trainer; none waits for the device."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def current_epoch(self) -> int:
-        """Index of the epoch in hand; between epochs and after fit, how many there were."""
+        """Index of the current epoch, from 0; between epochs and after fit, the number of epochs done."""
         return self._progress.current_epoch
 
     @property
@@ -82,12 +82,12 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the training batch in hand is the last of its epoch."""
+        """Whether the current training batch is the last of its epoch."""
         return self._run is not None and self._run.is_last_batch
 
     @property
     def should_stop(self) -> bool:
-        """Whether somebody asked to stop; set it to True to end the run after this batch."""
+        """Whether the run was asked to stop; assign True to end it after this batch."""
         agreed = self._run is not None and self._run.stop_agreed
         return self._should_stop or agreed
 
@@ -133,7 +133,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last call ended before its end."""
+        """Whether the last call was ended by an exception or a signal."""
         return self.state.status == TrainerStatus.INTERRUPTED
 
     @property
@@ -143,10 +143,10 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def between_batches(self) -> bool:
-        """Whether the state is that between two batches, and so can be saved."""
+        """Whether no batch is in progress, so that the state can be saved."""
         return self._between_batches
 
-    # -- the loops, as programs of the field read them
+    # -- the loops
 
     @property
     def fit_loop(self) -> FitLoop:
@@ -234,7 +234,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def wrapped_optimizers(self) -> list[Any]:
-        """The optimizers as manual optimisation uses them."""
+        """The optimizers as manual optimization uses them."""
         return [] if self._run is None else self._run.wrapped_optimizers
 
     @property
@@ -285,7 +285,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def compile_report(self) -> CompileReport | None:
-        """What ``compile`` did in the last run: graphs, seconds, breaks and recompiles; None where it is off."""
+        """Graphs, seconds, breaks and recompiles of ``compile`` in the last run; None where it is off."""
         run = self._run
         return None if run is None or run.compiled is None else run.compiled.report()
 
@@ -302,7 +302,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps the whole fit will take; infinite when nothing limits it.
+        """Number of optimizer steps of the whole fit; infinite when nothing limits it.
 
         Example: a scheduler's ``total_steps=self.trainer.estimated_stepping_batches``.
         """
@@ -349,7 +349,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this run's logs, the same on all processes."""
+        """The folder for the logs of this run, the same on all processes."""
         if self._loggers:
             logger = self._loggers[0]
             folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
@@ -362,13 +362,13 @@ class TrainerView(RuntimeView, TrainerSettings):
     def callback_metrics(self) -> dict[str, Tensor]:
         """The latest value of everything logged, by name; converting one to a number may wait.
 
-        The value of a step logged with ``sync_dist=True`` on several processes is that of the last logging interval;
-        ``sync_step_values`` renews it.
+        With several processes, the value of a step logged with ``sync_dist=True`` is that of the last logging
+        interval; ``sync_step_values`` updates it.
         """
         return self._logged.callback_metrics()
 
     def sync_step_values(self) -> None:
-        """Reduce the values that training steps logged with ``sync_dist=True`` now; all processes must call it."""
+        """Reduce the values that training steps logged with ``sync_dist=True``; all processes must call it."""
         self._logged.sync_step_values()
 
     @property
@@ -378,7 +378,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The values for the bar that have arrived on the host."""
+        """The values for the progress bar that have arrived on the host."""
         self._logged.deliver()
         if self.training:
             self._logged.publish_bar(self._progress.epoch)
@@ -388,7 +388,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     @property
     def callbacks(self) -> list[Callback]:
-        """All callbacks, in the order they run; hooks of one appended later are found at once."""
+        """All callbacks in the order they run; the hooks of one added later run from then on."""
         return self._callbacks
 
     @callbacks.setter
