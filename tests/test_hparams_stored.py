@@ -13,9 +13,9 @@ import torch
 
 import hasten as L
 from hasten.loggers import CSVLogger
+from tests.fakes import RowLogger
 from tests.models import loader, quiet
 from tests.test_hparams import Any_, Base, Config, One, stored
-from tests.test_log import Rows
 
 
 class Colour(enum.Enum):
@@ -140,7 +140,7 @@ def test_a_datamodule_without_state_in_the_file(tmp_path: Path) -> None:
 # -- loggers
 
 
-class Keeps(Rows):
+class Keeps(RowLogger):
     def __init__(self) -> None:
         super().__init__()
         self.given: list[Any] = []

@@ -1,17 +1,19 @@
-"""From what the user writes ("gpu", 8, "ddp", "bf16-mixed") to a Runtime: one function for each argument."""
+"""Make a Runtime from what the user writes ("gpu", 8, "ddp", "bf16-mixed"): one function per argument."""
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten.checkpoint.io import CheckpointIO
 from hasten.machine.cluster import ClusterEnvironment, TorchElasticEnvironment, find_cluster
 from hasten.machine.devices import ACCELERATORS, Accelerator, CPUAccelerator, best_accelerator
+from hasten.machine.host import is_interactive
 from hasten.precision.base import Precision
 from hasten.precision.bitsandbytes import MODES
 from hasten.precision.builtin import DoublePrecision, HalfPrecision, MixedPrecision
@@ -22,6 +24,11 @@ from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.single import SingleDeviceStrategy
+
+if TYPE_CHECKING:
+    from hasten.types import AcceleratorLike, Devices, Plugin, PrecisionName, StrategyLike
+
+T = TypeVar("T")
 
 PRECISIONS = {
     "64-true": ("64-true", "64", "double"),
@@ -35,8 +42,8 @@ PRECISIONS = {
     "transformer-engine-float16": ("transformer-engine-float16",),
 }
 
-# What other libraries call them.
-_MEANT = {
+# Spellings of other libraries.
+_OTHER_PRECISIONS = {
     **dict.fromkeys(("float64", "fp64"), "64-true"),
     **dict.fromkeys(("float32", "fp32", "float", "no", "none"), "32-true"),
     **dict.fromkeys(("float16", "f16", "fp16-mixed", "amp"), "16-mixed"),
@@ -45,7 +52,7 @@ _MEANT = {
 }
 
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-# What each name of a strategy means: the start method and DDP's arguments.
+# Names of strategies: the start method and the arguments of DDPStrategy.
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     f"ddp{suffix}{ending}": (method, options)
     for suffix, method in _START_METHODS.items()
@@ -56,7 +63,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     }.items()
 }
 _SINGLE_DEVICE = "single_device"
-# Names of the field for what this version does not have, and what DDP is beside it.
+# Names of strategies that this version does not have, and how DDP compares.
 _THREADS = "it copies the model to each device in each step, from one process; DDP keeps a copy on each and is faster"
 _SHARDED = "DDP keeps the whole model on each device"
 _OTHER_STRATEGIES = {
@@ -74,21 +81,21 @@ _OTHER_STRATEGIES = {
 }
 _NO_SUCH_DEVICE = ("xla", "hpu", "tpu", "ipu", "single_xla", "single_tpu", "single_hpu", "single_ipu")
 _OTHER_ACCELERATORS = ("tpu", "xla", "hpu", "ipu", "xpu", "npu")
-# AMD's GPUs, which torch calls by NVIDIA's name.
+# AMD GPUs, which torch calls "cuda".
 _ROCM = ("rocm", "hip", "amd")
 
 
 def runtime(
     *,
-    accelerator: Any = "auto",
-    strategy: Any = "auto",
-    devices: Any = "auto",
-    num_nodes: Any = 1,
-    precision: Any = None,
-    plugins: Any = None,
+    accelerator: AcceleratorLike | None = "auto",
+    strategy: StrategyLike | None = "auto",
+    devices: Devices | None = "auto",
+    num_nodes: int | str = 1,
+    precision: PrecisionName | str | int | None = None,
+    plugins: Plugin | Sequence[Plugin] | None = None,
     owner: str = "Trainer",
 ) -> Runtime:
-    """Return the Runtime that the arguments of a Trainer or a Fabric ask for. Nothing is started.
+    """Return the Runtime for the arguments of a Trainer or a Fabric. Nothing is started.
 
     Args:
         accelerator: "auto", "cpu", "cuda", "gpu", "mps", or an Accelerator.
@@ -101,8 +108,8 @@ def runtime(
         owner: "Trainer" or "Fabric", for the messages.
 
     Raises:
-        TypeError: an argument has a type it cannot have.
-        ValueError: an argument names what is not there, or two contradict each other.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument names something unavailable, or two contradict each other.
 
     Example::
 
@@ -114,35 +121,34 @@ def runtime(
     chosen = _accelerator(accelerator, owner)
     num_nodes = _num_nodes(num_nodes, owner)
     cluster = cluster if cluster is not None else find_cluster()
-    wanted, num_nodes = _devices(devices, num_nodes, chosen, cluster, owner)
+    found, num_nodes = _devices(devices, num_nodes, chosen, cluster, owner)
     if isinstance(strategy, str) and strategy.lower() == _SINGLE_DEVICE and devices in (None, "auto"):
-        wanted = wanted[:1]
-    placed = _strategy(strategy, chosen, wanted, num_nodes, owner)
-    checks_later = wanted[0].type == "cuda" and placed.copies_this_process and not torch.cuda.is_initialized()
-    numbers = _precision(precision, precision_plugin, wanted[0], owner, check=not checks_later)
-    if isinstance(placed, ParallelStrategy):
-        _say_whose(owner, cluster.validate_settings, len(wanted), num_nodes)
-    placed.attach(accelerator=chosen, devices=wanted, cluster=cluster, num_nodes=num_nodes)
+        found = found[:1]
+    strategy_in_use = _strategy(strategy, chosen, found, num_nodes, owner)
+    checks_later = (
+        found[0].type == "cuda" and strategy_in_use.copies_this_process and not torch.cuda.is_initialized()
+    )
+    precision_in_use = _precision(precision, precision_plugin, found[0], owner, check=not checks_later)
+    if isinstance(strategy_in_use, ParallelStrategy):
+        _prefix_owner(owner, cluster.validate_settings, len(found), num_nodes)
+    strategy_in_use.attach(accelerator=chosen, devices=found, cluster=cluster, num_nodes=num_nodes)
     return Runtime(
         accelerator=chosen,
-        strategy=placed,
-        precision=numbers,
+        strategy=strategy_in_use,
+        precision=precision_in_use,
         cluster=cluster,
         checkpoint_io=checkpoint_io,
         checks_later=checks_later,
-        device_ids=[device.index if device.index is not None else i for i, device in enumerate(wanted)],
+        device_ids=[device.index if device.index is not None else i for i, device in enumerate(found)],
     )
 
 
-def _say_whose(owner: str, function: Any, *args: Any, instead: tuple[str, str] = ("", "")) -> Any:
-    """Call ``function`` and put ``owner`` in front of the message of what it raises.
+def _prefix_owner(
+    owner: str, function: Callable[..., T], *args: object, instead: tuple[str, str] = ("", "")
+) -> T:
+    """Return ``function(*args)``; put ``owner`` in front of the message of a ValueError or TypeError.
 
-    Args:
-        owner: "Trainer" or "Fabric".
-        function: what to call.
-        args: with what.
-        instead: what the message calls something, and what the user wrote for it.
-
+    ``instead`` replaces a part of the message by what the user wrote.
     """
     try:
         return function(*args)
@@ -172,7 +178,7 @@ def _plugins(
             )
         if found[kind] is not None:
             raise MisconfigurationException(
-                f"{owner}(plugins=[...]): there are two of the kind {kind.__name__}. Leave one out."
+                f"{owner}(plugins=[...]): there are two {kind.__name__} objects. Leave one out."
             )
         found[kind] = plugin
     return found[Precision], found[CheckpointIO], found[ClusterEnvironment]
@@ -215,7 +221,7 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
         )
     if name not in ACCELERATORS:
         raise ValueError(
-            f"{owner}(accelerator={accelerator!r}): there is no such accelerator. Use one of {_listed(allowed)}."
+            f"{owner}(accelerator={accelerator!r}): use one of {_listed(allowed)}."
             + did_you_mean(name, allowed)
         )
     kind = ACCELERATORS[name]
@@ -234,13 +240,10 @@ def _none_here(kind: str) -> str:
 def _num_nodes(num_nodes: Any, owner: str) -> int:
     if isinstance(num_nodes, str) and num_nodes.isdigit():
         num_nodes = int(num_nodes)
-    if isinstance(num_nodes, bool) or not hasattr(num_nodes, "__index__"):
-        raise TypeError(
-            f"{owner}(num_nodes={num_nodes!r}): use the number of machines, not {type(num_nodes).__name__}."
-        )
-    if num_nodes < 1:
-        raise ValueError(f"{owner}(num_nodes={num_nodes!r}): use the number of machines, at least 1.")
-    return int(num_nodes)
+    number: int = check.whole(
+        owner, "num_nodes", num_nodes, at_least=1, allowed="the number of machines, at least 1"
+    )
+    return number
 
 
 def _devices(
@@ -249,7 +252,7 @@ def _devices(
     """Return the devices of this machine, one for each process, and the number of machines."""
     if devices is None or devices == "auto":
         if isinstance(cluster, TorchElasticEnvironment):
-            # torchrun has decided how many processes there are.
+            # torchrun has set the number of processes.
             per_machine = cluster.local_world_size()
             if num_nodes == 1:
                 num_nodes = max(1, cluster.world_size() // per_machine)
@@ -258,8 +261,8 @@ def _devices(
     if isinstance(devices, (bool, float)):
         indices = "" if isinstance(accelerator, CPUAccelerator) else ", a list of indices, '0,1',"
         raise TypeError(f"{owner}(devices={devices!r}): use a number{indices} or 'auto'.")
-    parsed = _say_whose(owner, accelerator.parse_devices, devices)
-    found: list[torch.device] = _say_whose(owner, accelerator.get_parallel_devices, parsed)
+    parsed = _prefix_owner(owner, accelerator.parse_devices, devices)
+    found: list[torch.device] = _prefix_owner(owner, accelerator.get_parallel_devices, parsed)
     return found, num_nodes
 
 
@@ -285,7 +288,7 @@ def _strategy(
     elif strategy is None or (isinstance(strategy, str) and strategy.lower() == "auto"):
         if len(devices) * num_nodes == 1:
             return SingleDeviceStrategy()
-        chosen = DDPStrategy(start_method="fork" if _interactive() else "popen")
+        chosen = DDPStrategy(start_method="fork" if is_interactive() else "popen")
     elif isinstance(strategy, str):
         chosen = _named_strategy(strategy, devices[0], owner)
     else:
@@ -295,8 +298,8 @@ def _strategy(
         )
     if isinstance(chosen, ParallelStrategy) and devices[0].type == "mps":
         raise MisconfigurationException(
-            f"{owner}(strategy={strategy!r}, accelerator='mps'): MPS has one device and no way for processes to "
-            "speak. Use strategy='auto', or accelerator='cpu'."
+            f"{owner}(strategy={strategy!r}, accelerator='mps'): MPS has one device and no communication between "
+            "processes. Use strategy='auto', or accelerator='cpu'."
         )
     return chosen
 
@@ -310,7 +313,7 @@ def _named_strategy(strategy: str, device: torch.device, owner: str) -> Strategy
         raise ValueError(
             f"{owner}(strategy={strategy!r}): not in this version of hasten. Write strategy='auto'."
         )
-    # Of some there are variants: "fsdp_native", "deepspeed_stage_2".
+    # Some have variants: "fsdp_native", "deepspeed_stage_2".
     other = next((o for o in _OTHER_STRATEGIES if name == o or (len(o) > 3 and name.startswith(o))), None)
     if other is not None:
         usable = "auto" if device.type == "mps" else "ddp"
@@ -334,11 +337,11 @@ def _precision(
             and _precision_name(precision, device, owner, check=check) != plugin.precision
         ):
             raise MisconfigurationException(
-                f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both say in which numbers to "
-                "compute. Leave one out."
+                f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both set the precision. "
+                "Leave one out."
             )
         if check:
-            _say_whose(owner, plugin.check_device, device)
+            _prefix_owner(owner, plugin.check_device, device)
         return plugin
     name = "32-true" if precision is None else _precision_name(precision, device, owner, check=check)
     if name == "32-true":
@@ -354,15 +357,15 @@ def _precision(
     if name in ("16-true", "bf16-true"):
         made = HalfPrecision(name)  # type: ignore[arg-type]
     elif name in ("fp8", "transformer-engine", "transformer-engine-float16"):
-        # Before the package is asked for: it is no use where the device cannot.
+        # Before the package is imported: the device may not support it at all.
         if check:
-            _say_whose(owner, check_float8, device, name)
+            _prefix_owner(owner, check_float8, device, name)
         dtype = torch.float16 if name.endswith("float16") else torch.bfloat16
         made = Float8Precision() if name == "fp8" else TransformerEnginePrecision(weights_dtype=dtype)
     else:
-        made = _say_whose(owner, MixedPrecision, name, device.type, instead=written)
+        made = _prefix_owner(owner, MixedPrecision, name, device.type, instead=written)
     if check:
-        _say_whose(owner, made.check_device, device, instead=written)
+        _prefix_owner(owner, made.check_device, device, instead=written)
     return made
 
 
@@ -379,10 +382,10 @@ def _precision_name(precision: Any, device: torch.device, owner: str, *, check: 
         )
     if text in MODES:
         raise ValueError(
-            f"{owner}(precision={precision!r}): quantized weights have options of their own. Use "
+            f"{owner}(precision={precision!r}): quantized weights are set by a plugin. Use "
             f"plugins=BitsandbytesPrecision({text!r}) of hasten.plugins."
         )
-    meant = _MEANT.get(text)
+    meant = _OTHER_PRECISIONS.get(text)
     if meant == "16-mixed" and meant not in usable:
         meant = "bf16-mixed"
     allowed = [spelling for name in usable for spelling in PRECISIONS[name]]
@@ -393,7 +396,7 @@ def _precision_name(precision: Any, device: torch.device, owner: str, *, check: 
 
 
 def _computes_in(name: str, device: torch.device, *, check: bool) -> bool:
-    """Return whether a device computes in a precision, and the packages for it are there."""
+    """Return whether a device supports a precision and the packages it needs are installed."""
     try:
         _precision(name, None, device, "", check=check)
     except (ValueError, ImportError):
@@ -401,11 +404,5 @@ def _computes_in(name: str, device: torch.device, *, check: bool) -> bool:
     return True
 
 
-def _interactive() -> bool:
-    """Return whether this is a notebook or a prompt, where the program cannot be run again."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return hasattr(sys, "ps1") or (shell is not None and shell() is not None)
-
-
-def _listed(names: Any) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)

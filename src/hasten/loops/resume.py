@@ -26,7 +26,7 @@ from hasten.loops.states import TrainerFn
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
-from hasten.module.hparams import pickled, plain_hparams
+from hasten.module.hparams import pickled, storable_hparams
 from hasten.seed import collect_rng_state, restore_rng_state
 
 
@@ -140,7 +140,7 @@ class RunState:
         for owner in (self.module, self._datamodule):
             if owner is None or not owner.hparams:
                 continue
-            kept, dropped = plain_hparams(owner.hparams)
+            kept, dropped = storable_hparams(owner.hparams)
             if dropped and objects_allowed():
                 yield f"{owner.CHECKPOINT_HYPER_PARAMS_KEY}_pickled", pickled(owner.hparams, dropped)
             elif dropped:

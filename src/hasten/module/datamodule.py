@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -14,55 +15,58 @@ from hasten.module.hparams import HyperparametersMixin, OnClassOnly, construct
 
 if TYPE_CHECKING:
     from hasten.trainer import Trainer
+    from hasten.types import Batch, Dataloaders, MapLocation, PathLike
 
 
 class DataHooks:
     """The hooks about data, the same for a module and a datamodule.
 
-    ``prepare_data_per_node``: call ``prepare_data`` once a machine (default), or once in the whole run.
-    ``allow_zero_length_dataloader_with_multiple_devices``: a loader without batches is no error.
+    Attributes:
+        prepare_data_per_node: call ``prepare_data`` once per machine (True), or once in the whole run.
+        allow_zero_length_dataloader_with_multiple_devices: accept loaders without batches.
+
     """
 
     prepare_data_per_node = True
     allow_zero_length_dataloader_with_multiple_devices = False
 
     def prepare_data(self) -> None:
-        """Download and write to disk here. Called once a node, before the processes work side by side."""
+        """Download data and write files. Called once per machine, before the other processes continue."""
 
     def setup(self, stage: str) -> None:
-        """Called on every process when fit, validate, test or predict begins."""
+        """Called on every process when a call begins; ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Called on every process when fit, validate, test or predict ends."""
+        """Called on every process when a call ends; ``stage`` as for ``setup``."""
 
-    def train_dataloader(self) -> Any:
-        """Return the training data: a DataLoader or any iterable of batches."""
+    def train_dataloader(self) -> Dataloaders:
+        """Return the training data: a DataLoader, any iterable of batches, or a collection of them."""
         raise NotImplementedError(f"{type(self).__name__} has no train_dataloader().")
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> Dataloaders:
         """Return the validation data: one or several DataLoaders or iterables."""
         raise NotImplementedError(f"{type(self).__name__} has no val_dataloader().")
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> Dataloaders:
         """Return the test data: one or several DataLoaders or iterables."""
         raise NotImplementedError(f"{type(self).__name__} has no test_dataloader().")
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self) -> Dataloaders:
         """Return the data to predict on: one or several DataLoaders or iterables."""
         raise NotImplementedError(f"{type(self).__name__} has no predict_dataloader().")
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to ``device``. Override it for batches that are no collection of tensors."""
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Return ``batch`` on ``device``. Override it for batches that are not collections of tensors."""
         from hasten._lib.tree import move_to
 
         return move_to(batch, device, non_blocking=device.type == "cuda")
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it is moved to the device; return it."""
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Return ``batch``, changed if needed, before it is moved to the device."""
         return batch
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch after it was moved to the device; return it."""
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Return ``batch``, changed if needed, after it was moved to the device."""
         return batch
 
 
@@ -85,8 +89,8 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
     CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Arguments are for programs that pass their own on to super().__init__().
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        # Programs may pass arguments of their own to super().__init__().
         super().__init__()
         self.trainer: Trainer | None = None
 
@@ -106,16 +110,16 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> LightningDataModule:
-        """Make a datamodule from datasets; the training data is shuffled.
+        """Return a datamodule with a loader for each dataset; the training data is shuffled.
 
         Args:
-            train_dataset: one dataset or several, likewise the others; None for a stage without data.
-            val_dataset: see ``train_dataset``.
-            test_dataset: see ``train_dataset``.
-            predict_dataset: see ``train_dataset``.
-            batch_size: samples a batch; handed to ``__init__`` too, where that takes it.
-            num_workers: worker processes of each loader; handed to ``__init__`` too, where that takes it.
-            datamodule_kwargs: passed to the datamodule's ``__init__``.
+            train_dataset: one dataset or several; None for a stage without data.
+            val_dataset: as ``train_dataset``.
+            test_dataset: as ``train_dataset``.
+            predict_dataset: as ``train_dataset``.
+            batch_size: samples of a batch; also passed to ``__init__`` if it has this parameter.
+            num_workers: worker processes of each loader; also passed to ``__init__`` if it has this parameter.
+            datamodule_kwargs: passed to ``__init__``.
 
         """
 
@@ -125,47 +129,53 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
             if isinstance(data, Sequence) and not isinstance(data, Dataset):
                 return [loaders(part, shuffle) for part in data]
             shuffle = shuffle and not isinstance(data, IterableDataset)
-            return DataLoader(data, batch_size, shuffle=shuffle, num_workers=num_workers, pin_memory=_pins())
+            pin_memory = torch.cuda.is_available()
+            return DataLoader(
+                data, batch_size, shuffle=shuffle, num_workers=num_workers, pin_memory=pin_memory
+            )
 
-        taken = inspect.signature(cls).parameters
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
+        parameters = inspect.signature(cls).parameters
+        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
         for name, value in {"batch_size": batch_size, "num_workers": num_workers}.items():
-            if takes_any or name in taken:
+            if takes_any or name in parameters:
                 datamodule_kwargs[name] = value
         datamodule = cls(**datamodule_kwargs)
-        if train_dataset is not None:
-            datamodule.train_dataloader = lambda: loaders(train_dataset, shuffle=True)  # type: ignore[method-assign]
-        if val_dataset is not None:
-            datamodule.val_dataloader = lambda: loaders(val_dataset)  # type: ignore[method-assign]
-        if test_dataset is not None:
-            datamodule.test_dataloader = lambda: loaders(test_dataset)  # type: ignore[method-assign]
-        if predict_dataset is not None:
-            datamodule.predict_dataloader = lambda: loaders(predict_dataset)  # type: ignore[method-assign]
+        datasets = {
+            "train": train_dataset,
+            "val": val_dataset,
+            "test": test_dataset,
+            "predict": predict_dataset,
+        }
+        for name, dataset in datasets.items():
+            if dataset is not None:
+                # The datasets are bound here: a loader is made at each call.
+                make = functools.partial(loaders, dataset, shuffle=name == "train")
+                setattr(datamodule, f"{name}_dataloader", make)
         return datamodule
 
     @OnClassOnly
     def load_from_checkpoint(
         cls,
-        checkpoint_path: Any,
-        map_location: Any = None,
-        hparams_file: Any = None,
+        checkpoint_path: PathLike,
+        map_location: MapLocation = None,
+        hparams_file: PathLike | None = None,
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Make the datamodule again from the hyper-parameters and state in a checkpoint.
+        """Build the datamodule from the hyper-parameters and state in a checkpoint.
 
         Args:
             checkpoint_path: path or URL of the file.
             map_location: where tensors go; the CPU by default.
-            hparams_file: a YAML file with hyper-parameters, for files that hold none.
+            hparams_file: a YAML or CSV file with hyper-parameters, for checkpoints without them.
             weights_only: False also reads files that hold Python objects: only for files you trust.
-            kwargs: hyper-parameters that replace those stored.
+            kwargs: arguments of ``__init__``; they take precedence over those stored.
 
         """
         return construct(cls, checkpoint_path, map_location, hparams_file, weights_only, kwargs)
 
     def __str__(self) -> str:
-        """Say how many samples each loader reads, for those that can be asked for now."""
+        """Return the number of samples of each loader that can be made now."""
         parts = ("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict")
         return "\n".join(
             f"{{{title} dataloader: {_sizes(getattr(self, name + '_dataloader'))}}}" for title, name in parts
@@ -176,15 +186,15 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when an exception ends the run."""
 
 
-def _sizes(ask: Callable[[], Any]) -> str:
+def _sizes(make: Callable[[], Any]) -> str:
     try:
-        given = ask()
+        given = make()
     except Exception:
         return "None"
     if isinstance(given, Mapping):
@@ -199,10 +209,6 @@ def _size(loader: Any) -> str:
         return str(len(loader.dataset))
     except (AttributeError, TypeError, NotImplementedError):
         return "NA"
-
-
-def _pins() -> bool:
-    return torch.cuda.is_available()
 
 
 _HOOKS = frozenset(

@@ -1,4 +1,4 @@
-"""Hyper-parameters: collected from ``__init__``, stored as plain data, given back when loading."""
+"""Hyper-parameters: collected from ``__init__``, stored as plain data, passed to ``__init__`` when loading."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import inspect
 import pickle
 import types
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -26,20 +26,23 @@ from hasten.checkpoint import files
 from hasten.checkpoint.entries import check_entries
 from hasten.checkpoint.weights import load_weights
 
+if TYPE_CHECKING:
+    from hasten.types import MapLocation, PathLike
+
 T = TypeVar("T")
 
-# Hyper-parameters that are the config of a command line, not objects: under these keys, which are the field's, they
-# say of which class they are, and that they are to be read as a config.
+# Keys of hyper-parameters that are the config of a command line: its class, and a mark that the rest is a config.
+# The names and the value are those of Lightning's files.
 CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"
 _CONFIG_READER = "lightning.pytorch.cli.instantiate_module"
 
-# The class that a config makes in this moment, and that config.
+# The class that is being made from a config, and the config.
 _CONFIGURED: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar("configured", default=None)
 
 
 @contextmanager
 def made_from_config(kind: type, config: dict[str, Any]) -> Iterator[None]:
-    """Let ``save_hyperparameters`` of a ``kind`` made meanwhile keep ``config`` instead of the objects made of it."""
+    """Return a context in which ``save_hyperparameters`` of a new ``kind`` keeps ``config``, not the objects."""
     token = _CONFIGURED.set((kind, {**config, INSTANTIATOR: _CONFIG_READER}))
     try:
         yield
@@ -52,17 +55,17 @@ if TYPE_CHECKING:
 else:
 
     class OnClassOnly(classmethod):
-        """A classmethod that refuses to be called on an instance, whose state it would leave as it is."""
+        """A classmethod that cannot be called on an instance, which it would not change."""
 
         def __get__(self, instance: Any, owner: type | None = None) -> Any:
             if instance is None:
                 return super().__get__(instance, owner)
             name, kind = self.__func__.__name__, type(instance).__name__
 
-            # Refused when it is called: tools look at the methods of instances.
+            # When called, not when looked up: tools inspect the methods of instances.
             def refuse(*_: Any, **__: Any) -> Any:
                 raise TypeError(
-                    f"{kind}.{name}() makes a new object and leaves this one as it is. "
+                    f"{kind}.{name}() makes a new object and does not change this one. "
                     f"Write model = {kind}.{name}(path)."
                 )
 
@@ -116,10 +119,10 @@ class HyperparametersMixin:
                 Default: every argument of ``__init__``.
             ignore: names not to keep.
             frame: the frame whose arguments are read; the caller's by default.
-            logger: also hand them to the loggers.
+            logger: also pass them to the loggers.
 
         Raises:
-            ValueError: a name given is no argument of ``__init__``.
+            ValueError: a name is not an argument of ``__init__``.
 
         Example::
 
@@ -162,7 +165,6 @@ class HyperparametersMixin:
                 "save_hyperparameters() takes names of arguments, or one dict / Namespace / dataclass; "
                 f"got {len(args)} objects."
             )
-        kept: dict[str, Any] = {}
         for key, value in found.items():
             if isinstance(value, torch.nn.Module):
                 rank_zero_warn(
@@ -170,18 +172,17 @@ class HyperparametersMixin:
                     f"checkpoint already; it is kept as a hyper-parameter only in memory. "
                     f"Write save_hyperparameters(ignore=[{key!r}])."
                 )
-            kept[key] = value
         self.__dict__["_log_hyperparams"] = logger
         self.__dict__["_hparams_name"] = name
         hparams = self.__dict__.setdefault("_hparams", AttributeDict())
-        hparams.update(kept)
+        hparams.update(found)
         for key in ignored:
-            # Also those that a base class has kept already.
+            # Also those kept by the __init__ of a base class.
             hparams.pop(key, None)
         self.__dict__["_hparams_initial"] = _frozen(hparams)
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
-        """Do not keep the hyper-parameters in ``ignore_list``, now and later."""
+        """Remove the hyper-parameters in ``ignore_list``, and ignore them later."""
         self.__dict__.setdefault("_hparams_ignored", set()).update(ignore_list)
         for key in ignore_list:
             self.hparams.pop(key, None)
@@ -199,7 +200,7 @@ class HyperparametersMixin:
 
 
 def _init_arguments(owner: object, frame: types.FrameType) -> dict[str, Any]:
-    """Return the arguments of ``owner.__init__``, from the frames between the caller and the outermost one."""
+    """Return the arguments of ``owner.__init__``, found in the call stack from ``frame`` outwards."""
     found: dict[str, Any] = {}
     current: types.FrameType | None = frame
     while current is not None:
@@ -211,18 +212,18 @@ def _init_arguments(owner: object, frame: types.FrameType) -> dict[str, Any]:
             here = {name: local[name] for name in names.args[1:] if name in local}
             if names.keywords:
                 here.update(local.get(names.keywords, {}))
-            # The subclass's __init__ is the outer frame, and knows better than the one it called.
+            # The outer frame is the __init__ of the subclass, which takes precedence.
             found = {**found, **here}
         current = current.f_back
     return found
 
 
 def _frozen(hparams: AttributeDict) -> AttributeDict:
-    """Return a copy that later changes of nested configurations do not reach."""
+    """Return a deep copy; what cannot be copied is shared."""
     frozen = AttributeDict()
     for key, value in hparams.items():
         try:
-            # A module is not copied: it may be large, and is kept in memory only.
+            # Modules are shared: they may be large, and are kept in memory only.
             frozen[key] = value if isinstance(value, torch.nn.Module) else copy.deepcopy(value)
         except Exception:
             frozen[key] = value
@@ -230,7 +231,7 @@ def _frozen(hparams: AttributeDict) -> AttributeDict:
 
 
 def _same_config(argument: Any, saved: Any) -> bool:
-    """Return whether ``saved`` is the argument itself, or holds what it holds: ``dict(config)``, ``vars(config)``."""
+    """Return whether ``saved`` is the argument or equal to it as a dict: ``dict(config)``, ``vars(config)``."""
     if argument is saved:
         return True
     try:
@@ -268,18 +269,18 @@ _PLAIN = (
 
 
 class Dropped:
-    """Marks a value that cannot be stored as plain data."""
+    """Stands for a value that cannot be stored as plain data."""
 
 
-def plain(value: Any) -> Any:
-    """Turn hyper-parameters into what a checkpoint may hold without ever running code when it is read.
+def storable(value: Any) -> Any:
+    """Return a hyper-parameter as data that a checkpoint can hold and that runs no code when it is read.
 
-    Numbers, strings, tensors, dtypes, devices, dicts, lists, tuples and sets stay; enums become their value,
-    paths strings, numpy scalars numbers, dataclasses and Namespaces dicts, other configuration mappings
-    dicts. Anything else gives ``Dropped``, and a dict or list loses that entry.
+    Numbers, strings, tensors, dtypes, devices, dicts, lists, tuples and sets stay; enums become their values, paths
+    strings, numpy scalars numbers, dataclasses, Namespaces and other mappings dicts. Anything else becomes
+    ``Dropped``, and is left out of dicts and lists.
     """
     if isinstance(value, Enum):
-        return plain(value.value)
+        return storable(value.value)
     if type(value) in _PLAIN or isinstance(value, (torch.Tensor, torch.dtype, torch.device)):
         return value
     if isinstance(value, (bool, int, float, str, bytes)):
@@ -292,14 +293,14 @@ def plain(value: Any) -> Any:
     elif is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
-        pairs = ((plain(k), plain(v)) for k, v in value.items())
+        pairs = ((storable(k), storable(v)) for k, v in value.items())
         return {k: v for k, v in pairs if k is not Dropped and v is not Dropped}
     if isinstance(value, tuple):
-        return tuple(item for item in map(plain, value) if item is not Dropped)
+        return tuple(item for item in map(storable, value) if item is not Dropped)
     if isinstance(value, (set, frozenset)):
-        return {item for item in map(plain, value) if item is not Dropped}
+        return {item for item in map(storable, value) if item is not Dropped}
     if isinstance(value, list) or (hasattr(value, "__iter__") and type(value).__name__ == "ListConfig"):
-        return [item for item in map(plain, value) if item is not Dropped]
+        return [item for item in map(storable, value) if item is not Dropped]
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return value.item()
     if hasattr(value, "tolist") and type(value).__module__ == "numpy":
@@ -307,35 +308,29 @@ def plain(value: Any) -> Any:
     return Dropped
 
 
-def plain_hparams(hparams: MutableMapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def storable_hparams(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the storable hyper-parameters and the names of those left out."""
-    kept: dict[str, Any] = {}
-    dropped: list[str] = []
-    for key, value in hparams.items():
-        stored = plain(value)
-        if stored is Dropped:
-            dropped.append(str(key))
-        else:
-            kept[str(key)] = stored
-    return kept, dropped
+    stored = {str(key): storable(value) for key, value in hparams.items()}
+    kept = {key: value for key, value in stored.items() if value is not Dropped}
+    return kept, [key for key in stored if key not in kept]
 
 
 def pickled(hparams: Mapping[str, Any], names: Iterable[str]) -> dict[str, bytes]:
-    """Return hyper-parameters as bytes: nothing runs until somebody says ``weights_only=False``."""
+    """Return hyper-parameters pickled; they are only unpickled with ``weights_only=False``."""
     found = {}
     for name in names:
         try:
             found[name] = pickle.dumps(hparams[name])
-        except Exception:  # an object may refuse in any way; it is asked for again when it is missing
+        except Exception:  # Of any kind; loading then asks for the missing argument.
             continue
     return found
 
 
 def construct(
     cls: type[T],
-    checkpoint_path: Any,
-    map_location: Any,
-    hparams_file: Any,
+    checkpoint_path: PathLike | IO[bytes],
+    map_location: MapLocation,
+    hparams_file: PathLike | None,
     weights_only: bool | None,
     given: Mapping[str, Any],
     strict: bool | None = None,
@@ -346,41 +341,37 @@ def construct(
         TypeError: ``cls.__init__`` needs arguments that are neither stored nor given.
 
     """
-    if hasattr(checkpoint_path, "read"):
-        checkpoint = torch.load(
-            checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False
-        )
-    else:
-        checkpoint = files.load(
-            checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False
-        )
+    load: Any = torch.load if hasattr(checkpoint_path, "read") else files.load
+    checkpoint = load(
+        checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False
+    )
     if issubclass(cls, torch.nn.Module):
         check_entries(checkpoint, str(checkpoint_path), training=False)
     owner: Any = cls
     stored = dict(checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_KEY) or {})
     if hparams_file is not None:
         stored = _read_hparams(hparams_file)
-    # What was a dataclass, a Namespace or an OmegaConf config is read by attribute in __init__.
+    # __init__ may read by attribute what was a dataclass, a Namespace or an OmegaConf config.
     stored = {key: _with_attributes(value) for key, value in stored.items()}
     if weights_only is False:
         for key, value in checkpoint.get(f"{owner.CHECKPOINT_HYPER_PARAMS_KEY}_pickled", {}).items():
             stored.setdefault(key, pickle.loads(value))
     wrapped_as = checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_NAME)
     if stored.pop(INSTANTIATOR, None) == _CONFIG_READER:
-        # Named by text: the command line is above this room, and few programs need it.
+        # Imported by name: the command line is a higher layer, and few programs need it.
         made: T = importlib.import_module("hasten.cli").instantiate_module(cls, {**stored, **given})
     else:
         made = cls(**_arguments(cls, stored, dict(given), wrapped_as, str(checkpoint_path)))
     thing: Any = made
     if isinstance(thing, torch.nn.Module):
-        # As in a run: what the hook looks at may be built there.
+        # As in a run: on_load_checkpoint may need what configure_model makes.
         thing.configure_model()  # type: ignore[operator]
         thing.on_load_checkpoint(checkpoint)  # type: ignore[operator]
         exact = thing.strict_loading if strict is None else strict
         tensors = (value for value in checkpoint["state_dict"].values() if isinstance(value, torch.Tensor))
         first = next(tensors, None)
         if first is not None:
-            # Where map_location put the weights, whatever kind of map_location it is.
+            # map_location may be a function or a dict: take the device of the loaded weights.
             thing.to(first.device)
         load_weights(thing, checkpoint["state_dict"], strict=bool(exact), source=str(checkpoint_path))
     else:
@@ -397,7 +388,7 @@ def _arguments(
     names = set(parameters)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if wrapped_as and wrapped_as in names and wrapped_as not in stored and wrapped_as != "kwargs":
-        # save_hyperparameters(config): __init__ takes the hyper-parameters as one argument
+        # After save_hyperparameters(config), __init__ takes the hyper-parameters as one argument.
         inner = {key: value for key, value in given.items() if key not in names}
         arguments = {key: value for key, value in given.items() if key in names}
         arguments.setdefault(wrapped_as, AttributeDict({**stored, **inner}))
@@ -430,7 +421,7 @@ def _with_attributes(value: Any) -> Any:
     return value
 
 
-def _read_hparams(path: Any) -> dict[str, Any]:
+def _read_hparams(path: PathLike) -> dict[str, Any]:
     yaml = need("yaml", purpose="reading hparams_file")
     text, kind = Path(path).read_text(), Path(path).suffix.lower()
     if kind == ".csv":
@@ -473,7 +464,7 @@ def logged_hparams(*owners: HyperparametersMixin | None) -> dict[str, Any] | Non
 def _same(one: Any, other: Any) -> bool:
     try:
         equal = one == other
-        # Of a tensor or an array: element by element.
+        # Tensors and arrays compare element by element.
         return bool(equal.all() if hasattr(equal, "all") else equal)
     except (ValueError, RuntimeError, TypeError):
         return False

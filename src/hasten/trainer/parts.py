@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,6 +12,7 @@ from hasten.compile.user_compiled import inner_model as inner_model
 from hasten.loggers.base import Logger
 from hasten.loops.signatures import check_signatures
 from hasten.machine import launch
+from hasten.machine.host import is_interactive
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 
@@ -115,10 +115,8 @@ def last_ones_last(callbacks: list[Callback]) -> list[Callback]:
 
 def leave_program(signal_number: int, error: BaseException) -> NoReturn:
     """End the program with the exit code of the signal; in a notebook or prompt, return to it."""
-    if hasattr(sys, "ps1") or ("IPython" in sys.modules and hasattr(sys.modules["IPython"], "get_ipython")):
-        interactive = hasattr(sys, "ps1") or sys.modules["IPython"].get_ipython() is not None
-        if interactive:
-            raise KeyboardInterrupt from None
+    if is_interactive():
+        raise KeyboardInterrupt from None
     launch.leave_with_own_code()
     raise SystemExit(128 + signal_number) from None
 
