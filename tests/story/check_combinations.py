@@ -4,18 +4,14 @@ A combination is drawn from a seed. It is trained twice: by the Trainer (or with
 nothing of hasten. The weights must be equal, bit for bit where the maths is the same and within the rounding of float64
 elsewhere; or the combination is refused before the first training step, with a reason that is expected.
 
-    python -m tests.story.check_combinations --count 1000 --jobs 2
+    pytest tests/story/test_random_combinations.py --combinations 1000 -n 2
 
-prints how many came to which end, and the combinations that differ.
+tries more of them than the tests do.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
-import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,14 +20,13 @@ from typing import Any
 import torch
 
 import hasten as L
-from hasten.callbacks import GradientAccumulationScheduler
+from hasten.callbacks import GradientAccumulationScheduler, LambdaCallback
 from hasten.optim import in_backward
 from tests.models import quiet
 from tests.story.by_hand import ByHand
 from tests.story.combinations import (
     Combination,
     Model,
-    draw,
     loader_of,
     model_of,
     optimizer_of,
@@ -68,7 +63,7 @@ class Change(L.Callback):
         elif c.change == "freeze":
             next(module.parameters()).requires_grad_(False)
         elif c.change == "callback":
-            trainer.callbacks.append(Outputs(self.outputs))
+            trainer.callbacks.append(LambdaCallback(on_train_batch_end=self.note_outputs))
         elif c.change == "stop":
             trainer.should_stop = True
         elif c.change == "hook":
@@ -85,26 +80,18 @@ class Change(L.Callback):
             trainer.lr_scheduler_configs.clear()
         return None
 
-
-class Outputs(L.Callback):
-    """Notes what each batch gave."""
-
-    def __init__(self, seen: Any) -> None:
-        self.seen = seen
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append((batch_idx, outputs))
+    def note_outputs(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append((batch_idx, outputs))
 
 
-class Saves(L.Callback):
-    """Saves a checkpoint after one batch."""
+def saves(at: tuple[int, int], path: Path) -> L.Callback:
+    """Return a callback that saves a checkpoint after one batch."""
 
-    def __init__(self, at: tuple[int, int], path: Path) -> None:
-        self.at, self.path = at, path
+    def save(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == at:
+            trainer.save_checkpoint(path)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == self.at:
-            trainer.save_checkpoint(self.path)
+    return LambdaCallback(on_train_batch_end=save)
 
 
 def trainer_of(c: Combination, callbacks: list[Any]) -> L.Trainer:
@@ -239,8 +226,9 @@ def _compare(c: Combination, path: Path) -> str:
         return "equal"
     model, change = model_of(c), Change(c)
     callbacks: list[Any] = [change] if c.change != "none" else []
-    saves = [] if c.resume_at is None else [Saves(c.resume_at, path)]
-    trainer = fit(c, model, [*callbacks, *saves], None)
+    if c.resume_at is not None:
+        callbacks.append(saves(c.resume_at, path))
+    trainer = fit(c, model, callbacks, None)
     hand = ByHand(c)
     hand.train()
     expected = hand.model
@@ -285,51 +273,3 @@ def _same_values(c: Combination, hand: ByHand, trainer: L.Trainer) -> None:
     assert torch.allclose(logged, mean, rtol=1e-5), (
         f"loss_epoch: {logged} was logged, by hand it is {mean}\n{c}"
     )
-
-
-# -- many of them
-
-
-def outcome_of(seed: int) -> tuple[int, str]:
-    torch.set_num_threads(1)
-    try:
-        return seed, check(draw(seed))
-    except AssertionError as error:
-        return seed, f"WRONG: {error}"
-    except Exception:
-        return seed, f"ERROR: {draw(seed)}\n{traceback.format_exc(limit=-4)}"
-
-
-def summary(outcomes: dict[int, str]) -> str:
-    """Return how many combinations came to which end."""
-    kinds = collections.Counter(outcome.split(":")[0] for outcome in outcomes.values())
-    reasons = collections.Counter(one for one in outcomes.values() if one.startswith("refused"))
-    return "\n".join(f"{number} x {what}" for what, number in [*kinds.items(), *reasons.most_common()])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=1000, help="how many combinations")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
-    options = parser.parse_args()
-    seeds = range(options.first, options.first + options.count)
-    if options.jobs == 1:
-        outcomes = dict(map(outcome_of, seeds))
-    else:
-        from concurrent.futures import ProcessPoolExecutor
-        from multiprocessing import get_context
-
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-            outcomes = dict(pool.map(outcome_of, seeds, chunksize=8))
-    for seed, outcome in outcomes.items():
-        if outcome.startswith(("WRONG", "ERROR")):
-            print(f"seed {seed}: {outcome}\n")
-    print(summary(outcomes))
-    return any(outcome.startswith(("WRONG", "ERROR")) for outcome in outcomes.values())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
+from tests.models import quiet
 
 
 class Augmented(Dataset[Any]):
@@ -126,16 +127,12 @@ def main(options: dict[str, Any]) -> None:
     ]
     if options.get("kill_at"):
         callbacks.append(KillsItself(options["kill_at"], options.get("kill_with", signal.SIGKILL)))
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet(
         max_epochs=options.get("epochs", 3),
         accumulate_grad_batches=options.get("accumulate", 1),
         val_check_interval=options.get("val_check_interval", 4),
-        logger=False,
         callbacks=callbacks,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     model = Model(options)
     trainer.fit(model, train, DataLoader(data, 11), ckpt_path="last")
