@@ -253,7 +253,9 @@ def private_accesses(sources: list[Source]) -> list[str]:
     everywhere = set().union(*defined.values())
 
     def is_foreign(room: str, receiver: ast.expr, name: str) -> bool:
-        if not _is_private(name) or name in _FROM_ELSEWHERE or _is_own(receiver) or name not in everywhere:
+        if not _is_private(name) or name in _FROM_ELSEWHERE or name not in everywhere:
+            return False
+        if _is_own(receiver) or _last_name(receiver) == "torch":
             return False
         if name not in defined[room]:
             return True

@@ -27,11 +27,11 @@ LARGE_PACKAGES = {
 }
 
 # Uses of a private name of another package.
-MOST_PRIVATE_ACCESSES = 73
+MOST_PRIVATE_ACCESSES = 34
 
 # Parameters and results of public functions that are bare `Any` or not annotated, in percent. The aim is 3.
-MOST_UNTYPED_PARAMETERS = 18.2
-MOST_UNTYPED_RESULTS = 10.2
+MOST_UNTYPED_PARAMETERS = 14.2
+MOST_UNTYPED_RESULTS = 9.2
 
 # Class names that more than one file still defines.
 DUPLICATE_CLASSES = {
@@ -53,9 +53,9 @@ DUPLICATE_CLASSES = {
 WALKS = {
     "batch": (6, 6),
     "logged value": (4, 3),
-    "save": (27, 8),
+    "save": (26, 8),
     "restore": (23, 8),
-    "Fabric.setup": (9, 5),
+    "Fabric.setup": (7, 5),
 }
 
 
