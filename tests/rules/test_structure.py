@@ -22,7 +22,7 @@ LARGE_PACKAGES = {
     "_lib": 24,
     "demo": 16,
     "loops": 31,
-    "speed": 22,
+    "speed": 16,
     "utilities": 18,
 }
 
@@ -35,16 +35,12 @@ MOST_UNTYPED_RESULTS = 9.2
 
 # Class names that more than one file still defines.
 DUPLICATE_CLASSES = {
-    "Fit",
     "Interval",
     "ModelSummary",
-    "Progress",
     "Row",
     "Run",
     "Source",
     "ThroughputMonitor",
-    "Trial",
-    "_Measure",
     "_Parts",
     "_Plan",
 }

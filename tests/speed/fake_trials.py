@@ -1,119 +1,133 @@
-"""Trials without processes, on a clock of their own: a start of many seconds takes no time at all."""
+"""Trials without processes, on a clock that they move: planted timings give the same verdicts on any machine."""
 
 from __future__ import annotations
 
-import json
-import os
-import threading
-from collections.abc import Callable
-from contextlib import suppress
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import pytest
-
-from hasten.speed import advisor, budget, race, turns
 from hasten.speed.advice import Advice
+from hasten.speed.advisor import LineSearch, Plan
+from hasten.speed.engine import LateError, TrialError, Turn
+from hasten.speed.fit_trial import Orders
 from hasten.speed.levers import Lever
-from hasten.speed.plan import Plan
 from hasten.speed.safety import Safety
+
+Levers = frozenset[str]
 
 
 def nothing(trainer: Any, model: Any) -> None:
     """Stand for the change of a lever; the fake trial knows it by the lever's argument."""
 
 
-def lever(name: str) -> Lever:
-    return Lever(name, f"{name}()", Safety.SAME_BITS, {name: True}, change=nothing)
+def lever(name: str, safety: Safety = Safety.SAME_BITS, **options: Any) -> Lever:
+    return Lever(name, f"{name}()", safety, {name: True}, change=nothing, **options)
 
 
-class FakeTrials:
-    """Starts trials that answer at once and move a clock on.
+class FakeProgram:
+    """Opens trials whose steps take what a function of their levers says.
 
     Args:
-        start_seconds: that a process takes to import and to read its data.
-        step_seconds: of the steps of a variant, given its levers and how many steps it has had.
-        prepare_seconds: of a variant before its first step, given its levers.
+        step_seconds: of a step, given the levers that are on and the number of the step.
+        start_seconds: of a process.
+        prepare_seconds: of the first step besides, given the levers.
+        losses: of a step, given the levers and the number of the step.
+        fails: raises where levers fail.
+        apart: how samples affect one another, given the levers.
+        facts: about the program.
 
     """
 
     def __init__(
         self,
+        step_seconds: Callable[[Levers, int], float],
+        *,
         start_seconds: float = 0.0,
-        step_seconds: Callable[[list[str], int], float] = lambda levers, step: 0.02,
-        prepare_seconds: Callable[[list[str]], float] = lambda levers: 0.0,
+        prepare_seconds: Callable[[Levers], float] = lambda levers: 0.0,
+        losses: Callable[[Levers, int], float] = lambda levers, step: 1.0,
+        fails: Callable[[Levers], None] = lambda levers: None,
+        apart: Callable[[Levers], str | None] = lambda levers: None,
+        facts: Mapping[str, Any] | None = None,
+        steps_planned: float = math.inf,
     ) -> None:
-        self.now, self.started = 1000.0, 0
-        self._start, self._step, self._prepare = start_seconds, step_seconds, prepare_seconds
+        self.step_seconds, self.start_seconds, self.prepare_seconds = (
+            step_seconds,
+            start_seconds,
+            prepare_seconds,
+        )
+        self.losses, self.fails, self.apart = losses, fails, apart
+        self.facts = {"device_type": "cuda", "step_draws": False, "batch_norm": False, **(facts or {})}
+        self.steps_planned = steps_planned
+        self.now = 0.0
+        self.opened: list[Levers] = []
+        self.open = 0
         self.said: list[str] = []
 
-    def monotonic(self) -> float:
-        return self.now
-
-    def advise(self, monkeypatch: pytest.MonkeyPatch, names: list[str], **plan: Any) -> Advice:
-        for module in (advisor, budget, race, turns):
-            monkeypatch.setattr(module, "time", self)
-        for module in (advisor, turns):
-            monkeypatch.setattr(module, "usable_cores", lambda: 1)
-        return advisor.measure(
-            lambda scratch: self._begin,
+    def advise(self, levers: list[Lever], **plan: Any) -> Advice:
+        """Return what a search finds."""
+        search = LineSearch(
+            lambda orders: FakeTrial(self, orders),
+            Plan(**plan),
             "fake",
-            levers=[lever(name) for name in names],
-            plan=Plan(**plan),
             say=self.said.append,
+            clock=lambda: self.now,
         )
-
-    def _begin(self, orders: str, read_fd: int, write_fd: int, log: Any) -> _Ended:
-        self.started += 1
-        files = os.fdopen(os.dup(read_fd)), os.fdopen(os.dup(write_fd), "w")
-        # Not joined: it ends with its pipe.
-        threading.Thread(target=self._answer, args=(json.loads(orders), *files), daemon=True).start()
-        return _Ended()
-
-    def _answer(self, orders: Any, read: Any, write: Any) -> None:
-        levers, done = list(orders["arguments"]), 0
-
-        def send(**answer: Any) -> None:
-            write.write(json.dumps(answer) + "\n")
-            write.flush()
-
-        def turn(steps: int, more: float = 0.0) -> None:
-            nonlocal done
-            each = [self._step(levers, done + step) for step in range(steps)]
-            # As in a true trial: all that comes before the end of the first step is the first step's.
-            each[0] += more
-            done += steps
-            seconds = sum(each)
-            self.now += seconds
-            send(
-                event="turn", seconds=seconds, step_seconds=each, losses=[1.0] * steps, samples=steps, faults=0,
-                memory_bytes=0, tokens=None, slots=None, steps_planned=None, parts={},
-            )  # fmt: skip
-
-        # One that is too late is cut off while it answers.
-        with suppress(BrokenPipeError), read, write:
-            self.now += self._start
-            send(event="at_fit", given={})
-            examined = False
-            for line in read:
-                order = json.loads(line)
-                if order["do"] == "prepare":
-                    turn(orders["warm_up"], self._prepare(levers))
-                elif order["do"] == "turn":
-                    turn(order["steps"])
-                elif not examined:
-                    examined = True
-                    turn(1)
-                else:
-                    send(event="facts", device_type="cuda")
+        found = search.advise(levers)
+        assert self.open == 0
+        return found
 
 
-class _Ended:
-    """A process that nobody has to kill."""
+class FakeTrial:
+    def __init__(self, program: FakeProgram, orders: Orders) -> None:
+        self.program, self.levers = program, frozenset(orders.arguments)
+        self.history: list[Turn] = []
+        self.steps = 0
+        self.is_open = True
+        program.opened.append(self.levers)
+        program.open += 1
 
-    pid = 0
+    def ready(self, until: float = math.inf) -> Mapping[str, Any]:
+        self.program.now += self.program.start_seconds
+        return {"given": {}}
 
-    def poll(self) -> int:
-        return 0
+    def turn(self, steps: int, until: float = math.inf) -> Turn:
+        program = self.program
+        program.fails(self.levers)
+        each = [program.step_seconds(self.levers, self.steps + step) for step in range(steps)]
+        if not self.history:
+            each[0] += program.prepare_seconds(self.levers)
+        if program.now + sum(each) > until:
+            program.now = max(program.now, until)
+            raise LateError("the time was over before it was ready")
+        losses: list[float | None] = [program.losses(self.levers, self.steps + step) for step in range(steps)]
+        self.steps += steps
+        program.now += sum(each)
+        turn = Turn(sum(each), each, losses, samples=steps)
+        self.history.append(turn)
+        return turn
 
-    def wait(self, timeout: float | None = None) -> int:
-        return 0
+    def ask(self, name: str, **options: Any) -> Any:
+        answers: dict[str, Any] = {
+            "parts": {"forward": 1.0},
+            "first_steps": {"gradients": [], "without_draws": []},
+            "count": None,
+            "apart": self.program.apart(self.levers),
+            "inspect": {"facts": self.program.facts, "steps_planned": self.program.steps_planned},
+        }
+        return answers[name]
+
+    def close(self) -> None:
+        self.program.open -= self.is_open
+        self.is_open = False
+
+
+def refusing(
+    name: str, *, refused: bool = True, text: str = "not with this model"
+) -> Callable[[Levers], None]:
+    """Return what fails where a lever is on."""
+
+    def fails(levers: Levers) -> None:
+        if name in levers:
+            raise TrialError(text, refused=refused)
+
+    return fails

@@ -12,21 +12,19 @@ from torch import Tensor, nn
 
 import hasten as L
 from hasten.speed.levers import Lever
-from hasten.speed.race import MeasuredTurn, Variant
 from hasten.speed.safety import Safety
 
 # Steps that sleep differ by a factor that no busy machine hides.
-NAP_SECONDS = 0.02
+NAP_SECONDS = 0.05
 
 
 class Sleeper(L.LightningModule):
-    """A small classifier whose every step sleeps; unpicklable, so that trials are copies of the test's process."""
+    """A small classifier whose every step sleeps."""
 
     def __init__(self, nap_seconds: float = NAP_SECONDS) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 2)
         self.nap_seconds = nap_seconds
-        self.unpicklable = lambda: None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         time.sleep(self.nap_seconds)
@@ -42,26 +40,21 @@ def _with_step(model: Any, changed: Any) -> None:
     model.training_step = lambda batch, batch_idx: changed(step, batch, batch_idx)
 
 
-def sleep_more(trainer: Any, model: Any) -> None:
-    model.nap_seconds *= 4
-
-
-def sleep_much_more(trainer: Any, model: Any) -> None:
-    model.nap_seconds *= 20
+def halve(trainer: Any, model: Any) -> None:
+    model.nap_seconds /= 2
 
 
 def sleep_never(trainer: Any, model: Any) -> None:
     model.nap_seconds = 0.0
 
 
+def sleep_much_more(trainer: Any, model: Any) -> None:
+    model.nap_seconds += 20 * NAP_SECONDS
+
+
 def sleep_never_and_lie(trainer: Any, model: Any) -> None:
     model.nap_seconds = 0.0
     _with_step(model, lambda step, batch, batch_idx: 2 * step(batch, batch_idx))
-
-
-def start_slowly(trainer: Any, model: Any) -> None:
-    time.sleep(1.5)
-    model.nap_seconds /= 2
 
 
 def refuse(trainer: Any, model: Any) -> None:
@@ -72,32 +65,15 @@ def die(trainer: Any, model: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def become_nan(trainer: Any, model: Any) -> None:
-    _with_step(model, lambda step, batch, batch_idx: step(batch, batch_idx) * float("nan"))
-
-
-SLOW = Lever("slow", "slow()", Safety.SAME_BITS, change=sleep_more)
 QUICK = Lever("quick", "quick()", Safety.SAME_BITS, change=sleep_never)
+SLOW = Lever("slow", "slow()", Safety.SAME_BITS, change=sleep_much_more)
 LIAR = Lever("liar", "liar()", Safety.ROUNDING, change=sleep_never_and_lie)
-LATE = Lever("late", "late()", Safety.SAME_BITS, change=start_slowly)
 REFUSING = Lever("refusing", "refusing()", Safety.SAME_BITS, change=refuse)
 DYING = Lever("dying", "dying()", Safety.SAME_BITS, change=die)
-NAN = Lever("nan", "nan()", Safety.ROUNDING, change=become_nan)
-
-
-def halve(trainer: Any, model: Any) -> None:
-    model.nap_seconds /= 2
-
-
-class Masked(Sleeper):
-    """The same on batches that have an attention mask."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step((batch["x"], batch["y"]), batch_idx)
 
 
 class Texts(Sleeper):
-    """Reads the tokens of a text that its mask names; the loss of a text is that of no other."""
+    """Reads the tokens of a text that its mask names; the loss of a text depends on no other."""
 
     def __init__(self, nap_seconds: float = NAP_SECONDS, dropout: float = 0.0) -> None:
         super().__init__(nap_seconds)
@@ -110,6 +86,13 @@ class Texts(Sleeper):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step((self.dropout(self.of_texts(batch)), batch["y"]), batch_idx)
+
+
+class Drawing(Texts):
+    """Drops inputs where no module shows it."""
+
+    def of_texts(self, batch: Any) -> Tensor:
+        return nn.functional.dropout(super().of_texts(batch), 0.3)
 
 
 class Leaking(Texts):
@@ -145,7 +128,7 @@ def change_gradients(trainer: Any, model: Any) -> None:
 
 
 def leaking(safety: Safety, redraws: str = "") -> Lever:
-    """Return a lever that is fast, says so much of itself, and lets texts affect one another."""
+    """Return a lever that is fast and lets texts affect one another."""
     return Lever(f"leak: {safety}", "leak()", safety, change=leak, redraws=redraws)
 
 
@@ -179,23 +162,3 @@ class Hungry(Sleeper):
         if len(batch[0]) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return super().training_step(batch, batch_idx)
-
-
-def variants(*seconds: list[float]) -> list[Variant]:
-    """Return variants with turns of two steps that took so long."""
-    return [Variant(turns=[_turn(each) for each in every]) for every in seconds]
-
-
-def _turn(seconds: float) -> MeasuredTurn:
-    return MeasuredTurn(
-        seconds=seconds,
-        step_seconds=[seconds / 2] * 2,
-        losses=[0.0, 0.0],
-        samples=None,
-        faults=0,
-        memory_bytes=0,
-        tokens=None,
-        slots=None,
-        steps_planned=None,
-        parts={},
-    )

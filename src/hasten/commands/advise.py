@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shlex
 import sys
 from collections.abc import Sequence
@@ -23,14 +24,15 @@ def main(arguments: Sequence[str]) -> int:
             "name a program: hasten advise train.py [its arguments], or hasten advise -m package.train."
         )
     if given.module is not None:
-        run._module(given.module, parser)
+        origin = Path(run.find_module(given.module, parser))
+        source = origin.read_bytes() if origin.suffix == ".py" else None
         words = ["-m", given.module, *rest]
     else:
-        run._source(Path(given.program), parser)
+        source = run.read_source(Path(given.program), parser)
         words = [given.program, *rest]
 
-    from hasten.speed.advisor import AdviceError, Plan, measure
-    from hasten.speed.race import start_command
+    from hasten.speed.advice import remember
+    from hasten.speed.advisor import AdviceError, Plan, Program, measure
 
     folders = [path.parent for path in (given.json, given.png) if path is not None]
     try:
@@ -50,10 +52,11 @@ def main(arguments: Sequence[str]) -> int:
             budget_seconds=given.budget,
             timeout_seconds=given.timeout,
         )
-        command = [sys.executable, "-m", "hasten.commands.trial", "{trial}", *words]
+        measured = Program(
+            shlex.join(words), "hasten.commands.trial:run_program", (words,), preload=_imports(source)
+        )
         found = measure(
-            lambda scratch: start_command(command),
-            shlex.join(words),
+            measured,
             levers=given.levers,
             plan=plan,
             say=lambda line: print(f"advise: {line}", file=sys.stderr, flush=True),
@@ -61,11 +64,9 @@ def main(arguments: Sequence[str]) -> int:
     except (AdviceError, ValueError, OSError) as error:
         print(f"hasten advise: {error}", file=sys.stderr)
         return 1
-    from hasten.speed import remembered
-
     if given.levers is None and found.is_complete:
-        # What only some levers were measured for is no verdict on the others.
-        remembered.remember(found.facts.get("key"), found)
+        # A verdict on some levers says nothing about the others.
+        remember(found.facts.get("key"), found)
     print(found.table())
     if given.json is not None:
         given.json.write_text(found.to_json(), encoding="utf-8")
@@ -97,19 +98,30 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
             place += 1
         else:
             # From here on it is as for `hasten run`.
-            options, program, rest = run._split(words[place:])
+            options, program, rest = run.split_program(words[place:])
             return words[:place] + options, program, rest
     return words, None, []
+
+
+def _imports(source: bytes | None) -> list[str]:
+    """Return the modules that a program imports, in order."""
+    try:
+        nodes = list(ast.walk(ast.parse(source or b"")))
+    except (SyntaxError, ValueError):
+        # Running it gives the error.
+        return []
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return names + [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="hasten advise",
         description=(
-            "Measure which one-line switches make a program faster: each trains it for some tens of steps in a "
-            "process of its own, in turns with the unchanged program, and its losses must stay those of the "
-            "unchanged program. Everything after PROGRAM belongs to the program. Nothing is left behind but what is "
-            "asked for here; a verdict on all levers is remembered for Trainer(speed='auto')."
+            "Measure which one-line switches make a program faster: each trains it in a process of its own, in turns "
+            "with the fastest line so far, until it is certain what it gains, and its losses must stay those of that "
+            "line. Everything after PROGRAM belongs to the program. Nothing is left behind but what is asked for "
+            "here; a verdict on all levers is remembered for Trainer(speed='auto')."
         ),
     )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="measure a module, as python -m runs it")
@@ -120,29 +132,40 @@ def _parser() -> Parser:
         help="names of the levers to measure; default: all (see --list)",
     )
     parser.add_argument("--list", action="store_true", help="list the levers and stop")
-    parser.add_argument("--rounds", type=whole(1), default=3, metavar="N", help="turns of each; default: 3")
     parser.add_argument(
-        "--steps", type=whole(1), metavar="N", help="steps of a turn; default: a second's worth, 3 to 50"
+        "--rounds",
+        type=whole(1),
+        default=3,
+        metavar="N",
+        help="a comparison ends after 16 N turns of each at the latest; default: 3",
     )
     parser.add_argument(
-        "--warm-up", type=whole(1), default=3, metavar="N", help="steps of each before the clock; default: 3"
+        "--steps", type=whole(1), metavar="N", help="steps of a turn; default: half a second's worth, 1 to 50"
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=whole(1),
+        default=3,
+        metavar="N",
+        help="steps of each before the clock, one where they take long; default: 3",
     )
     parser.add_argument(
         "--seeds",
         type=whole(1),
         default=1,
         metavar="N",
-        help="runs of the unchanged program with other seeds, for the noise of its losses; default: 1",
+        help="runs with other seeds, where losses can only be compared by how much they differ by chance; default: 1",
     )
     parser.add_argument(
-        "--alone", action="store_true", help="measure each lever by itself, not the winners together"
+        "--alone",
+        action="store_true",
+        help="compare each lever with the unchanged program, not with the fastest line so far",
     )
     parser.add_argument(
         "--budget",
         type=positive,
         metavar="S",
-        help="about how many seconds all of it may take; turns become shorter and fewer, and what then does not fit "
-        "is left out. Default: as long as it takes",
+        help="how many seconds all of it may take: then it stops, the most promising levers first. Default: no limit",
     )
     parser.add_argument(
         "--timeout",

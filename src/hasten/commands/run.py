@@ -16,7 +16,7 @@ from hasten.commands.parser import Parser
 
 def main(arguments: Sequence[str]) -> int:
     """Run a program; return its exit code."""
-    options, program, rest = _split(arguments)
+    options, program, rest = split_program(arguments)
     parser = Parser(
         prog="hasten run",
         description=(
@@ -38,12 +38,12 @@ def main(arguments: Sequence[str]) -> int:
     # Other processes of a distributed run start the way this one did.
     launch.PREFIX[:] = ["-m", "hasten", "run"]
     if given.module is not None:
-        origin = _module(given.module, parser)
+        origin = find_module(given.module, parser)
         hasten.compat.install()
         sys.argv[:] = [given.module, *rest]
         return _shown(lambda: runpy.run_module(given.module, run_name="__main__", alter_sys=True), origin)
     path = Path(given.program)
-    source = _source(path, parser)
+    source = read_source(path, parser)
     hasten.compat.install()
     sys.argv[:] = [given.program, *rest]
     # A program imports what lies beside it.
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     return _shown(lambda: _execute(source, file), file)
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
+def split_program(arguments: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
     """Return our options, the program, and what belongs to it. ``-m MODULE`` ends our options as a program does."""
     words = list(arguments)
     for place, word in enumerate(words):
@@ -72,7 +72,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
     return words, None, []
 
 
-def _module(name: str, parser: Parser) -> str:
+def find_module(name: str, parser: Parser) -> str:
     # As `python -m` does: modules of the working directory come first.
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
@@ -85,7 +85,7 @@ def _module(name: str, parser: Parser) -> str:
     return found.origin or name
 
 
-def _source(path: Path, parser: Parser) -> bytes | None:
+def read_source(path: Path, parser: Parser) -> bytes | None:
     """Return the program's text; None for a folder or an archive, which Python itself reads."""
     if path.is_dir():
         if not (path / "__main__.py").exists():

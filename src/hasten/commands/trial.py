@@ -1,10 +1,8 @@
-"""The process of a trial: the program, or a model in hand, under the advisor's orders. Started by the advisor only."""
+"""What the processes of ``hasten advise``, ``Trainer.advise`` and ``Trainer(speed="auto")`` run."""
 
 from __future__ import annotations
 
 import functools
-import json
-import os
 import pickle
 import sys
 from collections.abc import Sequence
@@ -12,50 +10,57 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from hasten.commands import run
+from hasten.fabric import Fabric
 from hasten.seed import seed_everything
-from hasten.speed.program import leave
+from hasten.speed.fit_trial import FitTrial, Orders
+from hasten.speed.trial import Session
+from hasten.trainer import Trainer
 
 
 class _Enough(BaseException):
     """The program has come to where it trains: all its classes are there."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``READ WRITE ORDERS PROGRAM [its arguments]``, or ``READ WRITE ORDERS --live FILE``."""
-    read_fd, write_fd, orders, *rest = arguments
-    trial, channel = _begin(int(read_fd), int(write_fd), orders)
-    if rest[0] == "--live":
-        _train_copy(trial, channel, rest[1])
-    trial.install()
-    _refuse_own_loops(channel)
+def run_program(session: Session, orders: Orders, words: Sequence[str]) -> None:
+    """Run a program as ``hasten run`` does, up to its first training, which the parent orders in turns."""
+    FitTrial(session, orders, Trainer).install()
+    _refuse_own_loops(session)
     # Where a program does not seed itself, all trials still begin with the same weights.
     seed_everything(0, verbose=False)
     try:
-        code = run.main(rest)
+        code = run.main(words)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     if code:
-        channel.send(
-            "error", kind="", refused=False, text=f"the program ended with code {code}", place="program"
-        )
-    else:
-        channel.send("no_fit")
-    return 0
+        session.refuse(f"the program ended with code {code}", refused=False)
 
 
-def _refuse_own_loops(channel: Any) -> None:
-    """Say so at the first backward of a program that keeps its own loop: nothing of it would be measured."""
-    from hasten.fabric import Fabric
+def train_copy(session: Session, orders: Orders, path: str) -> None:
+    """Train a copy of a model, which the parent has pickled to a file together with its data and Trainer."""
+    with open(path, "rb") as file:
+        # Written by the parent, into a folder that only this user can read.
+        sent = pickle.load(file)
+    sys.path[:], sys.argv[:] = sent["path"], sent["argv"]
+    if sent["main"] is not None:
+        _load_program(sent["main"])
+    given, trainer_class, model, train_dataloaders, datamodule = pickle.loads(sent["payload"])
+    FitTrial(session, orders, Trainer).install()
+    trainer = trainer_class.__new__(trainer_class)
+    # The class may take other arguments; these are those that arrived at the Trainer itself.
+    Trainer.__init__(trainer, **given)
+    trainer.fit(model, train_dataloaders=train_dataloaders, datamodule=datamodule)
 
+
+def _refuse_own_loops(session: Session) -> None:
+    """Refuse a program that keeps its own loop at its first backward: nothing of it would be measured."""
     make = Fabric.__init__
 
     def backward(*args: Any, **given: Any) -> NoReturn:
-        text = (
+        session.refuse(
             "it keeps its own loop (Fabric.backward), and the advisor measures Trainer.fit. Of the switches "
-            "precision, matmul_precision, fused_optimizer and compile are arguments of Fabric, too: try them there"
+            "precision, matmul_precision, fused_optimizer and compile are arguments of Fabric, too: try them there",
+            refused=False,
         )
-        channel.send("error", refused=False, text=text)
-        leave()
 
     @functools.wraps(make)
     def __init__(fabric: Any, *args: Any, **given: Any) -> None:  # noqa: N807
@@ -66,58 +71,14 @@ def _refuse_own_loops(channel: Any) -> None:
     setattr(Fabric, "__init__", __init__)  # noqa: B010
 
 
-def run_copy(orders: str, read_fd: int, write_fd: int, payload: dict[str, Any]) -> None:
-    """Be the trial in a copy of the advisor's own process."""
-    trial, channel = _begin(read_fd, write_fd, orders)
-    _train(trial, channel, payload)
-
-
-def _begin(read_fd: int, write_fd: int, orders: str) -> tuple[Any, Any]:
-    from hasten.speed.program import Channel, Orders, Trial, leave_with_parent
-    from hasten.trainer import Trainer
-
-    channel = Channel(read_fd, write_fd)
-    given = Orders(**json.loads(orders))
-    leave_with_parent(given.scratch)
-    return Trial(channel, given, Trainer), channel
-
-
-def _train_copy(trial: Any, channel: Any, path: str) -> NoReturn:
-    with open(path, "rb") as file:
-        # Written by the advisor a moment ago, into a folder that only this user can read.
-        sent = pickle.load(file)
-    try:
-        sys.path[:] = sent["path"]
-        if sent["program"] is not None:
-            _load_program(sent["program"])
-        payload = pickle.loads(sent["payload"])
-    except Exception as error:
-        channel.fail(error)
-    _train(trial, channel, payload)
-
-
-def _train(trial: Any, channel: Any, payload: dict[str, Any]) -> NoReturn:
-    trial.install()
-    trainer = payload["trainer_class"].__new__(payload["trainer_class"])
-    # The class given may take other arguments; these are those that arrived at the Trainer itself.
-    trial._class.__init__(trainer, **payload["given"])
-    data = {name: payload[name] for name in ("train_dataloaders", "datamodule")}
-    try:
-        trainer.fit(payload["model"], **data)
-    except Exception as error:
-        channel.fail(error)
-    raise AssertionError("a training under orders does not return")
-
-
 def _load_program(file: str) -> None:
     """Run a program as an imported file until it trains, measures or ends: it then has its classes."""
-    from hasten.trainer import Trainer
 
     def enough(*args: Any, **kwargs: Any) -> NoReturn:
         raise _Enough
 
     names = ("fit", "validate", "test", "predict", "advise")
-    before = {name: getattr(Trainer, name) for name in names if hasattr(Trainer, name)}
+    before = {name: getattr(Trainer, name) for name in names}
     module = ModuleType("__mp_main__")
     module.__file__ = file
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
@@ -132,9 +93,3 @@ def _load_program(file: str) -> None:
     finally:
         for name, function in before.items():
             setattr(Trainer, name, function)
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(code)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten.demo.task import Switches, Task
-from hasten.speed.look import flop_counter, measured_peaks
+from hasten.report.peaks import flop_counter, measured_peaks
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,15 @@ class SimpleProfiler(Profiler):
                 del self._open[index]
                 return
 
+    @property
+    def part_seconds(self) -> dict[str, float]:
+        """Seconds of the run so far by part (data wait, forward, ...), up to now."""
+        if self._open:
+            now = time.perf_counter()
+            self._seconds[self._open[-1][1]] += now - self._last
+            self._last = now
+        return dict(self._seconds)
+
     def summary(self) -> str:
         """Return both tables."""
         lines = [self._title(), ""]

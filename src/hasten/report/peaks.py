@@ -9,11 +9,14 @@ AMD's data sheets of the Instinct series.
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten.precision.matmul import matmul_precision as matmul_precision_set
 
 F64, F32, TF32, BF16, F16, I8 = (
     torch.float64,
@@ -130,3 +133,101 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
         rank_zero_warn(f"{name!r} does not support {dtype} in hardware: MFU is not logged.")
         return None
     return int(peaks[dtype])
+
+
+# -- measured
+
+# Large enough that a matrix product reaches the peak of its device, small enough that nobody waits.
+_SMALLEST_MATRIX = 128
+# Smaller ones say more of how busy the machine is than of the device.
+_LARGE_ENOUGH_MATRIX = 512
+_LARGEST_MATRIX = {"cpu": 2048, "cuda": 8192, "mps": 4096}
+_LONG_ENOUGH_SECONDS = 0.02
+_MEASURED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def flop_counter() -> Any:
+    """Return a context that counts floating-point operations, those of attention on the CPU included.
+
+    Example::
+
+        >>> q = torch.ones(1, 1, 4, 8, requires_grad=True)
+        >>> with flop_counter() as counter:
+        ...     torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+        >>> counter.get_total_flops() == 3 * 2 * (2 * 4 * 4 * 8)
+        True
+
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    formulas: dict[Any, Any] = {}
+    for name, formula in (("", _attention_flops), ("_backward", _attention_backward_flops)):
+        packet = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
+        if packet is not None:
+            formulas[packet] = formula
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+def _attention_flops(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    return int(sdpa_flop_count(q, k, v))
+
+
+def _attention_backward_flops(gradient: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+    # Two products for each of forward's; computing the scores again does not count.
+    return 2 * _attention_flops(q, k, v)
+
+
+def measured_peaks(device: torch.device) -> dict[str, float | None]:
+    """Return the operations a second of a large matrix product, by the type of its numbers.
+
+    On a GPU also in ``"tf32"``: float32 under ``matmul_precision="high"``.
+    """
+    peaks = {name: peak_flops(device, dtype) for name, dtype in _MEASURED.items()}
+    if device.type == "cuda":
+        peaks["tf32"] = peak_flops(device, torch.float32, matmul_precision="high")
+    return peaks
+
+
+def peak_flops(
+    device: torch.device, dtype: torch.dtype, *, matmul_precision: str = "highest"
+) -> float | None:
+    """Return the operations a second that a large matrix product reaches here; None where it cannot be done.
+
+    Args:
+        device: the device.
+        dtype: type of the numbers.
+        matmul_precision: for float32, as in ``torch.set_float32_matmul_precision``.
+
+    """
+    size, best = _SMALLEST_MATRIX, 0.0
+    try:
+        with torch.no_grad(), matmul_precision_set(matmul_precision):
+            while True:
+                a = torch.randn(size, size, device=device).to(dtype)
+                fastest = min(_seconds_of_product(a) for _ in range(6))
+                best = max(best, 2.0 * size**3 / fastest)
+                # Where a type is only emulated, one large product would take seconds.
+                if size >= _LARGEST_MATRIX.get(device.type, 2048) or (
+                    fastest > _LONG_ENOUGH_SECONDS and size >= _LARGE_ENOUGH_MATRIX
+                ):
+                    return best
+                size *= 2
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _seconds_of_product(a: Tensor) -> float:
+    _wait(a.device)
+    began = time.perf_counter()
+    torch.mm(a, a)
+    _wait(a.device)
+    return time.perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

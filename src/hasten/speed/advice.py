@@ -1,4 +1,4 @@
-"""What the advisor found: rows, the line to write, as text, JSON and a picture."""
+"""What the advisor found: rows and lines to write, as text, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import dataclasses
 import json
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from hasten._lib.cache import cache_folder, remember_json
 from hasten._lib.optional import need
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.speed.engine import Turn
 from hasten.speed.levers import Lever
 from hasten.speed.safety import Safety
 
@@ -35,24 +40,26 @@ class Row:
         line: what to write.
         safety: its class in this program; of several levers that of the least safe.
         verdict: "wins", "no gain", "slower", "pays back too late", "wrong" (its losses or gradients are further from
-            the unchanged program's than its class allows), "refused" (it cannot be on here), "failed", "not here",
-            "already on", "needed" (nothing runs without it), "no time" (the budget was spent), "not tried" (it needs
-            consent, which was not given) or "unclear" (faster, but not by more than what the unchanged program differs
-            from itself, or measured in too few steps).
+            the base's than its class allows), "refused" (it cannot be on here), "failed", "not here", "already on",
+            "needed" (nothing runs without it), "no time" (it was over first), "not tried" (it needs consent, which was
+            not given) or "unclear" (the time was over before it was certain).
         reason: more about the verdict.
-        speed: how many times as fast as the unchanged program; None where it was not measured.
-        low: lower quartile of the turns.
-        high: upper quartile.
+        levers: all that were on: those of the base, and this one.
+        base: the line it was added to and compared with; empty for the unchanged program.
+        gain: how many times as fast as the base; None where it was not measured.
+        speed: how many times as fast as the unchanged program, with the base.
+        low: what ``speed`` is at least.
+        high: what ``speed`` is at most.
         step_seconds: of a step.
         samples_per_second: None where batches do not tell their size.
         memory_bytes: the most that was held, of the device or of the process where that is the CPU.
         one_time_seconds: what starting cost more than without the lever: compiling, loading.
         break_even_steps: after so many steps that is won back.
-        loss_deviation: how far the losses are from the unchanged ones.
+        loss_deviation: how far the losses are from the base's.
         loss_noise: how far they may be.
-        faults_per_step: pages of memory the operating system made anew.
+        faults_per_step: pages of memory that the operating system provided.
         mfu: useful operations a second as a share of the measured peak of the type computed in.
-        useful_tokens: share of the tokens in its batches that are no padding; None without an ``attention_mask``.
+        useful_tokens: share of the tokens in its batches that are not padding; None without an ``attention_mask``.
 
     """
 
@@ -61,6 +68,9 @@ class Row:
     safety: Safety
     verdict: str
     reason: str = ""
+    levers: list[str] = field(default_factory=list)
+    base: str = ""
+    gain: float | None = None
     speed: float | None = None
     low: float | None = None
     high: float | None = None
@@ -106,18 +116,19 @@ class Advice:
     Args:
         program: what was measured.
         unchanged: the program as it is.
-        rows: every lever by itself.
-        combinations: levers together, as they were tried.
-        lines: what to write, safest first; each contains the one before.
+        rows: every lever, in the order in which they were tried.
+        combinations: other lines: without a lever, or with fewer for a safer class.
+        lines: what to write, safest first; each is faster than the one before.
         winners: names of the levers of the best line that needs no consent.
         arguments: its Trainer arguments.
         facts: device, model and data.
         parts: seconds of a step by where they go.
         notes: what else is worth knowing, in sentences.
-        noise: by how much the unchanged program differs from itself; 0.1 for a tenth.
-        rounds: turns of each.
-        steps: of each turn.
+        noise: how much two turns side by side differ by chance; 0.1 for a tenth.
+        rounds: turns of each in a comparison at most.
+        steps: of a turn of the unchanged program.
         seconds: how long all of it took.
+        unchanged_seconds: of these, spent on steps of the unchanged program.
 
     Example::
 
@@ -147,6 +158,7 @@ class Advice:
     rounds: int = 0
     steps: int = 0
     seconds: float = 0.0
+    unchanged_seconds: float = 0.0
 
     def __repr__(self) -> str:
         """Return one line; ``print(advice)`` shows the whole table."""
@@ -195,7 +207,7 @@ class Advice:
         """Return what ``to_json`` wrote.
 
         Raises:
-            ValueError: the text is something else.
+            ValueError: the text is not what ``to_json`` writes.
 
         """
         try:
@@ -211,18 +223,21 @@ class Advice:
                 }
             )
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"this is no advice: {error}") from error
+            raise ValueError(f"this is not an advice: {error}") from error
 
     def table(self) -> str:
         """Return all of it as plain text, at most 100 columns wide."""
         rule = "-" * WIDTH
-        body = [_table_line(row) for row in [self.unchanged, *self._ordered(self.rows)]]
-        lines = [*self._head(), rule, _HEADS, rule, *body]
-        together = self._ordered(self.combinations)
-        if together:
-            lines += [rule, "together", *(_table_line(row) for row in together)]
-        lines.append(rule)
-        for row in [*self._ordered(self.rows), *together]:
+        rows = self._ordered()
+        lines = [
+            *self._head(),
+            rule,
+            _HEADS,
+            rule,
+            *(_table_line(row) for row in [self.unchanged, *rows]),
+            rule,
+        ]
+        for row in rows:
             if row.reason:
                 first = row.reason.splitlines()[0] if row.verdict in (REFUSED, FAILED) else row.reason
                 lines += _wrapped(f"{row.name}: {row.verdict}: {first}")
@@ -244,8 +259,7 @@ class Advice:
         # Made without pyplot: no window, no global state, whatever backend is set.
         figure_class = need("matplotlib.figure", purpose=purpose).Figure
         canvas_class = need("matplotlib.backends.backend_agg", purpose=purpose).FigureCanvasAgg
-        measured = [row for row in [*self._ordered(self.rows), *self.combinations] if row.speed is not None]
-        bars = [self.unchanged, *measured]
+        bars = [self.unchanged, *(row for row in self._ordered() if row.speed is not None)]
         figure = figure_class(figsize=(9.0, 1.6 + 0.42 * len(bars)), layout="constrained")
         canvas_class(figure)
         axes = figure.add_subplot()
@@ -272,7 +286,7 @@ class Advice:
                 fontsize=9,
             )
         axes.set_xlabel(
-            "times as fast as the unchanged program (bars: median of the turns; marks: quartiles)"
+            "times as fast as the unchanged program, each lever on top of the winners above it (marks: interval)"
         )
         axes.set_title("\n".join(textwrap.wrap(self._title(), 100)), fontsize=9, loc="left")
         for side in ("top", "right"):
@@ -309,13 +323,16 @@ class Advice:
 
     # -- parts of the table
 
-    def _ordered(self, rows: Iterable[Row]) -> list[Row]:
-        """Return rows safest first; the order in which they were tried within a class."""
-        return sorted(rows, key=lambda row: row.safety)
+    def _ordered(self) -> list[Row]:
+        """Return rows in the order in which they were measured; then those that were not."""
+        rows = [*self.rows, *self.combinations]
+        return sorted(rows, key=lambda row: row.speed is None)
 
     def _title(self) -> str:
-        each = f"{self.rounds} turns of {self.steps} steps each"
-        return f"advise {self.program}: {each}, in turns with the unchanged program"
+        return (
+            f"advise {self.program}: each lever in turns with the fastest line so far, until it is certain; "
+            f"{self.seconds:.0f} s, of which {self.unchanged_seconds:.0f} s on the unchanged program"
+        )
 
     def _hardware(self) -> str:
         facts = self.facts
@@ -355,24 +372,24 @@ class Advice:
         return lines
 
 
-# "start s": seconds that starting takes longer than in the unchanged program: compiling, loading.
+# gain: over the line it was added to; start s: seconds that starting takes longer than that line: compiling, loading.
 _HEADS = (
-    f"{'':<22}{'verdict':<18}{'speed':>6} {'quartiles':>11}{'ms/step':>10}{'samples/s':>10}{'MiB':>7}"
-    f"{'start s':>8}{'MFU':>7}"
+    f"{'':<22}{'verdict':<18}{'gain':>6}{'speed':>7} {'interval':>11}{'ms/step':>10}{'samples/s':>10}{'start s':>8}"
+    f"{'MFU':>7}"
 )
 
 
 def _table_line(row: Row) -> str:
+    gain = "" if row.gain is None else _times(row.gain)
     speed = "" if row.speed is None else _times(row.speed)
     spread = "" if row.low is None or row.high is None else f"{row.low:.2f}-{row.high:.2f}"
     each = "" if row.step_seconds is None else f"{1000 * row.step_seconds:,.2f}"
     samples = "" if row.samples_per_second is None else f"{row.samples_per_second:,.0f}"
-    memory = "" if row.memory_bytes is None else f"{row.memory_bytes / _MIB:,.0f}"
     start = "" if row.one_time_seconds is None else f"{row.one_time_seconds:+.1f}"
     used = "" if row.mfu is None else f"{row.mfu:.1%}"
     name = textwrap.wrap(row.name, 21) or [""]
     head = (
-        f"{name[0]:<22}{row.verdict:<18}{speed:>6} {spread:>11}{each:>10}{samples:>10}{memory:>7}{start:>8}{used:>7}"
+        f"{name[0]:<22}{row.verdict:<18}{gain:>6}{speed:>7} {spread:>11}{each:>10}{samples:>10}{start:>8}{used:>7}"
     ).rstrip()
     return "\n".join([head, *(f"  {part}" for part in name[1:])])
 
@@ -411,3 +428,164 @@ def composed(levers: Sequence[Lever]) -> str:
     inside = ", ".join(lever.line.removeprefix("L.Trainer(..., ").removesuffix(")") for lever in ours)
     others = [lever.line for lever in levers if lever not in ours]
     return "; ".join([*([f"L.Trainer(..., {inside})"] if inside else []), *others])
+
+
+# -- figures and notes
+
+# Fresh memory in a step that is worth a note.
+_MUCH_BYTES = 16 * 2**20
+# A machine whose turns differ by more hides what levers gain.
+_BUSY = 0.1
+# A lever that leaves out this much padding is noted.
+_FEWER_PADDED = 0.1
+
+
+def figures(
+    turns: Sequence[Turn], facts: Mapping[str, Any], arguments: Mapping[str, str], usual: Sequence[Turn]
+) -> dict[str, Any]:
+    """Return the figures of a ``Row``: time, samples, memory, share of the peak.
+
+    Args:
+        turns: those that were measured.
+        facts: device, model and data.
+        arguments: Trainer arguments, as text.
+        usual: turns of the unchanged program, whose samples have the usual length.
+
+    """
+    rates = [turn.samples / turn.seconds for turn in turns if turn.samples]
+    tokens, samples = (sum(getattr(turn, name) or 0 for turn in usual) for name in ("tokens", "samples"))
+    if tokens and samples and all(turn.tokens for turn in turns):
+        # Those of a few batches by length are shorter or longer.
+        rates = [(turn.tokens or 0) * samples / tokens / turn.seconds for turn in turns]
+    samples_per_second = median(rates) if rates else None
+    useful, slots = (sum(getattr(turn, name) or 0 for turn in turns) for name in ("tokens", "slots"))
+    return {
+        "step_seconds": median(turn.seconds / turn.steps for turn in turns),
+        "samples_per_second": samples_per_second,
+        "memory_bytes": max(turn.memory_bytes for turn in turns),
+        "faults_per_step": median(turn.faults / turn.steps for turn in turns),
+        "mfu": _mfu(facts, arguments, samples_per_second),
+        "useful_tokens": useful / slots if slots else None,
+    }
+
+
+def _mfu(
+    facts: Mapping[str, Any], arguments: Mapping[str, str], samples_per_second: float | None
+) -> float | None:
+    """Return useful operations a second as a share of the peak; those of the unchanged step count."""
+    flops, batch = facts.get("flops_per_step"), facts.get("samples_counted")
+    if not flops or not batch or not samples_per_second:
+        return None
+    precision, products = arguments.get("precision", ""), arguments.get("matmul_precision", "")
+    peaks = facts.get("peak_flops") or {}
+    if "bf16" in precision or "medium" in products:
+        peak = peaks.get("bfloat16")
+    elif "highest" not in products and "high" in products:
+        # On a GPU; elsewhere there is no such type.
+        peak = peaks.get("tf32", peaks.get("float32"))
+    else:
+        peak = peaks.get("float32")
+    if not peak:
+        return None
+    share = flops / batch * (facts.get("useful_tokens") or 1.0) * samples_per_second / peak
+    # Above the peak: others had the device while that was measured, and it says nothing.
+    return float(share) if share <= 1.0 else None
+
+
+def notes(
+    facts: Mapping[str, Any], unchanged: Row, rows: Mapping[str, Row], *, noise: float, has_losses: bool
+) -> list[str]:
+    """Return sentences on what was found.
+
+    Args:
+        facts: device, model and data.
+        unchanged: figures of the unchanged program.
+        rows: every lever.
+        noise: how much two turns side by side differ by chance.
+        has_losses: whether its losses could be compared.
+
+    """
+    found = [
+        *_on_operations(facts, unchanged),
+        *_on_padding(facts, unchanged, rows),
+        *_on_memory(facts, unchanged),
+    ]
+    dropped, priced = facts.get("attention_dropout"), rows.get("no attention dropout")
+    if dropped and priced is not None and priced.gain is not None:
+        found.append(
+            f"Attention dropout in {', '.join(dropped)} forces an attention that keeps every probability. Without it a "
+            f"step is {priced.gain:.2f} times as fast; this changes what is trained."
+        )
+    if noise > _BUSY:
+        found.append(
+            f"This machine was busy: turns side by side differed by {noise:.0%}, so comparisons took longer."
+        )
+    if not has_losses:
+        found.append("training_step gave no loss in some steps: losses were not compared.")
+    found.append("Measured on one device, without validation, checkpoints and loggers.")
+    return found
+
+
+def _on_operations(facts: Mapping[str, Any], unchanged: Row) -> list[str]:
+    if unchanged.mfu is None:
+        return []
+    peaks = ", ".join(f"{name} {value / 1e9:,.0f}" for name, value in facts["peak_flops"].items() if value)
+    return [
+        f"Useful operations (MFU): {unchanged.mfu:.1%} of the peak of this device, measured with a matrix product "
+        f"(GFLOP/s: {peaks})."
+    ]
+
+
+def _on_padding(facts: Mapping[str, Any], unchanged: Row, rows: Mapping[str, Row]) -> list[str]:
+    share = facts.get("useful_tokens") if unchanged.useful_tokens is None else unchanged.useful_tokens
+    if share is None:
+        return []
+    text = f"Useful tokens: {share:.0%}; the rest is padding."
+    trimmed = [
+        f"{row.useful_tokens:.0%} with {row.name}"
+        for row in rows.values()
+        if row.useful_tokens is not None and row.useful_tokens > share + _FEWER_PADDED
+    ]
+    return [text + (f" It is {', '.join(trimmed)}." if trimmed else "")]
+
+
+def _on_memory(facts: Mapping[str, Any], unchanged: Row) -> list[str]:
+    faults = unchanged.faults_per_step or 0.0
+    fresh = faults * facts.get("page_bytes", 4096)
+    if fresh <= _MUCH_BYTES or facts.get("device_type") != "cpu":
+        return []
+    return [
+        f"The operating system provides {fresh / 2**20:,.0f} MiB of fresh, zeroed memory in each step ({faults:,.0f} "
+        'page faults): allocator="keep" avoids that.'
+    ]
+
+
+# -- verdicts kept for the next run of the same program with the same model on the same device
+
+
+def remember(key: str | None, advice: Advice) -> Path | None:
+    """Keep a verdict; return its file, or None where it cannot be kept.
+
+    Args:
+        key: see ``hasten.speed.inspect_run.key_of``.
+        advice: the verdict.
+
+    """
+    path = cache_folder("advice") / f"{key}.json"
+    return path if key and remember_json(path, json.loads(advice.to_json())) else None
+
+
+def recall(key: str) -> Advice | None:
+    """Return the verdict kept under ``key``; None where there is none, or none that can be read."""
+    path = cache_folder("advice") / f"{key}.json"
+    try:
+        return Advice.from_json(path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    except ValueError:
+        rank_zero_warn(
+            f"{path} cannot be read: the verdict is dropped, and measured again when it is needed."
+        )
+        with suppress(OSError):
+            path.unlink()
+        return None

@@ -1,4 +1,10 @@
-"""The advisor: measures every lever on the user's own program, in turns with it, and says what to write."""
+"""The advisor: finds the fastest line for a program by hill climbing, and measures a verdict on each lever.
+
+The unchanged program is inspected once, and levers are ordered by the gain expected from what was found. The first is
+raced against the unchanged program, and each next one against the fastest line so far, whose steps are short by then.
+At the end removals are tried, and the lines to write are measured once against the unchanged program. When the time is
+over the search stops, with the best levers behind it.
+"""
 
 from __future__ import annotations
 
@@ -6,62 +12,107 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hasten._lib import check
 from hasten.speed import advice as words
-from hasten.speed.advice import Advice, Line, Row, composed
-from hasten.speed.budget import Estimate, Progress, Turns, fit
-from hasten.speed.changes import usable_cores
-from hasten.speed.engine import LateError, TrialError
-from hasten.speed.figures import figures, one_time_seconds
-from hasten.speed.levers import FITTING, Lever, choose
-from hasten.speed.notes import notes
-from hasten.speed.plan import AdviceError, Plan, by_promise
-from hasten.speed.race import Start, Variant, costs, scratch_folder
+from hasten.speed.advice import Advice, Line, Row, composed, notes
+from hasten.speed.engine import Engine, LateError, TrialError
+from hasten.speed.fit_trial import Orders
+from hasten.speed.levers import FITTING, Lever, choose, expected_gain
+from hasten.speed.races import Levers, OpenTrial, Races, TrainerTrial, failed, key_of_line, name_of
 from hasten.speed.safety import Safety
-from hasten.speed.turns import Races
-from hasten.speed.verdict import (
-    Speed,
-    compare,
-    judge_gradients,
-    judge_losses,
-    judge_without_draws,
-    noise_of,
-    too_few,
-    verdict_on_speed,
-)
 
-# Classes whose losses differ by chance: a leak between samples would hide in that.
-_LOOKED_INTO = (Safety.OTHER_DRAWS, Safety.OTHER_BATCHES)
-# A lever that loses alone may win beside others, unless it loses by more than this.
-HOPELESS = 0.5
-# Seconds a turn lasts, unless told otherwise, and the steps it then may have.
-_TURN_SECONDS = 1.0
-_FEWEST, _MOST = 3, 50
-_FIRST_LOOK = 3
-# A start this much longer than the unchanged one's may as well be chance.
-_ONE_TIME_SECONDS = 0.2
-# Share of the free memory that trials held at once may fill.
-_OF_FREE_MEMORY = 0.6
-_MOST_TOGETHER = 8
-# Lines to write at the end are measured once more: seldom of more classes than these.
-_MOST_LINES = 3
-# Share of a budget for levers one by one; the rest is for those that won, together.
-_FOR_LEVERS_ALONE = 0.65
-
+# Turns of each in a comparison at most, for each of the plan's rounds.
+_TURNS_PER_ROUND = 16
+# A lever that lost on a line this much slower than the final one is tried again, unless it lost by more than half.
+_MUCH_FASTER = 1.2
+_HOPELESS = 0.5
+# Steps that confirming the lines takes of the unchanged program, and that a comparison takes at least, about.
+_STEPS_TO_CONFIRM = 6
+_STEPS_TO_COMPARE = 6
+# Where the best line needs consent, share of the time that looking for one that needs none may take.
+_SHARE_OF_UNCHANGED = 0.25
 _UNCHANGED = "the unchanged program cannot be measured: "
 
 Say = Callable[[str], None]
-__all__ = ["AdviceError", "MakeStart", "Plan", "measure"]
 
-# folder of the trials -> what starts one
-MakeStart = Callable[[Any], Start]
+
+class AdviceError(RuntimeError):
+    """The unchanged program cannot be measured."""
+
+
+class TooShortError(AdviceError):
+    """Measuring would take too large a part of the training."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Args:
+        rounds: how long a comparison may go on: at most 16 times as many turns of each.
+        steps: of a turn; None for about half a second's worth, 1 to 50.
+        warm_up: steps of each before the clock; one where they take long.
+        seeds: runs with other seeds, where losses can only be compared by how much they differ by chance.
+        combine: put levers on top of one another; else each is compared with the unchanged program.
+        consent: also measure levers that change more than rounding.
+        budget_seconds: how long all of it may take: then it stops, the most promising levers first. None for no limit.
+        share_of_training: the same as a share of the time that the training is planned to take; where inspecting the
+            program takes longer, nothing is measured. None for no limit.
+        timeout_seconds: how long the program may take to start training, a lever to prepare, or a turn to last.
+
+    Raises:
+        ValueError: a number is too small.
+
+    """
+
+    rounds: int = 3
+    steps: int | None = None
+    warm_up: int = 3
+    seeds: int = 1
+    combine: bool = True
+    consent: bool = True
+    budget_seconds: float | None = None
+    share_of_training: float | None = None
+    timeout_seconds: float = 900.0
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "steps", "warm_up", "seeds"):
+            check.whole(
+                "advise", name, getattr(self, name), at_least=1, allow_none=name == "steps", error=ValueError
+            )
+        for name in ("timeout_seconds", "budget_seconds", "share_of_training"):
+            value = getattr(self, name)
+            check.number(
+                "advise", name, value, above=0, allow_none=name != "timeout_seconds", error=ValueError
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is measured.
+
+    Args:
+        title: its name.
+        target: function of a trial's process, "package.module:function".
+        arguments: what it gets besides session and orders.
+        payload: written to a file whose path is the last argument; None for none.
+        preload: modules that trials share.
+
+    """
+
+    title: str
+    target: str
+    arguments: tuple[Any, ...] = ()
+    payload: bytes | None = None
+    preload: Sequence[str] = ()
 
 
 def measure(
-    make_start: MakeStart,
-    program: str,
+    program: Program,
     *,
     levers: Iterable[Lever | str] | None = None,
     plan: Plan | None = None,
@@ -70,11 +121,10 @@ def measure(
     """Measure levers on a program.
 
     Args:
-        make_start: given a folder for what trials write, returns what starts a trial.
-        program: what to call it.
+        program: the program.
         levers: which, by name or as objects; all by default.
         plan: how much.
-        say: told what is being done, a line each.
+        say: gets a line about each thing that is being done.
 
     Returns:
         What was found. Nothing of the trials is left, whether this returns or raises.
@@ -86,494 +136,336 @@ def measure(
     """
     plan, chosen = plan or Plan(), choose(levers)
     for lever in chosen:
-        # Found out before the first process starts.
+        # A change that cannot be found is an error before the first process starts.
         _ = lever.place
-    with scratch_folder() as scratch:
-        races = Races(
-            make_start(scratch),
-            scratch,
-            rounds=plan.rounds,
+    with Engine(timeout_seconds=plan.timeout_seconds) as engine:
+        engine.preload(program.preload)
+        arguments = program.arguments
+        if program.payload is not None:
+            path = Path(engine.scratch) / "payload.pickle"
+            path.write_bytes(program.payload)
+            arguments = (*arguments, str(path))
+
+        def open_trial(orders: Orders) -> TrainerTrial:
+            return engine.start(program.target, orders, *arguments, allocator=orders.allocator)
+
+        return LineSearch(open_trial, plan, program.title, say=say).advise(chosen)
+
+
+class LineSearch:
+    """One search, from the first inspection to the lines to write.
+
+    Args:
+        open_trial: starts a trial.
+        plan: how much.
+        title: of the program.
+        say: gets a line about each thing that is being done.
+        clock: gives seconds.
+
+    """
+
+    def __init__(
+        self,
+        open_trial: OpenTrial,
+        plan: Plan,
+        title: str,
+        *,
+        say: Say = lambda line: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan, self._title, self._say, self._clock = plan, title, say, clock
+        self._races = Races(
+            open_trial,
+            steps=plan.steps,
+            most_turns=_TURNS_PER_ROUND * plan.rounds,
             warm_up=plan.warm_up,
-            timeout_seconds=plan.timeout_seconds,
-            progress=(progress := Progress(say)),
+            seeds=plan.seeds,
+            clock=clock,
         )
-        try:
-            return _Advisor(races, plan, program, say, progress).advise(chosen)
-        finally:
-            races.close()
-
-
-class _Advisor:
-    """One measurement, from the first look to the line to write."""
-
-    def __init__(self, races: Races, plan: Plan, program: str, say: Say, progress: Progress) -> None:
-        self._races, self._plan, self._program = races, plan, program
-        self._say, self._progress = say, progress
-        self._facts: dict[str, Any] = {}
-        self._given: dict[str, str] = {}
-        self._parts: dict[str, float] = {}
-        self._steps_planned: float | None = None
-        self._steps = plan.steps or _FEWEST
-        self._noise = 0.0
-        # The unchanged program run again, and with other seeds.
-        self._again, self._by_seed = Variant(), list[Variant]()
+        self._began = clock()
+        self._until = self._began + (plan.budget_seconds or math.inf)
+        self._start_seconds = 0.0
+        self._rows: dict[str, Row] = {}
         self._combinations: list[Row] = []
-        # The unchanged program as it was measured first, and how much faster the levers kept are by now.
-        self._unchanged, self._speed_so_far = Variant(), 1.0
-        self._tokens_per_sample: float | None = None
-        self._estimate = Estimate(0.0, 0.0, 0.0)
-        # The unchanged program as it was when it was looked at, profiled.
-        self._looked = Variant()
-        self._began, self._until, self._seeds = time.monotonic(), math.inf, plan.seeds
 
     def advise(self, levers: Sequence[Lever]) -> Advice:
-        self._look(FITTING in levers)
-        rows = {lever.name: row for lever in levers if (row := self._unfit(lever)) is not None}
-        racing = [lever for lever in levers if lever.name not in rows]
-        racing = self._within_the_budget(racing, rows)
-        spent = not racing and any(row.verdict == words.NO_TIME for row in rows.values())
-        unchanged = self._looked if spent else self._race_alone(racing, rows)
-        by_name = {lever.name: lever for lever in racing}
-        kept: list[Lever] = []
+        """Return the verdicts and the lines to write."""
+        self._inspect(may_split=FITTING in levers)
+        self._limit_to_share()
+        # Nobody knows how long a compiler takes.
+        waiting = sorted(
+            (lever for lever in levers if not self._is_unfit(lever)),
+            key=lambda lever: ("compile" in lever.arguments, -expected_gain(lever, self._facts)),
+        )
+        same_model = [lever for lever in waiting if lever.safety != Safety.OTHER_MATHS]
+        kept = self._climb((), same_model)
+        # What trains another model is tried on top of what trains this one.
+        whole = self._climb(kept, [lever for lever in waiting if lever.safety == Safety.OTHER_MATHS])
         if self._plan.combine:
-            kept = self._combine(by_name, rows)
+            kept = self._removed(self._climb(kept, self._worth_another_try(same_model, kept), again=True))
+            whole = (*kept, *(lever for lever in whole if lever.safety == Safety.OTHER_MATHS))
+            lines = self._confirmed([self._automatic_line(same_model, kept), kept, whole])
         else:
-            best = sorted((row for row in rows.values() if row.wins), key=_by_speed)
-            best = [row for row in best if row.safety.is_automatic] or best
-            kept = [by_name[row.name] for row in best[:1]]
-        lines, kept = self._lines(kept, rows)
-        automatic = next((line.levers for line in reversed(lines) if line.safety.is_automatic), [])
-        safe = [lever for lever in (*self._races.always, *kept) if lever.name in automatic]
-        plain = self._unchanged_row(unchanged)
+            lines = self._best_alone(levers)
+        return self._advice(levers, lines)
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        return self._races.facts
+
+    def _advice(self, levers: Sequence[Lever], lines: list[Line]) -> Advice:
+        races = self._races
+        best = next((line.levers for line in reversed(lines) if line.safety.is_automatic), [])
+        every = {lever.name: lever for lever in (*races.always, *levers)}
+        safe = [lever for name, lever in every.items() if name in best]
+        unchanged, noise = races.unchanged_row(), median(races.noises) if races.noises else 0.0
         return Advice(
-            program=self._program,
-            unchanged=plain,
-            rows=[rows[lever.name] for lever in levers],
+            program=self._title,
+            unchanged=unchanged,
+            rows=list(self._rows.values()),
             combinations=self._combinations,
             lines=lines,
             winners=[lever.name for lever in safe],
             arguments={name: value for lever in safe for name, value in lever.arguments.items()},
             facts=self._facts,
-            parts=self._parts,
-            notes=notes(self._facts, plain, rows, noise=self._noise, has_losses=bool(unchanged.losses)),
-            noise=round(self._noise, 4),
-            rounds=self._races.rounds,
-            steps=self._steps,
-            seconds=round(time.monotonic() - self._began, 1),
+            parts=self._facts["parts"],
+            notes=notes(
+                self._facts, unchanged, self._rows, noise=noise, has_losses=bool(races.inspected.losses)
+            ),
+            noise=round(noise, 4),
+            rounds=_TURNS_PER_ROUND * self._plan.rounds,
+            steps=races.steps_of(races.inspected.step_seconds),
+            seconds=round(self._clock() - self._began, 1),
+            unchanged_seconds=round(races.unchanged_seconds, 1),
         )
 
-    # -- the unchanged program
+    # -- before the first race
 
-    def _look(self, may_split: bool) -> None:
-        """Find out about device, model and data, and how long a step takes.
+    def _inspect(self, *, may_split: bool) -> None:
+        """Find out about device, model and data.
 
         Args:
-            may_split: where batches do not fit into memory, let every variant split them.
+            may_split: where batches do not fit into memory, let every trial split them.
 
         """
-        self._say("looking at the unchanged program")
+        self._say("inspecting the unchanged program")
+        races = self._races
         try:
-            self._look_at(Variant(looks=True))
+            races.inspect()
         except TrialError as error:
-            if not may_split or not error.is_out_of_memory:
+            if races.always or not may_split or not error.is_out_of_memory:
                 raise AdviceError(_UNCHANGED + error.with_log) from None
             self._say(f"it runs out of memory; all of the following is measured with {FITTING.line}")
-            self._races.always = (FITTING,)
-            try:
-                self._look_at(Variant(looks=True))
-            except TrialError as again:
-                raise AdviceError(_UNCHANGED + again.with_log) from None
+            races.always = (FITTING,)
+            self._inspect(may_split=False)
             self._facts["memory_ran_out"] = True
+        steps = sum(turn.seconds for turn in races.inspected.turns)
+        self._start_seconds = max(0.0, self._clock() - self._began - steps)
 
-    def _look_at(self, variant: Variant) -> None:
-        began = time.monotonic()
-        contestant = self._races.enter(variant)
-        try:
-            contestant.at_fit()
-            start_seconds = time.monotonic() - began
-            prepared = contestant.prepare()
-            # A step of seconds tells enough by itself.
-            turn = contestant.turn(1 if prepared.step_seconds[-1] > _TURN_SECONDS else _FIRST_LOOK)
-            if self._plan.steps is None:
-                wanted = math.ceil(_TURN_SECONDS / max(turn.seconds / turn.steps, 1e-9))
-                self._steps = min(_MOST, max(_FEWEST, wanted))
-            if turn.seconds < _TURN_SECONDS:
-                turn = contestant.turn(self._steps)
-            self._facts = contestant.examine()
-        finally:
-            self._races.leave(contestant)
-        self._facts.pop("event", None)
-        step_seconds = turn.seconds / turn.steps
-        variant.turns, self._looked = [turn], variant
-        self._given = variant.given
-        self._parts = {part: seconds / turn.steps for part, seconds in turn.parts.items() if seconds}
-        self._steps_planned = turn.steps_planned
-        free = self._facts.get("free_bytes")
-        room = _MOST_TOGETHER if free is None else int(free * _OF_FREE_MEMORY // max(1, turn.memory_bytes))
-        self._races.together = max(1, min(_MOST_TOGETHER, room))
-        self._races.step_seconds = step_seconds
-        self._estimate = Estimate(
-            start_seconds,
-            max(0.0, prepared.seconds - prepared.steps * step_seconds),
-            step_seconds,
-            at_once=usable_cores(),
-            together=self._races.together,
-        )
-
-    def _within_the_budget(self, levers: list[Lever], rows: dict[str, Row]) -> list[Lever]:
-        """Choose turns and levers that fit into the budget; return these levers, and add the rows of the others."""
-        estimate, planned = self._estimate, self._steps_planned
-        self._plan = self._plan.within_share(
-            None if planned is None else planned * estimate.step_seconds,
-            variants=2 + len(levers),
-            step_seconds=estimate.step_seconds,
-            start_seconds=estimate.start_seconds / estimate.at_once + estimate.prepare_seconds,
-        )
-        budget = self._plan.budget_seconds
-        if budget is None or not levers:
-            return levers
-        share = _FOR_LEVERS_ALONE if self._plan.combine and len(levers) > 1 else 1.0
-        spent = time.monotonic() - self._began
-        found = fit(self._plan, self._steps, levers=len(levers), spent=spent, share=share, estimate=estimate)
-        for line in found.announced(len(levers), budget):
-            self._say(line)
-        turns, self._seeds = found.turns, found.seeds
-        self._races.rounds, self._steps, self._races.warm_up = turns.rounds, turns.steps, turns.warm_up
-        self._progress.until = self._until = self._began + found.until_seconds
-        ordered = by_promise(levers, starts_count=found.levers < len(levers))
-        for lever in ordered[found.levers :]:
-            reason = found.left_out(budget)
-            safety = lever.safety_in(self._facts)
-            rows[lever.name] = Row(lever.name, lever.line, safety, words.NO_TIME, reason)
-        return ordered[: found.levers]
-
-    def _run(self, variants: Sequence[Variant]) -> None:
-        self._progress.begin(self._seconds_of(len(variants)))
-        self._races.run(variants, self._steps, until=self._until)
-
-    def _seconds_of(self, variants: int) -> float:
-        return self._estimate.of(variants, Turns(self._races.rounds, self._steps, self._races.warm_up))
-
-    def _has_time(self, *races: int) -> bool:
-        """Return whether races of so many variants each fit into what is left of the budget."""
-        return time.monotonic() + sum(map(self._seconds_of, races)) <= self._until
-
-    def _unfit(self, lever: Lever) -> Row | None:
-        """Return the row of a lever that need not be measured; None for the others."""
-        row = Row(lever.name, lever.line, lever.safety_in(self._facts), words.NOT_HERE)
-        if lever in self._races.always:
-            reason = "the unchanged program runs out of memory: all others are measured with it"
-            return dataclasses.replace(row, verdict=words.NEEDED, reason=reason)
-        set_already = [name for name in lever.arguments if name in self._given]
-        if lever.arguments and len(set_already) == len(lever.arguments):
-            shown = ", ".join(f"{name}={self._given[name]}" for name in set_already)
-            same = all(self._given[name] == repr(lever.arguments[name]) for name in set_already)
-            return dataclasses.replace(
-                row, verdict=words.ALREADY_ON if same else words.NOT_HERE, reason=f"the program says {shown}"
+    def _limit_to_share(self) -> None:
+        share, planned = self._plan.share_of_training, self._races.steps_planned
+        if share is None or planned is None or not math.isfinite(planned):
+            return
+        seconds = planned * self._races.inspected.step_seconds
+        if share * seconds < 2 * (self._clock() - self._began):
+            raise TooShortError(
+                f"it takes about {seconds:,.0f} s, and measuring more than {share:.0%} of that. `hasten advise` "
+                "measures it all the same, and its verdict is used here"
             )
+        self._until = min(self._until, self._began + share * seconds)
+
+    def _is_unfit(self, lever: Lever) -> bool:
+        """Return whether a lever is not measured; then it has its row."""
+        safety = lever.safety_in(self._facts)
+        verdict, reason = self._why_unfit(lever, safety)
+        if verdict:
+            self._rows[lever.name] = Row(lever.name, lever.line, safety, verdict, reason)
+        return bool(verdict)
+
+    def _why_unfit(self, lever: Lever, safety: Safety) -> tuple[str, str]:
+        if lever in self._races.always:
+            return words.NEEDED, "the unchanged program runs out of memory: all others are measured with it"
+        given = self._races.given
+        already = [name for name in lever.arguments if name in given]
+        if lever.arguments and len(already) == len(lever.arguments):
+            shown = ", ".join(f"{name}={given[name]}" for name in already)
+            same = all(given[name] == repr(lever.arguments[name]) for name in already)
+            return words.ALREADY_ON if same else words.NOT_HERE, f"the program has {shown}"
         why = lever.applies(self._facts)
         if why is not None:
-            return dataclasses.replace(row, reason=why)
-        meet = self._facts.get("not_apart")
-        if row.safety == Safety.OTHER_BATCHES and meet:
-            reason = f"the samples of a batch affect one another in this model, so other batches train another: {meet}"
-            return dataclasses.replace(row, verdict=words.REFUSED, reason=reason)
-        if not self._plan.consent and not row.safety.is_automatic:
-            return dataclasses.replace(row, verdict=words.NOT_TRIED, reason=row.safety.words)
-        return None
+            return words.NOT_HERE, why
+        if not self._plan.consent and not safety.is_automatic:
+            return words.NOT_TRIED, safety.words
+        return "", ""
 
-    # -- levers one by one
+    # -- climbing
 
-    def _race_alone(self, levers: Sequence[Lever], rows: dict[str, Row]) -> Variant:
-        """Measure each lever by itself; add its row."""
-        first, again = self._variant(), self._variant()
-        seeds = [Variant(seed=seed) for seed in range(1, self._seeds + 1)]
-        # The noise is for levers to be judged by.
-        lot = [first, again, *seeds] if levers else [first]
-        waiting = list(levers)
-        self._progress.levers = len(levers)
-        pairs: list[tuple[Variant, Lever, Variant]] = []
-        unchanged = first
-        while lot or waiting:
-            if not lot:
-                unchanged = self._variant()
-                lot = [unchanged]
-            room = max(1, self._races.together - len(lot))
-            if unchanged is first and len(lot) >= self._races.together:
-                room = 0
-            for lever in waiting[:room]:
-                variant = self._variant(lever)
-                lot.append(variant)
-                pairs.append((unchanged, lever, variant))
-            del waiting[:room]
-            self._say("measuring " + ", ".join(dict.fromkeys(variant.name for variant in lot)))
-            self._run(lot)
-            self._require(unchanged)
-            lot = []
-        self._progress.levers = 0
-        self._unchanged = first
-        tokens, samples = (
-            sum(getattr(turn, name) or 0 for each in (first, again, *seeds) for turn in each.turns)
-            for name in ("tokens", "samples")
-        )
-        self._tokens_per_sample = tokens / samples if tokens and samples else None
-        if again.turns and again.error is None and first.turns:
-            self._noise = noise_of(compare(*costs(first, again)))
-        self._again, self._by_seed = again, seeds
-        for beside, lever, variant in pairs:
-            rows[lever.name] = self._judge(variant, beside)
-        return first
-
-    def _require(self, unchanged: Variant) -> None:
-        if unchanged.error is not None:
-            raise AdviceError(_UNCHANGED + unchanged.error.with_log)
-
-    def _judge(self, variant: Variant, unchanged: Variant, speed: Speed | None = None) -> Row:
-        """Return the row of a variant that was measured beside the unchanged program.
+    def _climb(self, base: Levers, levers: Sequence[Lever], *, again: bool = False) -> Levers:
+        """Try levers one after another on the fastest line so far; return that line.
 
         Args:
-            variant: what was measured.
-            unchanged: what its losses are compared with, and its speed unless that is given.
-            speed: how many times as fast as the unchanged program, where it was measured beside another variant.
+            base: the line to begin with.
+            levers: in the order in which they are tried.
+            again: they have a row already, which only a win replaces.
 
         """
-        classes = [lever.safety_in(self._facts) for lever in variant.levers]
-        safety = max(classes, default=Safety.SAME_BITS)
-        row = Row(variant.name, composed(variant.levers), safety, words.FAILED)
-        if variant.error is not None:
-            if isinstance(variant.error, LateError):
-                return dataclasses.replace(row, verdict=words.NO_TIME, reason=variant.error.text)
-            verdict = words.REFUSED if variant.error.refused else words.FAILED
-            return dataclasses.replace(row, verdict=verdict, reason=variant.error.text)
-        # What draws by itself draws others in another type.
-        alike = all(each.keeps_batches for each in classes) and not (
-            Safety.LOWER_PRECISION in classes and self._facts.get("step_draws", True)
-        )
-        again, coarse = self._again, bool(self._facts.get("coarse"))
-        losses = judge_losses(
-            unchanged.losses,
-            variant.losses,
-            safety=safety,
-            again=[] if again.error else again.losses,
-            seeds=[each.losses for each in self._by_seed if each.error is None],
-            alike=alike,
-            coarse=coarse,
-        )
-        if speed is None:
-            speed = compare(*costs(unchanged, variant))
-        row = dataclasses.replace(
-            row,
-            speed=speed.median,
-            low=speed.low,
-            high=speed.high,
-            **self._figures(variant),
-            one_time_seconds=one_time_seconds(variant, unchanged),
-            loss_deviation=losses.deviation,
-            loss_noise=losses.allowed,
-        )
-        wrong = losses.reason
-        if not wrong and alike:
-            wrong = judge_gradients(
-                unchanged.gradients, variant.gradients, safety=safety, again=again.gradients, coarse=coarse
-            )
-        if not wrong and not alike and all(lever.keeps_first_batch(self._facts) for lever in variant.levers):
-            wrong = judge_without_draws(unchanged.without_draws, variant.without_draws, coarse=coarse)
-        if not wrong and variant.not_apart and not self._facts.get("not_apart"):
-            wrong = f"with it the samples of a batch affect one another: {variant.not_apart}"
-        if wrong:
-            return dataclasses.replace(row, verdict=words.WRONG, reason=wrong)
-        verdict = verdict_on_speed(speed, self._noise)
-        reason = ""
-        both = variant.turns[: len(unchanged.turns)]
-        measured = sum(turn.seconds for turn in both)
-        if not variant.given_up and (few := too_few(len(both), sum(turn.steps for turn in both), measured)):
-            return dataclasses.replace(row, verdict=words.UNCLEAR, reason=few)
-        if verdict == words.UNCLEAR:
-            reason = (
-                f"{speed.median:.2f}x, {speed.least:.2f}x in its worst turns, and the unchanged program differs from "
-                f"itself by {self._noise:.0%}"
-            )
-        if verdict == words.SLOWER:
-            reason = f"{speed.median:.2f}x the speed of the unchanged program"
-        if verdict == words.WINS:
-            verdict, reason, row.break_even_steps = self._pays_back(row, unchanged, speed.median)
-        return dataclasses.replace(row, verdict=verdict, reason=reason)
+        for number, lever in enumerate(levers):
+            line = _with(base, lever)
+            on_top = f" on top of {name_of(base)}" if base else ""
+            self._say(f"lever {number + 1} of {len(levers)}, {lever.name}{on_top} ({self._left()})")
+            left = self._until - self._reserve() - self._clock()
+            # Twice its share: most comparisons end early.
+            row = self._race(base, line, lever.name, share=2 * left / (len(levers) - number))
+            if not again or row.wins:
+                self._rows[lever.name] = row
+            if row.wins and self._plan.combine:
+                base = line
+                self._races.speeds[key_of_line(line)] = row.speed or 1.0
+        return base
 
-    def _pays_back(self, row: Row, unchanged: Variant, speed: float) -> tuple[str, str, float | None]:
-        """Return verdict, reason and the steps after which a longer start is won back."""
-        once = row.one_time_seconds or 0.0
-        if once < _ONE_TIME_SECONDS:
-            return words.WINS, "", None
-        each = median(turn.seconds / turn.steps for turn in unchanged.turns)
-        steps = once / (each * (1.0 - 1.0 / speed))
-        planned = self._steps_planned
-        text = f"starting takes {once:.1f} s more, won back after {math.ceil(steps):,} steps"
-        if planned is not None and math.isfinite(planned) and steps > planned:
-            return words.NEVER_PAYS, f"{text}; this training has {int(planned):,}", steps
-        return words.WINS, text, steps
+    def _worth_another_try(self, levers: Sequence[Lever], kept: Levers) -> list[Lever]:
+        """Return levers that lost on a much slower line, where bf16 may not pay yet, or stayed unclear."""
+        found = []
+        for lever in levers:
+            row = self._rows[lever.name]
+            if lever in kept or row.gain is None or row.speed is None:
+                continue
+            was_slow = self._races.speeds[key_of_line(kept)] > _MUCH_FASTER * row.speed / row.gain
+            lost = row.verdict in (words.NO_GAIN, words.SLOWER) and row.gain > _HOPELESS
+            if (row.verdict == words.UNCLEAR and math.isfinite(self._until)) or (lost and was_slow):
+                found.append(lever)
+        return found
 
-    def _figures(self, variant: Variant) -> dict[str, Any]:
-        return figures(variant, self._facts, self._given, self._tokens_per_sample)
-
-    def _unchanged_row(self, unchanged: Variant) -> Row:
-        row = Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0, **self._figures(unchanged))
-        return dataclasses.replace(row, low=1.0 / (1.0 + self._noise), high=1.0 + self._noise)
-
-    # -- levers together
-
-    def _combine(self, by_name: dict[str, Lever], rows: dict[str, Row]) -> list[Lever]:
-        """Add winner after winner, the best first, then what lost alone; keep what gains on top of the others."""
-        measured = [row for row in rows.values() if row.speed is not None and row.name in by_name]
-        winners = sorted((row for row in measured if row.wins), key=_by_speed)
-        safe = [by_name[row.name] for row in winners if row.safety.is_automatic]
-        kept = safe[:1]
-        if kept:
-            self._speed_so_far = rows[kept[0].name].speed or 1.0
-        for lever in safe[1:]:
-            kept = self._with(kept, [lever])
-        if kept:
-            # What loses alone may win now: bf16 pays where memory no longer decides, for instance.
-            others = [
-                by_name[row.name]
-                for row in sorted(measured, key=_by_speed)
-                if row.verdict in (words.NO_GAIN, words.SLOWER, words.UNCLEAR)
-                and (row.speed or 0.0) > HOPELESS
-                and row.safety.is_automatic
-            ]
-            kept = self._with(kept, others)
-        if self._plan.consent:
-            asking = sorted((row for row in measured if not row.safety.is_automatic), key=_by_speed)
-            asking = [row for row in asking if (row.speed or 0.0) > HOPELESS and row.verdict != words.WRONG]
-            # What trains another model comes after what trains this one.
-            for group in (
-                [row for row in asking if row.safety != Safety.OTHER_MATHS],
-                [row for row in asking if row.safety == Safety.OTHER_MATHS],
-            ):
-                if not kept and group and group[0].wins:
-                    kept, self._speed_so_far = [by_name[group[0].name]], group[0].speed or 1.0
-                    group = group[1:]
-                if kept:
-                    kept = self._with(kept, [by_name[row.name] for row in group])
-        return kept
-
-    def _with(self, kept: list[Lever], candidates: Sequence[Lever]) -> list[Lever]:
-        """Return the levers kept, with each candidate that gains on top of them.
-
-        In turns with what is kept, not with the unchanged program, which may be ten times as slow by then: what is
-        written is measured against that once more.
-        """
-        possible = [lever for lever in candidates if not _in_conflict(lever, kept)]
-        # Each time the last race, too: it measures what is to be written.
-        while possible and self._has_time(2, _MOST_LINES):
-            base = Variant(levers=tuple(kept))
-            tried = {lever.name: self._variant(*kept, lever) for lever in possible}
-            self._say("measuring " + " + ".join([*base.name.split(" + "), " or ".join(tried)]))
-            gains: dict[str, float] = {}
-            waiting = list(tried.values())
-            while waiting and self._has_time(2, _MOST_LINES):
-                room = max(1, self._races.together - 1)
-                while room > 1 and not self._has_time(1 + min(room, len(waiting)), _MOST_LINES):
-                    room = min(room, len(waiting)) - 1
-                lot, waiting = waiting[:room], waiting[room:]
-                if base.turns:
-                    base = Variant(levers=base.levers)
-                self._run([base, *lot])
-                if base.error is not None:
-                    return kept
-                for variant in lot:
-                    row, over = self._judge_on_top(variant, base)
-                    if row.wins:
-                        gains[variant.levers[-1].name] = over
-                    self._combinations.append(row)
-            if not gains:
-                return kept
-            best = max(gains, key=lambda name: gains[name])
-            kept = [*kept, next(lever for lever in possible if lever.name == best)]
-            self._speed_so_far *= gains[best]
-            # The others gained, too, on what was there before: they are tried again on top of the best.
-            possible = [
-                lever
-                for lever in possible
-                if lever.name in gains and lever.name != best and not _in_conflict(lever, kept)
-            ]
-        return kept
-
-    def _judge_on_top(self, variant: Variant, base: Variant) -> tuple[Row, float]:
-        """Return the row of a variant measured in turns with the levers it adds one to, and what that one gains."""
-        if variant.error is not None:
-            return self._judge(variant, self._unchanged), 0.0
-        over = compare(*costs(base, variant))
-        so_far = self._speed_so_far
-        speed = Speed(so_far * over.median, so_far * over.low, so_far * over.high, over.turns)
-        row = self._judge(variant, self._unchanged, speed)
-        if row.wins and verdict_on_speed(over, self._noise) != words.WINS:
-            reason = f"{over.median:.2f}x with {variant.levers[-1].name} on top of {base.name}"
-            row = dataclasses.replace(row, verdict=words.NO_GAIN, reason=reason)
-        return row, over.median
-
-    def _lines(self, kept: Sequence[Lever], rows: dict[str, Row]) -> tuple[list[Line], list[Lever]]:
-        """Measure what is to be written, safest first, against the unchanged program; drop what then does not win."""
-        ordered = sorted(kept, key=lambda lever: lever.safety_in(self._facts))
-        sets: list[list[Lever]] = []
-        for safety in Safety:
-            upto = [lever for lever in ordered if lever.safety_in(self._facts) <= safety]
-            if upto and upto not in sets:
-                sets.append(upto)
-        always = self._races.always
-        needed = [self._line_of(always, 1.0)] if always else []
-        if not sets:
-            return needed, []
-        if len(sets) == 1 and len(sets[0]) == 1:
-            # Measured already, by itself.
-            return [self._line_of([*always, *sets[0]], rows[sets[0][0].name].speed or 1.0)], list(sets[0])
-        if not self._has_time(1 + len(sets)):
-            return self._best_alone(kept, rows)
-        plain, variants = self._variant(), [self._variant(*levers) for levers in sets]
-        self._say("measuring what to write against the unchanged program")
-        self._run([plain, *variants])
-        self._require(plain)
-        lines: list[Line] = []
-        written: list[Lever] = []
-        for levers, variant in zip(sets, variants, strict=True):
-            row = self._judge(variant, plain)
+    def _removed(self, line: Levers) -> Levers:
+        """Return a line without the levers that it is as fast without; the last one was tried on the others."""
+        for lever in line[:-1]:
+            seconds = self._start_seconds + _STEPS_TO_COMPARE * self._races.step_seconds(line)
+            if self._clock() + seconds + self._reserve() > self._until:
+                break
+            self._say(f"without {lever.name} ({self._left()})")
+            without = tuple(other for other in line if other != lever)
+            row = self._race(line, without, f"without {lever.name}")
             self._combinations.append(row)
-            if row.wins and row.speed is not None and (not lines or row.speed > lines[-1].speed):
-                lines.append(self._line_of([*always, *levers], row.speed))
-                written = levers
-        if not written and any(isinstance(variant.error, LateError) for variant in variants):
-            return self._best_alone(kept, rows)
-        return lines or needed, written
+            if row.verdict in (words.WINS, words.NO_GAIN):
+                line = without
+                self._races.speeds[key_of_line(line)] = row.speed or 1.0
+        return line
 
-    def _variant(self, *levers: Lever) -> Variant:
-        """Return a variant with these levers, and with what else is computed where losses alone cannot be compared."""
-        classes = {lever.safety_in(self._facts) for lever in levers}
-        return Variant(
-            levers=levers,
-            compares=bool(self._facts.get("step_draws"))
-            and not any("compile" in lever.arguments for lever in levers),
-            checks_samples=not classes.isdisjoint(_LOOKED_INTO),
+    def _automatic_line(self, levers: Sequence[Lever], kept: Levers) -> Levers:
+        """Return the best line that needs no consent; it is looked for where the best line of all needs it."""
+        automatic = tuple(lever for lever in kept if lever.safety_in(self._facts).is_automatic)
+        if automatic == kept:
+            return automatic
+        gains = (self._rows[lever.name].gain or 1.0 for lever in automatic)
+        self._races.speeds.setdefault(key_of_line(automatic), math.prod(gains))
+        others = [
+            lever
+            for lever in levers
+            if lever.safety_in(self._facts).is_automatic
+            and lever not in automatic
+            and expected_gain(lever, self._facts) > 1.02
+        ]
+        spent = self._clock() - self._began
+        allowed = (_SHARE_OF_UNCHANGED * spent - self._races.unchanged_seconds) / (1 - _SHARE_OF_UNCHANGED)
+        if allowed < self._start_seconds + _STEPS_TO_COMPARE * self._races.step_seconds(automatic):
+            return automatic
+        before = self._until
+        self._until = min(before, self._clock() + allowed + self._reserve())
+        try:
+            return self._climb(automatic, others, again=True)
+        finally:
+            self._until = before
+
+    def _race(self, base: Levers, line: Levers, name: str, *, share: float = math.inf) -> Row:
+        """Return the row of a line that is raced against a base, within this share of the time if possible."""
+        return self._run(base, {name: line}, self._until - self._reserve(), share)[0]
+
+    def _run(
+        self, base: Levers, lines: dict[str, Levers], until: float, share: float = math.inf
+    ) -> list[Row]:
+        now = self._clock()
+        error: TrialError = LateError("the time was over before it began")
+        if now < until:
+            try:
+                return self._races.run(base, lines, until=until, enough_at=now + share)
+            except TrialError as failure:
+                if not base:
+                    raise AdviceError(_UNCHANGED + failure.with_log) from None
+                error = failure
+        levers = {name: line[-1] for name, line in lines.items()}
+        rows = [Row(name, each.line, each.safety_in(self._facts), "") for name, each in levers.items()]
+        return [failed(row, error) for row in rows]
+
+    # -- the lines to write
+
+    def _confirmed(self, lines: Sequence[Levers]) -> list[Line]:
+        """Measure lines against the unchanged program, all in one race; return those that win, safest first."""
+        chosen = [line for number, line in enumerate(lines) if line and line not in lines[:number]]
+        rows = [self._rows[line[0].name] for line in chosen]
+        direct = all(
+            row.levers == [row.name] and len(line) == 1 for row, line in zip(rows, chosen, strict=True)
         )
+        if not direct:
+            self._say(f"measuring what to write against the unchanged program ({self._left()})")
+            rows = self._run((), {name_of(line): line for line in chosen}, self._until)
+            for line, row in zip(chosen, rows, strict=True):
+                self._note(line, row)
+        found: list[Line] = []
+        for line, row in zip(chosen, rows, strict=True):
+            speed = row.speed or 0.0
+            if not direct and row.verdict in (words.NO_TIME, words.UNCLEAR):
+                # What was concluded from race to race.
+                speed = self._races.speeds.get(key_of_line(line), 0.0)
+            elif not row.wins:
+                continue
+            if speed > (found[-1].speed if found else 1.0):
+                found.append(self._line_of(line, speed))
+        return found or ([self._line_of((), 1.0)] if self._races.always else [])
 
-    def _line_of(self, levers: Sequence[Lever], speed: float) -> Line:
-        safety = max(lever.safety_in(self._facts) for lever in levers)
-        return Line(safety, composed(levers), [lever.name for lever in levers], speed)
+    def _best_alone(self, levers: Sequence[Lever]) -> list[Line]:
+        """Return the line of the best lever by itself; one that needs no consent where there is one."""
+        rows = sorted((row for row in self._rows.values() if row.wins), key=lambda row: -(row.speed or 0.0))
+        rows = [row for row in rows if row.safety.is_automatic] or rows
+        best = tuple(lever for lever in levers if rows and lever.name == rows[0].name)
+        return [self._line_of(best, rows[0].speed or 1.0)] if best else []
 
-    def _best_alone(self, kept: Sequence[Lever], rows: dict[str, Row]) -> tuple[list[Line], list[Lever]]:
-        """Return the line of the best lever, which was measured beside the unchanged program by itself."""
-        always, best = self._races.always, kept[0]
-        if rows[best.name].wins:
-            return [self._line_of([*always, best], rows[best.name].speed or 1.0)], [best]
-        return [self._line_of(always, 1.0)] if always else [], []
+    def _note(self, line: Levers, row: Row) -> None:
+        """Keep one row for each configuration: what was measured directly replaces what was concluded."""
+        for known in (*self._rows.values(), *self._combinations):
+            if frozenset(known.levers) == key_of_line(line) and known.speed is not None:
+                if row.speed is None:
+                    return
+                known.speed, known.low, known.high = row.speed, row.low, row.high
+                if known.wins and not row.wins:
+                    known.verdict, known.reason = row.verdict, row.reason
+                return
+        self._combinations.append(row)
+
+    def _line_of(self, levers: Levers, speed: float) -> Line:
+        every = (*self._races.always, *levers)
+        safety = max(lever.safety_in(self._facts) for lever in every)
+        return Line(safety, composed(every), [lever.name for lever in every], speed)
+
+    # -- time
+
+    def _reserve(self) -> float:
+        """Return the seconds that measuring the lines against the unchanged program takes, about."""
+        return self._start_seconds + _STEPS_TO_CONFIRM * self._races.inspected.step_seconds
+
+    def _left(self) -> str:
+        if math.isfinite(self._until):
+            return f"{max(0.0, self._until - self._clock()):.0f} s left"
+        return f"{self._clock() - self._began:.0f} s so far"
 
 
-def _by_speed(row: Row) -> float:
-    return -(row.speed or 0.0)
+def _with(base: Levers, lever: Lever) -> Levers:
+    """Return a line with one more lever, in place of those that cannot be on beside it."""
+    return (*(other for other in base if not _in_conflict(lever, other)), lever)
 
 
-def _in_conflict(lever: Lever, kept: Sequence[Lever]) -> bool:
-    return any(
-        other.name in lever.conflicts
-        or lever.name in other.conflicts
-        or not set(lever.arguments).isdisjoint(other.arguments)
-        for other in kept
+def _in_conflict(one: Lever, other: Lever) -> bool:
+    return (
+        other.name in one.conflicts
+        or one.name in other.conflicts
+        or not set(one.arguments).isdisjoint(other.arguments)
     )

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.machine.allocator import preloaded
-from hasten.speed import live, look, remembered
-from hasten.speed.advice import NOT_TRIED, Advice, composed
-from hasten.speed.advisor import AdviceError, Plan, measure
-from hasten.speed.levers import Lever, change_at, known_levers
-from hasten.speed.plan import TooShortError
+from hasten.speed.advice import NOT_TRIED, Advice, composed, recall, remember
+from hasten.speed.advisor import AdviceError, Plan, TooShortError, measure
+from hasten.speed.in_process import program_of
+from hasten.speed.inspect_run import key_of
+from hasten.speed.levers import Lever, known_levers
+from hasten.speed.trial import function_at
 
 # What training before training may cost: fewer turns than the advisor takes when it is asked.
 PLAN = Plan(rounds=3, warm_up=2, consent=False, share_of_training=0.2)
 # Trainings of fewer steps are over before a process to measure in has started.
 _FEW_STEPS = 20
-# Where a Trainer keeps the places of what is changed for each of its trainings.
-_CHANGES = "_speed_changes"
+# Of a Trainer, the places of the functions that levers call before each of its trainings.
+_changes: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -40,24 +41,25 @@ def choose_speed(trainer: Any, model: Any, train_dataloaders: Any, datamodule: A
         datamodule: the datamodule, or None.
 
     """
-    if trainer._arguments.speed.speed == "auto":
+    given = trainer.given_arguments
+    if given["speed"] == "auto":
         # Once is enough: a second fit goes on with what the first one chose.
-        speed = dataclasses.replace(trainer._arguments.speed, speed=None)
-        trainer._arguments = dataclasses.replace(trainer._arguments, speed=speed)
-        trainer.__dict__[_CHANGES] = _choose(trainer, model, train_dataloaders, datamodule)
-    with ExitStack() as undo:
-        for place in trainer.__dict__.get(_CHANGES, ()):
-            take_back = change_at(place)(trainer, model)
-            if take_back is not None:
-                undo.callback(take_back)
+        trainer.change_arguments(speed=None)
+        _changes[trainer] = _choose(trainer, given, model, train_dataloaders, datamodule)
+    with ExitStack() as undo_all:
+        for place in _changes.get(trainer, ()):
+            undo = function_at(place)(trainer, model)
+            if undo is not None:
+                undo_all.callback(undo)
         yield
 
 
-def _choose(trainer: Any, model: Any, train_dataloaders: Any, datamodule: Any) -> list[str]:
-    """Set the arguments that pay; return the places of what else is to be changed."""
-    given = trainer.__dict__.get("_given", {})
-    key = look.key_of(given, model, trainer._runtime.device)
-    advice = remembered.recall(key)
+def _choose(
+    trainer: Any, given: Mapping[str, Any], model: Any, train_dataloaders: Any, datamodule: Any
+) -> list[str]:
+    """Set the arguments that pay; return the places of the functions that other levers call."""
+    key = key_of(given, model, trainer.strategy.root_device)
+    advice = recall(key)
     if advice is not None:
         return _apply(trainer, advice, "remembered")
     if _is_one_of_several():
@@ -80,8 +82,8 @@ def _choose(trainer: Any, model: Any, train_dataloaders: Any, datamodule: Any) -
         f"speed='auto': measuring{share} which of {automatic} levers pay; training begins after that."
     )
     try:
-        start = live.make_start(trainer, model, train_dataloaders, datamodule)
-        advice = measure(start, type(model).__name__, levers=levers, plan=PLAN)
+        program = program_of(trainer, model, train_dataloaders, datamodule)
+        advice = measure(program, levers=levers, plan=PLAN)
     except TooShortError as error:
         rank_zero_info(f"speed='auto': this training goes on unchanged: {error}.")
         return []
@@ -89,7 +91,7 @@ def _choose(trainer: Any, model: Any, train_dataloaders: Any, datamodule: Any) -
         text = str(error).removeprefix("Trainer.advise: ").splitlines()[0]
         rank_zero_warn(f"speed='auto': nothing was measured, training goes on unchanged: {text}")
         return []
-    kept = remembered.remember(key, advice)
+    kept = remember(key, advice)
     if kept is None and trainer.world_size > 1:
         rank_zero_warn(
             "speed='auto': the verdict cannot be kept for the other processes: training goes on unchanged."
@@ -110,13 +112,15 @@ def _apply(trainer: Any, advice: Advice, origin: str) -> list[str]:
     # Consent was not given, whatever is in the file; and a lever may be gone.
     levers = [by_name[name] for name in advice.winners if name in by_name]
     levers = [lever for lever in levers if _can_be_switched_on(lever, advice.facts)]
-    if trainer._arguments.speed.batch_size == "auto":
+    if trainer.given_arguments["batch_size"] == "auto":
         # It finds a size with which memory does not run out: these are for a size that stays.
         levers = [lever for lever in levers if not {"micro_batch", "memory"} & set(lever.arguments)]
     if not levers:
         rank_zero_info(f"speed='auto': nothing pays here, training goes on unchanged ({origin}).")
     else:
-        _set_arguments(trainer, levers)
+        trainer.change_arguments(
+            **{name: value for lever in levers for name, value in lever.arguments.items()}
+        )
         # Without one of those measured it is another speed.
         known = advice.automatic is not None and len(levers) == len(advice.winners)
         factor = f"{advice.automatic.speed:.2f}x with " if known and advice.automatic is not None else ""
@@ -141,11 +145,6 @@ def _recommend(advice: Advice) -> None:
             f"speed='auto' leaves out what changes more than rounding: {more}. `hasten advise program.py` measures "
             "them."
         )
-
-
-def _set_arguments(trainer: Any, levers: list[Lever]) -> None:
-    arguments = {name: value for lever in levers for name, value in lever.arguments.items()}
-    trainer.change_arguments(**{**arguments, "speed": None})
 
 
 def _is_one_of_several() -> bool:

@@ -1,17 +1,17 @@
-"""What levers change that are no arguments of the Trainer: attention dropout, threads."""
+"""Levers that are not arguments of the Trainer: attention dropout, threads."""
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-# -- attention dropout: on the CPU and for long rows it forces the attention that keeps every probability
+from hasten.machine.host import usable_cores
+
+# -- attention dropout: on the CPU and for long rows it forces an attention that keeps every probability
 
 _NAMES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "attn_drop")
 
@@ -39,7 +39,7 @@ def attention_dropouts(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def no_attention_dropout(module: nn.Module) -> None:
-    """Drop no attention probabilities any more; other dropout stays. This changes what is trained.
+    """Switch off the dropout of attention probabilities; other dropout stays. This changes what is trained.
 
     Args:
         module: the module, changed in place.
@@ -61,44 +61,34 @@ def no_attention_dropout(module: nn.Module) -> None:
 
 
 def take_attention_dropout_off(trainer: Any, module: nn.Module) -> None:
-    """Do the same as a lever."""
+    """Do the same, as a lever calls it."""
     no_attention_dropout(module)
 
 
-# -- threads: a small step costs less than its threads' meeting; a container may have fewer cores than its machine
-
-
-def usable_cores() -> int:
-    """Return the cores that this process may use: by its affinity, and by the quota of its control group."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):
-        # No such file, or "max" for no quota.
-        return cores
+# -- threads: in a small step their synchronization costs more than they save; a container may have fewer cores than
+# its machine
 
 
 def one_thread(trainer: Any = None, module: Any = None) -> Callable[[], None]:
-    """Compute with one thread; return what takes it back."""
+    """Compute with one thread; return what undoes it."""
     return _threads(1)
 
 
 def half_the_threads(trainer: Any = None, module: Any = None) -> Callable[[], None]:
-    """Compute with half as many threads; return what takes it back."""
+    """Compute with half as many threads; return what undoes it."""
     return _threads(max(1, torch.get_num_threads() // 2))
 
 
 def a_thread_a_core(trainer: Any = None, module: Any = None) -> Callable[[], None]:
-    """Compute with as many threads as there are cores to be used; return what takes it back.
+    """Compute with as many threads as there are usable cores; return what undoes it.
 
     Example::
 
         >>> before = torch.get_num_threads()
-        >>> take_back = a_thread_a_core()
+        >>> undo = a_thread_a_core()
         >>> torch.get_num_threads() == usable_cores()
         True
-        >>> take_back()
+        >>> undo()
         >>> torch.get_num_threads() == before
         True
 

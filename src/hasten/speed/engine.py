@@ -115,7 +115,7 @@ class Turn:
         return self.seconds / {"tokens": self.tokens, "samples": self.samples, "steps": self.steps}[unit]  # type: ignore[operator]
 
 
-class Trial(Protocol):
+class SteppedTrial(Protocol):
     """A variant that can be stepped; a fake of it needs no process."""
 
     def turn(self, steps: int, until: float = math.inf) -> Turn:
@@ -212,7 +212,7 @@ _Start = Callable[[str, int, int, int], Process]
 
 
 class TrialProcess:
-    """A ``Trial`` in a process of its own, made by ``Engine.start``."""
+    """A ``SteppedTrial`` in a process of its own, made by ``Engine.start``."""
 
     def __init__(
         self,
@@ -405,8 +405,8 @@ def costs(base: Sequence[Turn], turns: Sequence[Turn]) -> tuple[list[float], lis
 
 
 def race(
-    base: Trial,
-    challengers: Sequence[Trial],
+    base: SteppedTrial,
+    challengers: Sequence[SteppedTrial],
     *,
     steps: int,
     worth: float = 1.0 + SMALLEST_GAIN,
@@ -546,7 +546,7 @@ __all__ = [
     "Comparison",
     "Engine",
     "LateError",
-    "Trial",
+    "SteppedTrial",
     "TrialError",
     "TrialProcess",
     "Turn",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +13,12 @@ from hasten._lib.names import did_you_mean
 from hasten.machine.allocator import file_of
 from hasten.speed.safety import Safety
 
-# (trainer, module) -> what takes it back, or None; called right before a training begins
+# (trainer, module) -> what undoes it, or None; called right before a training begins
 Change = Callable[[Any, nn.Module], Callable[[], None] | None]
-# what is known of device, model and data -> why the lever cannot pay there; None where it may
+# facts about device, model and data -> why the lever cannot pay there; None where it may
 Applies = Callable[[Mapping[str, Any]], str | None]
 
-
-# What tells that a step, or the samples, draw random numbers.
+# The fact that says whether a step, or the samples, draw random numbers.
 _DRAWS = {"step": "step_draws", "samples": "samples_draw"}
 
 
@@ -33,21 +31,21 @@ class Lever:
     """One line that may make training faster.
 
     Args:
-        name: what tables call it.
+        name: shown in tables.
         line: what to write, word for word.
-        safety: its class, what it may change at most; or the name of one, such as "same maths up to rounding".
+        safety: its class, what it may change at most; or its name, such as "same maths up to rounding".
         redraws: "step" where it draws other random numbers in a step that draws any (dropout), "samples" where it does
             so for samples that are drawn (augmentation): then its class is at least ``Safety.OTHER_DRAWS``.
         arguments: the Trainer's arguments that switch it on; plain values, as JSON has them.
-        change: what it does to Trainer and module instead, or besides: a function at the top of a module, or its
-            place as "package.module:function".
+        change: a function ``change(trainer, module)`` that it calls instead, or besides: one at the top of a module,
+            or its place as "package.module:function".
         preload: an allocator that the program is started with, "tcmalloc" or "jemalloc"; None for the C library's.
         conflicts: names of levers that cannot be on beside it.
-        applies: says why it cannot pay on a device, a model or data; None where it may.
-        splits_batches: it computes a batch in parts, of which batch normalization takes the statistics.
+        applies: returns why it cannot pay on a device, a model or data; None where it may.
+        splits_batches: it computes a batch in parts, whose statistics batch normalization then uses.
 
     Raises:
-        ValueError: ``safety`` or ``redraws`` is none of these, or the lever does nothing.
+        ValueError: ``safety`` or ``redraws`` has an unknown value, or the lever does nothing.
 
     Example::
 
@@ -83,10 +81,10 @@ class Lever:
             )
 
     def safety_in(self, facts: Mapping[str, Any]) -> Safety:
-        """Return its class in a program; what is not known of the program is taken for the worse.
+        """Return its class in a program; an unknown fact counts as the worse of its values.
 
         Args:
-            facts: what is known of device, model and data.
+            facts: about device, model and data.
 
         Example::
 
@@ -103,10 +101,10 @@ class Lever:
         return found
 
     def keeps_first_batch(self, facts: Mapping[str, Any]) -> bool:
-        """Return whether the first batch, without dropout, is computed as without the lever: only its draws are others.
+        """Return whether the lever computes the first batch as the program does, apart from random draws.
 
         Args:
-            facts: what is known of device, model and data.
+            facts: about device, model and data.
 
         """
         draws = self.redraws == "samples" and facts.get("samples_draw", True)
@@ -114,7 +112,7 @@ class Lever:
 
     @property
     def place(self) -> str | None:
-        """Where ``change`` is to be found by another process; None without one."""
+        """Where another process finds ``change``; None without one."""
         if self.change is None or isinstance(self.change, str):
             return self.change
         name = getattr(self.change, "__qualname__", "<>")
@@ -124,28 +122,6 @@ class Lever:
                 "a module."
             )
         return f"{self.change.__module__}:{name}"
-
-
-def change_at(place: str) -> Change:
-    """Return the function at "package.module:function".
-
-    Raises:
-        ValueError: there is none.
-
-    Example::
-
-        >>> change_at("hasten.speed.changes:one_thread").__name__
-        'one_thread'
-
-    """
-    module_name, _, name = place.partition(":")
-    try:
-        found: Any = sys.modules.get(module_name) or importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{place!r} is no function that can be imported: {error}.") from error
-    return found  # type: ignore[no-any-return]
 
 
 def _only_on(kind: str, why: str) -> Applies:
@@ -187,7 +163,7 @@ def _computes_bf16(facts: Mapping[str, Any]) -> str | None:
     if low is None:
         return "this device cannot multiply bf16"
     if full is not None and low < _EMULATED * full:
-        # Each step would take many times as long, only to be told so.
+        # Each step would take many times as long.
         return (
             f"bf16 is emulated here: its products reach {low / 1e9:,.0f} GFLOP/s, float32's {full / 1e9:,.0f}"
         )
@@ -205,7 +181,9 @@ def _repeats_blocks(facts: Mapping[str, Any]) -> str | None:
 
 
 def _reads_a_loader(facts: Mapping[str, Any]) -> str | None:
-    return None if facts.get("map_style") else "the training data is no DataLoader over a map-style dataset"
+    return (
+        None if facts.get("map_style") else "the training data is not a DataLoader over a map-style dataset"
+    )
 
 
 def _reads_a_loader_for_cuda(facts: Mapping[str, Any]) -> str | None:
@@ -256,7 +234,7 @@ def _memory_ran_out(facts: Mapping[str, Any]) -> str | None:
 
 
 _NOT_THE_HOST = "the host does not compute here"
-# Below this share of the speed of float32, bf16 is no type of the device.
+# Below this share of the speed of float32, bf16 is emulated.
 _EMULATED = 0.5
 
 LEVERS: tuple[Lever, ...] = (
@@ -402,10 +380,10 @@ LEVERS: tuple[Lever, ...] = (
         "L.Trainer(..., compile={'mode': 'reduce-overhead'})",
         Safety.ROUNDING,
         {"compile": {"mode": "reduce-overhead"}},
-        applies=_only_on("cuda", "they are of CUDA devices"),
+        applies=_only_on("cuda", "only CUDA devices have them"),
         redraws="step",
     ),
-    # Never faster than a batch that fits: the advisor takes it where nothing runs without, and measures against that.
+    # Never faster than a batch that fits: the advisor uses it in all trials where nothing runs without.
     Lever(
         "micro-batches",
         'L.Trainer(..., micro_batch="auto")',
@@ -437,14 +415,63 @@ LEVERS: tuple[Lever, ...] = (
         applies=_has_fp8,
     ),
 )
-# The one without which a batch that does not fit cannot be measured.
+# Without it a batch that does not fit cannot be measured.
 FITTING = next(lever for lever in LEVERS if lever.name == "micro-batches")
+
+
+def expected_gain(lever: Lever, facts: Mapping[str, Any]) -> float:
+    """Return about how many times as fast a lever makes a program; the advisor tries the best first.
+
+    Args:
+        lever: the lever. Those that hasten does not know come first: somebody registered or named them.
+        facts: about device, model and data, with "parts": seconds of a step by where they go.
+
+    Example::
+
+        >>> packed, fused = choose(["packed tokens", "fused optimizer"])
+        >>> facts = {"useful_tokens": 0.25, "parts": {"forward": 0.3, "optimizer": 0.1}}
+        >>> round(expected_gain(packed, facts), 2), round(expected_gain(fused, facts), 2)
+        (4.0, 1.23)
+
+    """
+    if all(lever is not known for known in LEVERS):
+        return math.inf
+    useful: float = max(0.02, facts.get("useful_tokens") or 1.0)
+    peaks, parts = facts.get("peak_flops") or {}, facts.get("parts") or {}
+    step_seconds = sum(parts.values()) or 1.0
+    data, optimizer = (parts.get(name, 0.0) / step_seconds for name in ("data wait", "optimizer"))
+    bf16 = (peaks.get("bfloat16") or 1.0) / (peaks.get("float32") or 1.0)
+    attention_dropout = 1.3 if facts.get("attention_dropout") and facts.get("device_type") == "cpu" else 1.0
+    # About a microsecond for a page that the system zeroes and maps.
+    fresh_pages = min(0.5, (facts.get("faults_per_step") or 0.0) * 1e-6 / step_seconds)
+    gains: dict[str, float] = {
+        "packed first token": 1.15 * attention_dropout / useful,
+        "packed tokens": attention_dropout / useful,
+        "batches by length": useful**-0.7,
+        "bf16 autocast": max(1.0, 0.6 * bf16),
+        "bf16 products": max(1.0, 0.5 * bf16),
+        "TF32 products": max(1.0, 0.5 * (peaks.get("tf32") or 1.0) / (peaks.get("float32") or 1.0)),
+        "kept memory": 1.0 / (1.0 - fresh_pages),
+        "fused optimizer": 1.0 / (1.0 - 0.75 * optimizer),
+        "resident data": 1.0 / (1.0 - 0.9 * min(data, 1.0)),
+        "data on the device": 1.0 / (1.0 - 0.9 * min(data, 1.0)),
+        "loader workers": 1.0 / (1.0 - 0.8 * min(data, 1.0)),
+        "one thread": 1.3 if step_seconds < 0.01 else 0.7,
+        "fast dropout masks": 1.1,
+        "CUDA graphs": 1.5 if step_seconds < 0.05 else 1.1,
+        "compile": 1.2,
+        "compile by blocks": 1.15,
+        "no attention dropout": 1.3,
+        "fp8": 1.2,
+    }
+    return gains.get(lever.name, 1.0)
+
 
 _registered: list[Lever] = []
 
 
 def register(lever: Lever) -> None:
-    """Have the advisor measure one more lever, also for ``Trainer(speed="auto")``; one of the same name is replaced.
+    """Add a lever to those that the advisor and ``Trainer(speed="auto")`` measure; one of the same name is replaced.
 
     Args:
         lever: the lever.
@@ -455,24 +482,24 @@ def register(lever: Lever) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forget a lever that was registered; nothing happens if there is none of this name."""
+    """Remove a lever that was registered; an unknown name is ignored."""
     _registered[:] = [known for known in _registered if known.name != name]
 
 
 def known_levers() -> list[Lever]:
-    """Return all levers: those of hasten and those registered."""
+    """Return all levers: hasten's and those registered."""
     added = {lever.name for lever in _registered}
     return [*(lever for lever in LEVERS if lever.name not in added), *_registered]
 
 
 def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
-    """Return the levers meant: objects as they are, names looked up, all where None is given.
+    """Return levers by name or as objects; all where None is given.
 
     The name of a Trainer's argument stands for all levers that set it.
 
     Raises:
-        TypeError: something is neither a Lever nor a name.
-        ValueError: there is no lever of a name, or there are two of one name.
+        TypeError: an element is neither a Lever nor a name.
+        ValueError: a name is unknown, or is there twice.
 
     Example::
 
@@ -503,5 +530,5 @@ def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
     names = [lever.name for lever in chosen]
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if twice:
-        raise ValueError(f"levers: {twice[0]!r} is there twice. Levers need names of their own.")
+        raise ValueError(f"levers: {twice[0]!r} is there twice. Give each lever another name.")
     return chosen

@@ -18,15 +18,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from hasten._lib.batch_size import batch_size_of
-from hasten.module.callback import Callback
-from hasten.speed.look import mask_of, peak_memory_bytes
+from hasten.speed.inspect_run import peak_memory_bytes
 
 _SECONDS_BETWEEN_CHECKS = 1.0
 # What a user's mistake or a missing part of the machine raises: the trial refuses. Anything else is a failure.
@@ -42,18 +40,18 @@ class Session:
         scratch: the parent's folder, removed if the parent dies.
 
     Attributes:
-        handlers: functions that answer the parent's ``Trial.ask``, by name; they return what JSON can hold.
+        handlers: functions that answer the parent's ``TrialProcess.ask``, by name; they return what JSON can hold.
         device: its memory is reported, and it is waited for at the end of a turn.
+        scratch: see above.
 
     """
 
     def __init__(self, read_fd: int, write_fd: int, scratch: str = "") -> None:
         self._orders = os.fdopen(read_fd, "r", encoding="utf-8")
         self._answers = os.fdopen(write_fd, "w", encoding="utf-8")
-        self._scratch = scratch
+        self.scratch = scratch
         self.handlers: dict[str, Callable[..., Any]] = {}
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._started = False
 
     def ready(self, **facts: Any) -> None:
         """Say that the training is set up, and wait for the first order; the clock runs from then on.
@@ -63,7 +61,6 @@ class Session:
 
         """
         self._send("ready", facts=facts)
-        self._started = True
         self._wait()
 
     def after_step(
@@ -156,7 +153,7 @@ class Session:
     def _receive(self) -> dict[str, Any]:
         line = self._orders.readline()
         if not line:
-            leave(self._scratch)
+            leave(self.scratch)
         order: dict[str, Any] = json.loads(line)
         return order
 
@@ -165,43 +162,7 @@ class Session:
             self._answers.write(json.dumps({"event": event, **values}) + "\n")
             self._answers.flush()
         except OSError:
-            leave(self._scratch)
-
-
-class StepReporter(Callback):
-    """Reports the steps of a Trainer to a session; put it last, so that other callbacks' work counts.
-
-    Args:
-        session: what steps are reported to.
-
-    """
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the first order, unless the session has begun."""
-        self.session.device = trainer.strategy.root_device
-        if not self.session._started:
-            self.session.ready()
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Report the step."""
-        self.report(outputs, batch)
-
-    def report(self, outputs: Any, batch: Any) -> bool:
-        """Report a step; return whether a turn has ended."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        samples, certain = batch_size_of(batch)
-        mask = mask_of(batch)
-        return self.session.after_step(
-            loss if isinstance(loss, Tensor) and loss.numel() == 1 else None,
-            samples=samples if certain or isinstance(batch, Mapping) else None,
-            tokens=None if mask is None else mask.count_nonzero(),
-            slots=None if mask is None else mask.numel(),
-        )
+            leave(self.scratch)
 
 
 # -- the process

@@ -7,22 +7,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median, pvariance, stdev
+from statistics import fmean, pvariance, stdev
 
 from hasten.speed.safety import Safety
 
-# A gain below this is none: nobody writes a line for it.
-SMALLEST_GAIN = 0.03
-# A gain below this that is within the noise counts as none; above it, more turns may show it.
-_WORTH_MORE_TURNS = 0.10
-# What a verdict takes: chance alone makes one step of some milliseconds twice as fast as another.
-_FEWEST_TURNS, _FEWEST_STEPS = 2, 6
-# So much time measured is enough, however few its steps are.
-_ENOUGH_SECONDS = 4.0
-# Fewer turns have no quartiles worth the name: their extremes count.
-_FEWEST_FOR_QUARTILES = 4
 # What a comparison of speeds may say.
 FASTER, SLOWER, NO_GAIN, UNCLEAR = "faster", "slower", "no gain", "unclear"
+# A gain below this is none: nobody writes a line for it.
+SMALLEST_GAIN = 0.03
 # Risk of a wrong verdict over all looks, and the share of turns that is cut off on each side: one in so many.
 _RISK = 0.1
 _TRIMMED = 8
@@ -41,129 +33,6 @@ _BEYOND_ITSELF = 4.0
 _BEYOND_NOISE = 1.5
 _STANDARD_ERRORS = 3.0
 _FEWEST_FOR_THIRDS = 6
-
-
-@dataclass(frozen=True)
-class Speed:
-    """How many times as fast as the unchanged program, by turns.
-
-    Args:
-        median: of the turns.
-        low: their lower quartile.
-        high: their upper quartile.
-        turns: how many.
-
-    """
-
-    median: float
-    low: float
-    high: float
-    turns: int = _FEWEST_FOR_QUARTILES
-
-    @property
-    def least(self) -> float:
-        """What it is at least: the lower quartile, or the worst of two or three turns."""
-        return self.low if self.turns >= _FEWEST_FOR_QUARTILES else self.median - 2 * (self.median - self.low)
-
-    @property
-    def most(self) -> float:
-        """What it is at most: the upper quartile, or the best of two or three turns."""
-        return (
-            self.high if self.turns >= _FEWEST_FOR_QUARTILES else self.median + 2 * (self.high - self.median)
-        )
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the values lies, interpolated.
-
-    Example::
-
-        >>> quantile([1.0, 2.0, 4.0], 0.25)
-        1.5
-
-    """
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-def compare(unchanged: Sequence[float], lever: Sequence[float]) -> Speed:
-    """Return how many times as fast a lever is, turn by turn.
-
-    Args:
-        unchanged: seconds for the same work in each turn, without the lever.
-        lever: with it, in the turns beside them.
-
-    Example::
-
-        >>> compare([2.0, 2.0, 2.2], [1.0, 1.0, 1.0]).median
-        2.0
-
-    """
-    ratios = [a / max(b, 1e-12) for a, b in zip(unchanged, lever, strict=True)]
-    return Speed(median(ratios), quantile(ratios, 0.25), quantile(ratios, 0.75), len(ratios))
-
-
-def noise_of(again: Speed | None) -> float:
-    """Return by how much the unchanged program differs from itself: 0.1 for a tenth.
-
-    Args:
-        again: the unchanged program compared with itself; None where that was not measured.
-
-    """
-    return 0.0 if again is None else max(again.most, 1.0 / max(again.least, 1e-9)) - 1.0
-
-
-def too_few(turns: int, steps: int, seconds: float) -> str:
-    """Say why so little gives no verdict; empty where it is enough.
-
-    Args:
-        turns: of a variant.
-        steps: of all of them.
-        seconds: they took.
-
-    Example::
-
-        >>> too_few(2, 2, 0.04)
-        'measured in 2 turns of 2 steps in all; a verdict takes 2 turns and 6 steps'
-        >>> too_few(2, 6, 0.04), too_few(2, 2, 30.0)
-        ('', '')
-
-    """
-    if turns >= _FEWEST_TURNS and (steps >= _FEWEST_STEPS or seconds >= _ENOUGH_SECONDS):
-        return ""
-    plural = "" if turns == 1 else "s"
-    return (
-        f"measured in {turns} turn{plural} of {steps} steps in all; a verdict takes {_FEWEST_TURNS} turns and "
-        f"{_FEWEST_STEPS} steps"
-    )
-
-
-def verdict_on_speed(speed: Speed, noise: float) -> str:
-    """Return "wins", "slower", "unclear" or "no gain".
-
-    It wins where it is faster even in its worst turns, should the unchanged program have been as slow as it is by
-    chance just then.
-
-    Args:
-        speed: of the lever.
-        noise: see ``noise_of``.
-
-    Example::
-
-        >>> verdict_on_speed(Speed(2.0, 1.9, 2.1), noise=0.1), verdict_on_speed(Speed(0.8, 0.7, 0.9), noise=0.1)
-        ('wins', 'slower')
-        >>> verdict_on_speed(Speed(1.68, 1.4, 1.9), noise=0.46)
-        'unclear'
-
-    """
-    if speed.median >= 1.0 + SMALLEST_GAIN and speed.least > 1.0 + noise:
-        return "wins"
-    if speed.median >= 1.0 + _WORTH_MORE_TURNS:
-        return "unclear"
-    return "slower" if speed.median <= 1.0 / (1.0 + max(SMALLEST_GAIN, noise)) else "no gain"
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,7 @@ from hasten.optim.backward import to_clip
 from hasten.profilers.base import Profiler
 from hasten.profilers.base import resolve as resolve_profiler
 from hasten.resolve import runtime as resolve_runtime
-from hasten.speed import live
-from hasten.speed.auto import choose_speed
+from hasten.speed.auto import advise, choose_speed
 from hasten.trainer import limited_runs, parts
 from hasten.trainer import spawned as copies
 from hasten.trainer.properties import TrainerView
@@ -245,7 +244,7 @@ class Trainer(TrainerView):
         self._received_sigterm = False
         self._between_batches = True
 
-    advise = live.advise
+    advise = advise
 
     # -- other arguments
 

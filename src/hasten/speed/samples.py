@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from hasten._lib.split import measure, split
 from hasten.batching.token_fields import named_time_dims
 from hasten.seed import isolate_rng
-from hasten.speed.look import mask_of
+from hasten.speed.inspect_run import mask_of
 
 # Samples of a batch that are looked at, each computed alone as well.
 _SAMPLES = 6

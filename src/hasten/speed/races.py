@@ -1,0 +1,488 @@
+"""Races of lines of levers: trials that take turns, and a row for each line that says what came out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from statistics import median, stdev
+from typing import Any, Protocol
+
+from hasten.speed import advice as words
+from hasten.speed.advice import Row, composed, figures
+from hasten.speed.engine import (
+    FASTER,
+    NO_GAIN,
+    SLOWER,
+    UNCLEAR,
+    Comparison,
+    LateError,
+    SteppedTrial,
+    TrialError,
+    Turn,
+    race,
+)
+from hasten.speed.fit_trial import Orders
+from hasten.speed.levers import Lever
+from hasten.speed.safety import Safety
+from hasten.speed.verdict import judge_gradients, judge_losses, judge_without_draws
+
+# Classes in which a leak between samples would hide in losses that differ by chance.
+_MAY_LEAK = (Safety.OTHER_DRAWS, Safety.OTHER_BATCHES)
+# Seconds a turn lasts, and the most steps that it has.
+_TURN_SECONDS = 0.5
+_MOST_STEPS = 50
+# A longer step is not repeated before the clock runs.
+_LONG_STEP_SECONDS = 1.0
+# A start this much longer than the base's may as well be chance.
+_ONE_TIME_SECONDS = 0.2
+# Share of the free memory that two trials at once may fill.
+_OF_FREE_MEMORY = 0.6
+_VERDICTS = {FASTER: words.WINS, SLOWER: words.SLOWER, NO_GAIN: words.NO_GAIN, UNCLEAR: words.UNCLEAR}
+
+Levers = tuple[Lever, ...]
+
+
+class TrainerTrial(SteppedTrial, Protocol):
+    """A trial of ``Trainer.fit``, which answers what ``hasten.speed.fit_trial`` has handlers for."""
+
+    history: list[Turn]
+
+    def ready(self, until: float = math.inf) -> Mapping[str, Any]:
+        """Wait until it is ready to train; return its facts."""
+
+
+OpenTrial = Callable[[Orders], TrainerTrial]
+
+
+@dataclasses.dataclass
+class TrialRecord:
+    """What a trial left behind.
+
+    Args:
+        levers: that were on.
+        turns: all of them; the first sets up.
+        first_steps: gradients of the first steps, and the first batch without dropout.
+
+    """
+
+    levers: Levers
+    turns: list[Turn]
+    first_steps: Mapping[str, Any]
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step from the first; empty where a step gave none."""
+        every = [loss for turn in self.turns for loss in turn.losses]
+        return [] if None in every else [loss for loss in every if loss is not None]
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step after the first turn."""
+        return median(turn.seconds / turn.steps for turn in self.turns[1:] or self.turns)
+
+    @property
+    def start_seconds(self) -> float:
+        """What the first turn took beyond its steps: setting up, compiling."""
+        return self.turns[0].seconds - self.turns[0].steps * self.step_seconds
+
+
+@dataclasses.dataclass
+class _Entry:
+    """A line in a race; its row has no verdict while it runs."""
+
+    line: Levers
+    changed: list[Lever]
+    is_alike: bool
+    trial: TrainerTrial
+    row: Row
+
+
+class Races:
+    """Races lines of one program.
+
+    Args:
+        open_trial: starts a trial.
+        steps: of a turn; None for about half a second's worth.
+        most_turns: of each in a comparison.
+        warm_up: steps before the clock; one where they take long.
+        seeds: runs with other seeds, where losses cannot be compared otherwise.
+        clock: gives seconds.
+
+    Attributes:
+        always: levers that are on in every trial: the program cannot run without.
+        facts: about device, model and data, once the program is inspected.
+        given: the program's own Trainer arguments, as text.
+        steps_planned: of the whole training; None where it has no end.
+        inspected: the run in which the unchanged program was inspected.
+        speeds: of lines by the names of their levers, in times of the unchanged program.
+        noises: how much turns side by side differed, race by race.
+        unchanged_seconds: spent on steps of the unchanged program.
+
+    """
+
+    def __init__(
+        self,
+        open_trial: OpenTrial,
+        *,
+        steps: int | None = None,
+        most_turns: int = 48,
+        warm_up: int = 3,
+        seeds: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._open_trial, self._steps, self._most_turns = open_trial, steps, most_turns
+        self._warm_up_steps, self._seeds, self._clock = warm_up, seeds, clock
+        self.always: Levers = ()
+        self.facts: dict[str, Any] = {}
+        self.given: Mapping[str, str] = {}
+        self.steps_planned: float | None = None
+        self.inspected = TrialRecord((), [], {})
+        self.speeds: dict[frozenset[str], float] = {frozenset(): 1.0}
+        self.noises: list[float] = []
+        self.unchanged_seconds = 0.0
+        self._runs: dict[tuple[frozenset[str], int], TrialRecord] = {}
+
+    # -- the unchanged program
+
+    def inspect(self) -> None:
+        """Find out about device, model and data, and how long a step takes.
+
+        Raises:
+            TrialError: the program cannot be trained.
+
+        """
+        with self._trial((), inspects=True) as trial:
+            self.given = trial.ready().get("given", {})
+            trial.turn(1)
+            turn = trial.turn(1)
+            if turn.seconds < _TURN_SECONDS:
+                turn = trial.turn(self.steps_of(turn.seconds))
+            parts = trial.ask("parts")
+            self.inspected = TrialRecord((), list(trial.history), trial.ask("first_steps"))
+            trial.ask("count")
+            trial.turn(1)
+            found = trial.ask("inspect")
+        self.steps_planned = found["steps_planned"]
+        self.facts = {**found["facts"], "parts": parts, "faults_per_step": turn.faults / turn.steps}
+
+    def unchanged_row(self) -> Row:
+        """Return the row of the unchanged program."""
+        run = self._runs.get((frozenset(), 0), self.inspected)
+        shown = self._figures((), run.turns[1:])
+        return Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0, low=1.0, high=1.0, **shown)
+
+    # -- races
+
+    def run(
+        self,
+        base: Levers,
+        lines: Mapping[str, Levers],
+        *,
+        until: float = math.inf,
+        enough_at: float = math.inf,
+    ) -> list[Row]:
+        """Race lines against a base; return a row for each.
+
+        Args:
+            base: what they are compared with.
+            lines: by the names of their rows.
+            until: a line that is not ready by then gets no turns.
+            enough_at: from then on only the turns that any verdict needs are taken.
+
+        Raises:
+            TrialError: the base failed.
+
+        """
+        with ExitStack() as stack:
+            # All start at once, and then wait for their turns.
+            compares = any(self._compares(base, line) for line in lines.values())
+            first = stack.enter_context(self._trial(base, compares=compares))
+            entries = [
+                _Entry(
+                    line,
+                    _changed(base, line),
+                    self._is_alike(base, line),
+                    stack.enter_context(self._trial(line, compares=self._compares(base, line))),
+                    self._row(name, base, line),
+                )
+                for name, line in lines.items()
+            ]
+            self._warm_up(first, base)
+            for entry in entries:
+                self._get_ready(entry, first, base, until)
+            running = [entry for entry in entries if not entry.row.verdict]
+            before = self._keep(base, first)
+            # What is wrong already is not worth more turns.
+            wrong = all(entry.is_alike and self._why_wrong(entry, before)[0] for entry in running)
+            last_turns = [trial.history[-1] for trial in (first, *(entry.trial for entry in running))]
+            found = race(
+                first,
+                [entry.trial for entry in running],
+                steps=self.steps_of(max(turn.seconds / turn.steps for turn in last_turns)),
+                most=2 if wrong else self._most_turns,
+                until=min(until, enough_at),
+                clock=self._clock,
+            )
+            before = self._keep(base, first)
+            for entry, comparison in zip(running, found, strict=True):
+                entry.row = self._judged(entry, comparison, before, first)
+        return [entry.row for entry in entries]
+
+    def _row(self, name: str, base: Levers, line: Levers) -> Row:
+        added = [lever for lever in line if lever not in base] or line
+        safety = max(lever.safety_in(self.facts) for lever in added)
+        levers = [lever.name for lever in line]
+        return Row(name, composed(added), safety, "", levers=levers, base=name_of(base) if base else "")
+
+    def _get_ready(self, entry: _Entry, first: TrainerTrial, base: Levers, until: float) -> None:
+        """Warm a line up; one that cannot be raced gets its verdict."""
+        apart = None
+        if any(lever.safety == Safety.OTHER_BATCHES for lever in entry.line if lever not in base):
+            apart = first.ask("apart")
+        if apart:
+            text = "the samples of a batch affect one another in this model, so other batches train another"
+            entry.row.verdict, entry.row.reason = words.REFUSED, f"{text}: {apart}"
+            return
+        try:
+            self._warm_up(entry.trial, entry.line, until)
+        except TrialError as error:
+            entry.row = failed(entry.row, error)
+            entry.trial.close()
+
+    def _judged(self, entry: _Entry, comparison: Comparison, before: TrialRecord, first: TrainerTrial) -> Row:
+        """Return the row of a line that was raced: whether it computes what it may, and how fast it is."""
+        if comparison.error is not None:
+            return failed(entry.row, comparison.error)
+        if len(comparison.turns) > 2:
+            pairs = zip(comparison.base, comparison.turns, strict=True)
+            self.noises.append(
+                stdev(math.log(a.seconds / a.steps) - math.log(b.seconds / b.steps) for a, b in pairs)
+            )
+        speed = self.speeds.get(key_of_line(before.levers), 1.0)
+        wrong, deviation, allowed = self._why_wrong(entry, before)
+        start_seconds = TrialRecord(entry.line, entry.trial.history, {}).start_seconds
+        row = dataclasses.replace(
+            entry.row,
+            verdict=_VERDICTS[comparison.verdict],
+            gain=comparison.speed,
+            speed=speed * comparison.speed,
+            low=speed * comparison.low,
+            high=speed * comparison.high,
+            one_time_seconds=max(0.0, start_seconds - before.start_seconds),
+            loss_deviation=deviation,
+            loss_noise=allowed,
+            **self._figures(entry.line, comparison.turns),
+        )
+        if (
+            not wrong
+            and row.wins
+            and any(lever.safety_in(self.facts) in _MAY_LEAK for lever in entry.changed)
+        ):
+            leak = entry.trial.ask("apart")
+            if leak and not first.ask("apart"):
+                wrong = f"with it the samples of a batch affect one another: {leak}"
+        if wrong:
+            return dataclasses.replace(row, verdict=words.WRONG, reason=wrong)
+        if row.wins:
+            return self._paying_back(row, before, comparison.speed)
+        row.reason = f"{comparison.speed:.2f}x the speed of {row.base or 'the unchanged program'}"
+        if len(comparison.turns) > 1:
+            row.reason += f" ({comparison.low:.2f} to {comparison.high:.2f})"
+        if row.verdict == words.UNCLEAR:
+            row.reason += f", not certain after {len(comparison.turns)} turns"
+        return row
+
+    def _paying_back(self, row: Row, before: TrialRecord, speed: float) -> Row:
+        """Return the row of a winner, which loses where its longer start is won back after the training has ended."""
+        once = row.one_time_seconds or 0.0
+        if once < _ONE_TIME_SECONDS:
+            return row
+        steps, planned = once / (before.step_seconds * (1.0 - 1.0 / speed)), self.steps_planned
+        row.break_even_steps = steps
+        row.reason = f"starting takes {once:.1f} s more, won back after {math.ceil(steps):,} steps"
+        if planned is not None and math.isfinite(planned) and steps > planned:
+            row.verdict = words.NEVER_PAYS
+            row.reason += f"; this training has {int(planned):,}"
+        return row
+
+    # -- what lines compute
+
+    def _is_alike(self, base: Levers, line: Levers) -> bool:
+        """Return whether each step sees the samples and random numbers that it sees in the base."""
+        classes = [lever.safety_in(self.facts) for lever in _changed(base, line)]
+        # What draws by itself draws others in another type.
+        redraws = Safety.LOWER_PRECISION in classes and self.facts.get("step_draws", True)
+        return all(each.keeps_batches for each in classes) and not redraws
+
+    def _compares(self, base: Levers, line: Levers) -> bool:
+        """Return whether the first batch is computed without dropout, as losses cannot be compared step by step."""
+        compiled = any("compile" in lever.arguments for lever in (*base, *line))
+        # Lines that are confirmed were compared lever by lever.
+        is_one_change = bool(base) or len(line) == 1
+        draws = bool(self.facts.get("step_draws"))
+        return is_one_change and draws and not compiled and not self._is_alike(base, line)
+
+    def _why_wrong(self, entry: _Entry, before: TrialRecord) -> tuple[str, float | None, float | None]:
+        """Return how a line exceeds what its levers may change; the distance of its losses, and what is allowed."""
+        run = TrialRecord(entry.line, entry.trial.history, entry.trial.ask("first_steps"))
+        safety = max((lever.safety_in(self.facts) for lever in entry.changed), default=Safety.SAME_BITS)
+        coarse, is_alike = bool(self.facts.get("coarse")), entry.is_alike
+        again = self._repeated(before)
+
+        def losses(seeds: Sequence[Sequence[float]] = ()) -> Any:
+            return judge_losses(
+                before.losses,
+                run.losses,
+                safety=safety,
+                again=again.losses,
+                seeds=seeds,
+                alike=is_alike,
+                coarse=coarse,
+            )
+
+        found = losses()
+        if found.reason and not is_alike and found.deviation is not None:
+            # Only now is it worth to find out how much losses differ by chance.
+            found = losses(self._losses_by_seed(before.levers, len(run.losses)))
+        wrong: str = found.reason
+        if not wrong and is_alike:
+            gradients = before.first_steps["gradients"], run.first_steps["gradients"]
+            others = again.first_steps.get("gradients", ())
+            wrong = judge_gradients(*gradients, safety=safety, again=others, coarse=coarse)
+        if not wrong and not is_alike and all(each.keeps_first_batch(self.facts) for each in entry.changed):
+            first_batches = before.first_steps["without_draws"], run.first_steps["without_draws"]
+            wrong = judge_without_draws(*first_batches, coarse=coarse)
+        return wrong, found.deviation, found.allowed
+
+    def _keep(self, levers: Levers, trial: TrainerTrial) -> TrialRecord:
+        """Return the run of a base; the first one is kept, to be compared with the next."""
+        run = TrialRecord(levers, list(trial.history), trial.ask("first_steps"))
+        known = self._runs.setdefault((key_of_line(levers), 0), run)
+        if known.turns[0] is run.turns[0]:
+            self._runs[key_of_line(levers), 0] = run
+        return run
+
+    def _repeated(self, run: TrialRecord) -> TrialRecord:
+        """Return another run of the same levers with the same seed; one without steps where there was none."""
+        known = self._runs[key_of_line(run.levers), 0] if run.levers else self.inspected
+        return known if known.turns[0] is not run.turns[0] else TrialRecord(run.levers, [], {})
+
+    def _losses_by_seed(self, levers: Levers, steps: int) -> list[list[float]]:
+        found = []
+        for seed in range(1, self._seeds + 1):
+            known = self._runs.get((key_of_line(levers), seed))
+            if known is None or len(known.losses) < steps:
+                with self._trial(levers, seed=seed) as trial:
+                    trial.turn(steps)
+                    known = self._runs[key_of_line(levers), seed] = TrialRecord(
+                        levers, list(trial.history), {}
+                    )
+            found.append(known.losses)
+        return found
+
+    def _figures(self, line: Levers, turns: Sequence[Turn]) -> dict[str, Any]:
+        arguments = {name: repr(value) for lever in line for name, value in lever.arguments.items()}
+        return figures(turns, self.facts, {**self.given, **arguments}, self.inspected.turns)
+
+    # -- trials
+
+    @contextmanager
+    def _trial(self, levers: Levers, **options: Any) -> Iterator[TrainerTrial]:
+        every = (*self.always, *levers)
+        orders = Orders(
+            arguments={name: value for lever in every for name, value in lever.arguments.items()},
+            changes=tuple(place for lever in every if (place := lever.place) is not None),
+            allocator=next((lever.preload for lever in every if lever.preload is not None), None),
+            **options,
+        )
+        free, turns = self.facts.get("free_bytes"), self.inspected.turns
+        fits = free is None or 2 * max(turn.memory_bytes for turn in turns) <= free * _OF_FREE_MEMORY
+        trial = self._open_trial(orders) if fits else _Restarted(self._open_trial, orders)
+        try:
+            yield trial
+        finally:
+            trial.close()
+            if not levers:
+                self.unchanged_seconds += sum(turn.seconds for turn in trial.history)
+
+    def _warm_up(self, trial: TrainerTrial, levers: Levers, until: float = math.inf) -> None:
+        trial.ready(until)
+        trial.turn(1, until)
+        more = self._warm_up_steps - 1
+        if self.step_seconds(levers) > _LONG_STEP_SECONDS:
+            # The second step of a compiled model may compile again.
+            more = min(more, any("compile" in lever.arguments for lever in levers))
+        if more:
+            trial.turn(more, until)
+
+    def steps_of(self, step_seconds: float) -> int:
+        """Return the steps of a turn."""
+        if self._steps is not None:
+            return self._steps
+        return min(_MOST_STEPS, max(1, math.ceil(_TURN_SECONDS / max(step_seconds, 1e-9))))
+
+    def step_seconds(self, levers: Levers) -> float:
+        """Return about how long a step takes with these levers, by what is known of some of them."""
+        line = max((known for known in self.speeds if known <= key_of_line(levers)), key=len)
+        return self.inspected.step_seconds / self.speeds[line]
+
+
+class _Restarted:
+    """A trial whose process ends after each turn: for programs of which two at once do not fit into memory."""
+
+    def __init__(self, open_trial: OpenTrial, orders: Orders) -> None:
+        self._open, self._orders = open_trial, orders
+        self.history: list[Turn] = []
+        self._answers: dict[str, Any] = {}
+
+    def ready(self, until: float = math.inf) -> Mapping[str, Any]:
+        """Return nothing: a process is started for each turn."""
+        return {}
+
+    def turn(self, steps: int, until: float = math.inf) -> Turn:
+        """Train one step, which sets up, then so many."""
+        trial = self._open(self._orders)
+        try:
+            trial.turn(1, until)
+            turn = trial.turn(steps, until)
+            if not self.history:
+                self._answers = {name: trial.ask(name) for name in ("first_steps", "apart")}
+                self.history += trial.history
+            else:
+                # Each process begins at the first step: the same losses again say nothing new.
+                self.history.append(dataclasses.replace(turn, losses=[]))
+        finally:
+            trial.close()
+        return turn
+
+    def ask(self, name: str, **options: Any) -> Any:
+        """Return what the first process answered."""
+        return self._answers[name]
+
+    def close(self) -> None:
+        """Do nothing: no process is open."""
+
+
+def failed(row: Row, error: TrialError) -> Row:
+    """Return the row of a line whose trial failed."""
+    late = isinstance(error, LateError)
+    verdict = words.NO_TIME if late else words.REFUSED if error.refused else words.FAILED
+    return dataclasses.replace(row, verdict=verdict, reason=error.text)
+
+
+def key_of_line(levers: Levers) -> frozenset[str]:
+    """Return what tells lines apart."""
+    return frozenset(lever.name for lever in levers)
+
+
+def name_of(levers: Levers) -> str:
+    """Return the names of the levers of a line."""
+    return " + ".join(lever.name for lever in levers)
+
+
+def _changed(base: Levers, line: Levers) -> list[Lever]:
+    """Return the levers that only one of two lines has."""
+    return [lever for lever in (*base, *line) if (lever in base) != (lever in line)]

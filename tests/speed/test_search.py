@@ -1,0 +1,214 @@
+"""The search for the best line: which levers it races with what, how long, and what it writes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hasten.speed.advisor import AdviceError, TooShortError
+from hasten.speed.safety import Safety
+from tests.speed.fake_trials import FakeProgram, Levers, lever, refusing
+
+GAINS = {"double": 2.0, "triple": 3.0, "slow": 0.7, "none": 1.0, "tenth": 1.1}
+
+
+def by_gains(levers: Levers, step: int) -> float:
+    seconds = 1.0
+    for name in levers:
+        seconds /= GAINS.get(name, 1.0)
+    return seconds
+
+
+def verdicts(found: object) -> dict[str, str]:
+    return {row.name: row.verdict for row in found.rows}  # type: ignore[attr-defined]
+
+
+def test_each_lever_is_raced_with_the_fastest_line_so_far() -> None:
+    program = FakeProgram(by_gains)
+    found = program.advise([lever(name) for name in ("triple", "slow", "double", "none", "tenth")])
+    assert verdicts(found) == {
+        "triple": "wins",
+        "slow": "slower",
+        "double": "wins",
+        "none": "no gain",
+        "tenth": "wins",
+    }
+    row = found.row("tenth")
+    assert (row.base, row.levers) == ("triple + double", ["triple", "double", "tenth"])
+    assert row.gain == pytest.approx(1.1)
+    assert row.speed == pytest.approx(6.6)
+    assert found.line == "triple(); double(); tenth()"
+    assert found.lines[-1].speed == pytest.approx(6.6)
+    # Inspected, raced with the first lever, and confirmed.
+    assert program.opened.count(frozenset()) == 3
+    assert found.unchanged_seconds < found.seconds / 2
+
+
+def test_a_lever_that_needs_others_wins_the_second_time() -> None:
+    def seconds(levers: Levers, step: int) -> float:
+        return 0.4 if levers >= {"late", "double"} else by_gains(levers, step)
+
+    program = FakeProgram(seconds)
+    found = program.advise([lever("late"), lever("double")])
+    assert verdicts(found) == {"late": "wins", "double": "wins"}
+    assert found.winners == ["late", "double"]
+
+
+def test_a_lever_that_another_makes_useless_is_removed() -> None:
+    def seconds(levers: Levers, step: int) -> float:
+        return 0.25 if "whole" in levers else 0.5 if "part" in levers else 1.0
+
+    found = FakeProgram(seconds).advise([lever("part"), lever("whole")])
+    assert found.line == "whole()"
+    (row,) = [row for row in found.combinations if row.name == "without part"]
+    assert row.verdict == "no gain"
+
+
+def test_a_lever_takes_the_place_of_one_that_it_conflicts_with() -> None:
+    found = FakeProgram(by_gains).advise([lever("double"), lever("triple", conflicts=("double",))])
+    assert found.line == "triple()"
+    assert found.row("triple").levers == ["triple"]
+    assert found.row("triple").gain == pytest.approx(1.5)
+
+
+def test_lines_are_written_safest_first() -> None:
+    given = [
+        lever("triple", Safety.OTHER_BATCHES),
+        lever("tenth", Safety.ROUNDING),
+        lever("double", Safety.OTHER_MATHS),
+    ]
+    found = FakeProgram(by_gains).advise(given)
+    assert [(line.line, str(line.safety)) for line in found.lines] == [
+        ("tenth()", "same maths up to rounding"),
+        ("triple(); tenth()", "same samples in other batches"),
+        ("triple(); tenth(); double()", "changes the maths"),
+    ]
+    assert (found.line, found.winners) == ("tenth()", ["tenth"])
+    assert "changes the maths: needs consent" in found.table()
+    rows = [frozenset(row.levers) for row in [*found.rows, *found.combinations] if row.speed is not None]
+    assert len(rows) == len(set(rows))
+
+
+def test_without_consent_only_automatic_levers_are_measured() -> None:
+    given = [lever("triple", Safety.LOWER_PRECISION), lever("double", Safety.ROUNDING)]
+    found = FakeProgram(by_gains).advise(given, consent=False)
+    assert verdicts(found) == {"triple": "not tried", "double": "wins"}
+    assert found.line == "double()"
+
+
+def test_alone_every_lever_is_compared_with_the_unchanged_program() -> None:
+    found = FakeProgram(by_gains).advise([lever("double"), lever("triple")], combine=False)
+    assert [(row.base, round(row.speed or 0, 2)) for row in found.rows] == [("", 2.0), ("", 3.0)]
+    assert (found.line, found.combinations) == ("triple()", [])
+
+
+# -- what is rejected
+
+
+def test_other_losses_are_wrong_however_fast() -> None:
+    program = FakeProgram(
+        by_gains,
+        losses=lambda levers, step: float("nan") if "triple" in levers else 1.0 + ("double" in levers) / 2,
+    )
+    found = program.advise([lever("double"), lever("triple"), lever("tenth")])
+    assert verdicts(found) == {"double": "wrong", "triple": "wrong", "tenth": "wins"}
+    assert "the loss is nan at step 1" in found.row("triple").reason
+    assert found.line == "tenth()"
+
+
+def test_other_batches_may_differ_by_as_much_as_another_seed() -> None:
+    # Losses of other batches differ by 5 %: more than rounding, and the levers' own seed is not asked for in vain.
+    program = FakeProgram(by_gains, losses=lambda levers, step: 1.0 + 0.05 * ("double" in levers))
+    found = program.advise([lever("double", Safety.OTHER_BATCHES)])
+    assert verdicts(found) == {"double": "wrong"}
+    # Inspected, raced, and run with another seed.
+    assert program.opened.count(frozenset()) == 3
+
+
+def test_a_lever_that_leaks_between_samples_is_wrong_and_one_that_cannot_be_told_is_refused() -> None:
+    leaking = FakeProgram(by_gains, apart=lambda levers: "they do" if levers else None)
+    assert verdicts(leaking.advise([lever("double", Safety.OTHER_DRAWS)])) == {"double": "wrong"}
+    together = FakeProgram(by_gains, apart=lambda levers: "they do")
+    found = together.advise([lever("double", Safety.OTHER_DRAWS), lever("triple", Safety.OTHER_BATCHES)])
+    assert verdicts(found) == {"double": "wins", "triple": "refused"}
+
+
+def test_failures_have_their_verdicts() -> None:
+    for refused, verdict in ((True, "refused"), (False, "failed")):
+        program = FakeProgram(by_gains, fails=refusing("double", refused=refused))
+        found = program.advise([lever("double"), lever("triple")])
+        assert verdicts(found) == {"double": verdict, "triple": "wins"}
+        assert found.row("double").reason == "not with this model"
+
+
+def test_a_program_that_cannot_be_measured_is_an_error() -> None:
+    def fails(levers: Levers) -> None:
+        refusing("x", text="KeyError: 'no such column'")(levers | {"x"})
+
+    with pytest.raises(AdviceError, match="cannot be measured: KeyError"):
+        FakeProgram(by_gains, fails=fails).advise([lever("double")])
+
+
+def test_a_long_start_must_be_won_back() -> None:
+    program = FakeProgram(
+        by_gains, prepare_seconds=lambda levers: 60.0 * ("double" in levers), steps_planned=50
+    )
+    found = program.advise([lever("double")])
+    assert verdicts(found) == {"double": "pays back too late"}
+    assert found.row("double").break_even_steps == pytest.approx(120)
+    assert "this training has 50" in found.row("double").reason
+    assert found.lines == []
+
+
+# -- time
+
+
+@pytest.mark.parametrize("budget", [40.0, 60.0, 90.0, 300.0])
+def test_a_budget_is_kept_however_slowly_programs_start(budget: float) -> None:
+    program = FakeProgram(by_gains, start_seconds=4.0)
+    found = program.advise(
+        [lever(name) for name in ("triple", "double", "tenth", "none")], budget_seconds=budget
+    )
+    # A comparison that has begun has two turns.
+    assert program.now <= budget + 10.0
+    assert verdicts(found)["triple"] == "wins"
+    assert set(verdicts(found).values()) <= {"wins", "no time", "no gain", "unclear"}
+    assert (budget >= 90.0) == ("no time" not in verdicts(found).values())
+    assert found.lines
+
+
+def test_nothing_is_measured_where_inspecting_takes_all_the_time() -> None:
+    program = FakeProgram(by_gains, start_seconds=20.0)
+    found = program.advise([lever("double")], budget_seconds=10.0)
+    assert verdicts(found) == {"double": "no time"}
+    assert program.opened == [frozenset()]
+    assert found.unchanged.step_seconds is not None
+    assert not found.is_complete
+    assert "Nothing is known to pay" in found.table()
+
+
+def test_a_lever_that_gets_ready_too_late_is_cut_off() -> None:
+    program = FakeProgram(by_gains, prepare_seconds=lambda levers: 1000.0 * ("double" in levers))
+    found = program.advise([lever("triple"), lever("double")], budget_seconds=100.0)
+    assert verdicts(found) == {"triple": "wins", "double": "no time"}
+    assert found.row("double").reason == "the time was over before it was ready"
+    assert program.now <= 100.0
+
+
+def test_a_training_that_is_too_short_is_not_measured() -> None:
+    program = FakeProgram(by_gains, steps_planned=50)
+    with pytest.raises(TooShortError, match="it takes about 50 s, and measuring more than 10% of that"):
+        program.advise([lever("double")], share_of_training=0.1)
+    found = FakeProgram(by_gains, steps_planned=1000).advise([lever("double")], share_of_training=0.1)
+    assert verdicts(found) == {"double": "wins"}
+
+
+def test_progress_names_levers_and_seconds() -> None:
+    program = FakeProgram(by_gains)
+    program.advise([lever("triple"), lever("double")], budget_seconds=200.0)
+    said = [line for line in program.said if line.startswith("lever")]
+    assert [re.sub(r"[0-9]+ s", "N s", line) for line in said] == [
+        "lever 1 of 2, triple (N s left)",
+        "lever 2 of 2, double on top of triple (N s left)",
+    ]
