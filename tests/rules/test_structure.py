@@ -22,7 +22,6 @@ LARGE_PACKAGES = {
     "_lib": 24,
     "demo": 16,
     "loops": 31,
-    "speed": 16,
     "utilities": 18,
 }
 

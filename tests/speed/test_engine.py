@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from hasten.speed import engine
-from hasten.speed.engine import Engine, TrialError, Turn, race
+from hasten.speed.engine import Engine, TrialError, Turn, interval, race
 from hasten.speed.trial import Session
-from hasten.speed.verdict import interval
 
 
 class FakeTrial:

@@ -12,9 +12,9 @@ from torch import nn
 
 from hasten.commands import main
 from hasten.speed.advice import Advice, Line, Row
+from hasten.speed.checks import why_not_apart
 from hasten.speed.levers import LEVERS, Lever, choose
 from hasten.speed.safety import Safety
-from hasten.speed.samples import why_not_apart
 from tests.models import quiet
 from tests.speed import planted
 

@@ -478,13 +478,12 @@ def _mfu(
         return None
     precision, products = arguments.get("precision", ""), arguments.get("matmul_precision", "")
     peaks = facts.get("peak_flops") or {}
+    name = "float32"
     if "bf16" in precision or "medium" in products:
-        peak = peaks.get("bfloat16")
-    elif "highest" not in products and "high" in products:
-        # On a GPU; elsewhere there is no such type.
-        peak = peaks.get("tf32", peaks.get("float32"))
-    else:
-        peak = peaks.get("float32")
+        name = "bfloat16"
+    elif "'high'" in products and "tf32" in peaks:
+        name = "tf32"
+    peak = peaks.get(name)
     if not peak:
         return None
     share = flops / batch * (facts.get("useful_tokens") or 1.0) * samples_per_second / peak
@@ -505,11 +504,30 @@ def notes(
         has_losses: whether its losses could be compared.
 
     """
-    found = [
-        *_on_operations(facts, unchanged),
-        *_on_padding(facts, unchanged, rows),
-        *_on_memory(facts, unchanged),
-    ]
+    found = []
+    if unchanged.mfu is not None:
+        known = facts["peak_flops"].items()
+        peaks = ", ".join(f"{name} {value / 1e9:,.0f}" for name, value in known if value)
+        found.append(
+            f"Useful operations (MFU): {unchanged.mfu:.1%} of the peak of this device, measured with a matrix product "
+            f"(GFLOP/s: {peaks})."
+        )
+    useful = facts.get("useful_tokens") if unchanged.useful_tokens is None else unchanged.useful_tokens
+    if useful is not None:
+        text = f"Useful tokens: {useful:.0%}; the rest is padding."
+        trimmed = [
+            f"{row.useful_tokens:.0%} with {row.name}"
+            for row in rows.values()
+            if row.useful_tokens is not None and row.useful_tokens > useful + _FEWER_PADDED
+        ]
+        found.append(text + (f" It is {', '.join(trimmed)}." if trimmed else ""))
+    faults = unchanged.faults_per_step or 0.0
+    fresh = faults * facts.get("page_bytes", 4096)
+    if fresh > _MUCH_BYTES and facts.get("device_type") == "cpu":
+        found.append(
+            f"The operating system provides {fresh / 2**20:,.0f} MiB of fresh, zeroed memory in each step "
+            f'({faults:,.0f} page faults): allocator="keep" avoids that.'
+        )
     dropped, priced = facts.get("attention_dropout"), rows.get("no attention dropout")
     if dropped and priced is not None and priced.gain is not None:
         found.append(
@@ -522,42 +540,7 @@ def notes(
         )
     if not has_losses:
         found.append("training_step gave no loss in some steps: losses were not compared.")
-    found.append("Measured on one device, without validation, checkpoints and loggers.")
-    return found
-
-
-def _on_operations(facts: Mapping[str, Any], unchanged: Row) -> list[str]:
-    if unchanged.mfu is None:
-        return []
-    peaks = ", ".join(f"{name} {value / 1e9:,.0f}" for name, value in facts["peak_flops"].items() if value)
-    return [
-        f"Useful operations (MFU): {unchanged.mfu:.1%} of the peak of this device, measured with a matrix product "
-        f"(GFLOP/s: {peaks})."
-    ]
-
-
-def _on_padding(facts: Mapping[str, Any], unchanged: Row, rows: Mapping[str, Row]) -> list[str]:
-    share = facts.get("useful_tokens") if unchanged.useful_tokens is None else unchanged.useful_tokens
-    if share is None:
-        return []
-    text = f"Useful tokens: {share:.0%}; the rest is padding."
-    trimmed = [
-        f"{row.useful_tokens:.0%} with {row.name}"
-        for row in rows.values()
-        if row.useful_tokens is not None and row.useful_tokens > share + _FEWER_PADDED
-    ]
-    return [text + (f" It is {', '.join(trimmed)}." if trimmed else "")]
-
-
-def _on_memory(facts: Mapping[str, Any], unchanged: Row) -> list[str]:
-    faults = unchanged.faults_per_step or 0.0
-    fresh = faults * facts.get("page_bytes", 4096)
-    if fresh <= _MUCH_BYTES or facts.get("device_type") != "cpu":
-        return []
-    return [
-        f"The operating system provides {fresh / 2**20:,.0f} MiB of fresh, zeroed memory in each step ({faults:,.0f} "
-        'page faults): allocator="keep" avoids that.'
-    ]
+    return [*found, "Measured on one device, without validation, checkpoints and loggers."]
 
 
 # -- verdicts kept for the next run of the same program with the same model on the same device

@@ -29,14 +29,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import fmean, stdev
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from hasten.machine.allocator import file_of
 from hasten.speed.fork_server import ForkServer
-from hasten.speed.verdict import FASTER, NO_GAIN, SLOWER, SMALLEST_GAIN, UNCLEAR, SpeedInterval, interval
 
-FAILED = "failed"
+# What a comparison of speeds may say.
+FASTER, SLOWER, NO_GAIN, UNCLEAR, FAILED = "faster", "slower", "no gain", "unclear", "failed"
+# A gain below this is none: nobody writes a line for it.
+SMALLEST_GAIN = 0.03
+# Risk of a wrong verdict over all looks, and the share of turns that is cut off on each side: one in so many.
+_RISK = 0.1
+_TRIMMED = 8
+# Two turns that agree by chance do not show that turns never differ.
+_LEAST_DEVIATION = 0.005
 # Numbers of turns after which a race is judged: each look costs certainty, so the later the fewer.
 _LOOKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 # Times as slow as the base: one turn is enough, however busy the machine is.
@@ -334,6 +342,99 @@ class TrialProcess:
 # -- comparing
 
 
+@dataclasses.dataclass(frozen=True)
+class SpeedInterval:
+    """Where the logarithm of a speed-up lies.
+
+    Args:
+        middle: the estimate.
+        low: what it is at least.
+        high: what it is at most.
+
+    """
+
+    middle: float
+    low: float
+    high: float
+
+    def verdict(self, worth: float) -> str:
+        """Return "faster", "slower", "no gain", or nothing while more than one of them is possible.
+
+        Args:
+            worth: the smallest logarithm of a speed-up that counts.
+
+        Example::
+
+            >>> SpeedInterval(0.7, 0.6, 0.8).verdict(0.03), SpeedInterval(-0.2, -0.3, -0.1).verdict(0.03)
+            ('faster', 'slower')
+            >>> SpeedInterval(0.01, -0.01, 0.02).verdict(0.03), SpeedInterval(0.3, -0.1, 0.7).verdict(0.03)
+            ('no gain', '')
+
+        """
+        if self.low > 0 and self.middle >= worth:
+            return FASTER
+        if self.high < 0 and self.middle <= -worth:
+            return SLOWER
+        return NO_GAIN if self.high < worth else ""
+
+
+def interval(log_ratios: Sequence[float], looks: int = 0) -> SpeedInterval:
+    """Return the interval of a mean of logarithms that is right over repeated looks at it.
+
+    The mean is trimmed, as turns on a busy machine have outliers (Yuen, "The two-sample trimmed t for unequal
+    population variances", Biometrika 1974); the risk of the whole series is ``1 / 10``, of which the look number k
+    spends a share of 1 / (k (k + 1)).
+
+    Args:
+        log_ratios: of the seconds without and with a change, turn by turn.
+        looks: how many there were before.
+
+    Example::
+
+        >>> found = interval([1.38, 1.40])
+        >>> round(found.middle, 2), found.low > 1.0
+        (1.39, True)
+
+    """
+    count = len(log_ratios)
+    if count < 2:
+        middle = log_ratios[0] if log_ratios else 0.0
+        return SpeedInterval(middle, -math.inf, math.inf)
+    cut = count // _TRIMMED
+    ordered = sorted(log_ratios)
+    kept = ordered[cut : count - cut]
+    pulled_in = [kept[0]] * cut + kept + [kept[-1]] * cut
+    deviation = max(stdev(pulled_in), _LEAST_DEVIATION)
+    error = deviation / ((1 - 2 * cut / count) * math.sqrt(count))
+    half = error * _students_t(_RISK / ((looks + 1) * (looks + 2)), len(kept) - 1)
+    middle = fmean(kept)
+    return SpeedInterval(middle, middle - half, middle + half)
+
+
+@functools.cache
+def _students_t(risk: float, freedom: int) -> float:
+    """Return what Student's t exceeds with this risk, both sides together."""
+    low, high = 0.0, 1.0
+    while _risk_beyond(high, freedom) > risk:
+        high *= 2
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _risk_beyond(middle, freedom) > risk else (low, middle)
+    return high
+
+
+def _risk_beyond(t: float, freedom: int) -> float:
+    """Return the risk that Student's t is beyond ``t`` (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    odd = freedom % 2
+    term, total = (math.cos(angle) if odd else 1.0), 0.0
+    for k in range(odd, freedom - 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (k + 1) / (k + 2)
+    inside = math.sin(angle) * total
+    return 1.0 - (2 / math.pi * (angle + inside) if odd else inside)
+
+
 @dataclasses.dataclass
 class Comparison:
     """How fast a trial is, measured in turns with another.
@@ -535,21 +636,3 @@ def _terminated_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-__all__ = [
-    "FAILED",
-    "FASTER",
-    "NO_GAIN",
-    "SLOWER",
-    "UNCLEAR",
-    "Comparison",
-    "Engine",
-    "LateError",
-    "SteppedTrial",
-    "TrialError",
-    "TrialProcess",
-    "Turn",
-    "costs",
-    "race",
-]

@@ -17,8 +17,8 @@ from hasten.arguments import SPEED_NAMES
 from hasten.module.callback import Callback
 from hasten.profilers.simple import SimpleProfiler
 from hasten.seed import seed_everything
+from hasten.speed.checks import some_numbers, why_not_apart, without_draws
 from hasten.speed.inspect_run import Observed, facts, is_coarse, mask_of
-from hasten.speed.samples import some_numbers, why_not_apart, without_draws
 from hasten.speed.trial import Session, function_at, leave
 
 _LIMITS = ("limit_val_batches", "limit_test_batches", "limit_predict_batches")

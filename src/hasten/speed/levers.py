@@ -128,13 +128,12 @@ def _only_on(kind: str, why: str) -> Applies:
     return lambda facts: None if facts.get("device_type") == kind else why
 
 
-def _installed(name: str) -> Applies:
-    def applies(facts: Mapping[str, Any]) -> str | None:
-        if facts.get("device_type") != "cpu":
-            return _NOT_THE_HOST
-        return None if file_of(name) is not None else f"there is no {name} on this machine"
+def _needs(fact: str, why: str) -> Applies:
+    return lambda facts: None if facts.get(fact) else why
 
-    return applies
+
+def _all(*conditions: Applies) -> Applies:
+    return lambda facts: next((why for applies in conditions if (why := applies(facts)) is not None), None)
 
 
 def _has_padding(facts: Mapping[str, Any]) -> str | None:
@@ -151,12 +150,6 @@ def _can_pack(facts: Mapping[str, Any]) -> str | None:
     return why
 
 
-def _reads_the_first_token(facts: Mapping[str, Any]) -> str | None:
-    if not facts.get("reads_first_token"):
-        return "nothing says that the model reads the first token of each sequence only"
-    return _can_pack(facts)
-
-
 def _computes_bf16(facts: Mapping[str, Any]) -> str | None:
     peaks = facts.get("peak_flops") or {}
     low, full = peaks.get("bfloat16"), peaks.get("float32")
@@ -164,42 +157,8 @@ def _computes_bf16(facts: Mapping[str, Any]) -> str | None:
         return "this device cannot multiply bf16"
     if full is not None and low < _EMULATED * full:
         # Each step would take many times as long.
-        return (
-            f"bf16 is emulated here: its products reach {low / 1e9:,.0f} GFLOP/s, float32's {full / 1e9:,.0f}"
-        )
+        return f"bf16 is emulated here: {low / 1e9:,.0f} GFLOP/s, float32 has {full / 1e9:,.0f}"
     return None
-
-
-def _computes_bf16_on_the_host(facts: Mapping[str, Any]) -> str | None:
-    if facts.get("device_type") != "cpu":
-        return 'on this device matmul_precision="high" is the better one'
-    return _computes_bf16(facts)
-
-
-def _repeats_blocks(facts: Mapping[str, Any]) -> str | None:
-    return None if facts.get("repeated_blocks") else "the model has no repeated blocks"
-
-
-def _reads_a_loader(facts: Mapping[str, Any]) -> str | None:
-    return (
-        None if facts.get("map_style") else "the training data is not a DataLoader over a map-style dataset"
-    )
-
-
-def _reads_a_loader_for_cuda(facts: Mapping[str, Any]) -> str | None:
-    if facts.get("device_type") != "cuda":
-        return "resident=True is the same where the host computes"
-    return _reads_a_loader(facts)
-
-
-def _has_dropout(facts: Mapping[str, Any]) -> str | None:
-    if facts.get("device_type") != "cpu":
-        return "torch's own masks cost nothing on this device"
-    return None if facts.get("dropout") else "the model has no dropout"
-
-
-def _has_attention_dropout(facts: Mapping[str, Any]) -> str | None:
-    return None if facts.get("attention_dropout") else "the model has no attention dropout"
 
 
 def _has_fp8(facts: Mapping[str, Any]) -> str | None:
@@ -210,87 +169,79 @@ def _has_fp8(facts: Mapping[str, Any]) -> str | None:
 
 def _threads_at_least(least: int) -> Applies:
     def applies(facts: Mapping[str, Any]) -> str | None:
-        if facts.get("device_type") != "cpu":
-            return _NOT_THE_HOST
         threads = facts.get("threads") or 1
         return None if threads >= least else f"torch computes with {threads} thread{'s' * (threads > 1)}"
 
-    return applies
+    return _all(_ON_THE_HOST, applies)
 
 
 def _threads_differ(facts: Mapping[str, Any]) -> str | None:
-    if facts.get("device_type") != "cpu":
-        return _NOT_THE_HOST
     threads, cores = facts.get("threads"), facts.get("cores") or 1
     if cores == 1 or threads == cores:
         return f"torch computes with {threads} threads on {cores} core{'s' * (cores > 1)}"
     return None
 
 
-def _memory_ran_out(facts: Mapping[str, Any]) -> str | None:
-    return (
-        None if facts.get("memory_ran_out") else "batches fit into memory, and this is for those that do not"
-    )
+def _preloaded(name: str, file_name: str) -> Lever:
+    """Return the lever of an allocator that a program is started with."""
+
+    def is_installed(facts: Mapping[str, Any]) -> str | None:
+        return None if file_of(name) is not None else f"there is no {name} on this machine"
+
+    line = f'LD_PRELOAD={file_name} python ..., L.Trainer(..., allocator="{name}")'
+    applies = _all(_ON_THE_HOST, is_installed)
+    return Lever(name, line, Safety.SAME_BITS, {"allocator": name}, preload=name, applies=applies)
 
 
-_NOT_THE_HOST = "the host does not compute here"
+def _argument(name: str, safety: Safety, argument: str, value: Any, **options: Any) -> Lever:
+    """Return the lever of an argument of the Trainer."""
+    shown = f'"{value}"' if isinstance(value, str) else repr(value)
+    return Lever(name, f"L.Trainer(..., {argument}={shown})", safety, {argument: value}, **options)
+
+
+_ON_THE_HOST = _only_on("cpu", "the host does not compute here")
+_READS_A_LOADER = _needs("map_style", "the training data is not a DataLoader over a map-style dataset")
+_MEMORY_RAN_OUT = _needs("memory_ran_out", "batches fit into memory, and this is for those that do not")
 # Below this share of the speed of float32, bf16 is emulated.
 _EMULATED = 0.5
 
 LEVERS: tuple[Lever, ...] = (
-    Lever(
+    _argument(
         "kept memory",
-        'L.Trainer(..., allocator="keep")',
         Safety.SAME_BITS,
-        {"allocator": "keep"},
+        "allocator",
+        "keep",
         applies=_only_on("cpu", "only training on the CPU asks the operating system for fresh memory"),
     ),
-    *(
-        Lever(
-            name,
-            f'LD_PRELOAD={file_name} python ..., L.Trainer(..., allocator="{name}")',
-            Safety.SAME_BITS,
-            {"allocator": name},
-            preload=name,
-            applies=_installed(name),
-        )
-        for name, file_name in {
-            "tcmalloc": "libtcmalloc_minimal.so.4",
-            "jemalloc": "libjemalloc.so.2",
-        }.items()
-    ),
-    Lever(
+    _preloaded("tcmalloc", "libtcmalloc_minimal.so.4"),
+    _preloaded("jemalloc", "libjemalloc.so.2"),
+    # Augmentations that workers draw come from other seeds.
+    _argument(
         "loader workers",
-        'L.Trainer(..., num_workers="auto")',
-        # Augmentations that workers draw come from other seeds.
         Safety.SAME_BITS,
-        {"num_workers": "auto"},
+        "num_workers",
+        "auto",
         redraws="samples",
         conflicts=("resident data",),
-        applies=_reads_a_loader,
+        applies=_READS_A_LOADER,
     ),
-    Lever(
+    _argument(
         "resident data",
-        "L.Trainer(..., resident=True)",
         Safety.SAME_BITS,
-        {"resident": True},
+        "resident",
+        True,
         conflicts=("loader workers",),
-        applies=_reads_a_loader,
+        applies=_READS_A_LOADER,
     ),
-    Lever(
+    _argument(
         "data on the device",
-        'L.Trainer(..., resident="device")',
         Safety.SAME_BITS,
-        {"resident": "device"},
+        "resident",
+        "device",
         conflicts=("loader workers", "batches by length"),
-        applies=_reads_a_loader_for_cuda,
+        applies=_all(_only_on("cuda", "resident=True is the same where the host computes"), _READS_A_LOADER),
     ),
-    Lever(
-        "fused optimizer",
-        "L.Trainer(..., fused_optimizer=True)",
-        Safety.ROUNDING,
-        {"fused_optimizer": True},
-    ),
+    _argument("fused optimizer", Safety.ROUNDING, "fused_optimizer", True),
     Lever(
         "one thread",
         "torch.set_num_threads(1)",
@@ -313,107 +264,86 @@ LEVERS: tuple[Lever, ...] = (
         Safety.ROUNDING,
         change="hasten.speed.changes:a_thread_a_core",
         conflicts=("one thread", "half the threads"),
-        applies=_threads_differ,
+        applies=_all(_ON_THE_HOST, _threads_differ),
     ),
-    Lever(
+    _argument(
         "TF32 products",
-        'L.Trainer(..., matmul_precision="high")',
         Safety.LOWER_PRECISION,
-        {"matmul_precision": "high"},
+        "matmul_precision",
+        "high",
         applies=_only_on("cuda", "TF32 is a format of CUDA devices"),
     ),
-    Lever(
+    _argument(
         "bf16 products",
-        'L.Trainer(..., matmul_precision="medium")',
         Safety.LOWER_PRECISION,
-        {"matmul_precision": "medium"},
-        applies=_computes_bf16_on_the_host,
+        "matmul_precision",
+        "medium",
+        applies=_all(
+            _only_on("cpu", 'on this device matmul_precision="high" is the better one'), _computes_bf16
+        ),
     ),
-    Lever(
-        "bf16 autocast",
-        'L.Trainer(..., precision="bf16-mixed")',
-        Safety.LOWER_PRECISION,
-        {"precision": "bf16-mixed"},
-        applies=_computes_bf16,
-    ),
-    Lever(
-        "packed tokens",
-        "L.Trainer(..., packed=True)",
-        Safety.ROUNDING,
-        {"packed": True},
-        applies=_can_pack,
-        redraws="step",
-    ),
-    Lever(
+    _argument("bf16 autocast", Safety.LOWER_PRECISION, "precision", "bf16-mixed", applies=_computes_bf16),
+    _argument("packed tokens", Safety.ROUNDING, "packed", True, applies=_can_pack, redraws="step"),
+    _argument(
         "packed first token",
-        'L.Trainer(..., packed="first_token")',
         Safety.ROUNDING,
-        {"packed": "first_token"},
-        applies=_reads_the_first_token,
+        "packed",
+        "first_token",
+        applies=_all(
+            _needs(
+                "reads_first_token", "nothing says that the model reads the first token of each sequence only"
+            ),
+            _can_pack,
+        ),
         redraws="step",
     ),
-    Lever(
-        "batches by length",
-        'L.Trainer(..., batching="length")',
-        Safety.OTHER_BATCHES,
-        {"batching": "length"},
-        applies=_has_padding,
-    ),
-    Lever(
+    _argument("batches by length", Safety.OTHER_BATCHES, "batching", "length", applies=_has_padding),
+    _argument(
         "fast dropout masks",
-        'L.Trainer(..., dropout="fast")',
         Safety.OTHER_DRAWS,
-        {"dropout": "fast"},
-        applies=_has_dropout,
+        "dropout",
+        "fast",
+        applies=_all(
+            _only_on("cpu", "torch's own masks cost nothing on this device"),
+            _needs("dropout", "the model has no dropout"),
+        ),
     ),
-    Lever("compile", "L.Trainer(..., compile=True)", Safety.ROUNDING, {"compile": True}, redraws="step"),
-    Lever(
+    _argument("compile", Safety.ROUNDING, "compile", True, redraws="step"),
+    _argument(
         "compile by blocks",
-        'L.Trainer(..., compile="regional")',
         Safety.ROUNDING,
-        {"compile": "regional"},
-        applies=_repeats_blocks,
+        "compile",
+        "regional",
+        applies=_needs("repeated_blocks", "the model has no repeated blocks"),
         redraws="step",
     ),
-    Lever(
+    _argument(
         "CUDA graphs",
-        "L.Trainer(..., compile={'mode': 'reduce-overhead'})",
         Safety.ROUNDING,
-        {"compile": {"mode": "reduce-overhead"}},
+        "compile",
+        {"mode": "reduce-overhead"},
         applies=_only_on("cuda", "only CUDA devices have them"),
         redraws="step",
     ),
     # Never faster than a batch that fits: the advisor uses it in all trials where nothing runs without.
-    Lever(
+    _argument(
         "micro-batches",
-        'L.Trainer(..., micro_batch="auto")',
         Safety.ROUNDING,
-        {"micro_batch": "auto"},
-        applies=_memory_ran_out,
+        "micro_batch",
+        "auto",
+        applies=_MEMORY_RAN_OUT,
         redraws="step",
         splits_batches=True,
     ),
-    Lever(
-        "recomputed activations",
-        'L.Trainer(..., memory="auto")',
-        Safety.SAME_BITS,
-        {"memory": "auto"},
-        applies=_memory_ran_out,
-    ),
+    _argument("recomputed activations", Safety.SAME_BITS, "memory", "auto", applies=_MEMORY_RAN_OUT),
     Lever(
         "no attention dropout",
         "hasten.speed.changes.no_attention_dropout(model)",
         Safety.OTHER_MATHS,
         change="hasten.speed.changes:take_attention_dropout_off",
-        applies=_has_attention_dropout,
+        applies=_needs("attention_dropout", "the model has no attention dropout"),
     ),
-    Lever(
-        "fp8",
-        'L.Trainer(..., precision="fp8")',
-        Safety.LOWER_PRECISION,
-        {"precision": "fp8"},
-        applies=_has_fp8,
-    ),
+    _argument("fp8", Safety.LOWER_PRECISION, "precision", "fp8", applies=_has_fp8),
 )
 # Without it a batch that does not fit cannot be measured.
 FITTING = next(lever for lever in LEVERS if lever.name == "micro-batches")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from hasten.speed import advice as words
 from hasten.speed.advice import Row, composed, figures
+from hasten.speed.checks import judge_gradients, judge_losses, judge_without_draws
 from hasten.speed.engine import (
     FASTER,
     NO_GAIN,
@@ -27,7 +28,6 @@ from hasten.speed.engine import (
 from hasten.speed.fit_trial import Orders
 from hasten.speed.levers import Lever
 from hasten.speed.safety import Safety
-from hasten.speed.verdict import judge_gradients, judge_losses, judge_without_draws
 
 # Classes in which a leak between samples would hide in losses that differ by chance.
 _MAY_LEAK = (Safety.OTHER_DRAWS, Safety.OTHER_BATCHES)

@@ -1,10 +1,13 @@
-"""Whether samples of a batch leave each other alone: loss and gradient are a mean or a sum of those of each."""
+"""Whether a lever computes what its class allows: losses, gradients, and samples that leave each other alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, pvariance
 from typing import Any
 
 import torch
@@ -16,6 +19,190 @@ from hasten._lib.split import measure, split
 from hasten.batching.token_fields import named_time_dims
 from hasten.seed import isolate_rng
 from hasten.speed.inspect_run import mask_of
+from hasten.speed.safety import Safety
+
+# How far mean losses may be apart without any noise, as a share of their size: rounding grows with the steps.
+_MEANS = {Safety.SAME_BITS: 1e-3}
+_COARSE_MEANS = 2e-2
+# The first steps are compared one by one. Each may multiply the rounding of the one before.
+_FIRST_STEPS = 3
+_GROWTH = 10.0
+_FURTHEST = 0.5
+# The unchanged program was run once more, and may differ from itself by more the next time.
+_BEYOND_ITSELF = 4.0
+# The noise is known from two runs or three: the next one may lie a bit further out.
+_BEYOND_NOISE = 1.5
+_STANDARD_ERRORS = 3.0
+_FEWEST_FOR_THIRDS = 6
+
+
+@dataclass(frozen=True)
+class LossVerdict:
+    """Whether losses are those of another run.
+
+    Args:
+        deviation: how far they are apart; None where there are no losses to compare.
+        allowed: how far they may be.
+        reason: what is wrong; empty if nothing is.
+
+    """
+
+    deviation: float | None = None
+    allowed: float | None = None
+    reason: str = ""
+
+
+def judge_losses(
+    base: Sequence[float],
+    losses: Sequence[float],
+    *,
+    safety: Safety,
+    again: Sequence[float] = (),
+    seeds: Sequence[Sequence[float]] = (),
+    alike: bool = True,
+    coarse: bool = False,
+) -> LossVerdict:
+    """Compare the losses of a line with those of its base: the class of what it changes says how far apart they may be.
+
+    Where each step sees the same samples and draws the same random numbers, the first steps are compared one by one:
+    their losses may differ by what the class allows and by what the base differs from itself. Otherwise, and for all
+    later steps, means over thirds of the run are compared, so that a line that is wrong only late is not hidden by the
+    beginning. They may differ by rounding, by the noise (what other seeds make of the base, if steps are not alike),
+    and by three standard errors of the difference, which is next to nothing where each step sees the same batch.
+
+    Args:
+        base: loss of each step, from the first.
+        losses: the same of the line, with the same seed.
+        safety: class of the change.
+        again: of the base, run once more; it may be shorter.
+        seeds: of the base with other seeds.
+        alike: each step sees the samples and random numbers that it sees in the base.
+        coarse: the base computes with less than 32 bits itself, so that rounding is coarser.
+
+    Example::
+
+        >>> falling = [1.0, 0.8, 0.6, 0.5, 0.4, 0.3]
+        >>> judge_losses(falling, falling, safety=Safety.SAME_BITS).reason
+        ''
+        >>> near = [1.001, *falling[1:]]
+        >>> [bool(judge_losses(falling, near, safety=Safety(each)).reason) for each in ("same bits", "lower precision")]
+        [True, False]
+
+    """
+    others = [each for each in (again, *(() if alike else seeds)) if each]
+    count = min(len(base), len(losses))
+    base, losses = base[:count], losses[:count]
+    if not count or not all(map(math.isfinite, base)):
+        return LossVerdict()
+    wrong = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    if wrong is not None:
+        return LossVerdict(reason=f"the loss is {losses[wrong]} at step {wrong + 1}")
+    size = fmean(map(abs, base)) or 1.0
+    noise, tolerance = 0.0, _as_coarse(safety, coarse).loss_tolerance
+    for step in range(min(_FIRST_STEPS, count) if alike else 0):
+        noise = max(noise, abs(again[step] - base[step]) if step < len(again) else 0.0)
+        allowed = (
+            min(_FURTHEST, tolerance * _GROWTH**step) * max(size, abs(base[step])) + _BEYOND_ITSELF * noise
+        )
+        deviation = abs(losses[step] - base[step])
+        if deviation > allowed:
+            text = f"the loss of step {step + 1} is {deviation:.3g} away from the unchanged program's"
+            return LossVerdict(deviation, allowed, f'{text}, and "{safety}" allows {allowed:.3g}')
+    floor = _MEANS.get(safety, _COARSE_MEANS) * size
+    worst = LossVerdict(0.0, floor)
+    parts = 3 if count >= _FEWEST_FOR_THIRDS else 1
+    for start, end in pairwise(round(part * count / parts) for part in range(parts + 1)):
+        one, other = base[start:end], losses[start:end]
+        noise = max(
+            (abs(fmean(one) - fmean(run[start:end])) for run in others if len(run) >= end), default=0.0
+        )
+        difference = pvariance([a - b for a, b in zip(one, other, strict=True)])
+        error = math.sqrt(min(difference, pvariance(one) + pvariance(other)) / len(one))
+        allowed = floor + _BEYOND_NOISE * noise + _STANDARD_ERRORS * error
+        deviation = abs(fmean(one) - fmean(other))
+        if deviation * (worst.allowed or 0.0) > (worst.deviation or 0.0) * allowed:
+            worst = LossVerdict(deviation, allowed)
+    assert worst.deviation is not None
+    assert worst.allowed is not None
+    if worst.deviation <= worst.allowed or safety == Safety.OTHER_MATHS:
+        return worst
+    text = f"mean losses are {worst.deviation:.3g} away from the unchanged program's"
+    return LossVerdict(worst.deviation, worst.allowed, f"{text}, {worst.allowed:.3g} is within its noise")
+
+
+def judge_gradients(
+    base: Sequence[Sequence[float]],
+    gradients: Sequence[Sequence[float]],
+    *,
+    safety: Safety,
+    again: Sequence[Sequence[float]] = (),
+    coarse: bool = False,
+) -> str:
+    """Compare some numbers of the gradients of the first steps, where steps are alike; return what is wrong.
+
+    A loss is one number: it may be right by chance, or something else may be computed on its way to the gradient. The
+    arguments are those of ``judge_losses``.
+
+    Example::
+
+        >>> judge_gradients([[1.0, 2.0]], [[1.0, 2.0]], safety=Safety.ROUNDING)
+        ''
+        >>> judge_gradients([[1.0, 2.0]], [[1.0, 1.9]], safety=Safety.ROUNDING)[:60]
+        'the gradients of step 1 are 4.47% away from the unchanged pr'
+
+    """
+    noise, tolerance = 0.0, _as_coarse(safety, coarse).gradient_tolerance
+    for step, (one, other) in enumerate(zip(base, gradients, strict=False)):
+        apart = _apart(one, other)
+        if apart is None:
+            continue
+        noise = max(noise, (_apart(one, again[step]) or 0.0) if step < len(again) else 0.0)
+        allowed = min(_FURTHEST, tolerance * _GROWTH**step) + _BEYOND_ITSELF * noise
+        if apart > allowed:
+            return (
+                f"the gradients of step {step + 1} are {100 * apart:.3g}% away from the unchanged program's, and "
+                f'"{safety}" allows {100 * allowed:.3g}%'
+            )
+    return ""
+
+
+def judge_without_draws(base: Sequence[float], line: Sequence[float], *, coarse: bool) -> str:
+    """Compare what a base and a line make of the first batch without dropout; return what is wrong.
+
+    Args:
+        base: the loss, then some numbers of the gradient; empty where that was not computed.
+        line: the same of a line that draws other random numbers.
+        coarse: the base computes with less than 32 bits itself.
+
+    """
+    if not base or len(base) != len(line):
+        return ""
+    safety = _as_coarse(Safety.ROUNDING, coarse)
+    if not abs(line[0] - base[0]) <= safety.loss_tolerance * max(abs(base[0]), 1e-6):
+        return f"without dropout the loss of the first batch is {line[0]:.6g} instead of {base[0]:.6g}"
+    apart = _apart(base[1:], line[1:])
+    if apart is not None and apart > safety.gradient_tolerance:
+        text = "without dropout the gradients of the first batch are"
+        return f"{text} {100 * apart:.3g}% away from the unchanged program's"
+    return ""
+
+
+def _apart(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Return the distance of two gradients as a share of the first; None where they cannot be compared."""
+    if len(one) != len(other) or not one:
+        return None
+    size = math.sqrt(sum(a * a for a in one))
+    if not size or not math.isfinite(size):
+        return None
+    distance = math.sqrt(sum((a - b) ** 2 for a, b in zip(one, other, strict=True)))
+    return distance / size if math.isfinite(distance) else math.inf
+
+
+def _as_coarse(safety: Safety, coarse: bool) -> Safety:
+    return Safety.LOWER_PRECISION if coarse and safety == Safety.ROUNDING else safety
+
+
+# -- samples of a batch, one by one
 
 # Samples of a batch that are looked at, each computed alone as well.
 _SAMPLES = 6
