@@ -33,14 +33,14 @@ XLAAccelerator = _absent("XLAAccelerator")
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Return the indices of CUDA devices on which memory can be had.
+    """Return the indices of CUDA devices on which this process can allocate memory.
 
     Args:
-        num_devices: how many; -1 for all that there are.
+        num_devices: how many; -1 for all.
 
     Raises:
-        ValueError: there are not so many.
-        RuntimeError: so many are there, but in use by others (exclusive compute mode).
+        ValueError: this machine has fewer devices.
+        RuntimeError: some are in use by other processes (exclusive compute mode).
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Every hook in one table: who may listen, in which order, and what ``self.log`` means inside it."""
+"""Every hook in one table: the stage it belongs to, the order of its listeners, and the defaults of ``self.log``."""
 
 from __future__ import annotations
 
@@ -21,23 +21,21 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Logging:
-    """What ``self.log`` does by default inside a hook, and what it may do."""
+    """The defaults of ``self.log`` inside a hook, and whether it may log steps."""
 
     on_step: bool
     on_epoch: bool
     step_allowed: bool = True
-    epoch_allowed: bool = True
 
 
 STEP = Logging(on_step=True, on_epoch=False)
-BATCH_HOOK = Logging(on_step=True, on_epoch=False)
 EVALUATION = Logging(on_step=False, on_epoch=True)
 EPOCH_ONLY = Logging(on_step=False, on_epoch=True, step_allowed=False)
 
 
 @dataclass(frozen=True)
 class Hook:
-    """One row of the table: a moment of a run."""
+    """One row of the table."""
 
     name: str
     stage: str | None = None
@@ -61,12 +59,12 @@ HOOKS: tuple[Hook, ...] = (
     Hook("on_train_end"),
     Hook("on_train_epoch_start", "train", EPOCH_ONLY),
     Hook("on_train_epoch_end", "train", EPOCH_ONLY, runs_last=True),
-    Hook("on_train_batch_start", "train", BATCH_HOOK),
-    Hook("on_train_batch_end", "train", BATCH_HOOK, runs_last=True),
-    Hook("on_before_zero_grad", "train", BATCH_HOOK),
-    Hook("on_before_backward", "train", BATCH_HOOK),
-    Hook("on_after_backward", "train", BATCH_HOOK),
-    Hook("on_before_optimizer_step", "train", BATCH_HOOK),
+    Hook("on_train_batch_start", "train", STEP),
+    Hook("on_train_batch_end", "train", STEP, runs_last=True),
+    Hook("on_before_zero_grad", "train", STEP),
+    Hook("on_before_backward", "train", STEP),
+    Hook("on_after_backward", "train", STEP),
+    Hook("on_before_optimizer_step", "train", STEP),
     Hook("on_validation_model_zero_grad"),
     Hook("on_validation_model_eval"),
     Hook("on_validation_model_train"),
@@ -93,7 +91,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook("on_predict_batch_end"),
 )
 
-# The user's steps are no hooks of the table (the loops call them directly), but values are logged in them.
+# The loops call the user's steps directly; they are here for the defaults of ``self.log``.
 STEPS: dict[str, Hook] = {
     "training_step": Hook("training_step", "train", STEP),
     "validation_step": Hook("validation_step", "validate", EVALUATION),
@@ -103,21 +101,21 @@ STEPS: dict[str, Hook] = {
 
 HOOK_NAMES = frozenset(row.name for row in HOOKS) | frozenset(STEPS)
 
-# Hooks whose order differs from "callbacks, then the module", or that the datamodule hears too.
+# Hooks with another order than datamodule, callbacks, module; and hooks that a datamodule does not have.
 _DATAMODULE_LAST = frozenset({"on_exception", "on_save_checkpoint", "on_load_checkpoint"})
 _NOT_FOR_DATAMODULE = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
 _MODULE_FIRST = frozenset({"on_load_checkpoint"})
 
 
 def nothing(*_: Any) -> None:
-    """Stand in for a hook nobody overrides."""
+    """Do nothing: the function of a hook that nobody overrides."""
 
 
 class Hooks:
-    """One attribute per hook: a function that calls those who really override it, or a shared do-nothing.
+    """One attribute per hook: a function that calls those who override it, or ``nothing``.
 
-    Listeners are found once, and again when a callback is added or removed or a hook is patched on the
-    module, a callback or the datamodule.
+    Overrides are found once, and again when a callback is added or removed, or a hook is assigned on the module, a
+    callback or the datamodule.
     """
 
     setup: Call
@@ -183,13 +181,13 @@ class Hooks:
         self._callbacks = callbacks
         self._datamodule = datamodule
         self._logged = logged
-        # Set where a profiler wants to know of each call; only while listeners are looked for.
+        # Wraps each listener, for profilers; set before ``find``.
         self.watch: Callable[[str, Call], Call] | None = None
         self.find()
         follow(self)
 
     def find(self) -> None:
-        """Find again who overrides what."""
+        """Find all overrides again."""
         everyone: list[Callback] = list(self._callbacks)
         for row in HOOKS:
             if row.runs_last:
@@ -201,14 +199,13 @@ class Hooks:
                 setattr(self, row.name, self._caller(row, everyone, self._module))
 
     def owners(self) -> list[object]:
-        """Return everyone who may have hooks: callbacks, module and datamodule."""
+        """Return the objects that may have hooks: callbacks, module and datamodule."""
         everyone = (*self._callbacks, self._module, self._datamodule)
         return [owner for owner in everyone if owner is not None]
 
     def replaced(self, owner: object) -> None:
-        """Look for listeners again if ``owner``, one of whose hooks was replaced, takes part here."""
-        mine = owner is self._module or owner is self._datamodule
-        if mine or any(owner is callback for callback in self._callbacks):
+        """Find all overrides again if a hook was assigned on one of these owners."""
+        if any(owner is one for one in self.owners()):
             self.find()
 
     def _caller(self, row: Hook, callbacks: list[Callback], module: LightningModule | None) -> Call:
@@ -254,7 +251,7 @@ def overrides(owner: object, base: type, name: str) -> bool:
     if function is not base_function:
         return True
     code = getattr(function, "__code__", None)
-    # Somebody's function in the place of ours: all classes have it.
+    # A program may have assigned a function to the base class itself.
     return code is None or not code.co_filename.startswith(_PACKAGE)
 
 

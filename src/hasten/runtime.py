@@ -1,4 +1,4 @@
-"""Runtime: device x precision x strategy, and the verbs of a step that follow from them."""
+"""Runtime: device, precision and strategy of a run, and the functions of a step that depend on them."""
 
 from __future__ import annotations
 
@@ -75,20 +75,20 @@ class RuntimeView:
 
 
 class Runtime:
-    """One process's share of a run: the device, the precision, the strategy, and where they meet.
+    """Device, precision and strategy of one process of a run.
 
-    ``resolve.runtime`` makes it. What a step needs (``backward``, ``make_step(...)``, ``bind(...)``) is chosen
-    once; where nothing is to be done it is torch's own function, or the user's.
+    ``resolve.runtime`` makes it. The functions of a step (``backward``, ``make_step(...)``, ``bind(...)``) are chosen
+    once; where nothing has to be added, they are those of torch or of the user.
 
     Args:
         accelerator: the kind of device.
-        strategy: how the model lives on the devices, attached to them.
-        precision: in which numbers it computes.
-        cluster: who started the processes.
+        strategy: how the model lives on the devices; attached to them.
+        precision: the floating-point format.
+        cluster: what started the processes.
         checkpoint_io: writes and reads checkpoints.
-        device_ids: the indices of the devices of this machine.
-        checks_later: whether the device can compute in the precision is found out in the processes of the run: asking
-            here would begin to use CUDA, and this process could not be copied any more.
+        device_ids: indices of the devices of this machine.
+        checks_later: check the precision in the processes of the run: a check here would initialize CUDA, and this
+            process could no longer be forked.
 
     """
 
@@ -110,9 +110,9 @@ class Runtime:
         self.checkpoint_io: CheckpointIO = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
         self.device_ids = device_ids if device_ids is not None else list(range(strategy.num_processes))
         self._checks_later = checks_later
-        self._choose_verbs()
+        self._choose_functions()
 
-    def _choose_verbs(self) -> None:
+    def _choose_functions(self) -> None:
         scaler = self.precision.scaler
         self.scaler = scaler
         self.syncs_gradients = self.strategy.syncs_gradients and self.strategy.world_size > 1
@@ -123,19 +123,19 @@ class Runtime:
         }
         # Ids of the optimizers whose gradients are unscaled already in this step.
         self.unscaled: set[int] = set()
-        # Whether a scaled backward is running; Fabric refuses one that is not scaled.
+        # Whether a scaled backward is running; Fabric refuses loss.backward() without scaling.
         self.in_backward = False
         self.unscale: Callable[[Optimizer], None] | None = None if scaler is None else self._unscale
         self.backward: Callable[..., None] = fast_step.backward if scaler is None else self._scaled_backward
 
     def __getstate__(self) -> dict[str, Any]:
-        # The verbs are chosen again on the other side: a function chosen here cannot be sent.
+        # Bound functions cannot be pickled; __setstate__ chooses them again.
         chosen = ("backward", "unscale", "scaler")
         return {name: value for name, value in self.__dict__.items() if name not in chosen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._choose_verbs()
+        self._choose_functions()
 
     # -- facts
 
@@ -146,32 +146,32 @@ class Runtime:
 
     @property
     def global_rank(self) -> int:
-        """Which process of the run this is, from 0."""
+        """Index of this process among all, from 0."""
         return self.strategy.global_rank
 
     @property
     def local_rank(self) -> int:
-        """Which process of its machine this is, from 0."""
+        """Index of this process on its machine, from 0."""
         return self.strategy.local_rank
 
     @property
     def node_rank(self) -> int:
-        """Which machine this is, from 0."""
+        """Index of this machine, from 0."""
         return self.strategy.node_rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
         return self.strategy.world_size
 
     @property
     def num_nodes(self) -> int:
-        """The number of machines."""
+        """Number of machines."""
         return self.strategy.num_nodes
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of this machine."""
+        """Number of devices of this machine."""
         return self.strategy.num_processes
 
     @property
@@ -189,17 +189,16 @@ class Runtime:
     def launch(
         self, function: Callable[..., T], *args: object, trainer: object = None, **kwargs: object
     ) -> T:
-        """Start the other processes if there are any and do not run yet, and call ``function`` in each.
+        """Start the other processes, unless they run already, and call ``function`` in each.
 
         Args:
             function: what to call.
             args: for the function.
-            trainer: an object whose results are wanted here even if the work happens in copies of this
-                process; see ``machine.spawn.KeepsResults``.
+            trainer: an object that gets the results of copies of this process; see ``machine.spawn.KeepsResults``.
             kwargs: for the function.
 
         Returns:
-            what the function returns in this process; of the first one, if all of them are copies.
+            the result in this process; with copies of this process, that of the first.
 
         """
         if self._checks_later:
@@ -211,7 +210,7 @@ class Runtime:
         return function(*args, **kwargs)
 
     def place(self, module: nn.Module, *, move: bool = True) -> nn.Module:
-        """Bring ``module`` to the precision and, with ``move``, to the device of this process, in place."""
+        """Convert ``module`` to the precision and, with ``move``, move it to the device, in place."""
         module = self.precision.convert_module(module)
         return module.to(self.device) if move else module
 
@@ -220,7 +219,7 @@ class Runtime:
         self.strategy.shard(module)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Return the module whose call trains over all processes; ``module`` itself on a single device."""
+        """Return the module to call in training; ``module`` itself on a single device."""
         return self.strategy.wrap(module)
 
     def bind(
@@ -232,17 +231,17 @@ class Runtime:
         training: bool = False,
         convert_outputs: bool = False,
     ) -> Callable[..., Any]:
-        """Return ``function`` such that it computes in the precision and the strategy of the run.
+        """Return a function that runs ``function`` in the precision and the strategy of the run.
 
         Args:
             function: a step or a forward.
             module: the user's module.
-            wrapped: what ``wrap`` made of it.
+            wrapped: what ``wrap`` returned for it.
             training: whether backward follows, which the strategy may have to prepare.
-            convert_outputs: give back floating tensors of torch's default type.
+            convert_outputs: convert floating-point outputs to torch's default dtype.
 
         Returns:
-            ``function`` itself where nothing is to be done: then it costs nothing.
+            ``function`` itself if there is nothing to add.
 
         """
         if training and wrapped is not None:
@@ -268,14 +267,14 @@ class Runtime:
         return bound
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context in which operations compute in the precision of the run."""
+        """Return a context for operations in the precision of the run."""
         return self.precision.forward_context()
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which modules are made on the device and in the precision of the run.
+        """Return a context in which modules are created on the device and in the precision of the run.
 
         Args:
-            empty_init: leave the parameters as they come from memory, for weights that are loaded afterwards.
+            empty_init: do not initialize parameters, if weights are loaded afterwards.
 
         """
         return _together(
@@ -285,7 +284,7 @@ class Runtime:
         )
 
     def init_tensor(self) -> AbstractContextManager[Any]:
-        """Return a context in which tensors are made on the device and in the precision of the run."""
+        """Return a context in which tensors are created on the device and in the precision of the run."""
         return _together(self._device_context(), self.precision.tensor_init_context())
 
     def _device_context(self) -> AbstractContextManager[Any]:
@@ -308,7 +307,7 @@ class Runtime:
 
         def scaled_step(closure: Callable[[], Any] | None = None) -> Any:
             result = closure() if closure is not None else None
-            # A step whose batches were all skipped has scaled nothing.
+            # If all batches of a step were skipped, there is nothing to unscale.
             if _has_gradients(optimizer):
                 scaler.step(optimizer)
                 scaler.update()
@@ -352,7 +351,7 @@ class Runtime:
             self.in_backward = False
 
     def _unscale(self, optimizer: Optimizer) -> None:
-        # Once before each step: to clip, a user may unscale before the loop does.
+        # Once per step: a user who clips may unscale before the loop does.
         assert self.scaler is not None
         if id(optimizer) not in self.unscaled and _has_gradients(optimizer):
             self.unscaled.add(id(optimizer))
@@ -370,19 +369,19 @@ class Runtime:
 
     def clip_value(self, parameters: Iterable[Tensor], clip_val: float) -> None:
         """Limit each element of the gradients to ``clip_val`` in size."""
-        # torch refuses to clip nothing, as after a window of batches that all gave no loss.
+        # torch raises if there are no gradients, as after batches that were all skipped.
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         if parameters:
             torch.nn.utils.clip_grad_value_(parameters, clip_val)
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward leaves the gradients of this process alone."""
+        """Return a context in which backward does not synchronize gradients."""
         return self.strategy.no_sync(wrapped) if self.syncs_gradients else nullcontext()
 
     def to_device(self, data: T) -> T:
         """Return ``data`` with its tensors on the device; the same object if they are there already."""
         device = self.device
-        # From pinned memory the copy goes on while Python goes on; from other memory torch waits by itself.
+        # Copies from pinned memory are asynchronous; from other memory torch waits by itself.
         moved: T = move_to(data, device, non_blocking=device.type == "cuda")
         return moved
 
@@ -434,7 +433,7 @@ class Runtime:
         self.strategy.load_optimizer_state(module, optimizer, state)
 
     def save(self, path: PathLike, contents: dict[str, Any], storage_options: object = None) -> None:
-        """Write a checkpoint from the first process; all processes call it, and return when it is whole."""
+        """Write a checkpoint from the first process; all processes must call it, and return when it is complete."""
         if self.world_size == 1:
             self.checkpoint_io.save_checkpoint(contents, path, storage_options=storage_options)
             return
@@ -444,7 +443,7 @@ class Runtime:
                 self.checkpoint_io.save_checkpoint(contents, path, storage_options=storage_options)
             except Exception as caught:
                 error = caught
-        # The others must learn of a failure here, or they would wait for this process at the next collective.
+        # Report a failure to the others: they would wait for this process at the next collective.
         failed = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
@@ -454,11 +453,11 @@ class Runtime:
     def load(
         self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint; ``weights_only=False`` reads Python objects too, from files you trust."""
+        """Return a checkpoint; ``weights_only=False`` also reads Python objects: only for files you trust."""
         return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
 
     def teardown(self) -> None:
-        """Give back what the run holds; the process group stays until the program ends."""
+        """Release what the run holds; the process group stays until the program ends."""
         self.checkpoint_io.teardown()
         self.strategy.teardown()
         self.precision.teardown()
@@ -470,10 +469,10 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 class _Reused:
-    """A context that may be entered over and over, also within itself; making an autocast takes longer than using it.
+    """A context that can be entered again and again, also nested; it keeps autocasts, which are slow to create.
 
     Args:
-        make: returns a context to enter once; an autocast is entered again when it was left.
+        make: returns a context to enter once.
 
     """
 

@@ -1,4 +1,4 @@
-"""Random numbers: seed every generator, and take, put back or set aside their states."""
+"""Random numbers: seed all generators, and save, restore or isolate their states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hasten._lib.rank_zero import rank_zero_warn
 
 log = logging.getLogger(__name__)
 
-# numpy takes seeds of 32 bits; torch and random take more, but all get the same one.
+# The largest seed of numpy; all generators get the same seed.
 _MAX_SEED = 2**32 - 1
 
 
@@ -27,15 +27,15 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
     Args:
         seed: from 0 to 2**32 - 1. None takes the environment variable ``PL_GLOBAL_SEED``, or 0.
-        workers: remembered as ``PL_SEED_WORKERS``. The worker processes of a ``DataLoader`` draw different
-            numbers from one another and on every rank whether or not this is set.
+        workers: stored as ``PL_SEED_WORKERS``. The worker processes of a ``DataLoader`` draw different numbers on
+            every rank whether or not this is set.
         verbose: log the seed.
 
     Returns:
         The seed.
 
     Raises:
-        ValueError: the seed is not a whole number in range; the message says where it came from.
+        ValueError: the seed is not a whole number in range; the message names its origin.
 
     Example::
 
@@ -77,7 +77,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 def reset_seed() -> None:
-    """Seed again with what ``seed_everything`` was last given; do nothing if it was not called."""
+    """Seed again with the last seed of ``seed_everything``; do nothing if it was not called."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     if seed is not None:
         workers = os.environ.get("PL_SEED_WORKERS", "0") == "1"
@@ -96,7 +96,7 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
     """Return the states of all random generators of this process, as plain data.
 
     Args:
-        cuda: also those of the accelerators (CUDA, MPS) that are in use.
+        cuda: include the accelerators (CUDA, MPS) that are in use.
 
     Returns:
         A dict of numbers, strings and bytes: ``torch.load(..., weights_only=True)`` reads it,
@@ -117,7 +117,7 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
     if "numpy" in sys.modules:
         state["numpy"] = numpy_state()
     if cuda:
-        # Asking is not using: a process that never touched its GPU must not start to because of a checkpoint.
+        # Do not initialize CUDA only to save a checkpoint.
         if torch.cuda.is_initialized():
             state["cuda"] = [_bytes(device) for device in torch.cuda.get_rng_state_all()]
             state["cuda_in_use"] = torch.cuda.current_device()
@@ -127,11 +127,10 @@ def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Put the random generators back to a state from :func:`collect_rng_state`.
+    """Restore the random generators to a state from :func:`collect_rng_state`.
 
     Args:
-        state: generators it does not name stay as they are. States of GPUs that this machine does not
-            have are left out.
+        state: generators not in it are unchanged. States of GPUs that this machine does not have are ignored.
 
     Example::
 
@@ -152,7 +151,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         for index, device in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(_tensor(device), index)
-        # The GPU that was used may have been another one: what it would have drawn next, this one draws.
+        # The GPU in use may have another index now: it continues with the state of the former one.
         used = state.get("cuda_in_use")
         if used is not None:
             torch.cuda.set_rng_state(_tensor(state["cuda"][used]), torch.cuda.current_device())
@@ -162,10 +161,10 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Leave every random generator afterwards as it was before.
+    """Return a context after which every random generator has its former state.
 
     Args:
-        include_cuda: also those of the accelerators.
+        include_cuda: include the accelerators.
 
     Example::
 
@@ -194,7 +193,7 @@ def generator_state(generator: torch.Generator) -> bytes:
 
 
 def set_generator_state(generator: torch.Generator, state: bytes) -> None:
-    """Put a torch generator back to :func:`generator_state`."""
+    """Restore a torch generator to :func:`generator_state`."""
     generator.set_state(_tensor(state))
 
 

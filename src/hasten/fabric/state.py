@@ -1,4 +1,4 @@
-"""What Fabric saves, loads, logs and sends: objects to plain contents and back."""
+"""Conversions of Fabric: objects to checkpoint contents and back, values to tensors and numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hasten._lib.names import did_you_mean
 from hasten.fabric.wrappers import unwrapped
 
 
-def collect(state: Any, filter: Any) -> dict[str, Any]:
-    """Return the contents of a checkpoint: the ``state_dict`` of what has one, other values as they are."""
+def collect(state: object, filter: Any) -> dict[str, Any]:
+    """Return the contents of a checkpoint: the ``state_dict`` of each object that has one, other values unchanged."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"Fabric.save(state=...): use a dict of names and objects, such as {{'model': model}}, not "
@@ -51,7 +51,7 @@ def _check_filter(filter: Any, state: Mapping[str, Any]) -> None:
 def restore(
     state: dict[str, Any], contents: dict[str, Any], *, strict: bool, path: str | os.PathLike[str]
 ) -> dict[str, Any]:
-    """Load ``contents`` into the objects of ``state``; return what is left over."""
+    """Load ``contents`` into the objects of ``state``; return the rest."""
     if not isinstance(state, dict):
         raise TypeError(
             f"Fabric.load(state=...): use a dict of names and objects, such as {{'model': model}}, not "
@@ -81,8 +81,8 @@ def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def as_tensor(leaf: Any, device: torch.device) -> Any:
-    """Return numbers and arrays as tensors on ``device``, tensors moved there, other things as they are."""
+def as_tensor(leaf: object, device: torch.device) -> Any:
+    """Return numbers, arrays and tensors as tensors on ``device``, other objects unchanged."""
     if isinstance(leaf, Tensor):
         return leaf.to(device)
     if isinstance(leaf, (bool, int, float, complex)) or type(leaf).__module__ == "numpy":
@@ -90,8 +90,8 @@ def as_tensor(leaf: Any, device: torch.device) -> Any:
     return leaf
 
 
-def as_number(name: str, value: Any) -> Any:
-    """Return a tensor with one element as a number. This is a sync point.
+def as_number(name: str, value: object) -> Any:
+    """Return a tensor with one element as a number; waits for the device.
 
     Raises:
         ValueError: the tensor has several elements.
@@ -108,7 +108,7 @@ def as_number(name: str, value: Any) -> Any:
 
 
 def accepted(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return those of ``kwargs`` that ``method`` takes."""
+    """Return the ``kwargs`` that ``method`` accepts."""
     try:
         parameters = inspect.signature(method).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What Fabric's setup returns: thin wrappers that stand for the user's module, optimizer and loader."""
+"""What Fabric's setup returns: wrappers around the user's module, optimizer and loader."""
 
 from __future__ import annotations
 
@@ -23,22 +23,27 @@ from hasten.data.prefetch import SideStream
 if TYPE_CHECKING:
     from hasten.runtime import Runtime
 
-# Called through the strategy without being marked: they are the steps of a LightningModule.
+# Always run through the strategy: the steps of a LightningModule.
 _STEPS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
-# What makes up a module's state: the wrapper has the user's.
+# Attributes that the wrapper shares with the user's module.
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 class FabricModule(nn.Module):
     """The user's module, called in the precision and through the strategy of the run.
 
-    Its parameters, buffers, children, names and state are those of the user's module: it shares them. Setting an
-    attribute sets it there.
+    It shares parameters, buffers, children, names and state with the user's module; attributes are set there.
     """
 
-    def __init__(self, original: nn.Module, runtime: Runtime, wrapped: nn.Module, call: Any = None) -> None:
+    def __init__(
+        self,
+        original: nn.Module,
+        runtime: Runtime,
+        wrapped: nn.Module,
+        call: Callable[..., Any] | None = None,
+    ) -> None:
         own = self.__dict__
-        # One set of parameters under one set of names: the module's own dictionaries, not copies.
+        # The dictionaries of the user's module, not copies.
         own.update(_original=original, _runtime=runtime, _wrapped=wrapped, _marked=set(_STEPS))
         for name in _SHARED:
             own[name] = getattr(original, name)
@@ -78,14 +83,14 @@ class FabricModule(nn.Module):
         return original
 
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
-        """Let a method of the module run in the precision and through the strategy, as ``forward`` does.
+        """Run a method of the module in the precision and through the strategy, like ``forward``.
 
         Args:
             method: its name, or the method.
 
         Raises:
-            TypeError: it is neither.
-            ValueError: it is ``forward``, which needs no mark.
+            TypeError: ``method`` is neither a name nor a method.
+            ValueError: it is ``forward``, which is always run that way.
             AttributeError: the module has no such method.
 
         """
@@ -103,7 +108,7 @@ class FabricModule(nn.Module):
             )
         self._marked.add(name)
 
-    # -- one state, the user's module's
+    # -- the state of the user's module
 
     @property
     def training(self) -> bool:
@@ -176,14 +181,14 @@ class FabricModule(nn.Module):
         return sorted({*super().__dir__(), *dir(self.module)})
 
     def extra_repr(self) -> str:
-        """Return what the user's module says of itself."""
+        """Return ``extra_repr`` of the user's module."""
         return self.module.extra_repr()
 
     def _get_name(self) -> str:
         return f"Fabric[{self.module._get_name()}]"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FabricModule:
-        # A copy, such as a running average of the weights, is called in the same precision, in this process alone.
+        # A copy, such as an average of the weights, runs in the same precision, without the strategy.
         original = copy.deepcopy(self.module, memo)
         return FabricModule(original, self._runtime, original)
 
@@ -196,7 +201,7 @@ def _rebuilt(original: nn.Module, runtime: Runtime) -> FabricModule:
 
 
 def _only_scaled_backward(function: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Return ``function`` such that ``loss.backward()`` on its output raises: the loss must be scaled."""
+    """Return ``function`` with outputs on which ``loss.backward()`` raises: the loss must be scaled."""
 
     def check(gradient: Tensor) -> None:
         if not runtime.in_backward:
@@ -219,7 +224,7 @@ def _only_scaled_backward(function: Callable[..., Any], runtime: Runtime) -> Cal
 
 
 def _refusing_forward(original: nn.Module, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return ``method`` such that it raises if it computes gradients past the strategy."""
+    """Return ``method`` with a check that it does not compute gradients without the strategy."""
 
     def refuse(module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
@@ -267,7 +272,7 @@ class FabricOptimizer:
             else:
                 optimizer.zero_grad(set_to_none=False)
 
-        # Bound methods: LR schedulers look into them.
+        # Bound methods: learning-rate schedulers expect them.
         own["step"] = MethodType(step_of, self)
         own["zero_grad"] = MethodType(zero_grad_of, self)
 
@@ -316,13 +321,13 @@ def _class_like(kind: Any) -> Any:
 
 
 class FabricDataLoader:
-    """The user's loader, its batches on the device of the run and its samplers told each epoch."""
+    """The user's loader, with batches on the device of the run and ``set_epoch`` called on its samplers."""
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
         self._dataloader = loader
         self._device = device
         self._epoch = 0
-        # On the CPU there is nothing to move, and the loader's own iterator serves.
+        # On the CPU there is nothing to move.
         self._moves = device is not None and device.type != "cpu"
 
     @property
@@ -341,7 +346,7 @@ class FabricDataLoader:
             batch_sampler,
             getattr(batch_sampler, "sampler", None),
         ):
-            # Without it a distributed sampler would give the same order each time.
+            # Without it a distributed sampler yields the same order in every epoch.
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(self._epoch)
         self._epoch += 1
@@ -363,7 +368,7 @@ class FabricDataLoader:
 
 
 def compiled_of(module: nn.Module) -> tuple[nn.Module, nn.Module | None]:
-    """Return (the user's module, what torch.compile made of it or None)."""
+    """Return (the user's module, its compiled module or None)."""
     inner = getattr(module, "_orig_mod", None)
     return (inner, module) if isinstance(inner, nn.Module) else (module, None)
 
@@ -382,7 +387,7 @@ def is_wrapped(obj: object) -> bool:
 
 
 def unwrapped(obj: Any) -> Any:
-    """Return the user's own object, in a dictionary of such objects too."""
+    """Return the user's object; for a dict, a dict of the user's objects."""
     if isinstance(obj, dict):
         return {key: unwrapped(value) for key, value in obj.items()}
     if isinstance(obj, nn.Module):
@@ -399,7 +404,7 @@ def unwrapped(obj: Any) -> Any:
 # -- checks of what is given to setup
 
 
-def check_optimizer(optimizer: Any, method: str) -> None:
+def check_optimizer(optimizer: object, method: str) -> None:
     if isinstance(optimizer, FabricOptimizer):
         raise ValueError(f"Fabric.{method}(): this optimizer was set up already. Pass the original, once.")
     if hasattr(optimizer, "step") and hasattr(optimizer, "param_groups"):
@@ -426,18 +431,15 @@ def check_devices(module: nn.Module, method: str, move_to_device: bool) -> None:
         )
 
 
-def check_parameters(optimizer: Any, modules: list[nn.Module], method: str, *, needs_all: bool) -> None:
-    """Check that an optimizer trains what was set up.
+def check_parameters(optimizer: Optimizer, modules: list[nn.Module], method: str, *, needs_all: bool) -> None:
+    """Raise ValueError if an optimizer trains a module that was not set up.
 
     Args:
-        optimizer: the user's.
-        modules: those that were set up so far.
-        method: what was called, for the message.
-        needs_all: whether each parameter has to be in one of the modules, as the gradients of others are not averaged
-            over the processes; otherwise one of them is enough.
-
-    Raises:
-        ValueError: the parameters are those of a module that was not set up.
+        optimizer: the user's optimizer.
+        modules: the modules that were set up.
+        method: the method that was called, for the message.
+        needs_all: require every parameter to be in one of the modules, as the gradients of others are not averaged
+            over the processes; otherwise one is enough.
 
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -445,7 +447,7 @@ def check_parameters(optimizer: Any, modules: list[nn.Module], method: str, *, n
     outside = [p for p in parameters if id(p) not in known]
     if not outside or (len(outside) < len(parameters) and not needs_all):
         return
-    # A tensor by itself, an image that is optimized for instance, needs no setup.
+    # Tensors outside of modules, such as an image to optimize, need no setup.
     trained = [p for p in outside if isinstance(p, nn.Parameter)]
     kind = type(optimizer).__name__
     if method == "setup" and trained:
@@ -463,7 +465,7 @@ def check_parameters(optimizer: Any, modules: list[nn.Module], method: str, *, n
 
 
 def _is_in_a_module(parameter: nn.Parameter) -> bool:
-    """Return whether some module has the parameter; looks through all objects, so only for a message."""
+    """Return whether some module has the parameter; searches all objects, so only for a message."""
     for holder in gc.get_referrers(parameter):
         if isinstance(holder, dict):
             for owner in gc.get_referrers(holder):

@@ -1,4 +1,4 @@
-"""What a Trainer is put together from: loggers, callbacks, and what is tied to it for a run."""
+"""Parts of a Trainer: its loggers and callbacks, and what is attached to it for a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def loggers(arguments: Arguments) -> list[Any]:
-    """Return the loggers that ``Trainer(logger=...)`` asks for."""
+    """Return the loggers of ``Trainer(logger=...)``."""
     if arguments.logger is False:
         return []
     if arguments.logger is True:
@@ -37,36 +37,36 @@ def loggers(arguments: Arguments) -> list[Any]:
 
 
 def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:
-    """Have the loggers of all processes be those of the first: one folder a run, whoever asks for it."""
+    """Give the loggers of all processes the identity of those of the first: one folder for the run."""
     if runtime.world_size > 1:
-        mine = [logger.identity() if isinstance(logger, Logger) else {} for logger in loggers]
-        for logger, identity in zip(loggers, runtime.broadcast(mine), strict=False):
+        identities = [logger.identity() if isinstance(logger, Logger) else {} for logger in loggers]
+        for logger, identity in zip(loggers, runtime.broadcast(identities), strict=False):
             if isinstance(logger, Logger) and identity:
                 logger.take_identity(identity)
 
 
 def callbacks(arguments: Arguments) -> list[Callback]:
-    """Return the callbacks given, and those that are there by default."""
+    """Return the callbacks of ``Trainer(callbacks=...)`` and the default ones."""
     from hasten.callbacks.defaults import with_defaults
 
     return last_ones_last(with_defaults(arguments))
 
 
 def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
-    """Tie module, datamodule and callbacks to a Trainer, with the callbacks that the module brings along."""
+    """Attach module and datamodule to a Trainer, and add the callbacks of ``configure_callbacks``."""
     module.trainer = trainer
     for child in module.modules():
         if isinstance(child, LightningModule):
             child.__dict__["_logged"] = trainer._logged
     if datamodule is not None:
         datamodule.trainer = trainer
-    brought = module.configure_callbacks()
-    brought = [brought] if isinstance(brought, Callback) else list(brought or ())
-    if brought:
-        check_signatures(module, datamodule, brought)
-        kinds = tuple(type(callback) for callback in brought)
+    configured = module.configure_callbacks()
+    added = [configured] if isinstance(configured, Callback) else list(configured or ())
+    if added:
+        check_signatures(module, datamodule, added)
+        kinds = tuple(type(callback) for callback in added)
         kept = [callback for callback in trainer.callbacks if not _replaced_by(type(callback), kinds)]
-        trainer.callbacks[:] = last_ones_last(kept + brought)
+        trainer.callbacks[:] = last_ones_last(kept + added)
     let_log(trainer.callbacks, module)
 
 
@@ -80,10 +80,10 @@ def let_log(callbacks: Iterable[Callback], module: LightningModule | None) -> No
 
 
 def to_host(run: Run, *, failed: bool) -> None:
-    """Bring the module and the states of its optimizers back to the CPU, where the user had it and expects it."""
+    """Move the module and the states of its optimizers back to the CPU, where the user's program expects them."""
     if run.runtime.device.type == "cpu":
         return
-    # Where training failed, the device may not answer any more: the failure is what matters.
+    # After a failure the device may not respond; that error must not hide the first one.
     with suppress(RuntimeError) if failed else nullcontext():
         run.module.cpu()
         run.wrapped = run.module
@@ -93,7 +93,7 @@ def to_host(run: Run, *, failed: bool) -> None:
 
 
 def weights_for(trainer: Trainer, fn: TrainerFn, model: Any, ckpt_path: Any) -> Any:
-    """Return the checkpoint an evaluation without a model uses: the best one of the last fit."""
+    """Return the checkpoint for an evaluation; without a model that is the best one of the last fit."""
     if model is None and ckpt_path is None and trainer._run is not None:
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if best:
@@ -107,14 +107,14 @@ def weights_for(trainer: Trainer, fn: TrainerFn, model: Any, ckpt_path: Any) -> 
 
 
 def last_ones_last(callbacks: list[Callback]) -> list[Callback]:
-    """Order callbacks so that checkpoints see what all others did."""
+    """Return the callbacks with checkpoints last: they save what all others did."""
     from hasten.callbacks.checkpoint import Checkpoint
 
     return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
 
 
 def leave_program(signal_number: int, error: BaseException) -> NoReturn:
-    """End the program with the exit code of the signal; in a notebook or prompt, return to it."""
+    """End the program with the exit code of the signal; return to a notebook or prompt."""
     if is_interactive():
         raise KeyboardInterrupt from None
     launch.leave_with_own_code()
@@ -122,5 +122,5 @@ def leave_program(signal_number: int, error: BaseException) -> NoReturn:
 
 
 def _replaced_by(kind: type[Callback], kinds: Iterable[type[Callback]]) -> bool:
-    """Return whether one of ``kinds`` is ``kind`` or derived from it, and so takes its place."""
+    """Return whether one of ``kinds`` is ``kind`` or derived from it, and so replaces it."""
     return kind is not Callback and any(issubclass(other, kind) for other in kinds)

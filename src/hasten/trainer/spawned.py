@@ -1,4 +1,4 @@
-"""What a Trainer brings home from copies of itself in other processes (``strategy="ddp_spawn"`` and its like)."""
+"""Results of a Trainer's copies in other processes (``strategy="ddp_spawn"`` and similar)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def export_results(trainer: TrainerView) -> dict[str, Any]:
-    """Return what the process that started the copies must learn of the run."""
+    """See ``Trainer.export_results``."""
     assert trainer._module is not None
     logged = trainer._logged
     return {
@@ -28,7 +28,7 @@ def export_results(trainer: TrainerView) -> dict[str, Any]:
 
 
 def import_results(trainer: TrainerView, results: dict[str, Any]) -> None:
-    """Take over what the first copy exported."""
+    """See ``Trainer.import_results``."""
     assert trainer._module is not None
     trainer._module.load_state_dict(results["weights"])
     trainer._progress.load_state_dict(results["progress"])
@@ -42,6 +42,6 @@ def import_results(trainer: TrainerView, results: dict[str, Any]) -> None:
 
 
 def _paths_of(callback: Callback) -> dict[str, Any]:
-    """Return what a checkpoint callback knows of the files it wrote."""
+    """Return the attributes of a checkpoint callback that name the files it wrote."""
     names = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "dirpath")
     return {name: getattr(callback, name) for name in names if hasattr(callback, name)}

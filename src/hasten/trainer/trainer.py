@@ -78,10 +78,10 @@ class Trainer(TrainerView):
     Args:
         accelerator: "auto", "cpu", "cuda", "gpu", "mps", or an Accelerator.
         strategy: "auto", "single_device", "ddp", "ddp_spawn", ..., or a Strategy.
-        devices: how many (int, "auto", -1) or which (list, "0,1").
-        num_nodes: machines in the run.
-        precision: "32-true" (default), "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", or the
-            short spellings 16, 32, 64, "16", "bf16", "fp16".
+        devices: how many (int; "auto" or -1 for all) or which (list, "0,1"), on each machine.
+        num_nodes: number of machines.
+        precision: "32-true" (default), "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8",
+            "transformer-engine", or the short spellings 16, 32, 64, "16", "bf16", "fp16".
         logger: True for a CSVLogger (default), False for none, a logger or a list of loggers.
         callbacks: one callback or a list.
         fast_dev_run: run this many batches of each stage (True: 1), without logger and checkpoints.
@@ -89,53 +89,56 @@ class Trainer(TrainerView):
         min_epochs: epochs to train before a callback may stop the run.
         max_steps: optimizer steps to train; -1 for no limit.
         min_steps: optimizer steps to train before a callback may stop the run.
-        max_time: time to train: "DD:HH:MM:SS", "90min", timedelta or dict. Wherever epochs, steps or a time
-            are asked for, "2ep", "500st" and "90min" may be written.
+        max_time: time to train: "DD:HH:MM:SS", "90min", timedelta or dict. Arguments that count epochs,
+            steps or time also accept "2ep", "500st" and "90min".
         limit_train_batches: batches (int) or share (float) of the training data in an epoch.
         limit_val_batches: the same for validation.
         limit_test_batches: the same for test.
         limit_predict_batches: the same for prediction.
         overfit_batches: train and validate on the same few batches (int) or share (float).
-        val_check_interval: batches (int), share of an epoch (float), "500st", "2ep" or time between validations.
-        check_val_every_n_epoch: validate every so many epochs; None counts batches over epochs.
+        val_check_interval: batches (int), share of an epoch (float), "500st", "2ep" or time between two validations.
+        check_val_every_n_epoch: epochs between two validations; None to count ``val_check_interval`` across epochs.
         num_sanity_val_steps: validation batches run before training; 2 by default, -1 for all.
         log_every_n_steps: optimizer steps between two rows of the loggers; 50 by default.
-        enable_checkpointing: save a checkpoint each epoch unless callbacks say otherwise; True by default.
+        enable_checkpointing: save a checkpoint each epoch, unless a checkpoint callback is given; True by default.
         enable_progress_bar: show a bar; True by default.
         enable_model_summary: print a table of the layers; True by default.
         accumulate_grad_batches: batches whose gradients are summed before each optimizer step.
         gradient_clip_val: the largest gradient norm or value; None or 0 for no clipping.
         gradient_clip_algorithm: "norm" (default) or "value".
-        deterministic: True for deterministic algorithms, "warn" to warn where there is none.
+        deterministic: True for deterministic algorithms only, "warn" to warn where none exists.
         benchmark: ``torch.backends.cudnn.benchmark``.
         inference_mode: evaluate in inference mode instead of ``no_grad``.
         use_distributed_sampler: give each process its own part of the data.
-        detect_anomaly: ``torch.autograd.set_detect_anomaly`` during fit: a gradient that is nan is an error that
-            names the function and, where that shows in forward, the layer. Steps take several times as long.
-        on_bad_loss: what to do about a loss that is nan or infinite: "warn" (default) says so at the next logging
-            interval and costs nothing. The others look at loss and gradients before each optimizer step (on a GPU
-            the host waits for it once a step) and leave out the step where one is not finite: "stop" then ends the
-            run with a ``FloatingPointError`` that names the layer, "skip" goes on with the next batch, "rewind" goes
-            on with it from the weights and optimizer states of up to ``log_every_n_steps`` steps before. Not with
-            optimizers that step in backward; "skip" and "rewind" not with manual optimization or
-            ``detect_anomaly``. See docs/differences.md.
-        barebones: switch off all that is not training.
+        detect_anomaly: ``torch.autograd.set_detect_anomaly`` during fit: a NaN gradient raises an error that names
+            the function and, if known, the layer. Steps take several times as long.
+        on_bad_loss: what to do if the loss is NaN or infinite. "warn" (default) warns at the next logging interval
+            and costs nothing. The others check loss and gradients before each optimizer step (on a GPU the host then
+            waits for the device once per step) and skip a step that is not finite: "stop" ends the run with a
+            ``FloatingPointError`` that names the layer, "skip" continues with the next batch, "rewind" continues with
+            the weights and optimizer states of up to ``log_every_n_steps`` steps before. Not with optimizers that step
+            in backward; "skip" and "rewind" not with manual optimization or ``detect_anomaly``. See
+            docs/differences.md.
+        barebones: switch off everything except training.
         plugins: a Precision, CheckpointIO or ClusterEnvironment, or a list of them.
         sync_batchnorm: compute batch statistics over all processes.
-        reload_dataloaders_every_n_epochs: ask for new loaders this often; 0 for never.
+        reload_dataloaders_every_n_epochs: epochs after which new loaders are requested; 0 for never.
         default_root_dir: where logs and checkpoints go; the working directory by default.
-        enable_autolog_hparams: hand hyper-parameters to the loggers.
-        profiler: "simple", "advanced", "pytorch" or a Profiler: say where the time goes; None for none.
-        model_registry: only served a hosted product: None.
-        speed: "auto" to measure the levers below that change rounding at most, and keep those that win; see
-            docs/speed.md.
+        enable_autolog_hparams: pass hyper-parameters to the loggers.
+        profiler: "simple", "advanced", "pytorch" or a Profiler, to report where the time goes; None for none.
+        model_registry: must be None; it belongs to a hosted product.
+        speed: "auto" to measure those of the arguments below that change rounding at most, and use those that are
+            faster; see docs/speed.md.
         compile: True, "regional" or a dict of ``torch.compile`` options.
-        batching: "length" to put samples of like length in one batch, or an object of ``hasten.data``.
-        packed: True to train transformer blocks on real tokens only, not on padding; or "first_token".
-        num_workers: worker processes of the loaders; "auto" measures how many pay.
-        resident: True to hold the data in memory and index whole batches; "auto" where it fits.
+        batching: "length" to put samples of similar length in one batch, "tokens:4096" for batches of at most that many
+            tokens, or a ``hasten.data.LengthBatching``.
+        packed: True to skip padding in transformer blocks; "first_token" to also compute the last block for the first
+            token only.
+        num_workers: worker processes of each loader; "auto" to measure the best number.
+        resident: True to hold the data in memory and index whole batches; "auto" if it fits; "device" to hold it in the
+            memory of the device.
         matmul_precision: "highest", "high" or "medium", for ``torch.set_float32_matmul_precision``.
-        fused_optimizer: True to update all parameters in one kernel.
+        fused_optimizer: True to update all parameters in one kernel, False not to.
         batch_size: samples of a batch on each process, whatever the loader's batches are; "auto" tries which is the
             largest that trains.
         micro_batch: samples of a batch computed at once; "auto" shrinks when memory runs out; or a
@@ -250,7 +253,7 @@ class Trainer(TrainerView):
 
     @property
     def given_arguments(self) -> dict[str, Any]:
-        """The arguments of ``Trainer(...)`` by name, as they were written or assigned since; a copy."""
+        """The arguments of ``Trainer(...)`` by name, as they were passed or assigned since; a copy."""
         return dict(self._given)
 
     def with_arguments(self, **changes: object) -> Trainer:
@@ -341,13 +344,16 @@ class Trainer(TrainerView):
             model: the module.
             train_dataloaders: the training data: a DataLoader or any iterable of batches; or a datamodule.
             val_dataloaders: the validation data: one or several.
-            datamodule: gives the data instead.
-            ckpt_path: go on from this checkpoint: a path, "last" (the newest whole one, if there is one) or
+            datamodule: provides the data instead.
+            ckpt_path: continue from this checkpoint: a path or URL, "last" (the newest complete one, if any) or
                 "best".
-            weights_only: False reads a checkpoint that holds Python objects: only for files you trust.
+            weights_only: False to also read checkpoints with Python objects, which can run code: only for files you
+                trust.
 
         Raises:
-            ValueError: something the run needs is missing or does not fit; the message says what to change.
+            TypeError: ``model`` is not a LightningModule.
+            ValueError: something the run needs is missing or does not fit.
+            FileNotFoundError: there is no file at ``ckpt_path``.
 
         """
         if isinstance(train_dataloaders, LightningDataModule):
@@ -370,15 +376,23 @@ class Trainer(TrainerView):
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run validation once; return the values logged, a dict for each loader.
+        """Evaluate on the validation data.
 
         Args:
-            model: the module; the one of the last fit by default.
-            dataloaders: the data: one or several loaders; or a datamodule.
-            ckpt_path: weights to use: a path, "best" or "last"; those in memory by default.
+            model: the module; the one of the last call by default.
+            dataloaders: one or several loaders, or a datamodule.
+            ckpt_path: weights to use: a path or URL, "best" or "last"; by default those of ``model``, or of the best
+                checkpoint of the last fit without ``model``.
             verbose: print the values.
-            datamodule: gives the data instead.
+            datamodule: provides the data instead.
             weights_only: see ``fit``.
+
+        Returns:
+            the logged values as numbers, one dict for each loader.
+
+        Raises:
+            TypeError: there is no model, or it is not a LightningModule.
+            ValueError: ``validation_step`` or the data is missing.
 
         """
         return self._evaluate(
@@ -394,7 +408,7 @@ class Trainer(TrainerView):
         datamodule: LightningDataModule | None = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run the test once; return the values logged, a dict for each loader. See ``validate``."""
+        """Evaluate on the test data; see ``validate``."""
         return self._evaluate(
             TrainerFn.TESTING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only
         )
@@ -408,16 +422,22 @@ class Trainer(TrainerView):
         ckpt_path: PathLike | None = None,
         weights_only: bool | None = None,
     ) -> list[Any] | None:
-        """Predict on every batch.
+        """Call ``predict_step`` on every batch.
 
         Args:
-            model: the module; the one of the last fit by default.
-            dataloaders: the data: one or several loaders; or a datamodule.
-            datamodule: gives the data instead.
-            return_predictions: keep and return the outputs, by batch (and by loader, if there are several);
-                True by default where all runs in this process.
-            ckpt_path: weights to use: a path, "best" or "last"; those in memory by default.
+            model: the module; the one of the last call by default.
+            dataloaders: one or several loaders, or a datamodule.
+            datamodule: provides the data instead.
+            return_predictions: False not to keep the outputs, for instance where a callback writes them.
+            ckpt_path: see ``validate``.
             weights_only: see ``fit``.
+
+        Returns:
+            the outputs by batch, with several loaders by loader and batch; None if they are not kept.
+
+        Raises:
+            TypeError: there is no model, or it is not a LightningModule.
+            ValueError: the data is missing.
 
         """
         if isinstance(dataloaders, LightningDataModule):
@@ -433,22 +453,23 @@ class Trainer(TrainerView):
         return result
 
     def save_checkpoint(
-        self, filepath: PathLike, weights_only: bool | None = None, storage_options: Any = None
+        self, filepath: PathLike, weights_only: bool | None = None, storage_options: object = None
     ) -> None:
-        """Save everything needed to go on exactly from here; all processes must call it.
+        """Save everything needed to continue exactly from here; all processes must call it.
+
+        Inside a batch (for instance in ``training_step``) the checkpoint holds the state at the beginning of the batch,
+        and a resumed run computes the batch again. States of callbacks are the current ones.
 
         Args:
-            filepath: path or URL of the file; the previous one stays whole until the new one is.
+            filepath: path or URL of the file; an existing one stays until the new one is complete.
             weights_only: leave out what only training needs.
             storage_options: passed to the file system of a URL.
 
-        Inside a batch (in ``training_step`` or ``on_after_backward``, say) the checkpoint is that of the moment when
-        the batch began, and a resumed run computes the batch again. States of callbacks are those of now.
-
         Raises:
-            OSError: the file could not be written; the previous one is untouched.
-            RuntimeError: a batch has begun, and the run could not go on exactly: the optimizer has stepped in it, or
-                the Trainer could not see beforehand that one of the run's hooks saves inside a batch.
+            AttributeError: there is no model yet.
+            OSError: the file could not be written; an existing one is untouched.
+            RuntimeError: called inside a batch from which the run could not continue exactly: the optimizer has
+                stepped in it, or the Trainer could not know beforehand that a hook saves inside a batch.
 
         """
         run = self._run
@@ -471,15 +492,16 @@ class Trainer(TrainerView):
         datamodule: LightningDataModule | None,
         body: Callable[[Run], Result],
     ) -> Result:
-        """Set up a run without callbacks and loggers, and return ``body(run)``; afterwards all is as before.
+        """Set up a run without callbacks and loggers, and return ``body(run)``.
 
-        Module, datamodule, optimizers, loaders, counters and random numbers are restored, also after an error.
+        Afterwards module, datamodule, optimizers, loaders, counters and random numbers are restored, even after an
+        error.
 
         Args:
-            stage: which call the run is of.
+            stage: the call that the run is like.
             model: the module.
             data: the loaders by stage ("train", "validate", "test", "predict"), as passed to a call.
-            datamodule: gives the data instead.
+            datamodule: provides the data instead.
             body: called in each process; ``limited_run`` works inside it.
 
         """
@@ -530,7 +552,7 @@ class Trainer(TrainerView):
         try:
             yield
         finally:
-            # Another fit tries again: its model may be another.
+            # The next fit may have another model.
             set_batch_size(self, "auto")
 
     def _call(
@@ -543,14 +565,14 @@ class Trainer(TrainerView):
         weights_only: bool | None,
         body: Callable[[Run], Any],
     ) -> Any:
-        """Start the other processes if there are any, and run ``body`` with everything in place."""
+        """Start the other processes if there are any, prepare the run and call ``body`` with it."""
         check_signatures(module, datamodule, self._callbacks)
         self.state = TrainerState(TrainerStatus.RUNNING, fn, FIRST_STAGE[fn])
         self._should_stop = False
-        # One given earlier stays: its hooks for preparing and moving data belong to this Trainer's runs.
+        # An earlier datamodule stays: its hooks for preparing and moving data apply to later runs too.
         self._reads_datamodule = datamodule is not None
         self._module, self._datamodule = module, datamodule or self._datamodule
-        # Here, where copies of this process learn it, and where the program goes on afterwards.
+        # Before launch: copies of this process inherit it, and the program continues with it.
         parts.settle_loggers(self._loggers, self._runtime)
         try:
             return self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
@@ -584,7 +606,7 @@ class Trainer(TrainerView):
             except Stopped as stopped:
                 self._leave(run, stopped.signal_number)
             except KeyboardInterrupt as interrupt:
-                # A second Ctrl-C, or one raised by the user's code: the batch in hand is not complete.
+                # A second Ctrl-C, or one raised by the user's code: the current batch is incomplete.
                 self._between_batches = False
                 self._abort(run, interrupt)
                 parts.leave_program(signals.SIGINT, interrupt)
@@ -592,7 +614,7 @@ class Trainer(TrainerView):
                 self._abort(run, error)
                 raise
             if stop.signal is not None:
-                # It came when nothing was left to be stopped, and still ends the program.
+                # It came when the run was over, and still ends the program.
                 parts.leave_program(stop.signal, SystemExit(128 + stop.signal))
         return result
 
@@ -635,7 +657,7 @@ class Trainer(TrainerView):
             accumulate_grad_batches=self._accumulate_grad_batches,
         )
         if before is not None and fn != TrainerFn.FITTING and before.module is module:
-            # After an evaluation a checkpoint still holds all that the fit before it left.
+            # A checkpoint saved after an evaluation still holds the state that the last fit left.
             run.optimizers, run.wrapped_optimizers = before.optimizers, before.wrapped_optimizers
             run.schedulers, run.train, run.averages = before.schedulers, before.train, before.averages
             if fn != TrainerFn.VALIDATING:
@@ -665,14 +687,14 @@ class Trainer(TrainerView):
         return results
 
     def _finish(self, run: Run) -> None:
-        """Leave an orderly run: fit_end, teardown, loggers closed, workers gone."""
+        """End a run: on_fit_end, teardown, close loggers and loaders."""
         if self.state.fn == TrainerFn.FITTING:
             run.hooks.on_fit_end()
         self._release(run, "success")
         self.state.status, self.state.stage = TrainerStatus.FINISHED, None
 
     def _leave(self, run: Run, signal_number: int) -> NoReturn:
-        """Leave after Ctrl-C or SIGTERM, between two batches, with the state saved by checkpoint callbacks."""
+        """End the program after Ctrl-C or SIGTERM, between two batches; checkpoint callbacks save the state."""
         self._received_sigterm = signal_number == signals.SIGTERM
         name = "SIGTERM" if self._received_sigterm else "Ctrl-C"
         rank_zero_info(f"{name}: the run ends here, after a complete batch.")
@@ -704,7 +726,7 @@ class Trainer(TrainerView):
                 for logger in self._loggers:
                     logger.finalize(status)
             run.undo.close()
-            run.last_loss = None  # It holds the graph of a step.
+            run.last_loss = None  # It holds the graph of the step.
             parts.to_host(run, failed=status != "success")
             self._runtime.teardown()
             parts.let_log(self._callbacks, None)
@@ -719,11 +741,11 @@ class Trainer(TrainerView):
         self._callbacks = WatchedList(self._callbacks, self._callbacks_changed)
 
     def export_results(self) -> dict[str, Any]:
-        """Return what the process that started the copies must learn of the run."""
+        """Return the results of the run for the process that started the copies."""
         return copies.export_results(self)
 
     def import_results(self, results: dict[str, Any]) -> None:
-        """Take over what the first copy exported."""
+        """Restore what ``export_results`` returned in the first copy."""
         copies.import_results(self, results)
 
     # -- checkpoints
@@ -745,7 +767,7 @@ class Trainer(TrainerView):
         checkpoint = self._runtime.load(path, map_location="cpu", weights_only=weights_only is not False)
         assert self._hooks is not None
         if self._hooks.on_load_checkpoint is nothing:
-            # Else after that hook, which may put things right.
+            # Otherwise after that hook, which may repair the checkpoint.
             check_entries(checkpoint, path, training=self.state.fn == TrainerFn.FITTING)
         checkpoint = from_lightning(checkpoint, path)
         rank_zero_info(f"Restoring from {path}")
@@ -754,7 +776,7 @@ class Trainer(TrainerView):
     # -- optimizers
 
     def manual_backward(self, loss: torch.Tensor, *args: object, **kwargs: object) -> None:
-        """Run backward for a module with manual optimisation, with its hooks."""
+        """Run backward and its hooks for a module with manual optimization."""
         run = self._run
         assert run is not None
         run.last_loss = loss if loss.numel() == 1 else None
@@ -770,7 +792,7 @@ class Trainer(TrainerView):
         run.hooks.on_after_backward()
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of ``optimizer``; None takes the Trainer's own arguments."""
+        """Clip the gradients of ``optimizer``; None means the argument of the Trainer."""
         clip_val = self._arguments.gradient_clip_val if clip_val is None else clip_val
         algorithm = str(algorithm or self._arguments.gradient_clip_algorithm or "norm")
         if not clip_val:
@@ -788,14 +810,14 @@ class Trainer(TrainerView):
         return self._runtime.all_gather(data, group=group, sync_grads=sync_grads)
 
     def print(self, *args: object, **kwargs: Any) -> None:
-        """Print on the first process, beside the progress bar."""
+        """Print on the first process only, above the progress bar."""
         if not self.is_global_zero:
             return
         write = getattr(self.progress_bar_callback, "print", print)
         write(*args, **kwargs)
 
-    def init_module(self, empty_init: bool | None = None) -> Any:
-        """Return a context in which modules are made on the device and in the precision of the run."""
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which modules are created on the device and in the precision of the run."""
         return self._runtime.init_module(empty_init)
 
     def _module_for(self, call: str, model: LightningModule | None) -> LightningModule:
