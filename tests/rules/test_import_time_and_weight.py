@@ -28,20 +28,21 @@ HEAVY = (
 CLI = ("argparse", "hasten.commands", "hasten.demo")
 
 PROGRAM = """
-import json, sys, time
-start = time.perf_counter()
+import json, sys
 import torch
-torch_seconds = time.perf_counter() - start
-before = set(sys.modules)
-start = time.perf_counter()
+before, calls = set(sys.modules), 0
+def count(frame, event, argument):
+    global calls
+    calls += event == "call"
+sys.setprofile(count)
 {statement}
-seconds = time.perf_counter() - start
-print(json.dumps({{"torch": torch_seconds, "seconds": seconds, "new": sorted(set(sys.modules) - before)}}))
+sys.setprofile(None)
+print(json.dumps({{"calls": calls, "new": sorted(set(sys.modules) - before)}}))
 """
 
 
 def run(statement: str) -> dict[str, Any]:
-    """Run a statement after ``import torch`` in a new interpreter; return what it imported, and the times."""
+    """Run a statement after ``import torch`` in a new process; return the modules it imported and its Python calls."""
     done = run_python("-c", PROGRAM.format(statement=statement))
     assert (done.returncode, done.stderr) == (0, ""), "no noise on import"
     result: dict[str, Any] = json.loads(done.stdout)
@@ -69,9 +70,9 @@ def test_few_modules_come_along(imported: dict[str, Any]) -> None:
     assert len(others) <= 20, others
 
 
-def test_it_takes_a_small_part_of_the_time_of_torch(imported: dict[str, Any]) -> None:
-    best = min(run("import hasten")["seconds"] / imported["torch"] for _ in range(3))
-    assert best <= 0.1
+def test_it_calls_few_functions(imported: dict[str, Any]) -> None:
+    """A count, which is the same on a busy machine."""
+    assert imported["calls"] <= 1000
 
 
 @pytest.mark.parametrize(
