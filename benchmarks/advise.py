@@ -1,4 +1,4 @@
-"""The advisor on the two tasks of ``hasten demo``: which switches pay on them, measured on this machine.
+"""The advisor on tasks of ``hasten demo``: which switches pay on them, measured on this machine.
 
     python benchmarks/advise.py digits --json benchmarks/results/advice_digits.json
     python benchmarks/advise.py imdb --data aclImdb_v1.tar.gz --budget 480 --json benchmarks/results/advice_imdb.json
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 import hasten as L
-from hasten.demo import models
+from hasten.demo import text_models
 from hasten.demo.digits import Digits
+from hasten.demo.docstrings import Docstrings
 from hasten.demo.imdb import Imdb
-from hasten.demo.module import Classifier
-from hasten.demo.task import Switches, Task
+from hasten.demo.row import Classifier
+from hasten.demo.task import RowVariant, Task
 from measure import hardware
 
 
@@ -33,7 +34,9 @@ def task_of(options: argparse.Namespace) -> Task:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.task == "digits":
         return Digits(device=device)
-    source = models.find(options.model, random_weights=options.random_weights)
+    source = text_models.find(options.model, random_weights=options.random_weights)
+    if options.task == "docstrings":
+        return Docstrings(source, max_length=options.max_length, device=device)
     return Imdb(options.data, source, limit=options.limit, max_length=options.max_length, device=device)
 
 
@@ -42,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("task", choices=("digits", "imdb"))
+    parser.add_argument("task", choices=("docstrings", "digits", "imdb"))
     parser.add_argument("--data", type=Path, help="imdb: aclImdb_v1.tar.gz; default: downloaded")
     parser.add_argument("--model", default="minilm", choices=("minilm", "distilbert"))
     parser.add_argument(
@@ -61,10 +64,10 @@ def main() -> None:
 
     task = task_of(options)
     trainer = L.Trainer(max_epochs=task.epochs, logger=False, enable_checkpointing=False)
-    module = Classifier(task, Switches())
+    module = Classifier(task, RowVariant())
     found = trainer.advise(
         module,
-        task.users_loader(Switches()),
+        task.users_loader(RowVariant()),
         levers=options.levers.split(",") if options.levers else None,
         rounds=options.rounds,
         steps=options.steps,

@@ -73,9 +73,9 @@ class Texts(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        from hasten.demo import models
+        from hasten.demo.text_models import find
 
-        self.model = models.find("minilm", random_weights=True).build(attention_dropout=True)
+        self.model = find("minilm", random_weights=True).build()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
@@ -97,10 +97,10 @@ def model(name: str) -> L.LightningModule:
     if name == "minilm":
         return Texts()
     from hasten.demo.digits import Digits
-    from hasten.demo.module import Classifier
-    from hasten.demo.task import Switches
+    from hasten.demo.row import Classifier
+    from hasten.demo.task import RowVariant
 
-    return Classifier(Digits(), Switches())
+    return Classifier(Digits(), RowVariant())
 
 
 def data(name: str, batches: int, *, short: bool) -> DataLoader[Any]:

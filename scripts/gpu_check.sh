@@ -46,7 +46,7 @@ ladder() { # name, arguments...
     local name=$1
     shift
     check "ladder $name" 540 "$python" -m hasten demo --accelerator gpu --output "$work/$name" "$@"
-    # Written after each round: one that was cut short has left what it had.
+    # Written after each row: one that was cut short has left what it had.
     for ending in json csv png; do
         for file in "$work/$name"/*."$ending"; do
             [ -e "$file" ] && cp "$file" "$out/$stamp-$name.$ending"

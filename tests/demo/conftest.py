@@ -1,4 +1,4 @@
-"""A tiny archive in the layout of aclImdb_v1.tar.gz."""
+"""A tiny archive in the layout of aclImdb_v1.tar.gz, and rows trained in this process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import io
 import random
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from hasten.demo import row
+from hasten.demo.task import RowVariant, Task
 
 WORDS = {"pos": ["wonderful", "moving", "brilliant"], "neg": ["boring", "dreadful", "clumsy"]}
 
@@ -56,3 +61,38 @@ def folder(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return tmp_path / "unpacked" / "aclImdb"
+
+
+class Finished(BaseException):
+    """The whole training is done."""
+
+
+class InProcess:
+    """The session of a row that is trained in this process, for its whole training."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.handlers: dict[str, Any] = {}
+        self.turns: list[dict[str, Any]] = []
+
+    def ready(self) -> None:
+        pass
+
+    def after_step(self, loss: torch.Tensor, **counts: Any) -> None:
+        self.turns.append({"loss": float(loss.detach()), **counts})
+        if len(self.turns) == self.steps:
+            raise Finished
+
+
+def train(task: Task, variant: RowVariant) -> InProcess:
+    """Train a row in full."""
+    session = InProcess(task.steps(variant))
+    with pytest.raises(Finished):
+        row.run(session, task, variant, torch.get_num_threads())  # type: ignore[arg-type]
+    return session
+
+
+def weights_of(task: Task, variant: RowVariant) -> dict[str, torch.Tensor]:
+    """Return the weights that a row ends with."""
+    found: dict[str, torch.Tensor] = train(task, variant).handlers["accuracy"].__self__.weights
+    return found

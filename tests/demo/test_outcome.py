@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.demo import arithmetic, outcome
-from hasten.demo.arithmetic import Arithmetic
+from hasten.demo import outcome
+from hasten.demo.cumulative import Result
 from hasten.demo.digits import Digits
-from hasten.demo.ladder import Result
-from hasten.demo.task import Ladder, Switches
+from hasten.demo.outcome import Arithmetic
+from hasten.demo.task import LadderRow, RowVariant, first_rows, lever_rows
+from hasten.demo.vit import Vit
+from hasten.speed.engine import Comparison, Turn
+from hasten.speed.safety import Safety
 
 FACTS = {
     "device": "A processor with a rather long name @ 2.00GHz",
@@ -31,33 +34,47 @@ def task() -> Digits:
     return Digits()
 
 
+def turn(seconds: float, tokens: int = 1) -> Turn:
+    return Turn(seconds, [seconds], tokens=tokens, slots=None)
+
+
+def compared(base: float, own: float, turns: int = 3) -> Comparison:
+    found = Comparison()
+    for _ in range(turns):
+        found.add(turn(base), turn(own))
+    return found
+
+
 @pytest.fixture
 def results() -> list[Result]:
-    rows = Ladder("loss.backward(); optimizer.step()")
-    rows.add("the same in hasten", "L.Trainer(max_epochs=1).fit(module, loader)", hasten=True)
-    rows.add(
+    plain, same = first_rows(1)
+    faster = LadderRow(
         "a switch with a name that is long",
         "from_pretrained(..., attention_probs_dropout_prob=0.0)",
-        attention_dropout=False,
+        changes={"attention_dropout": False},
+        safety=Safety.OTHER_MATHS,
     )
-    rows.add("a switch that loses", "L.Trainer(precision='bf16-mixed')", precision="bf16-mixed")
-    plain, same, faster, slower = rows.rows
-    on = [Switches(), Switches(hasten=True)]
-    on += [faster.on(on[1]), slower.on(faster.on(on[1]))]
-    return [
-        Result(plain, on[0], 117, pad_share=0.59, start_seconds=[1.0, 3.0], step_seconds=[11.0, 12.0, 13.0]),
-        Result(same, on[1], 117, step_seconds=[12.0, 12.0, 12.0]),
-        Result(
-            faster,
-            on[2],
-            117,
-            step_seconds=[3.0, 3.0, 3.0],
-            afterwards_seconds=362.0,
-            accuracies=[0.852],
-            validation_accuracy=0.84,
-        ),
-        Result(slower, on[3], 117, kept=False, step_seconds=[60.0], part_of_batch=2),
-    ]
+    (slower,) = lever_rows("bf16")
+    first = Result(plain, RowVariant(), 117, 117, pad_share=0.59, start_seconds=3.0)
+    first.turns = [turn(11.0), turn(12.0), turn(13.0)]
+    second = Result(
+        same, same.on(first.variant), 117, 117, first, compared(12.0, 12.0), turns=[turn(12.0)] * 3
+    )
+    third = Result(
+        faster,
+        faster.on(second.variant),
+        117,
+        117,
+        second,
+        compared(12.0, 3.0),
+        turns=[turn(3.0)] * 3,
+        full_seconds=362.0,
+        accuracies=[0.852],
+        validation_accuracy=0.84,
+    )
+    fourth = Result(slower, slower.on(third.variant), 117, 117, third, compared(3.0, 60.0, 1), kept=False)
+    fourth.turns = [turn(60.0)]
+    return [first, second, third, fourth]
 
 
 @pytest.mark.parametrize("width", [40, 72, 80, 100, 300])
@@ -70,28 +87,24 @@ def test_table_fits_and_says_all(task: Digits, results: list[Result], width: int
     flat = " ".join(text.split())
     for said in ("~1,404", "1.00x", "351", "4.00x", "85.2%", "0.20x", "2.13.0+cpu", "2 threads"):
         assert said in flat
-    assert "rows 1, 2, 3: 3 of 117 steps" in flat
+    assert "rows 1, 2, 3: 3 of 117 steps; row 4: 1 of 117 steps" in flat
     assert "Row 3 was then trained in full, for its accuracy: in 362 s." in flat
-    assert "row 4: one step of 2 samples, scaled to all 117 steps" in flat
     assert "* changes the maths" in flat
-    assert "loses here, so the rows below do without it: row 4." in flat
+    assert "- does not pay here, so the rows below do without it: row 4." in flat
     assert "59%" in flat
 
 
 def test_what_starting_costs_is_in_the_second_speed(task: Digits, results: list[Result]) -> None:
-    results[2].start_seconds = [351.0]
+    results[2].start_seconds = 351.0
     # 1,404 s and 3 s of starting, against 351 s and as much again.
     assert "4.00x 2.00x" in " ".join(outcome.table(task, results, FACTS).split())
 
 
 def test_the_compiled_row_says_how_long_that_took(task: Digits, results: list[Result]) -> None:
-    rows = Ladder("loss.backward()")
-    rows.add("compiled", "L.Trainer(compile=True)", compiled=True)
-    compiled = Result(
-        rows.rows[1], Switches(compiled=True), 117, step_seconds=[1.0], start_seconds=[23.0, 2.0]
-    )
-    said = " ".join(outcome.table(task, [results[0], compiled], FACTS).split())
-    assert "Row 2: 23.0 s went by before its first step, compiling." in said
+    (row,) = lever_rows("compiled")
+    compiled = Result(row, row.on(RowVariant()), 117, 117, turns=[turn(1.0)], start_seconds=23.0)
+    text = " ".join(outcome.table(task, [results[0], compiled], FACTS).split())
+    assert "Row 2: 23.0 s went by before its steps, compiling." in text
 
 
 def test_several_seeds_are_told_with_their_error(task: Digits, results: list[Result]) -> None:
@@ -101,22 +114,36 @@ def test_several_seeds_are_told_with_their_error(task: Digits, results: list[Res
 
 
 def test_a_row_trained_in_full_carries_no_mark(task: Digits, results: list[Result]) -> None:
-    whole = Result(
-        results[2].row, results[2].switches, 117, full_seconds=[350.0, 351.0, 360.0], accuracies=[0.852]
-    )
-    text = outcome.table(task, [whole], FACTS)
+    results[2].in_full = True
+    text = outcome.table(task, [results[2]], FACTS)
     assert "351" in text
     assert "~" not in text
 
 
 def test_a_busy_machine_is_said(task: Digits, results: list[Result]) -> None:
-    said = "This machine was busy: the same work in row 2 took up to 2.5 times as long."
-    assert said not in " ".join(outcome.table(task, results, FACTS).split())
-    results[1].step_seconds = [12.0, 30.0, 12.0]
-    assert said in " ".join(outcome.table(task, results, FACTS).split())
-    # Steps of different width may differ as they like.
-    results[1].alike = False
-    assert said not in " ".join(outcome.table(task, results, FACTS).split())
+    note = "This machine was busy: the same work in row 2 took up to 2.5 times as long."
+    assert note not in " ".join(outcome.table(task, results, FACTS).split())
+    results[1].turns[1] = turn(30.0)
+    assert note in " ".join(outcome.table(task, results, FACTS).split())
+    # A turn with more tokens takes longer anyway.
+    results[1].turns[1] = turn(30.0, tokens=2)
+    assert note not in " ".join(outcome.table(task, results, FACTS).split())
+
+
+def test_the_lines_to_write_keep_the_maths(results: list[Result]) -> None:
+    plain, same, *_ = results
+    rows = lever_rows("packed", "pages kept", "bf16", draws=False)
+    found = [plain, same]
+    for row, seconds in zip(rows, (3.0, 2.0, 1.0), strict=True):
+        base = found[-1]
+        found.append(Result(row, row.on(base.variant), 117, 117, base, turns=[turn(seconds)]))
+    assert outcome.lines_to_write([*found, results[2]]) == [
+        'trainer = L.Trainer(packed=True, allocator="keep")  # 6.00x; same maths up to rounding',
+        'trainer = L.Trainer(packed=True, allocator="keep", precision="bf16-mixed")  # 12.0x; lower precision',
+    ]
+    assert outcome.lines_to_write(found[:4]) == [
+        'trainer = L.Trainer(packed=True, allocator="keep")  # 6.00x; same maths up to rounding'
+    ]
 
 
 def test_files_hold_every_row_and_the_command(task: Digits, results: list[Result], tmp_path: Path) -> None:
@@ -132,7 +159,7 @@ def test_files_hold_every_row_and_the_command(task: Digits, results: list[Result
     assert whole["hardware"] == FACTS
     assert [row["sampled"] for row in whole["rows"]] == [True, True, True, True]
     assert whole["rows"][0]["step_seconds"] == [11.0, 12.0, 13.0]
-    assert whole["rows"][2]["afterwards_seconds"] == 362.0
+    assert whole["rows"][2]["full_seconds"] == 362.0
     assert whole["rows"][2]["same_maths"] is False
     assert [row["kept"] for row in whole["rows"]] == [True, True, True, False]
     assert whole["rows"][0]["all_in_seconds"] == pytest.approx(1404 + 3)
@@ -176,17 +203,54 @@ def test_the_share_of_the_peak_counts_useful_work_alone(
 
 def test_operations_are_those_of_real_tokens(archive: Path, tmp_path: Path) -> None:
     from hasten.demo.imdb import Imdb
-    from hasten.demo.models import find
+    from hasten.demo.text_models import find
 
-    options = {"limit": 40, "cache": tmp_path / "cache", "say": lambda line: None}
     narrow, wide = (
-        Imdb(archive, find("minilm", random_weights=True), max_length=length, **options)
+        Imdb(
+            archive,
+            find("minilm", random_weights=True),
+            max_length=length,
+            limit=40,
+            cache=tmp_path,
+            say=lambda line: None,
+        )
         for length in (64, 512)
     )
     # No review has 64 tokens: how wide they would be padded is no work.
     assert max(narrow.train_data.lengths) <= 64
-    one, other = (arithmetic._useful_flops(task) for task in (narrow, wide))
+    one, other = (outcome.useful_flops(task) for task in (narrow, wide))
     assert one == other
     # Six blocks of four projections and two layers four times as wide, twice each for a product, thrice with backward.
     products = 6 * 12 * 384**2 * 2 * 3 * sum(wide.train_data.lengths)
     assert products < one < 1.25 * products
+
+
+@pytest.mark.parametrize(
+    ("arguments", "share"),
+    [
+        ({}, 0.8),
+        ({"matmul_precision": "high"}, 0.2),
+        ({"matmul_precision": "high", "precision": "bf16-mixed"}, 0.1),
+    ],
+)
+def test_a_row_is_compared_with_the_peak_of_its_own_type(
+    results: list[Result], arguments: dict[str, str], share: float
+) -> None:
+    result = results[0]
+    result.variant = RowVariant(trainer=arguments)
+    work = Arithmetic(8e9 * result.seconds, {"float32": 1e10, "tf32": 4e10, "bfloat16": 8e10})
+    assert work.mfu(result) == pytest.approx(share)
+
+
+def test_attention_of_a_transformer_counts() -> None:
+    narrow, wide = (
+        Vit(side=side, width=64, depth=1, random_images=True, limit=60, say=lambda line: None)
+        for side in (64, 128)
+    )
+    (few, more) = ((task.side // 16) ** 2 for task in (narrow, wide))
+    one, other = (outcome.sample_flops(task, 0) for task in (narrow, wide))
+    # Two products of (tokens, tokens, width), and twice as many backward; the rest grows with the tokens alone.
+    extra = [3 * 2 * 2 * 64 * tokens**2 for tokens in (few, more)]
+    assert other - extra[1] < 1.1 * (one - extra[0]) * more / few
+    assert one > extra[0]
+    assert other / one > more / few

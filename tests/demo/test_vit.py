@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.demo import images, ladder
-from hasten.demo.errors import DemoError
-from hasten.demo.task import Switches
+from hasten.demo import vit
+from hasten.demo.task import DemoError, RowVariant
 from hasten.demo.vit import Vit
+
+from .conftest import weights_of
 
 COUNT = 20
 
@@ -20,8 +21,8 @@ COUNT = 20
 def records(seed: int) -> tuple[bytes, list[int]]:
     """One file of the archive: labels and pixels."""
     generator = torch.Generator().manual_seed(seed)
-    whole = torch.randint(0, 256, (COUNT, images.RECORD_BYTES), dtype=torch.uint8, generator=generator)
-    whole[:, 0] %= images.CLASSES
+    whole = torch.randint(0, 256, (COUNT, vit.RECORD_BYTES), dtype=torch.uint8, generator=generator)
+    whole[:, 0] %= vit.CLASSES
     return bytes(whole.flatten().tolist()), whole[:, 0].tolist()
 
 
@@ -29,7 +30,7 @@ def records(seed: int) -> tuple[bytes, list[int]]:
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "cifar-10-batches-bin"
     made.mkdir()
-    for seed, name in enumerate((*images.TRAIN_FILES, *images.TEST_FILES)):
+    for seed, name in enumerate((*vit.TRAIN_FILES, *vit.TEST_FILES)):
         (made / name).write_bytes(records(seed)[0])
     (made / "batches.meta.txt").write_text("airplane\n")
     return made
@@ -44,35 +45,35 @@ def archive(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_archive_and_folder_give_the_same_photographs(archive: Path, folder: Path) -> None:
-    (train, test), (other, _) = images.read(archive), images.read(folder)
+    (train, test), (other, _) = vit.read_photographs(archive), vit.read_photographs(folder)
     assert torch.equal(train.images, other.images)
     assert torch.equal(train.labels, other.labels)
     assert (len(train), len(test)) == (5 * COUNT, COUNT)
     assert test.labels.tolist() == records(5)[1]
-    first = (folder / images.TRAIN_FILES[0]).read_bytes()
+    first = (folder / vit.TRAIN_FILES[0]).read_bytes()
     sample = train[1]
     assert sample["images"].shape == (3, 32, 32)
     # The second record: its green pixels begin 1 + 1,024 bytes after it.
-    assert sample["images"][1, 0, 0] == first[images.RECORD_BYTES + 1 + 1024]
-    assert sample["labels"] == first[images.RECORD_BYTES]
+    assert sample["images"][1, 0, 0] == first[vit.RECORD_BYTES + 1 + 1024]
+    assert sample["labels"] == first[vit.RECORD_BYTES]
 
 
 def test_what_is_no_such_archive_is_told(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DemoError, match="no such file"):
-        images.read(tmp_path / "absent.tar.gz")
+        vit.read_photographs(tmp_path / "absent.tar.gz")
     (tmp_path / "torn.tar.gz").write_bytes(b"no archive")
     with pytest.raises(DemoError, match="not a whole tar archive"):
-        images.read(tmp_path / "torn.tar.gz")
+        vit.read_photographs(tmp_path / "torn.tar.gz")
     (folder / "test_batch.bin").unlink()
     with pytest.raises(DemoError, match=r"test_batch.bin is not in it"):
-        images.read(folder)
+        vit.read_photographs(folder)
     (folder / "test_batch.bin").write_bytes(b"123")
-    with pytest.raises(DemoError, match="no whole number of images"):
-        images.read(folder)
+    with pytest.raises(DemoError, match="not a whole number of images"):
+        vit.read_photographs(folder)
     with tarfile.open(tmp_path / "other.tar", "w") as file:
         file.addfile(tarfile.TarInfo("readme"), io.BytesIO())
     with pytest.raises(DemoError, match=r"data_batch_1.bin.* are not in it"):
-        images.read(tmp_path / "other.tar")
+        vit.read_photographs(tmp_path / "other.tar")
 
 
 def small(data: Path | None = None, **options: object) -> Vit:
@@ -90,10 +91,9 @@ def test_splits_are_apart_and_in_proportion(archive: Path) -> None:
 
 def test_rows_train_the_same_weights(archive: Path) -> None:
     task = small(archive)
-    plain, same = (ladder._run(task, switches).model for switches in (Switches(), Switches(hasten=True)))
-    for one, other in zip(plain.parameters(), same.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert task.model(Switches())(task.train_data.images[:2]).shape == (2, images.CLASSES)
+    plain, same = (weights_of(task, variant) for variant in (RowVariant(), RowVariant(trainer={})))
+    assert all(torch.equal(plain[name], same[name]) for name in plain)
+    assert task.model(RowVariant())(task.train_data.images[:2]).shape == (2, vit.CLASSES)
     assert [row.name for row in task.rows][-2:] == ["bf16", "compiled"]
 
 

