@@ -5,6 +5,7 @@ Their values mean nothing; what they draw at random and compute is the same as i
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,17 +141,7 @@ class BoringModel(LightningModule):
         """Return 64 batches of one sample."""
         return DataLoader(RandomDataset(32, 64))
 
-    def val_dataloader(self) -> Any:
-        """Return 64 batches of one sample."""
-        return DataLoader(RandomDataset(32, 64))
-
-    def test_dataloader(self) -> Any:
-        """Return 64 batches of one sample."""
-        return DataLoader(RandomDataset(32, 64))
-
-    def predict_dataloader(self) -> Any:
-        """Return 64 batches of one sample."""
-        return DataLoader(RandomDataset(32, 64))
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
 class ManualOptimBoringModel(BoringModel):
@@ -217,105 +208,66 @@ class Net(nn.Module):
         return F.log_softmax(self.fc2(x), dim=1)
 
 
-class BoringDataModule(LightningDataModule):
+class _DataByStage(LightningDataModule):
+    """Makes the data of a stage in ``setup``, as attributes for "train", "val", "test" and "predict"."""
+
+    _attribute = "random_{}"
+
+    def setup(self, stage: str) -> None:
+        """Make the datasets that ``stage`` uses."""
+        parts = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
+        for part in parts.get(stage, ()):
+            setattr(self, self._attribute.format(part), self._dataset(part))
+
+    @abstractmethod
+    def _dataset(self, part: str) -> Any:
+        """Return the samples to "train", "val", "test" or "predict" with."""
+
+    def _loaders(self, part: str) -> Any:
+        data = getattr(self, self._attribute.format(part))
+        return [DataLoader(each) for each in data] if isinstance(data, list) else DataLoader(data)
+
+    def train_dataloader(self) -> Any:
+        """Return the training data in batches of one sample."""
+        return self._loaders("train")
+
+    def val_dataloader(self) -> Any:
+        """Return the validation data in batches of one sample."""
+        return self._loaders("val")
+
+    def test_dataloader(self) -> Any:
+        """Return the test data in batches of one sample."""
+        return self._loaders("test")
+
+    def predict_dataloader(self) -> Any:
+        """Return the data to predict in batches of one sample."""
+        return self._loaders("predict")
+
+
+class BoringDataModule(_DataByStage):
     """256 samples of 32 random features: a quarter each to train, validate, test and predict."""
 
     def __init__(self) -> None:
         super().__init__()
         self.random_full = RandomDataset(32, 64 * 4)
 
-    def setup(self, stage: str) -> None:
-        """Cut the quarters that ``stage`` uses."""
-        if stage == "fit":
-            self.random_train = self._quarter(0)
-        if stage in ("fit", "validate"):
-            self.random_val = self._quarter(1)
-        if stage == "test":
-            self.random_test = self._quarter(2)
-        if stage == "predict":
-            self.random_predict = self._quarter(3)
-
-    def _quarter(self, which: int) -> Subset[Tensor]:
-        return Subset(self.random_full, range(64 * which, 64 * (which + 1)))
-
-    def train_dataloader(self) -> Any:
-        """Return the first quarter."""
-        return DataLoader(self.random_train)
-
-    def val_dataloader(self) -> Any:
-        """Return the second quarter."""
-        return DataLoader(self.random_val)
-
-    def test_dataloader(self) -> Any:
-        """Return the third quarter."""
-        return DataLoader(self.random_test)
-
-    def predict_dataloader(self) -> Any:
-        """Return the fourth quarter."""
-        return DataLoader(self.random_predict)
+    def _dataset(self, part: str) -> Subset[Tensor]:
+        first = 64 * ("train", "val", "test", "predict").index(part)
+        return Subset(self.random_full, range(first, first + 64))
 
 
-class BoringDataModuleNoLen(LightningDataModule):
+class BoringDataModuleNoLen(_DataByStage):
     """Random samples without a length: 512 to train, 128 to validate, 256 to test, 64 to predict."""
 
-    def setup(self, stage: str) -> None:
-        """Make the datasets that ``stage`` uses."""
-        if stage == "fit":
-            self.random_train = RandomIterableDataset(32, 512)
-        if stage in ("fit", "validate"):
-            self.random_val = RandomIterableDataset(32, 128)
-        if stage == "test":
-            self.random_test = RandomIterableDataset(32, 256)
-        if stage == "predict":
-            self.random_predict = RandomIterableDataset(32, 64)
-
-    def train_dataloader(self) -> Any:
-        """Return 512 batches of one sample."""
-        return DataLoader(self.random_train)
-
-    def val_dataloader(self) -> Any:
-        """Return 128 batches of one sample."""
-        return DataLoader(self.random_val)
-
-    def test_dataloader(self) -> Any:
-        """Return 256 batches of one sample."""
-        return DataLoader(self.random_test)
-
-    def predict_dataloader(self) -> Any:
-        """Return 64 batches of one sample."""
-        return DataLoader(self.random_predict)
+    def _dataset(self, part: str) -> RandomIterableDataset:
+        return RandomIterableDataset(32, {"train": 512, "val": 128, "test": 256, "predict": 64}[part])
 
 
-class IterableBoringDataModule(LightningDataModule):
+class IterableBoringDataModule(_DataByStage):
     """Two loaders for each stage, one with and one without a length, of 4 random features."""
 
-    def setup(self, stage: str) -> None:
-        """Make the datasets that ``stage`` uses."""
-        if stage == "fit":
-            self.train_datasets = _with_and_without_length(16)
-        if stage in ("fit", "validate"):
-            self.val_datasets = _with_and_without_length(32)
-        if stage == "test":
-            self.test_datasets = _with_and_without_length(64)
-        if stage == "predict":
-            self.predict_datasets = _with_and_without_length(128)
+    _attribute = "{}_datasets"
 
-    def train_dataloader(self) -> Any:
-        """Return two loaders of 16 batches."""
-        return [DataLoader(dataset) for dataset in self.train_datasets]
-
-    def val_dataloader(self) -> Any:
-        """Return two loaders of 32 batches."""
-        return [DataLoader(dataset) for dataset in self.val_datasets]
-
-    def test_dataloader(self) -> Any:
-        """Return two loaders of 64 batches."""
-        return [DataLoader(dataset) for dataset in self.test_datasets]
-
-    def predict_dataloader(self) -> Any:
-        """Return two loaders of 128 batches."""
-        return [DataLoader(dataset) for dataset in self.predict_datasets]
-
-
-def _with_and_without_length(samples: int) -> list[Dataset[Tensor]]:
-    return [RandomDataset(4, samples), RandomIterableDataset(4, samples)]
+    def _dataset(self, part: str) -> list[Dataset[Tensor]]:
+        samples = {"train": 16, "val": 32, "test": 64, "predict": 128}[part]
+        return [RandomDataset(4, samples), RandomIterableDataset(4, samples)]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from hasten._lib.files import write_atomically
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.module import LightningModule
 
@@ -25,7 +26,7 @@ URL = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_mod
 class PositionalEncoding(nn.Module):
     """Add a sine wave of each frequency, evaluated at the sequence's length, and drop out.
 
-    All positions get the same offset, as in the field's demo of this name, so that its losses can be compared.
+    All positions get the same offset, as in Lightning's demo of this name, so that losses can be compared.
 
     Args:
         dim: width of the embedding.
@@ -226,16 +227,10 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
                 f"WikiText2: {URL} could not be reached ({error}). A made-up text takes its place. Put the real one "
                 f"at {destination.absolute()}."
             )
-            _write(made_up, "".join(_made_up_lines()))
+            write_atomically(made_up, "".join(_made_up_lines()), durable=False)
             return made_up
-        _write(destination, text)
+        write_atomically(destination, text, durable=False)
         return destination
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 def _made_up_lines() -> Iterator[str]:

@@ -16,8 +16,8 @@ from hasten.profilers.base import Profiler
 class AdvancedProfiler(Profiler):
     """Record which functions each action calls, how often and how long, with ``cProfile``.
 
-    An action inside another one has a profile of its own; that of the outer one goes on when it ends. This is
-    slow and its report long: for a few batches.
+    An action inside another one has its own profile; the outer one continues when it ends. This is slow and its
+    report long: use it for a few batches.
 
     Args:
         dirpath: folder of what is written; the folder of the logs by default.
@@ -70,7 +70,7 @@ class AdvancedProfiler(Profiler):
         self.profiled_actions.setdefault(action_name, cProfile.Profile()).enable()
 
     def stop(self, action_name: str) -> None:
-        """End an action, and go on with the one around it."""
+        """End an action, and continue the one around it."""
         profile = self.profiled_actions.get(action_name)
         if profile is None or action_name not in self._open:
             raise ValueError(

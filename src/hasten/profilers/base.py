@@ -1,7 +1,8 @@
-"""Profiler: what every profiler can do, and the one that does nothing."""
+"""The base class of profilers, the one that does nothing, and the choice by name."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -85,7 +86,7 @@ class Profiler(ABC):
             self.stop(action_name)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Learn of a run that begins.
+        """Prepare for a run.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
@@ -123,7 +124,7 @@ class Profiler(ABC):
         # What belongs to a run cannot be sent to another process.
         return {**self.__dict__, "_output_file": None, "_write_stream": None, "_lightning_module": None}
 
-    # -- inside; third-party profilers use these too
+    # -- third-party profilers use these too
 
     def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
         rank = None if self._local_rank is None else str(self._local_rank)
@@ -161,7 +162,7 @@ class Profiler(ABC):
 
 
 class PassThroughProfiler(Profiler):
-    """The profiler of a Trainer without one: does nothing, and the loop never asks it.
+    """The profiler of a Trainer without one: it does nothing, and the loop never calls it.
 
     Args:
         dirpath: unused.
@@ -181,16 +182,37 @@ class PassThroughProfiler(Profiler):
         """Do nothing."""
 
 
-# What Trainer(profiler="...") may say, and where it is.
+class XLAProfiler(PassThroughProfiler):
+    """Not available: hasten does not run on TPUs.
+
+    Args:
+        port: unused.
+
+    Raises:
+        ModuleNotFoundError: always.
+
+    """
+
+    def __init__(self, port: int = 9012) -> None:
+        raise ModuleNotFoundError(
+            'XLAProfiler(): hasten does not run on TPUs, so there is nothing it could trace. Use profiler="pytorch" '
+            "(PyTorchProfiler) for a trace of the CPU and of GPUs."
+        )
+
+
+# The names for Trainer(profiler=...), and where their classes are.
 NAMED = {
     "simple": ("hasten.profilers.simple", "SimpleProfiler"),
     "advanced": ("hasten.profilers.advanced", "AdvancedProfiler"),
     "pytorch": ("hasten.profilers.pytorch", "PyTorchProfiler"),
-    "xla": ("hasten.profilers.xla", "XLAProfiler"),
+    "xla": ("hasten.profilers.base", "XLAProfiler"),
 }
 
 
-def resolve(profiler: Any) -> Profiler:
+_CHOICES = [name for name in NAMED if name != "xla"]
+
+
+def resolve(profiler: object) -> Profiler:
     """Return the profiler that ``Trainer(profiler=...)`` asks for.
 
     Args:
@@ -209,12 +231,9 @@ def resolve(profiler: Any) -> Profiler:
     if profiler is None:
         return PassThroughProfiler()
     if isinstance(profiler, str):
-        import importlib
-
         if profiler.lower() not in NAMED:
             raise MisconfigurationException(
-                f"Trainer(profiler={profiler!r}): there is no such profiler, it can only be one of "
-                f"{[name for name in NAMED if name != 'xla']}, a Profiler, or None."
+                f"Trainer(profiler={profiler!r}): it can only be one of {_CHOICES}, a Profiler, or None."
                 f"{did_you_mean(profiler.lower(), NAMED)}"
             )
         module, name = NAMED[profiler.lower()]
@@ -224,8 +243,8 @@ def resolve(profiler: Any) -> Profiler:
         kind = profiler.__name__ if isinstance(profiler, type) else type(profiler).__name__
         hint = f" Write profiler={kind}()." if isinstance(profiler, type) else ""
         raise TypeError(
-            f"Trainer(profiler={profiler!r}): expected None, one of {[name for name in NAMED if name != 'xla']}, or "
-            f"an instance of hasten.profilers.Profiler, got {kind}.{hint}"
+            f"Trainer(profiler={profiler!r}): expected None, one of {_CHOICES}, or an instance of "
+            f"hasten.profilers.Profiler, got {kind}.{hint}"
         )
     return profiler
 

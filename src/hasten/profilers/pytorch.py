@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction, ProfilerActivity, tensorboard_trace_handler
@@ -17,7 +18,6 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
 from hasten.profilers.base import Profiler
-from hasten.profilers.module_names import RegisterRecordFunction
 
 Schedule = Callable[[int], ProfilerAction]
 
@@ -25,8 +25,8 @@ Schedule = Callable[[int], ProfilerAction]
 _DEFAULT = {"wait": 1, "warmup": 1, "active": 3}
 _DEFAULT_STEPS = sum(_DEFAULT.values())
 _BATCH = "run_training_batch"
-# Arguments of the field's profiler that torch's own does not have.
-_OURS = frozenset({"enabled", "export_to_flame_graph", "metric", "use_cpu"})
+# Arguments of Lightning's profiler that torch's does not have.
+_ADDED = frozenset({"enabled", "export_to_flame_graph", "metric", "use_cpu"})
 
 
 class PyTorchProfiler(Profiler):
@@ -52,7 +52,7 @@ class PyTorchProfiler(Profiler):
             with ``schedule=None``, and outside a Trainer.
 
     Raises:
-        MisconfigurationException: ``sort_by_key`` is no column, ``schedule`` no schedule, or there is no CUDA.
+        MisconfigurationException: ``sort_by_key`` is not a column, ``schedule`` is not a schedule, or there is no CUDA.
         KeyError: ``table_kwargs`` has something the table does not take.
         TypeError: ``profiler_kwargs`` has something torch's profiler does not take.
 
@@ -105,7 +105,7 @@ class PyTorchProfiler(Profiler):
         wanted = [ProfilerActivity.CPU] * bool(cpu) + [ProfilerActivity.CUDA] * bool(cuda)
         activities = list(profiler_kwargs.pop("activities", None) or wanted)
         self._by_default = "schedule" not in profiler_kwargs
-        self._given_schedule: Schedule | None = _check_schedule(profiler_kwargs.pop("schedule", None))
+        self._schedule_of_user: Schedule | None = _check_schedule(profiler_kwargs.pop("schedule", None))
         self._on_trace_ready = profiler_kwargs.pop("on_trace_ready", None)
         with_stack = profiler_kwargs.pop("with_stack", False) or self._flame_graph
         self._profiler_kwargs = {**profiler_kwargs, "activities": activities, "with_stack": with_stack}
@@ -127,9 +127,9 @@ class PyTorchProfiler(Profiler):
             )
         self._record_module_names = record_module_names
         self._table_kwargs = dict(table_kwargs or {})
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.profiler: Any = None
         self.function_events: Any = None
         self._nvtx: Any = None
@@ -185,7 +185,7 @@ class PyTorchProfiler(Profiler):
     def teardown(self, stage: str | None) -> None:
         """End the recording, and forget the run."""
         self._end()
-        self._forget()
+        self._reset()
         super().teardown(stage=stage)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class PyTorchProfiler(Profiler):
         if stage in self._short:
             last = batches + 1 >= self._short[stage]
             return ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD
-        return (self._given_schedule or torch.profiler.schedule(**_DEFAULT))(batches)
+        return (self._schedule_of_user or torch.profiler.schedule(**_DEFAULT))(batches)
 
     def _batch_ended(self, stage: str) -> None:
         trainer = self._trainer()
@@ -237,7 +237,7 @@ class PyTorchProfiler(Profiler):
         self.profiler.step()
 
     def _records_all(self) -> bool:
-        return self._given_schedule is None and (not self._by_default or self._lightning_module is None)
+        return self._schedule_of_user is None and (not self._by_default or self._lightning_module is None)
 
     def _begin_a_short_stage(self, action_name: str) -> None:
         """Record from the first batch on where the default schedule would not come to its end."""
@@ -303,6 +303,54 @@ class PyTorchProfiler(Profiler):
             self._nvtx = None
 
 
+class RegisterRecordFunction:
+    """Context in which the forward of each module inside ``model`` is a named range of the trace.
+
+    Args:
+        model: the module whose children are named.
+
+    Example::
+
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(2, 2))
+        >>> with torch.profiler.profile() as profiler, RegisterRecordFunction(model):
+        ...     output = model(torch.ones(1, 2))
+        >>> [event.key for event in profiler.key_averages() if "[module]" in event.key]
+        ['[pl][module]torch.nn.modules.linear.Linear: 0']
+
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, module in self._model.named_modules():
+            if name:
+                self._name(module, f"[pl][module]{type(module).__module__}.{type(module).__name__}: {name}")
+
+    def _name(self, module: nn.Module, label: str) -> None:
+        # A list, as a module may call itself.
+        entered: list[record_function] = []
+
+        def begin(*_: Any) -> None:
+            record = record_function(label)
+            record.__enter__()
+            entered.append(record)
+
+        def end(*_: Any) -> None:
+            if entered:
+                entered.pop().__exit__(None, None, None)
+
+        self._handles.append(module.register_forward_pre_hook(begin))
+        self._handles.append(module.register_forward_hook(end, always_call=True))
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
 def _stage_of(action_name: str) -> str | None:
     """Return the stage of which an action is the step."""
     name = action_name.rpartition(".")[2]
@@ -321,24 +369,24 @@ def _batches_to_come(trainer: Any, stage: str) -> float:
     return sum(found) if isinstance(found, list) else found
 
 
-def _check_kwargs(given: dict[str, Any]) -> None:
-    known = set(inspect.signature(torch.profiler.profile.__init__).parameters) - {"self"} | _OURS
-    for name in given:
+def _check_kwargs(kwargs: dict[str, Any]) -> None:
+    known = set(inspect.signature(torch.profiler.profile.__init__).parameters) - {"self"} | _ADDED
+    for name in kwargs:
         if name not in known:
             raise TypeError(
-                f"PyTorchProfiler({name}=...): neither it nor torch.profiler.profile takes this argument."
+                f"PyTorchProfiler({name}=...): neither PyTorchProfiler nor torch.profiler.profile takes this argument."
                 f"{did_you_mean(name, known)}"
             )
 
 
-def _check_table(given: dict[str, Any]) -> None:
+def _check_table(kwargs: dict[str, Any]) -> None:
     known = set(inspect.signature(EventList.table).parameters) - {"self", "sort_by", "row_limit"}
-    for name in given:
+    for name in kwargs:
         if name in ("sort_by", "row_limit"):
-            own = "sort_by_key" if name == "sort_by" else name
+            argument = "sort_by_key" if name == "sort_by" else name
             raise KeyError(
-                f"PyTorchProfiler(table_kwargs={{{name!r}: ...}}): this is an argument of the profiler itself. "
-                f"Pass {own}=..."
+                f"PyTorchProfiler(table_kwargs={{{name!r}: ...}}): this is an argument of the profiler. Pass "
+                f"{argument}=..."
             )
         if name not in known:
             raise KeyError(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from hasten._lib.modes import preserve_modes
+from hasten._lib.tree import map_tensors
 from hasten.module.module import trainer_of
 
 UNKNOWN_SIZE = "?"
@@ -37,9 +39,11 @@ class LayerSummary:
         self._out_size: Any = None
         self._handle: Any = None
         if not isinstance(module, torch.jit.ScriptModule):
-            self._handle = module.register_forward_hook(self._see, with_kwargs=True)
+            self._handle = module.register_forward_hook(self._record_shapes, with_kwargs=True)
 
-    def _see(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    def _record_shapes(
+        self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any
+    ) -> None:
         inputs = (*arguments, *named.values())
         self._in_size = parse_batch_shape(inputs[0] if len(inputs) == 1 else inputs)
         self._out_size = parse_batch_shape(output)
@@ -260,8 +264,6 @@ class ModelSummary:
     def _forward_example(self) -> None:
         from torch.utils.flop_counter import FlopCounterMode
 
-        from hasten._lib.tree import map_tensors
-
         model, example = self._model, self._example
         like = next((p for p in _with_shape(model.parameters()) if p.is_floating_point()), torch.zeros(()))
         if like.device.type == "meta":
@@ -269,12 +271,17 @@ class ModelSummary:
         example = map_tensors(
             lambda tensor: tensor.to(like if tensor.is_floating_point() else like.device), example
         )
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
+        # Dropout and the like must not draw from the run's random numbers.
+        counter = FlopCounterMode(display=False)
         try:
-            # Dropout and the like must not draw from the run's random numbers.
-            counter = FlopCounterMode(display=False)
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), _autocast_of(model), counter:
+            with (
+                preserve_modes(model),
+                torch.no_grad(),
+                torch.random.fork_rng(devices=[]),
+                _autocast_of(model),
+                counter,
+            ):
+                model.eval()
                 if isinstance(example, dict):
                     model(**example)
                 elif isinstance(example, (list, tuple)):
@@ -293,9 +300,6 @@ class ModelSummary:
                 "layers. Correct example_input_array, or set it to None."
             )
             raise
-        finally:
-            for module, training in modes:
-                module.training = training
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:

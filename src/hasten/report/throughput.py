@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten._lib import check
 from hasten.report.peaks import get_available_flops as get_available_flops
 
 
@@ -49,17 +50,14 @@ class Throughput:
         window_size: int = 100,
         separator: str = "/",
     ) -> None:
-        for name, value, least in (("world_size", world_size, 1), ("window_size", window_size, 2)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"Throughput({name}={value!r}): use a whole number, at least {least}.")
         self.available_flops = available_flops
-        self.world_size = world_size
-        self.window_size = window_size
+        self.world_size = check.whole("Throughput", "world_size", world_size, at_least=1, error=ValueError)
+        self.window_size = check.whole("Throughput", "window_size", window_size, at_least=2, error=ValueError)
         self.separator = separator
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all that was recorded."""
         # A rate is between the first and the last of these.
         self._time: deque[float] = deque(maxlen=self.window_size)
         self._batches: deque[int] = deque(maxlen=self.window_size)
