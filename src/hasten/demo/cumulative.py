@@ -204,7 +204,8 @@ class Measurement:
             trial = _RowTrial(self.engine, self.task, result)
             step_seconds = trial.warm_up()
             if base is None:
-                self._sample_alone(trial, step_seconds)
+                # Each row that is compared with the first times more steps of it.
+                trial.turn(trial.turn_steps(step_seconds))
             else:
                 self._compare(trial, step_seconds)
         except TrialError as error:
@@ -218,10 +219,6 @@ class Measurement:
         self._say_measured(result)
         self._close_what_is_done()
         return result
-
-    def _sample_alone(self, trial: _RowTrial, step_seconds: float) -> None:
-        """Time some steps of the first row; each row compared with it times more of them."""
-        trial.turn(trial.turn_steps(step_seconds))
 
     def _compare(self, trial: _RowTrial, step_seconds: float) -> None:
         result = trial.result
@@ -260,13 +257,13 @@ class Measurement:
 
     def finish(self, seeds: int) -> None:
         """Train in full what is short enough, the fastest row, and the first where that is promised; test them."""
-        first, fastest = self.results[0], self.fastest(self.results)
+        first, fastest = self.results[0], _fastest(self.results)
         chosen = {id(each): each for each in self.results if self._is_short(each) and each.refused is None}
         chosen[id(fastest)] = fastest
         if seeds > 1 or self.task.full_seconds is not None:
             chosen[id(first)] = first
         if seeds > 1:
-            same = self.fastest([each for each in self.results if each.safety < Safety.OTHER_MATHS])
+            same = _fastest([each for each in self.results if each.safety < Safety.OTHER_MATHS])
             chosen[id(same)] = same
         trials = [self._trial_of(result) for result in chosen.values()]
         for turn in range(self.rounds):
@@ -311,9 +308,9 @@ class Measurement:
                 result.accuracies.append(process.ask("accuracy")["test"])
                 process.close()
 
-    def fastest(self, results: Sequence[Result]) -> Result:
-        """Return the fastest of some rows."""
-        return min(results, key=lambda result: result.seconds)
+
+def _fastest(results: Sequence[Result]) -> Result:
+    return min(results, key=lambda result: result.seconds)
 
 
 def shorten(task: Task) -> None:

@@ -23,7 +23,7 @@ from hasten.demo.text_models import ModelSource
 LIBRARIES = ("python", "numpy", "sklearn", "torch", "transformers")
 TRAIN, TEST = 96, 40
 # Of a library's docstrings the shortest do not tell where they come from: "Return the value."
-SHORTEST = 100
+SHORTEST = 30
 # From one module, so that a long one does not make up a library.
 MODULE_TEXTS = 4
 # Generated and tested code, and packages of others.

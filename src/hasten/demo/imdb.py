@@ -7,7 +7,6 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
@@ -83,13 +82,11 @@ class Imdb(TextTask):
             cache=folder,
             say=say,
         )
-        split = split_reviews(len(tokens), limit=limit)
-        self.train_data = TextDataset(tokens, split.train)
-        self.validation_data = TextDataset(tokens, split.validation)
-        self.test_data = TextDataset(tokens, split.test)
-        train, validation, test = split.sizes
+        parts = split_reviews(len(tokens), limit=limit)
+        self.train_data, self.validation_data, self.test_data = (TextDataset(tokens, part) for part in parts)
         self.title = (
-            f"{source.title} on IMDB reviews: {train:,} train / {validation:,} validation / {test:,} test, "
+            f"{source.title} on IMDB reviews: {len(parts[0]):,} train / {len(parts[1]):,} validation / "
+            f"{len(parts[2]):,} test, "
             f"{plural(self.epochs, 'epoch')} of batches of {self.batch_size}; padded to {max_length} tokens, "
             f"{self.text_share:.0%} of them are text"
         )
@@ -120,29 +117,8 @@ class Imdb(TextTask):
         ]
 
 
-@dataclass(frozen=True)
-class Split:
-    """Which reviews train, validate and test: positions in the whole set, without overlap.
-
-    Example::
-
-        >>> split_reviews(50_000).sizes
-        (35000, 5000, 10000)
-
-    """
-
-    train: list[int]
-    validation: list[int]
-    test: list[int]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """How many reviews train, validate and test."""
-        return len(self.train), len(self.validation), len(self.test)
-
-
-def split_reviews(count: int, *, limit: int | None = None, seed: int = 0) -> Split:
-    """Shuffle the reviews deterministically and split them 70 / 10 / 20.
+def split_reviews(count: int, *, limit: int | None = None, seed: int = 0) -> tuple[list[int], ...]:
+    """Return which reviews train, validate and test: 70 / 10 / 20, shuffled in an order that stays.
 
     Args:
         count: how many reviews there are.
@@ -155,8 +131,8 @@ def split_reviews(count: int, *, limit: int | None = None, seed: int = 0) -> Spl
 
     Example::
 
-        >>> split_reviews(50_000, limit=2_000).sizes
-        (1400, 200, 1000)
+        >>> [len(part) for part in split_reviews(50_000, limit=2_000)]
+        [1400, 200, 1000]
 
     """
     if count < 10:
@@ -170,7 +146,7 @@ def split_reviews(count: int, *, limit: int | None = None, seed: int = 0) -> Spl
     test = min(max(used - train - validation, SMALLEST_TEST), count - train - validation)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     end = train + validation
-    return Split(order[:train], order[train:end], order[end : end + test])
+    return order[:train], order[train:end], order[end : end + test]
 
 
 def tokens_of(data: Path, tokenize: Tokenize, *, tokenizer_key: str, cache: Path | None, say: Say) -> Tokens:
