@@ -36,7 +36,7 @@ class Sized(Classifier):
     def val_dataloader(self) -> Any:
         return loader(40, self.batch_size)
 
-    predict_dataloader = val_dataloader
+    test_dataloader = predict_dataloader = val_dataloader
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -56,12 +56,15 @@ def _nothing_tried_yet() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: BatchSizeFinder(mode="bin"), r"BatchSizeFinder\(mode='bin'\).*power, binsearch"),
+        (lambda: BatchSizeFinder(mode="bin"), r"BatchSizeFinder\(mode='bin'\).*.power., .binsearch."),
         (lambda: BatchSizeFinder(steps_per_trial=0), "steps_per_trial=0"),
         (lambda: BatchSizeFinder(max_trials=True), "max_trials=True"),
         (lambda: BatchSizeFinder(max_val=2.5), r"max_val=2\.5"),
         (lambda: BatchSizeFinder(margin=-0.1), r"margin=-0\.1"),
-        (lambda: LearningRateFinder(mode="exp"), r"LearningRateFinder\(mode='exp'\).*exponential, linear"),
+        (
+            lambda: LearningRateFinder(mode="exp"),
+            r"LearningRateFinder\(mode='exp'\).*.exponential., .linear.",
+        ),
         (lambda: LearningRateFinder(min_lr=2.0), r"min_lr=2\.0, max_lr=1"),
         (lambda: LearningRateFinder(num_training_steps=0), "num_training=0"),
     ],
@@ -90,7 +93,7 @@ def test_loader_that_is_passed_in_is_refused_before_training() -> None:
     assert not TRIED
 
 
-@pytest.mark.parametrize("call", ["validate", "predict"])
+@pytest.mark.parametrize("call", ["validate", "test", "predict"])
 def test_sizes_of_an_evaluation(call: str) -> None:
     seen = []
 
@@ -100,11 +103,11 @@ def test_sizes_of_an_evaluation(call: str) -> None:
                 raise MemoryError
             seen.append(len(batch[0]))
 
-        validation_step = predict_step
+        validation_step = test_step = predict_step
 
     model = Evaluated()
     finder = BatchSizeFinder(mode="binsearch", margin=0.0)
-    trainer = quiet(callbacks=finder, limit_val_batches=3, limit_predict_batches=3)
+    trainer = quiet(callbacks=finder, limit_val_batches=3, limit_test_batches=3, limit_predict_batches=3)
     getattr(trainer, call)(model)
     assert finder.optimal_batch_size == model.batch_size == 10
     assert seen[-3:] == [10, 10, 10]
@@ -293,7 +296,7 @@ def test_what_has_no_single_rate_is_refused() -> None:
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
 
-    with pytest.raises(ValueError, match="with manual optimisation"):
+    with pytest.raises(ValueError, match="manual optimization"):
         quiet(callbacks=LearningRateFinder()).fit(Two())
     assert not TRIED
 

@@ -397,9 +397,15 @@ def test_suggestion_by_the_slope_over_the_steps() -> None:
     assert found.suggestion(skip_begin=0, skip_end=2) == 1e-2
     with pytest.warns(UserWarning, match="1 of 5 losses can be compared"):
         assert found.suggestion(skip_begin=3, skip_end=1) is None
+    # NaN is left out.
+    found.results = {"lr": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "loss": [9.0, 8.0, math.nan, 4.0, 3.0, 50.0]}
+    assert found.suggestion(skip_begin=0, skip_end=1) == 2.0
+    assert found.suggestion(skip_begin=2, skip_end=0) == 4.0
+    with pytest.warns(UserWarning, match="too few to suggest"):
+        assert found.suggestion() is None
 
 
-def test_plot_into_axes_of_ones_own() -> None:
+def test_plot() -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -414,7 +420,16 @@ def test_plot_into_axes_of_ones_own() -> None:
     with pytest.warns(UserWarning, match="too few"):
         found.plot(suggest=True, ax=axes)
     assert len(axes.lines) == 2
-    pyplot.close(figure)
+    found = LRFinder("exponential", 0.1, 1.0, 13)
+    found.results = {
+        "lr": [0.1 * step for step in range(1, 14)],
+        "loss": [float(-(step**2)) for step in range(13)],
+    }
+    drawn = found.plot(suggest=True).axes[0]
+    assert drawn.get_xscale() == "log"
+    assert drawn.lines[0].get_ydata().tolist() == found.results["loss"]
+    assert drawn.lines[1].get_xdata()[0] == found.suggestion()
+    pyplot.close("all")
 
 
 # -- several processes

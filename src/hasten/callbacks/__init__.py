@@ -8,15 +8,15 @@ from hasten._lib.lazy import attach
 
 if TYPE_CHECKING:
     from hasten.callbacks.accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
-    from hasten.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from hasten.callbacks.checkpoint import Checkpoint as Checkpoint
     from hasten.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
     from hasten.callbacks.device_stats import DeviceStatsMonitor as DeviceStatsMonitor
     from hasten.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from hasten.callbacks.finders import BatchSizeFinder as BatchSizeFinder
+    from hasten.callbacks.finders import LearningRateFinder as LearningRateFinder
     from hasten.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
     from hasten.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from hasten.callbacks.lambda_function import LambdaCallback as LambdaCallback
-    from hasten.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
     from hasten.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from hasten.callbacks.model_summary import ModelSummary as ModelSummary
     from hasten.callbacks.model_summary import RichModelSummary as RichModelSummary
@@ -39,13 +39,12 @@ __getattr__, __dir__, __all__ = attach(
     {
         "hasten.module.callback": ("Callback",),
         "hasten.callbacks.accumulation": ("GradientAccumulationScheduler",),
-        "hasten.callbacks.batch_size_finder": ("BatchSizeFinder",),
         "hasten.callbacks.checkpoint": ("Checkpoint", "ModelCheckpoint"),
         "hasten.callbacks.device_stats": ("DeviceStatsMonitor",),
         "hasten.callbacks.early_stopping": ("EarlyStopping",),
+        "hasten.callbacks.finders": ("BatchSizeFinder", "LearningRateFinder"),
         "hasten.callbacks.finetuning": ("BackboneFinetuning", "BaseFinetuning"),
         "hasten.callbacks.lambda_function": ("LambdaCallback",),
-        "hasten.callbacks.lr_finder": ("LearningRateFinder",),
         "hasten.callbacks.lr_monitor": ("LearningRateMonitor",),
         "hasten.callbacks.model_summary": ("ModelSummary", "RichModelSummary"),
         "hasten.callbacks.on_exception_checkpoint": ("OnExceptionCheckpoint",),

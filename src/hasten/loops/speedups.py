@@ -91,7 +91,7 @@ def change_dropout(run: Run) -> None:
 
 def go_on_with_batch_size(run: Run, checkpoint: dict[str, Any], datamodule: Any) -> None:
     """Give a run with ``batch_size="auto"`` the size of its checkpoint, before its loaders are made."""
-    from hasten.tuner import attributes
+    from hasten.tuner.probe import TunedValue
 
     ranks = (checkpoint.get("hasten") or {}).get("ranks") or [{}]
     size = ranks[min(run.runtime.global_rank, len(ranks) - 1)].get("batch_size")
@@ -103,7 +103,7 @@ def go_on_with_batch_size(run: Run, checkpoint: dict[str, Any], datamodule: Any)
     speed = dataclasses.replace(run.arguments.speed, batch_size=size)
     run.arguments = dataclasses.replace(run.arguments, speed=speed)
     run.train.remake_with(functools.partial(remake_loader, speed, device=run.runtime.device))
-    attributes.put(run.module, datamodule, "batch_size", size)
+    TunedValue(run.module, datamodule, "batch_size").set(size)
 
 
 def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:

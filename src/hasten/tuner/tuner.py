@@ -1,36 +1,38 @@
-"""Tuner: a batch size and a learning rate, found by trying."""
+"""Tuner: find a batch size that fits and a learning rate that learns by trying them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.loops.preflight import check_call
 from hasten.loops.run import Run
 from hasten.module.datamodule import LightningDataModule
-from hasten.tuner import attributes, batch_size, lr_find
+from hasten.tuner import batch_size, lr_find
 from hasten.tuner.lr_find import LRFinder
-from hasten.tuner.trial import STAGE_OF, Stage, Trial
+from hasten.tuner.probe import ProbeRun, TunedValue
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
 
+Method = Literal["fit", "validate", "test", "predict"]
+
 
 class Tuner:
-    """Searches on the user's own model and data, and leaves no trace but the value it found.
+    """Searches on the user's model and data, and changes nothing but the value it found.
 
     Module, optimizers, random numbers, loaders with their samplers and datasets, counters, loggers and files are
-    afterwards as they were before, also when a search fails. Callbacks and loggers do not take part; the hooks of the
-    module and the datamodule do. What cannot be put back: what those hooks do outside of this process, and an iterator
-    that can be read only once.
+    restored, also when a search fails. Callbacks and loggers do not take part; the hooks of the module and the
+    datamodule do. What cannot be restored: effects of those hooks outside of this process, and an iterator that can
+    be read only once.
 
     Args:
-        trainer: in whose precision and on whose devices to try.
+        trainer: the Trainer whose precision and devices are used.
 
     Example::
 
@@ -60,7 +62,7 @@ class Tuner:
         val_dataloaders: Any = None,
         dataloaders: Any = None,
         datamodule: LightningDataModule | None = None,
-        method: str = "fit",
+        method: Method = "fit",
         mode: str = "power",
         steps_per_trial: int = 3,
         init_val: int = 2,
@@ -73,13 +75,13 @@ class Tuner:
 
         Args:
             model: the module.
-            train_dataloaders: not for this: a loader that is passed in cannot be made with another size.
+            train_dataloaders: refused: the batch size of a loader cannot be changed.
             val_dataloaders: see ``train_dataloaders``.
             dataloaders: see ``train_dataloaders``.
-            datamodule: gives the data; the module's hooks do by default.
-            method: "fit", "validate", "test" or "predict": what is to fit.
+            datamodule: has the data; by default the module's hooks do.
+            method: the call whose batches must fit.
             mode: "power" doubles until memory runs out; "binsearch" then narrows it down.
-            steps_per_trial: steps tried with each size.
+            steps_per_trial: steps with each size.
             init_val: the first size.
             max_trials: how many sizes are tried at most.
             batch_arg_name: the attribute of module, hparams or datamodule that holds the size.
@@ -87,34 +89,31 @@ class Tuner:
             max_val: no larger size is tried, and none above the number of samples.
 
         Returns:
-            The size, which was really run; None with ``fast_dev_run``.
+            The size, which was trained with; None with ``fast_dev_run``.
 
         Raises:
             ValueError: an option is wrong, or the size cannot be changed.
             RuntimeError: not even one sample fits.
 
         """
-        owner = "Tuner.scale_batch_size"
-        mode = batch_size.check_options(mode, steps_per_trial, init_val, max_trials, margin, max_val, owner)
-        if self._skipped("scale_batch_size"):
-            return None
-        search = functools.partial(
-            batch_size.search,
-            method=cast("Stage", method),
-            mode=mode,
+        options = batch_size.BatchSizeOptions.checked(
+            "Tuner.scale_batch_size",
+            mode,
             steps_per_trial=steps_per_trial,
             init_val=init_val,
             max_trials=max_trials,
-            name=batch_arg_name,
+            batch_arg_name=batch_arg_name,
             margin=margin,
             max_val=max_val,
         )
+        if self._skipped("scale_batch_size"):
+            return None
+        search = functools.partial(batch_size.search, method=method, options=options)
         size: int = self._run(
             search, method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule
         )
-        attributes.put(
-            model, self._datamodule(datamodule, train_dataloaders, dataloaders), batch_arg_name, size
-        )
+        data = self._datamodule(datamodule, train_dataloaders, dataloaders)
+        TunedValue(model, data, batch_arg_name).set(size)
         return size
 
     def lr_find(
@@ -124,7 +123,7 @@ class Tuner:
         val_dataloaders: Any = None,
         dataloaders: Any = None,
         datamodule: LightningDataModule | None = None,
-        method: str = "fit",
+        method: Method = "fit",
         min_lr: float = 1e-8,
         max_lr: float = 1,
         num_training: int = 100,
@@ -139,8 +138,8 @@ class Tuner:
             model: the module, with one optimizer.
             train_dataloaders: the training data; or a datamodule, or the module's hooks.
             val_dataloaders: not read.
-            dataloaders: not for fit.
-            datamodule: gives the data.
+            dataloaders: refused: for the other methods.
+            datamodule: has the data.
             method: "fit", the only one with a learning rate.
             min_lr: the rate of the first step.
             max_lr: the rate of the last step.
@@ -161,28 +160,25 @@ class Tuner:
             raise MisconfigurationException(
                 f"Tuner.lr_find(method={method!r}): only 'fit' has a learning rate."
             )
-        mode = lr_find.check_options(
-            mode, min_lr, max_lr, num_training, early_stop_threshold, "Tuner.lr_find"
-        )
-        if self._skipped("lr_find"):
-            return None
-        datamodule_in_use = self._datamodule(datamodule, train_dataloaders, dataloaders)
-        name = lr_find.attribute_of(model, datamodule_in_use, attr_name, update_attr)
-        search = functools.partial(
-            lr_find.sweep,
+        options = lr_find.SweepOptions.checked(
+            "Tuner.lr_find",
+            mode,
             min_lr=min_lr,
             max_lr=max_lr,
             num_training=num_training,
-            mode=mode,
             early_stop_threshold=early_stop_threshold,
         )
+        if self._skipped("lr_find"):
+            return None
+        data = self._datamodule(datamodule, train_dataloaders, dataloaders)
+        value = lr_find.rate_of(model, data, attr_name, update_attr)
+        search = functools.partial(lr_find.sweep, options=options)
         found: LRFinder = self._run(
             search, "fit", model, train_dataloaders, val_dataloaders, dataloaders, datamodule
         )
-        if update_attr and name is not None:
-            suggestion = found.suggestion()
-            if suggestion is not None:
-                attributes.put(model, datamodule_in_use, name, suggestion)
+        suggestion = found.suggestion() if update_attr and value is not None else None
+        if value is not None and suggestion is not None:
+            value.set(suggestion)
         return found
 
     def _skipped(self, call: str) -> bool:
@@ -192,8 +188,8 @@ class Tuner:
 
     def _run(
         self,
-        search: Callable[[Trial], Any],
-        method: str,
+        search: Callable[[ProbeRun], Any],
+        method: Method,
         model: LightningModule,
         train_dataloaders: Any,
         val_dataloaders: Any,
@@ -205,10 +201,8 @@ class Tuner:
             datamodule, train_dataloaders = train_dataloaders, None
         if isinstance(dataloaders, LightningDataModule):
             datamodule, dataloaders = dataloaders, None
-        if method not in STAGE_OF:
-            raise MisconfigurationException(
-                f"Tuner(method={method!r}): use one of {', '.join(STAGE_OF)}.{did_you_mean(str(method), STAGE_OF)}"
-            )
+        methods = ("fit", "validate", "test", "predict")
+        check.one_of("Tuner", "method", method, methods, error=MisconfigurationException)
         if method == "fit" and dataloaders is not None:
             raise MisconfigurationException(
                 "Tuner(method='fit', dataloaders=...): for fit, pass train_dataloaders and val_dataloaders."
@@ -222,16 +216,14 @@ class Tuner:
         if method != "fit":
             given = {method: dataloaders}
         check_call(trainer._arguments, method, model, datamodule, *given.values())
-
-        body = functools.partial(_in_a_run, search)
-        return trainer.prepared_run(cast("Stage", method), model, given, datamodule, body)
+        return trainer.prepared_run(method, model, given, datamodule, functools.partial(_in_a_run, search))
 
     def _datamodule(self, *given: Any) -> Any:
-        """Return the datamodule of a call: one that was passed, in whichever place, or the Trainer's last one."""
+        """Return the datamodule passed to a call, in any argument, or the Trainer's last one."""
         passed = (each for each in given if isinstance(each, LightningDataModule))
         return next(passed, self._trainer.datamodule)
 
 
-def _in_a_run(search: Callable[[Trial], Any], run: Run) -> Any:
-    # In copies of this process the Trainer is another one.
-    return search(Trial(run.module.trainer, run))
+def _in_a_run(search: Callable[[ProbeRun], Any], run: Run) -> Any:
+    # Spawned processes have another Trainer.
+    return search(ProbeRun(run.module.trainer, run))

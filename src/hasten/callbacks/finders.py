@@ -1,0 +1,244 @@
+"""BatchSizeFinder and LearningRateFinder: the searches of the Tuner when a run begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.module.callback import Callback
+
+if TYPE_CHECKING:
+    from hasten.module import LightningModule
+    from hasten.trainer import Trainer
+    from hasten.trainer.limited_runs import Stage
+    from hasten.tuner.lr_find import LRFinder
+
+
+class BatchSizeFinder(Callback):
+    """Find the largest batch size that fits into memory before a run begins, and run with it.
+
+    It searches when ``fit``, ``validate``, ``test`` or ``predict`` begins. Override ``on_train_epoch_start`` to search
+    again later: ``self.scale_batch_size(trainer, pl_module)``. A resumed run uses the size of its checkpoint, and does
+    not search when it begins.
+
+    Args:
+        mode: see ``Tuner.scale_batch_size``, also for the other arguments.
+        steps_per_trial: steps with each size.
+        init_val: the first size.
+        max_trials: how many sizes are tried at most.
+        batch_arg_name: the attribute of module, hparams or datamodule that holds the size.
+        margin: how much smaller than the largest found the result of "binsearch" is, as a share.
+        max_val: no larger size is tried, and none above the number of samples.
+
+    Attributes:
+        optimal_batch_size: the latest size found.
+
+    Raises:
+        ValueError: an option is out of range.
+
+    Example::
+
+        >>> BatchSizeFinder(mode="binsearch", max_val=512).optimal_batch_size
+        2
+
+    """
+
+    def __init__(
+        self,
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> None:
+        from hasten.tuner.batch_size import BatchSizeOptions
+
+        self.optimal_batch_size: int | None = init_val
+        self._found: int | None = None
+        self._is_restored = False
+        self._options = BatchSizeOptions.checked(
+            "BatchSizeFinder",
+            mode,
+            steps_per_trial=steps_per_trial,
+            init_val=init_val,
+            max_trials=max_trials,
+            batch_arg_name=batch_arg_name,
+            margin=margin,
+            max_val=max_val,
+        )
+
+    def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search now; the loaders are made again with the size found."""
+        from hasten.tuner.batch_size import search
+        from hasten.tuner.probe import ProbeRun
+
+        if trainer.fast_dev_run:
+            rank_zero_warn("BatchSizeFinder: skipped, since the Trainer has fast_dev_run.")
+            return
+        run = trainer.current_run
+        method: Stage = trainer.state.fn.value if trainer.state.fn is not None else "fit"
+        self.optimal_batch_size = self._found = search(
+            ProbeRun(trainer, run), method=method, options=self._options
+        )
+        was_loaded = run.train.loaded
+        for source in run.sources_of(method):
+            source.reload()
+        if method == "fit" and was_loaded:
+            # The new loaders need the current epoch.
+            run.train.load()
+            run.train.set_epoch(run.progress.epoch)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search before training, unless the run continues with an earlier size."""
+        restored, self._is_restored = self._is_restored, False
+        if not restored:
+            self.scale_batch_size(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search before ``validate``; a validation within fit keeps its size."""
+        if trainer.state.fn == "validate":
+            self.scale_batch_size(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search before ``test``."""
+        self.scale_batch_size(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search before ``predict``."""
+        self.scale_batch_size(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size found."""
+        return {} if self._found is None else {"batch_size": self._found}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the size found."""
+        self.optimal_batch_size = self._found = state_dict["batch_size"]
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Set the size a resumed run was trained with, before its loaders are made."""
+        from hasten.tuner.probe import TunedValue
+
+        state = (checkpoint.get("callbacks") or {}).get(self.state_key)
+        if trainer.state.fn == "fit" and state:
+            value = TunedValue(pl_module, trainer.datamodule, self._options.batch_arg_name)
+            value.set(state["batch_size"])
+            self._is_restored = True
+
+
+class LearningRateFinder(Callback):
+    """Sweep over learning rates before training, and train with the one suggested.
+
+    Override ``on_fit_start`` to do nothing and ``on_train_epoch_start`` to search at other times:
+    ``self.lr_find(trainer, pl_module)``. The optimizer keeps its state. When training begins, the rate found is the
+    initial rate of the schedulers; later it is the current rate, and the schedulers continue from there. A resumed run
+    uses the rates of its checkpoint, and does not search when it begins.
+
+    Args:
+        min_lr: the rate of the first step; see ``Tuner.lr_find``, also for the other arguments.
+        max_lr: the rate of the last step.
+        num_training_steps: steps of the sweep.
+        mode: "exponential" or "linear" growth.
+        early_stop_threshold: end where the smoothed loss is this many times the best; None for never.
+        update_attr: set the suggestion on the module, its hparams or the datamodule, and on the optimizer.
+        attr_name: the attribute; ``lr`` or ``learning_rate`` by default.
+
+    Attributes:
+        optimal_lr: the result of the latest sweep, with ``results``, ``suggestion()`` and ``plot()``.
+
+    Raises:
+        ValueError: an option is out of range.
+
+    Example::
+
+        >>> LearningRateFinder(min_lr=1e-5, num_training_steps=50).optimal_lr is None
+        True
+
+    """
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training_steps: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> None:
+        from hasten.tuner.lr_find import SweepOptions
+
+        self.optimal_lr: LRFinder | None = None
+        self._found: float | None = None
+        self._is_restored = False
+        # To be set again after a checkpoint of a run without this callback has set its rate.
+        self._again: float | None = None
+        self._update_attr, self._attr_name = update_attr, attr_name
+        self._options = SweepOptions.checked(
+            "LearningRateFinder",
+            mode,
+            min_lr=min_lr,
+            max_lr=max_lr,
+            num_training=num_training_steps,
+            early_stop_threshold=early_stop_threshold,
+        )
+
+    def lr_find(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search now."""
+        from hasten.tuner.lr_find import rate_of, set_rate, sweep
+        from hasten.tuner.probe import ProbeRun
+
+        if trainer.fast_dev_run:
+            rank_zero_warn("LearningRateFinder: skipped, since the Trainer has fast_dev_run.")
+            return
+        run = trainer.current_run
+        value = rate_of(pl_module, trainer.datamodule, self._attr_name, self._update_attr)
+        self.optimal_lr = sweep(ProbeRun(trainer, run), self._options)
+        suggestion = self.optimal_lr.suggestion()
+        if self._update_attr and value is not None and suggestion is not None:
+            self._found = suggestion
+            value.set(suggestion)
+            set_rate(run, suggestion)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search before training, unless the run continues with an earlier rate."""
+        restored, self._is_restored = self._is_restored, False
+        if restored:
+            return
+        self._found = None
+        self.lr_find(trainer, pl_module)
+        if trainer.ckpt_path is not None:
+            self._again = self._found
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the rate found again if a checkpoint has set another one."""
+        from hasten.tuner.lr_find import set_rate
+
+        again, self._again = self._again, None
+        if again is not None:
+            set_rate(trainer.current_run, again)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rate found."""
+        return {} if self._found is None else {"lr": self._found}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the rate found."""
+        self._found = state_dict["lr"]
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Set the rate a resumed run was given, before its optimizers are made."""
+        from hasten.tuner.lr_find import rate_of
+
+        state = (checkpoint.get("callbacks") or {}).get(self.state_key)
+        if trainer.state.fn == "fit" and state:
+            value = rate_of(pl_module, trainer.datamodule, self._attr_name, self._update_attr)
+            if value is not None:
+                value.set(state["lr"])
+            self._is_restored = True

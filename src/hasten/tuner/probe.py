@@ -1,0 +1,233 @@
+"""What both searches use: a few steps on the user's model and data, and the attribute that holds the value found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten._lib.batch_size import batch_size_of
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import did_you_mean
+from hasten._lib.out_of_memory import is_out_of_memory
+from hasten.loops.evaluate import evaluate
+from hasten.loops.fit import train
+from hasten.loops.predict import predict
+from hasten.loops.run import Run, Stopped
+from hasten.loops.run_data import Source
+from hasten.module import LightningModule
+from hasten.module.callback import Callback
+
+if TYPE_CHECKING:
+    from hasten.strategies.base import Strategy
+    from hasten.trainer import Trainer
+    from hasten.trainer.limited_runs import Stage
+
+
+class TunedValue:
+    """A value by its name in the module, its hyper-parameters, the datamodule and its hyper-parameters."""
+
+    def __init__(self, module: Any, datamodule: Any, name: str) -> None:
+        self.name = name
+        self._owners = [owner for owner in (module, datamodule) if owner is not None]
+
+    def holders(self) -> list[Any]:
+        """Return everything that has the attribute or hyper-parameter."""
+        candidates = [each for owner in self._owners for each in (owner, getattr(owner, "hparams", {}))]
+        return [
+            each
+            for each in candidates
+            if (self.name in each if isinstance(each, dict) else hasattr(each, self.name))
+        ]
+
+    def get(self) -> Any:
+        """Return the value.
+
+        Raises:
+            MisconfigurationException: nothing has it.
+
+        """
+        found = self.holders()
+        if not found:
+            known = [key for owner in self._owners for key in vars(owner) if key[0] != "_"]
+            known += [key for owner in self._owners for key in getattr(owner, "hparams", {})]
+            raise MisconfigurationException(
+                f"Field {self.name!r} not found: neither {type(self._owners[0]).__name__} nor the datamodule nor their "
+                f"hparams have it.{did_you_mean(self.name, known)} Set self.{self.name} in __init__ and use it."
+            )
+        return self._read(found[0])
+
+    def set(self, value: Any) -> None:
+        """Set the value in all holders."""
+        for holder in self.holders():
+            self._write(holder, value)
+
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Restore the value of each holder if the block raises."""
+        before = [(holder, self._read(holder)) for holder in self.holders()]
+        try:
+            yield
+        except BaseException:
+            for holder, value in before:
+                self._write(holder, value)
+            raise
+
+    def _read(self, holder: Any) -> Any:
+        return holder[self.name] if isinstance(holder, dict) else getattr(holder, self.name)
+
+    def _write(self, holder: Any, value: Any) -> None:
+        if isinstance(holder, dict):
+            holder[self.name] = value
+            return
+        try:
+            setattr(holder, self.name, value)
+        except AttributeError as error:
+            raise MisconfigurationException(
+                f"{type(holder).__name__}.{self.name} cannot be set ({error}). Make it a plain attribute."
+            ) from error
+
+
+class ProbeRun:
+    """Runs a few steps at a time inside a prepared run, with its weights, optimizers and epoch.
+
+    Args:
+        trainer: the Trainer of the run.
+        run: the run; each probe reads its data from the beginning.
+
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        self.trainer, self.run = trainer, run
+        self.module: LightningModule = run.module
+        self.datamodule: Any = trainer.datamodule
+        # Samples of a batch in each probe; None for those of the loaders.
+        self.batch_size: int | None = None
+        # The latest out-of-memory error of this process.
+        self.error: BaseException | None = None
+
+    def value(self, name: str) -> TunedValue:
+        """Return the tuned value ``name`` of the module and the datamodule."""
+        return TunedValue(self.module, self.datamodule, name)
+
+    def largest_batch(
+        self, method: Stage, steps: int, *, check: Callable[[list[Any]], None] = lambda loaders: None
+    ) -> int | None:
+        """Run ``steps`` steps of ``method``; training validates as well, if there is something to validate.
+
+        Args:
+            method: "fit", "validate", "test" or "predict".
+            steps: optimizer steps, or batches of each loader of an evaluation.
+            check: called with the loaders first.
+
+        Returns:
+            the size of the largest batch; 0 if it cannot be read from the batches; None if memory ran out on any
+            process.
+
+        """
+        strategy = self.run.runtime.strategy
+        counter = _BatchCounter(steps * self.run.accumulate_grad_batches)
+        try:
+            with self.trainer.limited_run(
+                method, steps, callbacks=[counter], exchange_gradients=False, batch_size=self.batch_size
+            ) as run:
+                check(run.sources_of(method)[0].streams())
+                for source in run.sources_of(method):
+                    if not source.is_off() and strategy.world_size > 1:
+                        _agree_after_each_loader(source, strategy)
+                if method == "fit":
+                    train(run)
+                elif method == "predict":
+                    predict(run, return_predictions=False)
+                else:
+                    evaluate(run, run.test if method == "test" else run.validation)
+                if not counter.batches:
+                    raise MisconfigurationException(
+                        "The tuner ran no batch: there is no data, or the module skips every batch."
+                    )
+                if method == "fit" and not run.validation.is_off():
+                    evaluate(run, run.validation)
+        except _FailedElsewhere:
+            return None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.error = error.with_traceback(None)
+            # The frames of its context hold tensors, too.
+            error.__context__ = None
+            strategy.reduce_boolean_decision(True, all=False)
+            return None
+        if strategy.reduce_boolean_decision(False, all=False):
+            return None
+        self.leave_if_stopped()
+        return self.maximum(counter.largest)
+
+    def maximum(self, number: int) -> int:
+        """Return the largest ``number`` of all processes, so that all continue alike."""
+        runtime = self.run.runtime
+        return number if runtime.world_size == 1 else int(runtime.all_reduce(torch.tensor(number), op="max"))
+
+    def leave_if_stopped(self) -> None:
+        """Raise ``Stopped`` if Ctrl-C or SIGTERM arrived at any process; all of them must call it."""
+        number = self.maximum(self.run.stop.signal or 0)
+        if number:
+            raise Stopped(number)
+
+
+class _FailedElsewhere(Exception):
+    """Memory ran out on another process."""
+
+
+def _agree_after_each_loader(source: Source, strategy: Strategy) -> None:
+    """End an evaluation after a loader if memory ran out on another process.
+
+    Not after each batch: processes may have different numbers of them.
+    """
+    batches = source.batches
+
+    def agreed(loader_idx: int) -> Iterator[tuple[Any, bool]]:
+        yield from batches(loader_idx)
+        if strategy.reduce_boolean_decision(False, all=False):
+            raise _FailedElsewhere
+
+    source.__dict__["batches"] = agreed
+
+
+class _BatchCounter(Callback):
+    """Counts batches and their largest size; ends training if memory ran out on another process."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.batches = self.largest = 0
+
+    def _count(self, batch: Any) -> None:
+        self.batches += 1
+        size, is_certain = batch_size_of(batch)
+        if is_certain:
+            self.largest = max(self.largest, size)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._count(batch)
+        if self.batches >= self._most:
+            # Manual optimization may step less than once a batch, or never.
+            trainer.should_stop = True
+        if trainer.strategy.reduce_boolean_decision(False, all=False):
+            raise _FailedElsewhere
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if trainer.state.fn != "fit":
+            self._count(batch)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
