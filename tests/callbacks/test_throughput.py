@@ -244,7 +244,7 @@ def test_times_that_the_device_says() -> None:
         def elapsed_time(self, other: Event) -> float:
             return 1000 * (other.at - self.at)
 
-    measure = module._Measure(torch.device("cpu"))
+    measure = module._StageTotals(torch.device("cpu"))
     measure._events = True
     at = iter([10.0, 11.0, 13.0, 13.0, 20.0, 22.0])
     measure._now = lambda: Event(next(at))  # type: ignore[method-assign]

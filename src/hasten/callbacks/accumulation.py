@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
@@ -85,7 +85,7 @@ class GradientAccumulationScheduler(Callback):
         """Set the number for the current epoch, which may be resumed in its middle."""
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
-    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, *_: object) -> None:
         """Set the number for this epoch."""
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 

@@ -30,6 +30,7 @@ from hasten.module.callback import Callback
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+    from hasten.types import Batch, StepOutput
 
 
 class Checkpoint(Callback):
@@ -264,7 +265,7 @@ class ModelCheckpoint(Checkpoint):
             )
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         """Save if steps or time are due."""
         if not self._due_after_batch(trainer) or self._should_skip_saving_checkpoint(trainer):

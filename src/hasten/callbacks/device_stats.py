@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
@@ -12,6 +12,7 @@ from hasten.module.callback import Callback
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+    from hasten.types import Batch, StepOutput
 
 _PURPOSE = "DeviceStatsMonitor(cpu_stats=...)"
 
@@ -54,13 +55,13 @@ class DeviceStatsMonitor(Callback):
             need("psutil", purpose=_PURPOSE).cpu_percent()
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Log before a step whose values are logged."""
         self._log_step(trainer, "on_train_batch_start", ahead=1)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         """Log after a step whose values are logged."""
         self._log_step(trainer, "on_train_batch_end", ahead=0)
@@ -69,7 +70,7 @@ class DeviceStatsMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -80,8 +81,8 @@ class DeviceStatsMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

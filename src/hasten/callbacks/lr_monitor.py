@@ -61,7 +61,7 @@ class LearningRateMonitor(Callback):
         if logging_interval == "epoch":
             disable_hooks(self, LearningRateMonitor, "on_train_batch_start")
 
-    def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_train_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Find names for all learning rates."""
         if not trainer.loggers:
             raise MisconfigurationException(
@@ -85,7 +85,7 @@ class LearningRateMonitor(Callback):
                 RuntimeWarning,
             )
 
-    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Log before a step whose values are logged too."""
         if self.logging_interval == "epoch":
             return
@@ -96,7 +96,7 @@ class LearningRateMonitor(Callback):
         self._logged_at = step
         self._log(trainer, "step" if self.logging_interval is None else None, step)
 
-    def on_train_epoch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Log at the beginning of an epoch."""
         if self.logging_interval != "step":
             self._log(trainer, "epoch" if self.logging_interval is None else None, _updates(trainer))
@@ -110,7 +110,7 @@ class LearningRateMonitor(Callback):
         if not stats:
             return
         # Other callbacks may name a learning rate, for instance in a checkpoint's file name.
-        trainer._logged.callback_values.update(stats)
+        trainer.current_run.logged.callback_values.update(stats)
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(dict(stats), step=step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -61,11 +61,11 @@ class OnExceptionCheckpoint(Checkpoint):
         """The file."""
         return os.path.join(self.dirpath, self.filename + self.FILE_EXTENSION)
 
-    def setup(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+    def setup(self, trainer: Trainer, *_: object, **__: object) -> None:
         """Forget the failure of an earlier call."""
         self._failed = False
 
-    def on_exception(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+    def on_exception(self, trainer: Trainer, *_: object, **__: object) -> None:
         """Save the run, if it is a fit whose training was set up."""
         self._failed = True
         if trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run or trainer.sanity_checking:
@@ -97,7 +97,7 @@ class OnExceptionCheckpoint(Checkpoint):
             return False
         return True
 
-    def teardown(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+    def teardown(self, trainer: Trainer, *_: object, **__: object) -> None:
         """Remove the file of an earlier failure once a fit has succeeded."""
         if self._failed or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
             return

@@ -15,6 +15,7 @@ from hasten.module.callback import Callback
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+    from hasten.types import Batch, StepOutput
 
 
 class WriteInterval(StrEnum):
@@ -92,9 +93,9 @@ class BasePredictionWriter(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        prediction: Any,
+        prediction: StepOutput,
         batch_indices: Sequence[int] | None,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
@@ -140,8 +141,8 @@ class BasePredictionWriter(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

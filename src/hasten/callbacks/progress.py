@@ -15,6 +15,7 @@ from hasten.module.callback import Callback
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+    from hasten.types import Batch, StepOutput
 
 # A bar is drawn at most this often: the eye sees no more, and a step must not pay for it.
 REFRESH_SECONDS = 0.1
@@ -35,6 +36,13 @@ class ProgressBar(Callback):
 
     """
 
+    # Text in front of the bar in each stage; in training before the first epoch.
+    sanity_check_description = "Sanity Checking"
+    train_description = "Training"
+    validation_description = "Validation"
+    test_description = "Testing"
+    predict_description = "Predicting"
+
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._current_eval_dataloader_idx: int | None = None
@@ -45,31 +53,6 @@ class ProgressBar(Callback):
         if self._trainer is None:
             raise TypeError(f"The `{type(self).__name__}._trainer` reference has not been set yet.")
         return self._trainer
-
-    @property
-    def sanity_check_description(self) -> str:
-        """Text in front of the bar in the sanity check."""
-        return "Sanity Checking"
-
-    @property
-    def train_description(self) -> str:
-        """Text in front of the bar before the first epoch."""
-        return "Training"
-
-    @property
-    def validation_description(self) -> str:
-        """Text in front of the bar in validation."""
-        return "Validation"
-
-    @property
-    def test_description(self) -> str:
-        """Text in front of the bar in the test."""
-        return "Testing"
-
-    @property
-    def predict_description(self) -> str:
-        """Text in front of the bar in prediction."""
-        return "Predicting"
 
     @property
     def total_train_batches(self) -> float:
@@ -261,12 +244,12 @@ class DrawnProgressBar(ProgressBar):
 
     # -- training
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, *_: object) -> None:
         """Open the bar of training, and show log messages above it."""
         self._train_progress_bar = self._open("train")
         self._messages_above(self._bar("train"))
 
-    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, *_: object) -> None:
         """Reset the bar for an epoch."""
         if self._leave and self._bar("train").n:
             self._train_progress_bar = self._open("train")
@@ -274,7 +257,7 @@ class DrawnProgressBar(ProgressBar):
         _reset(self._bar("train"), self.total_train_batches, self._epoch_description(trainer))
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         """Refresh the bar, if it is time to."""
         done = self._train_batches
@@ -297,8 +280,7 @@ class DrawnProgressBar(ProgressBar):
         if self._leave:
             bar.close()
 
-    def on_train_end(self, *_: Any) -> None:
-        """Close the bar of training."""
+    def on_train_end(self, *_: object) -> None:
         self._bar("train").close()
         self._redirected.close()
 
@@ -310,12 +292,10 @@ class DrawnProgressBar(ProgressBar):
 
     # -- validation, test, prediction
 
-    def on_sanity_check_start(self, *_: Any) -> None:
-        """Open the bar of the sanity check."""
+    def on_sanity_check_start(self, *_: object) -> None:
         self._begin("val", "sanity")
 
-    def on_sanity_check_end(self, *_: Any) -> None:
-        """Close it."""
+    def on_sanity_check_end(self, *_: object) -> None:
         self._close("val")
         self._val_progress_bar = None
 
@@ -333,26 +313,22 @@ class DrawnProgressBar(ProgressBar):
             self._show_train_state(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the bar of the test."""
         self._begin("test", "test")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close it."""
         self._close("test")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the bar of prediction."""
         self._begin("predict", "predict")
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close it."""
         self._close("predict")
 
     def on_validation_batch_start(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -369,8 +345,8 @@ class DrawnProgressBar(ProgressBar):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

@@ -323,7 +323,7 @@ class RichBar:
         )
         progress.refresh()
 
-    def write(self, text: str, **_: Any) -> None:
+    def write(self, text: str, **_: object) -> None:
         """Print above the bars."""
         print(text)
 

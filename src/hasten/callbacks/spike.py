@@ -21,6 +21,7 @@ from hasten.module.callback import Callback
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+    from hasten.types import Batch, StepOutput
 
 FILE_NAME = "skip_batches.json"
 
@@ -108,7 +109,7 @@ class SpikeDetection(Callback):
             self._pending.clear()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         """Start reading the loss, and check those that have arrived."""
         if outputs is None:
@@ -201,7 +202,7 @@ class SpikeDetection(Callback):
         )
 
 
-def _loss_of(outputs: Any) -> Tensor:
+def _loss_of(outputs: StepOutput) -> Tensor:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor):
         raise TypeError(
@@ -211,7 +212,7 @@ def _loss_of(outputs: Any) -> Tensor:
     return loss.detach().mean()
 
 
-def _undivided(loss: Tensor, outputs: Any, trainer: Trainer, batch_idx: int) -> Tensor:
+def _undivided(loss: Tensor, outputs: StepOutput, trainer: Trainer, batch_idx: int) -> Tensor:
     """Return the loss as ``training_step`` returned it, not divided by the number of accumulated batches."""
     module = trainer.lightning_module
     if module is None or not module.automatic_optimization:

@@ -18,6 +18,7 @@ from hasten.report.throughput import Throughput, compute_dtype, get_available_fl
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+    from hasten.types import Batch, StepOutput
 
 _BATCH_START = {
     RunningStage.TRAINING: "on_train_batch_start",
@@ -70,7 +71,7 @@ class ThroughputMonitor(Callback):
         self.length_fn = length_fn
         self.available_flops: float | None = kwargs.get("available_flops")
         self._throughputs: dict[RunningStage, Throughput] = {}
-        self._measures: dict[RunningStage, _Measure] = {}
+        self._measures: dict[RunningStage, _StageTotals] = {}
         self._counting: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -85,7 +86,7 @@ class ThroughputMonitor(Callback):
         for found in stages:
             assert found is not None
             self._throughputs[found] = Throughput(**options)
-            self._measures[found] = _Measure(device)
+            self._measures[found] = _StageTotals(device)
         enable_hooks(self, *_BATCH_START.values())
         if not trainer.is_global_zero or hasattr(pl_module, "flops_per_batch"):
             disable_hooks(self, ThroughputMonitor, *_BATCH_START.values())
@@ -113,7 +114,7 @@ class ThroughputMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -130,7 +131,7 @@ class ThroughputMonitor(Callback):
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         """Measure, and log with the step's other values."""
         self._update(trainer, pl_module, batch)
@@ -143,8 +144,8 @@ class ThroughputMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -172,7 +173,7 @@ class ThroughputMonitor(Callback):
         counter.__exit__(None, None, None)
         return int(counter.get_total_flops())
 
-    def _update(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+    def _update(self, trainer: Trainer, pl_module: LightningModule, batch: Batch) -> None:
         stage = trainer.state.stage
         if not trainer.is_global_zero or stage not in self._measures or trainer.sanity_checking:
             return
@@ -207,7 +208,7 @@ class ThroughputMonitor(Callback):
         return {**self.__dict__, "_measures": {}, "_counting": None}
 
 
-class _Measure:
+class _StageTotals:
     """The totals of one stage, with the times at which the device reached them."""
 
     def __init__(self, device: torch.device) -> None:

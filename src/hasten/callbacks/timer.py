@@ -110,31 +110,28 @@ class Timer(Callback):
             self._check_time_remaining(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock."""
         self._end(RunningStage.TRAINING)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock of validation or test."""
         self._begin(RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock of validation or test."""
         self._end(RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING)
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
-    def on_fit_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Stop at once if no time is left."""
         if self._duration is not None:
             self._check_time_remaining(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Stop if the time is up."""
         is_late = time.monotonic() >= self._deadline
         if (is_late or self._is_distributed) and self._shared.passed(trainer, is_late):
             self._stop(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Stop if the time is up."""
         if self._interval == Interval.epoch and self._duration is not None:
             self._check_time_remaining(trainer)

@@ -19,6 +19,7 @@ from hasten.module.callback import Callback
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+    from hasten.types import Batch, StepOutput
 
 # (parameters or buffers of a part of the module, those of its average, name)
 Slot = tuple[dict[str, Tensor | None], dict[str, Tensor | None], str]
@@ -145,7 +146,7 @@ class WeightAveraging(Callback):
         self._find_slots(pl_module)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         """Update the average if the optimizer stepped and it is time."""
         step = trainer.global_step

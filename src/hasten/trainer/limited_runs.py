@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from hasten._lib.watched import WatchedList
 from hasten.logged_values import LoggedValues
 from hasten.loggers.base import DummyLogger
+from hasten.loops.preflight import check_call
 from hasten.loops.prepare import take_optimizers
 from hasten.loops.progress import Progress
 from hasten.loops.run import Run
@@ -40,6 +41,7 @@ def prepared_run(
     body: Callable[[Run], Result],
 ) -> Result:
     """See ``Trainer.prepared_run``."""
+    check_call(trainer._arguments, stage, model, datamodule, *data.values())
     with _restored_afterwards(trainer, model, datamodule or trainer._datamodule):
         speed = trainer._arguments.speed
         if speed.resident in (True, "auto"):

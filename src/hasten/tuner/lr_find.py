@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from hasten.tuner.probe import ProbeRun, TunedValue
 if TYPE_CHECKING:
     from hasten.loops.run import Run
     from hasten.trainer import Trainer
+    from hasten.types import Batch, StepOutput
 
 NAMES = ("lr", "learning_rate")
 _SMOOTHING = 0.98
@@ -249,15 +251,15 @@ class _Sweep(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._first_step = trainer.global_step
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Batch, batch_idx: int) -> None:
         rate = self._found.lr_at(len(self._found.results["lr"]))
         for group in self._optimizer.param_groups:
             _write(group, "lr", rate)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        if outputs:
+        if isinstance(outputs, Mapping):
             # Losses of an accumulation are divided by their number: the sum is the mean.
             loss, weight = outputs["loss"], outputs.get("loss_weight")
             self._loss = loss if self._loss is None else self._loss + loss

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hasten.strategies.base import Strategy
     from hasten.trainer import Trainer
     from hasten.trainer.limited_runs import Stage
+    from hasten.types import Batch, StepOutput
 
 
 class TunedValue:
@@ -202,14 +203,14 @@ class _BatchCounter(Callback):
         self._most = most
         self.batches = self.largest = 0
 
-    def _count(self, batch: Any) -> None:
+    def _count(self, batch: Batch) -> None:
         self.batches += 1
         size, is_certain = batch_size_of(batch)
         if is_certain:
             self.largest = max(self.largest, size)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         self._count(batch)
         if self.batches >= self._most:
@@ -222,8 +223,8 @@ class _BatchCounter(Callback):
         self,
         trainer: Trainer,
         pl_module: Any,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.loops.preflight import check_call
 from hasten.loops.run import Run
 from hasten.module.datamodule import LightningDataModule
 from hasten.tuner import batch_size, lr_find
@@ -211,12 +210,11 @@ class Tuner:
             raise MisconfigurationException(
                 f"Tuner(method={method!r}): pass dataloaders=..., not train_dataloaders or val_dataloaders."
             )
-        trainer = self._trainer
         given: dict[str, Any] = {"train": train_dataloaders, "validate": val_dataloaders}
         if method != "fit":
             given = {method: dataloaders}
-        check_call(trainer._arguments, method, model, datamodule, *given.values())
-        return trainer.prepared_run(method, model, given, datamodule, functools.partial(_in_a_run, search))
+        body = functools.partial(_in_a_run, search)
+        return self._trainer.prepared_run(method, model, given, datamodule, body)
 
     def _datamodule(self, *given: Any) -> Any:
         """Return the datamodule passed to a call, in any argument, or the Trainer's last one."""
