@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from torch import Tensor
 
 import hasten as L
 from tests.models import quiet
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Scripted(L.LightningModule):
@@ -71,3 +75,13 @@ def names(folder: Path | str) -> list[str]:
     """Return the names of all files in a folder and below, also hidden ones."""
     root = Path(folder)
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
+
+
+def run_program(program: str, *, fails: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a program that imports hasten and tests in a new process; return its output."""
+    environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode != 0) == fails, done.stderr
+    return done

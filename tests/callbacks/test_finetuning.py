@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,8 @@ from torch import nn
 import hasten as L
 from hasten.callbacks import BackboneFinetuning, BaseFinetuning
 from tests.callbacks.resuming import SaveAt, assert_resumes_exactly, fitted, weights
+from tests.callbacks.scripted import run_program
 from tests.models import loader, quiet
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Model(L.LightningModule):
@@ -339,13 +336,12 @@ def test_a_state_with_groups_alone_trains_what_they_hold(tmp_path: Path) -> None
 
 def test_on_two_processes_gradients_of_the_unfrozen_are_exchanged(tmp_path: Path) -> None:
     program = f"""
-import sys
 import torch
 import hasten as L
 from hasten.callbacks import BackboneFinetuning
 from tests.callbacks.resuming import SaveAt
 from tests.callbacks.test_finetuning import Model
-from tests.models import loader
+from tests.models import loader, quiet
 
 class Plain(Model):
     def __init__(self):
@@ -355,9 +351,7 @@ class Plain(Model):
 def fit(path, *more, ckpt_path=None):
     L.seed_everything(1, verbose=False)
     model = Plain()
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[BackboneFinetuning(1), *more, Keep(path)])
+    trainer = quiet(devices=2, strategy="ddp_fork", max_epochs=3, callbacks=[BackboneFinetuning(1), *more, Keep(path)])
     trainer.fit(model, loader(16, batch_size=2), ckpt_path=ckpt_path)
 
 class Keep(L.Callback):
@@ -369,11 +363,7 @@ class Keep(L.Callback):
 fit("{tmp_path}/whole", SaveAt("{tmp_path}/a.ckpt", 6))
 fit("{tmp_path}/resumed", ckpt_path="{tmp_path}/a.ckpt")
 """
-    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
-    )
-    assert result.returncode == 0, result.stderr
+    run_program(program)
     found = [torch.load(tmp_path / f"{name}.{rank}") for name in ("whole", "resumed") for rank in range(2)]
     for other in found[1:]:
         assert all(torch.equal(value, other[name]) for name, value in found[0].items())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,8 @@ import torch
 import hasten as L
 from hasten.callbacks import OnExceptionCheckpoint
 from tests.callbacks.resuming import assert_same, fitted, weights
+from tests.callbacks.scripted import run_program
 from tests.models import Classifier, loader, quiet
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Failing(Classifier):
@@ -142,7 +139,7 @@ def test_on_two_processes_it_needs_both(tmp_path: Path) -> None:
     program = f"""
 import hasten as L
 from hasten.callbacks import OnExceptionCheckpoint
-from tests.models import Classifier, loader
+from tests.models import Classifier, loader, quiet
 
 class Model(Classifier):
     who = "both"
@@ -153,17 +150,14 @@ class Model(Classifier):
 
 for who, patience in (("both", 60.0), ("one", 1.0)):
     OnExceptionCheckpoint.patience_seconds, Model.who = patience, who
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[OnExceptionCheckpoint("{tmp_path}", who)])
+    callback = OnExceptionCheckpoint("{tmp_path}", who)
+    trainer = quiet(devices=2, strategy="ddp_fork", enable_checkpointing=True, callbacks=[callback])
     try:
         trainer.fit(Model(), loader(24))
     except BaseException as error:
         print(who, "on purpose" in str(error), flush=True)
 """
-    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
-    )
+    result = run_program(program)
     assert result.stdout.splitlines() == ["both True", "one True"], result.stderr
     assert result.stderr.count("on some processes only") == 1
     assert (tmp_path / "both.ckpt").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import hasten as L
 from hasten.callbacks import BasePredictionWriter
+from tests.callbacks.scripted import run_program
 from tests.models import Classifier, dataset, quiet
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Writer(BasePredictionWriter):
@@ -171,7 +168,7 @@ import torch
 import hasten as L
 from torch.utils.data import DataLoader
 from hasten.callbacks import BasePredictionWriter
-from tests.models import Classifier, dataset
+from tests.models import Classifier, dataset, quiet
 
 class Writer(BasePredictionWriter):
     def write_on_batch_end(self, trainer, module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
@@ -180,15 +177,10 @@ class Writer(BasePredictionWriter):
         torch.save((predictions, batch_indices), f"{tmp_path}/{{trainer.global_rank}}.epoch")
 
 L.seed_everything(0, verbose=False)
-trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, enable_progress_bar=False,
-    callbacks=[Writer("batch_and_epoch")])
+trainer = quiet(devices=2, strategy="ddp_fork", callbacks=[Writer("batch_and_epoch")])
 trainer.predict(Classifier(), DataLoader(dataset(11), 2), return_predictions=False)
 """
-    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
-    )
-    assert result.returncode == 0, result.stderr
+    run_program(program)
     L.seed_everything(0, verbose=False)
     with torch.no_grad():
         expected = Classifier()(dataset(11).tensors[0])

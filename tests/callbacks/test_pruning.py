@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch.nn.utils import prune
 import hasten as L
 from hasten.callbacks import ModelPruning
 from tests.callbacks.resuming import SaveAt, SaveLast, assert_resumes_exactly, assert_same, fitted, weights
+from tests.callbacks.scripted import run_program
 from tests.models import Classifier, dataset, loader, quiet
 
 
@@ -347,7 +346,7 @@ import torch
 import hasten as L
 from hasten.callbacks import ModelPruning, StochasticWeightAveraging
 from tests.callbacks.test_swa import Normalised
-from tests.models import Classifier, loader
+from tests.models import Classifier, loader, quiet
 
 class Draws(L.Callback):
     def on_train_start(self, trainer, module):
@@ -358,17 +357,10 @@ class Draws(L.Callback):
 
 pruning = ModelPruning("random_unstructured", amount=0.5, resample_parameters=True)
 for model, callback in ((Classifier(), pruning), (Normalised(), StochasticWeightAveraging(0.1, 1))):
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[callback, Draws()])
+    trainer = quiet(devices=2, strategy="ddp_fork", max_epochs=2, callbacks=[callback, Draws()])
     trainer.fit(model, loader(16))
 """
-    root = Path(__file__).resolve().parents[2]
-    env = {"PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
-    )
-    assert result.returncode == 0, result.stderr
+    run_program(program)
     for name in ("Classifier", "Normalised"):
         one, other = (torch.load(tmp_path / f"{name}.{rank}") for rank in range(2))
         assert_same(dict(one), dict(other))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,9 @@ import hasten as L
 from hasten.callbacks import SpikeDetection
 from hasten.callbacks.spike import TrainingSpikeException
 from tests.callbacks.resuming import SaveAt
+from tests.callbacks.scripted import run_program
 from tests.models import quiet
 
-ROOT = Path(__file__).resolve().parents[2]
 NAN, INF = math.nan, math.inf
 
 
@@ -227,6 +225,7 @@ import hasten as L
 from hasten.callbacks import SpikeDetection
 from hasten.callbacks.spike import TrainingSpikeException
 from tests.callbacks.test_spike import Told
+from tests.models import quiet
 
 class Mine(Told):
     def training_step(self, batch, batch_idx):
@@ -240,16 +239,10 @@ class Report(L.Callback):
     def on_exception(self, trainer, module, error):
         open(f"{tmp_path}/rank{{trainer.global_rank}}", "w").write(f"{{type(error).__name__}} {{error.batch_idx}}")
 
-trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    callbacks=[SpikeDetection(exclude_batches_path="{tmp_path}"), Report()])
+trainer = quiet(devices=2, strategy="ddp_fork", callbacks=[SpikeDetection(exclude_batches_path="{tmp_path}"), Report()])
 trainer.fit(Mine([]), [torch.zeros(1)] * 8)
 """
-    env = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
-    )
-    assert result.returncode != 0
+    run_program(program, fails=True)
     found = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
     assert found == ["TrainingSpikeException 5"] * 2
     assert json.loads((tmp_path / "skip_batches.json").read_text()) == [4, 5]

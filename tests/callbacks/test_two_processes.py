@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.callbacks.scripted import run_program
 
 PROGRAM = """
-import sys
 from datetime import timedelta
 from pathlib import Path
 import torch
@@ -18,7 +14,7 @@ import hasten as L
 from hasten.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from hasten.loggers import CSVLogger
 
-folder = Path(sys.argv[1])
+folder = Path("FOLDER")
 
 class Model(L.LightningModule):
     def __init__(self):
@@ -55,18 +51,7 @@ if __name__ == "__main__":
 
 
 def test_both_do_the_same(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_program(PROGRAM.replace("FOLDER", str(tmp_path)))
     first, second = ((tmp_path / f"rank{rank}").read_text() for rank in (0, 1))
     assert first == second
     # The first process's values rank; either process may stop both.
