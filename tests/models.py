@@ -45,6 +45,16 @@ class Classifier(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
 
 
+class Several(Classifier):
+    """Takes one or several loaders in every stage."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("test_loss", self.loss(batch))
+
+
 class Attempts:
     """A list of each module that lies beside it: attributes of the module go back where an attempt fails."""
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import hasten as L
 from tests.models import Classifier, loader, quiet
-from tests.test_datamodule import Any_, SizedStream, Stream
+from tests.module.test_datamodule import Any_, SizedStream, Stream
 
 
 class Moves:

@@ -15,7 +15,7 @@ import hasten as L
 from hasten.callbacks import BasePredictionWriter
 from tests.fakes import RowLogger
 from tests.models import Classifier, dataset, loader, quiet
-from tests.test_trainer_arguments import Modes
+from tests.trainer.test_what_arguments_do import Modes
 
 
 class Predicts(Classifier):

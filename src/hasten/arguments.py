@@ -407,7 +407,7 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
     return Arguments(**values, speed=check_speed("Trainer", given))
 
 
-def changed(arguments: Arguments, name: str, value: Any) -> Arguments:
+def changed(arguments: Arguments, name: str, value: object) -> Arguments:
     """Return ``arguments`` with a new value for one of them, checked as in ``check_arguments``.
 
     Raises:

@@ -107,7 +107,7 @@ _NOT_FOR_DATAMODULE = frozenset({"on_save_checkpoint", "on_load_checkpoint"})
 _MODULE_FIRST = frozenset({"on_load_checkpoint"})
 
 
-def nothing(*_: Any) -> None:
+def nothing(*_: object) -> None:
     """Do nothing: the function of a hook that nobody overrides."""
 
 

@@ -1,12 +1,14 @@
-"""The loggers that write files, with the arguments they have in programs that use Fabric."""
+"""Loggers with the argument names of programs that use Fabric."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
+
+from torch import nn
 
 from hasten import loggers
 from hasten.loggers.base import Logger
+from hasten.types import PathLike, Tensors
 
 __all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
 
@@ -16,10 +18,10 @@ class FabricCSVLogger(loggers.CSVLogger):
 
     Args:
         root_dir: folder under which the runs are kept, or a URL for fsspec.
-        name: see ``hasten.loggers.CSVLogger``, as for the others.
-        version: the same.
-        prefix: the same.
-        flush_logs_every_n_steps: the same.
+        name: this and the others as for ``hasten.loggers.CSVLogger``.
+        version: see there.
+        prefix: see there.
+        flush_logs_every_n_steps: see there.
 
     Example::
 
@@ -32,7 +34,7 @@ class FabricCSVLogger(loggers.CSVLogger):
 
     def __init__(
         self,
-        root_dir: str | os.PathLike[str],
+        root_dir: PathLike,
         name: str | None = "lightning_logs",
         version: int | str | None = None,
         prefix: str = "",
@@ -51,12 +53,12 @@ class FabricTensorBoardLogger(loggers.TensorBoardLogger):
 
     Args:
         root_dir: folder under which the runs are kept.
-        name: see ``hasten.loggers.TensorBoardLogger``, as for the others.
-        version: the same.
-        default_hp_metric: the same.
-        prefix: the same.
-        sub_dir: the same.
-        **kwargs: the same.
+        name: this and the others as for ``hasten.loggers.TensorBoardLogger``.
+        version: see there.
+        default_hp_metric: see there.
+        prefix: see there.
+        sub_dir: see there.
+        **kwargs: see there.
 
     Example::
 
@@ -69,12 +71,12 @@ class FabricTensorBoardLogger(loggers.TensorBoardLogger):
 
     def __init__(
         self,
-        root_dir: str | os.PathLike[str],
+        root_dir: PathLike,
         name: str | None = "lightning_logs",
         version: int | str | None = None,
         default_hp_metric: bool = True,
         prefix: str = "",
-        sub_dir: str | os.PathLike[str] | None = None,
+        sub_dir: PathLike | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -92,12 +94,12 @@ class FabricTensorBoardLogger(loggers.TensorBoardLogger):
         """Folder under which the runs are kept."""
         return self.save_dir
 
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
+    def log_graph(self, model: nn.Module, input_array: Tensors | None = None) -> None:
         """Write the graph of ``model``; the input is its ``example_input_array`` by default."""
         self._log_graph = True
         super().log_graph(model, input_array)
 
 
-# The field's names. The classes have others, so that a short name on a command line means one class.
+# Public names. The classes have others, so that a short name on a command line means one class.
 CSVLogger = FabricCSVLogger
 TensorBoardLogger = FabricTensorBoardLogger

@@ -44,7 +44,8 @@ class FabricModule(nn.Module):
     ) -> None:
         own = self.__dict__
         # The dictionaries of the user's module, not copies.
-        own.update(_original=original, _runtime=runtime, _wrapped=wrapped, _marked=set(_STEPS))
+        own.update(_original=original, _runtime=runtime, _marked=set(_STEPS))
+        self.__dict__["_wrapped"] = wrapped
         for name in _SHARED:
             own[name] = getattr(original, name)
         bare = nn.Module()
@@ -386,7 +387,7 @@ def is_wrapped(obj: object) -> bool:
     return isinstance(obj, (FabricModule, FabricOptimizer, FabricDataLoader))
 
 
-def unwrapped(obj: Any) -> Any:
+def unwrapped(obj: object) -> Any:
     """Return the user's object; for a dict, a dict of the user's objects."""
     if isinstance(obj, dict):
         return {key: unwrapped(value) for key, value in obj.items()}

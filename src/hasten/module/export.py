@@ -1,4 +1,4 @@
-"""ModelExport: a trained module as TorchScript, ONNX or TensorRT."""
+"""Export of a trained module as TorchScript, ONNX or TensorRT."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ import torch
 from torch import nn
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.modes import preserve_modes
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten._lib.tree import move_to
 
+if TYPE_CHECKING:
+    from hasten.types import PathLike, Tensors
+
 
 class ModelExport:
-    """The ways out of a module; each leaves it as it was."""
+    """The export methods of a module; none changes it."""
 
     if TYPE_CHECKING:
         example_input_array: Any
 
     _is_exported = False
 
-    # What TorchScript must not look at: properties of a run.
+    # Properties that TorchScript must not compile.
     __jit_unused_properties__ = [  # noqa: RUF012 - the name and type torch.jit looks for
         "automatic_optimization", "current_epoch", "device", "device_mesh", "dtype", "example_input_array",
         "fabric", "global_rank", "global_step", "hparams", "hparams_initial", "local_rank", "logger", "loggers",
@@ -33,21 +37,21 @@ class ModelExport:
 
     def to_torchscript(
         self,
-        file_path: str | os.PathLike[str] | None = None,
+        file_path: PathLike | None = None,
         method: str = "script",
-        example_inputs: Any = None,
+        example_inputs: Tensors | None = None,
         **kwargs: Any,
     ) -> Any:
         """Return the module as TorchScript, in eval mode.
 
         Args:
-            file_path: also write it there.
+            file_path: where to write it; by default nowhere.
             method: "script" compiles ``forward``; "trace" records what it does with ``example_inputs``.
             example_inputs: for "trace": the arguments of ``forward``; ``example_input_array`` by default.
             kwargs: for ``torch.jit.script`` or ``torch.jit.trace``.
 
         Raises:
-            ValueError: ``method`` is another, or there is no input to trace with.
+            ValueError: ``method`` is not one of these, or there is no input to trace with.
 
         Example::
 
@@ -81,7 +85,12 @@ class ModelExport:
         return scripted
 
     @torch.no_grad()
-    def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
+    def to_onnx(
+        self,
+        file_path: PathLike | None = None,
+        input_sample: Tensors | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Write the module as ONNX, in eval mode; return what ``torch.onnx.export`` returns.
 
         Args:
@@ -107,8 +116,8 @@ class ModelExport:
     @torch.no_grad()
     def to_tensorrt(
         self,
-        file_path: str | os.PathLike[str] | None = None,
-        input_sample: Any = None,
+        file_path: PathLike | None = None,
+        input_sample: Tensors | None = None,
         ir: str = "default",
         output_format: str = "exported_program",
         retrace: bool = False,
@@ -118,7 +127,7 @@ class ModelExport:
         """Return the module compiled by TensorRT.
 
         Args:
-            file_path: also write it there.
+            file_path: where to write it; by default nowhere.
             input_sample: the arguments of ``forward``; ``example_input_array`` by default.
             ir: "default", "dynamo" or "ts".
             output_format: "exported_program" or "torchscript", of the file.
@@ -128,7 +137,7 @@ class ModelExport:
 
         Raises:
             ModuleNotFoundError: the package torch_tensorrt is missing.
-            ValueError: an option is another, or there is no input sample.
+            ValueError: an option is not one of these, or there is no input sample.
 
         Source: `Torch-TensorRT <https://docs.pytorch.org/TensorRT/>`_.
 
@@ -183,16 +192,14 @@ class ModelExport:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(child, child.training) for child in module.modules()]
     exported = [child for child in module.modules() if isinstance(child, ModelExport)]
-    module.eval()
     for each in exported:
-        # torch.jit looks at every attribute, also at ``trainer``, which raises where there is none.
+        # torch.jit reads every attribute; ``trainer`` would raise.
         each.__dict__["_is_exported"] = True
     try:
-        yield
+        with preserve_modes(module):
+            module.eval()
+            yield
     finally:
         for each in exported:
             del each.__dict__["_is_exported"]
-        for child, training in modes:
-            child.training = training

@@ -107,7 +107,7 @@ class HyperparametersMixin:
 
     def save_hyperparameters(
         self,
-        *args: Any,
+        *args: object,
         ignore: str | Iterable[str] | None = None,
         frame: types.FrameType | None = None,
         logger: bool = True,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hasten.types import (
         Group,
         MapLocation,
+        MetricValue,
         OptimizerLRScheduler,
         PathLike,
         Scheduler,
@@ -78,7 +79,7 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
     _strict_loading = None
     _example_input_array = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -176,7 +177,7 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
     def log(
         self,
         name: str,
-        value: Any,
+        value: MetricValue,
         prog_bar: bool = False,
         logger: bool | None = None,
         on_step: bool | None = None,
@@ -184,29 +185,29 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
         reduce_fx: str | Callable[..., Any] = "mean",
         enable_graph: bool = False,
         sync_dist: bool = False,
-        sync_dist_group: Any = None,
+        sync_dist_group: Group = None,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value; it stays on its device until the logging interval, and nothing waits for it.
+        """Log a value. It stays on its device until the next logging interval; nothing waits for the device.
 
         Args:
             name: the key.
-            value: a number, a tensor of one element, or a ``torchmetrics.Metric``.
+            value: a number, a tensor with one element, or a ``torchmetrics.Metric``.
             prog_bar: show it in the progress bar.
-            logger: hand it to the loggers; True by default.
-            on_step: publish the value of a step; default by hook (True in training steps).
-            on_epoch: publish the epoch's value; default by hook (True in evaluation and epoch hooks).
-            reduce_fx: how the epoch's values become one: "mean" (weighted by batch size), "sum", "min", "max".
+            logger: pass it to the loggers; True by default.
+            on_step: publish the value of each step; by default True in training steps.
+            on_epoch: publish one value per epoch; by default True in evaluation and in epoch hooks.
+            reduce_fx: how the values of an epoch become one: "mean" (weighted by batch size), "sum", "min", "max".
             enable_graph: keep the autograd graph of the value.
             sync_dist: reduce over all processes.
-            sync_dist_group: not used with ``sync_dist=False``; reductions are over all processes.
-            add_dataloader_idx: append the loader's index to the name when there are several.
-            batch_size: samples in this batch; read from the batch by default.
-            metric_attribute: not needed: metrics are found by identity.
-            rank_zero_only: take the value of the first process alone.
+            sync_dist_group: ignored; reductions are over all processes.
+            add_dataloader_idx: append the index of the loader to the name if there are several.
+            batch_size: number of samples in the batch; read from the batch by default.
+            metric_attribute: ignored; metrics are found by identity.
+            rank_zero_only: use the value of the first process only.
 
         Raises:
             ValueError: values cannot be logged in this hook, or the value has more than one element.
@@ -241,7 +242,7 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
 
     def log_dict(
         self,
-        dictionary: Mapping[str, Any],
+        dictionary: Mapping[str, MetricValue],
         prog_bar: bool = False,
         logger: bool | None = None,
         on_step: bool | None = None,
@@ -249,7 +250,7 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
         reduce_fx: str | Callable[..., Any] = "mean",
         enable_graph: bool = False,
         sync_dist: bool = False,
-        sync_dist_group: Any = None,
+        sync_dist_group: Group = None,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         rank_zero_only: bool = False,

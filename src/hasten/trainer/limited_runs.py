@@ -25,6 +25,7 @@ from hasten.profilers.base import PassThroughProfiler
 from hasten.seed import collect_rng_state, restore_rng_state
 
 if TYPE_CHECKING:
+    from hasten.module.datamodule import LightningDataModule
     from hasten.trainer import Trainer
 
 Result = TypeVar("Result")
@@ -37,7 +38,7 @@ def prepared_run(
     stage: Stage,
     model: LightningModule,
     data: Mapping[str, Any],
-    datamodule: Any,
+    datamodule: LightningDataModule | None,
     body: Callable[[Run], Result],
 ) -> Result:
     """See ``Trainer.prepared_run``."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hasten.module.datamodule import LightningDataModule
     from hasten.runtime import Runtime
     from hasten.trainer import Trainer
+    from hasten.types import PathLike
 
 
 def loggers(arguments: Arguments) -> list[Any]:
@@ -92,7 +93,9 @@ def to_host(run: Run, *, failed: bool) -> None:
                 optimizer.state[parameter] = move_to(state, "cpu")
 
 
-def weights_for(trainer: Trainer, fn: TrainerFn, model: Any, ckpt_path: Any) -> Any:
+def weights_for(
+    trainer: Trainer, fn: TrainerFn, model: LightningModule | None, ckpt_path: PathLike | None
+) -> PathLike | None:
     """Return the checkpoint for an evaluation; without a model that is the best one of the last fit."""
     if model is None and ckpt_path is None and trainer._run is not None:
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
@@ -102,7 +105,7 @@ def weights_for(trainer: Trainer, fn: TrainerFn, model: Any, ckpt_path: Any) -> 
                 f'will be used, {best}. Say ckpt_path="best" to be explicit, or pass the model for the weights '
                 "in memory."
             )
-            return best
+            return str(best)
     return ckpt_path
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from hasten.compile.report import CompileReport
     from hasten.logged_values import LoggedValues
+    from hasten.loggers.base import Logger
     from hasten.loops.progress import Progress
     from hasten.loops.run import Run
     from hasten.loops.run_data import Source
@@ -334,7 +335,7 @@ class TrainerView(RuntimeView, TrainerSettings):
         return self._loggers[0] if self._loggers else None
 
     @logger.setter
-    def logger(self, logger: Any) -> None:
+    def logger(self, logger: Logger | bool | None) -> None:
         self.loggers = [] if logger is None or logger is False else [logger]
 
     @property

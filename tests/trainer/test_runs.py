@@ -11,18 +11,7 @@ import torch
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
 from tests.fakes import RowLogger
-from tests.models import Classifier, loader, quiet, same_weights
-
-
-class Several(Classifier):
-    """Takes one or several loaders in every stage."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", self.loss(batch))
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("test_loss", self.loss(batch))
-
+from tests.models import Classifier, Several, loader, quiet, same_weights
 
 # -- the epoch and the step, seen from every side
 

@@ -10,8 +10,7 @@ import torch
 
 import hasten as L
 from tests.fakes import RowLogger
-from tests.models import Classifier, loader, quiet
-from tests.test_trainer import Several
+from tests.models import Classifier, Several, loader, quiet
 
 
 def test_properties_before_anything_ran() -> None:

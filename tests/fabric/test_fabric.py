@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -634,6 +633,7 @@ def set_up_twice(fabric: L.Fabric) -> dict[str, Any]:
         (lambda f, s: f.all_reduce(1, reduce_op="summ"), ValueError, "Did you mean 'sum'"),
         (lambda f, s: f.logger, IndexError, "Fabric\\(loggers="),
         (lambda f, s: L.Fabric(acelerator="cpu"), TypeError, "Did you mean 'accelerator'"),
+        (lambda f, s: L.Fabric(max_epochs=3), TypeError, "The loop over the epochs is yours"),
         (lambda f, s: L.Fabric(loggers=3), TypeError, "not a logger"),
         (lambda f, s: L.Fabric(accelerator="cpu", precision="fp17"), ValueError, r"Fabric\(precision='fp17'\)"),
     ],
@@ -669,10 +669,6 @@ def test_several_processes_must_be_launched_first(use: Any) -> None:
 def test_copies_need_a_function_to_run() -> None:
     with pytest.raises(TypeError, match="need a function"):
         L.Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn").launch()
-
-
-def test_accumulation_needs_no_context_on_one_device(fabric: L.Fabric) -> None:
-    assert isinstance(fabric.no_backward_sync(fabric.setup(Model())), nullcontext)
 
 
 # -- optimizers that train something else

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hasten as L
-from tests.models import Classifier, loader, quiet, same_weights
+from tests.models import Classifier, Several, loader, quiet, same_weights
 
 
 class Reads(L.Callback):
@@ -92,11 +92,6 @@ def test_least_epochs_and_steps_can_be_set() -> None:
     trainer.fit_loop.epoch_loop.min_steps = 13
     trainer.fit(Classifier(), loader())
     assert trainer.global_step == trainer.fit_loop.epoch_loop.min_steps == 13
-
-
-class Several(Classifier):
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        pass
 
 
 def test_evaluation_and_prediction_loops() -> None:

@@ -15,17 +15,7 @@ import hasten as L
 from hasten.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from hasten.checkpoint.io import TorchCheckpointIO
 from hasten.loggers import CSVLogger
-from tests.models import Classifier, loader, quiet, same_weights
-
-
-class Several(Classifier):
-    """Takes one or several loaders in every stage."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", self.loss(batch))
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("test_loss", self.loss(batch))
+from tests.models import Classifier, Several, loader, quiet, same_weights
 
 
 def test_fast_dev_run_runs_programs_that_write_to_their_logger(tmp_path: Path, monkeypatch: Any) -> None:

@@ -15,7 +15,7 @@ import hasten as L
 from hasten.loggers import CSVLogger
 from tests.fakes import RowLogger
 from tests.models import loader, quiet
-from tests.test_hparams import Any_, Base, Config, One, stored
+from tests.module.test_hparams import Any_, Base, Config, One, stored
 
 
 class Colour(enum.Enum):
