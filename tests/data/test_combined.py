@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import hasten as L
 from hasten.data import CombinedLoader
-from hasten.data.resume.combined_stream import CombinedStream
-from hasten.data.resume.stream import Stream
+from hasten.data.resume.stream import CombinedStream, Stream
 from tests.models import Classifier, loader, quiet, same_weights
 
 
@@ -113,13 +112,6 @@ def test_list_of_batches_is_one_loader() -> None:
         {"a": 1, "b": 3},
         {"a": 2, "b": 4},
     ]
-
-
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match=r"mode='max_sise'.*Did you mean 'max_size'"):
-        CombinedLoader([range(2)], "max_sise")
-    with pytest.raises(TypeError, match="a int cannot be iterated over"):
-        CombinedLoader({"a": 3})
 
 
 def test_limits_of_a_sequential_loader() -> None:

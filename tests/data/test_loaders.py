@@ -228,37 +228,3 @@ def test_workers_of_other_ranks_draw_other_numbers_and_those_of_the_first_stay()
     assert second == drawn(prepare(loader, num_replicas=2, rank=1))
     assert len({*first, *second}) == 12
     assert first == plain[:6]
-
-
-# -- what is wrong
-
-
-@pytest.mark.parametrize(
-    ("loader", "message"),
-    [
-        (3, "is 3, a int, and cannot be iterated over"),
-        ("data", "is 'data', a str, and cannot be iterated over"),
-        (DataLoader, r"is the class DataLoader itself.*Make one: DataLoader\(\.\.\.\)"),
-        (lambda: None, r"is the function <lambda> itself.*Call it"),
-        (Drawing(), r"is a Drawing, which is a dataset.*DataLoader\(dataset, batch_size=\.\.\.\)"),
-    ],
-)
-def test_what_is_no_loader_is_named(loader: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=f"^val_dataloader {message}"):
-        prepare(loader, stage="validate", name="val_dataloader")
-
-
-@pytest.mark.parametrize(
-    ("loader", "message"),
-    [
-        ([], "it is an empty list"),
-        (DataLoader([]), r"its dataset \(list\) is empty"),
-        (
-            DataLoader([1, 2], batch_size=4, drop_last=True),
-            "drop_last=True drops its 2 samples.*batch_size=4",
-        ),
-    ],
-)
-def test_empty_loader_is_named_with_the_reason(loader: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^the train dataloader has no batches: {message}"):
-        prepare(loader)

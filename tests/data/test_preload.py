@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hasten as L
 from hasten.data import ResidentLoader, preload
@@ -298,27 +298,3 @@ class Broken(Made):
         if index == 4:
             raise ValueError("broken sample")
         return super().__getitem__(index)
-
-
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(torch.rand(3))
-
-
-class Drawing(Made):
-    def __getitem__(self, index: int) -> Any:
-        return torch.rand(2)
-
-
-@pytest.mark.parametrize(
-    ("data", "error", "message"),
-    [
-        (Endless(), TypeError, "preload: the dataset Endless reads Endless, an IterableDataset"),
-        (Drawing(), ValueError, "made with random numbers"),
-        ([], ValueError, "preload: the dataset list is empty"),
-        (3, TypeError, "preload: the dataset int"),
-    ],
-)
-def test_what_cannot_be_held_is_refused(data: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        preload(data)

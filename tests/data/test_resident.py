@@ -25,9 +25,10 @@ from torch.utils.data import (
 
 from hasten.callbacks import ModelCheckpoint
 from hasten.data import LengthBatching, ResidentLoader, pad_collate, preload, rebatch, resident
+from hasten.data.loaders import prepare
 from hasten.data.memory.read import same
-from tests.data.sequences import Padded, Sequences
-from tests.models import Classifier, dataset, loader, quiet, same_weights
+from tests.batching.sequences import Padded, Sequences
+from tests.models import Classifier, Numbered, dataset, loader, quiet, same_weights
 
 Pair = namedtuple("Pair", "x y")
 
@@ -367,23 +368,6 @@ def test_auto_reads_as_before_what_does_not_fit() -> None:
     assert trainer.train_dataloader is given
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
-        ("autos", ValueError, r"Trainer\(resident='autos'\): use True, False, 'auto'.*'device'.*auto"),
-        (1, TypeError, r"Trainer\(resident=1\): use True, False"),
-    ],
-)
-def test_wrong_values_are_told(value: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        quiet(resident=value)
-
-
-def test_data_on_the_device_is_not_cut_to_length() -> None:
-    with pytest.raises(ValueError, match="Use resident=True"):
-        quiet(resident="device", batching="length")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_data_lives_on_the_device() -> None:
@@ -394,3 +378,49 @@ def test_the_data_lives_on_the_device() -> None:
     assert same(epochs(LOADERS["shuffled"]()), on_host)
     with pytest.raises(ValueError, match="one by one"):
         resident(LOADERS["ragged"](), device="cuda")
+
+
+# -- several processes: each reads its part, as it does from the loader itself
+
+NUMBERED = 21
+
+
+INDEX_LISTS = ([3, 1], [0, 2, 4], list(range(5, NUMBERED)))
+SHARED = {
+    "in order": lambda: DataLoader(Numbered(NUMBERED), 4),
+    "shuffled": lambda: DataLoader(Numbered(NUMBERED), 4, shuffle=True),
+    "dropped": lambda: DataLoader(Numbered(NUMBERED), 4, shuffle=True, drop_last=True),
+    "index lists": lambda: DataLoader(Numbered(NUMBERED), batch_sampler=INDEX_LISTS),
+}
+
+
+def indices(loader: Any) -> list[list[int]]:
+    """Return the samples of each batch."""
+    return [batch[2].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("stage", ["train", "validate"])
+@pytest.mark.parametrize("name", SHARED)
+def test_each_process_reads_what_it_reads_without(name: str, stage: str) -> None:
+    parts = []
+    for rank in range(2):
+        found = []
+        for make in (lambda loader: loader, resident):
+            torch.manual_seed(rank)
+            ready = prepare(make(SHARED[name]()), stage=stage, num_replicas=2, rank=rank, seed=7)
+            ready.sampler.set_epoch(1) if hasattr(ready.sampler, "set_epoch") else None
+            found.append(indices(ready))
+        assert found[0] == found[1]
+        parts += [index for batch in found[1] for index in batch]
+    if stage == "validate" and name != "dropped":
+        assert sorted(parts) == list(range(NUMBERED))
+
+
+def test_batches_by_length_of_held_data_are_shared_out_once() -> None:
+    data = [torch.full((1 + index * 7 % 13,), index) for index in range(24)]
+    made = rebatch(resident(DataLoader(data, 4, shuffle=True, collate_fn=pad_collate)), LengthBatching())
+    seen = []
+    for rank in range(2):
+        for batch in prepare(made, num_replicas=2, rank=rank, seed=0):
+            seen += batch[:, 0].tolist()
+    assert sorted(seen) == list(range(24))

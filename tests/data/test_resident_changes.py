@@ -8,6 +8,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -49,40 +50,21 @@ class Flipping(Dataset[Any]):
         return self.draw()
 
 
-class OfPython(Flipping):
-    def __init__(self, seed: int) -> None:
+class Holding(Flipping):
+    """Holds its generator."""
+
+    def __init__(
+        self, generator: Any, draw: Callable[[Any], Any] = lambda generator: generator.random()
+    ) -> None:
         super().__init__()
-        self.random = random.Random(seed)
+        self.random, self.draw_from = generator, draw
 
     def number(self) -> float:
-        return self.random.random()
+        return float(self.draw_from(self.random))
 
 
-class OfNumpy(Flipping):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.random = {"train": np.random.default_rng(seed)}
-
-    def number(self) -> float:
-        return float(self.random["train"].random())
-
-
-class OfTheOldNumpy(Flipping):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.random = np.random.RandomState(seed)
-
-    def number(self) -> float:
-        return float(self.random.rand())
-
-
-class OfTorch(Flipping):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.random = torch.Generator().manual_seed(seed)
-
-    def number(self) -> float:
-        return torch.rand((), generator=self.random).item()
+def of_python(seed: int) -> Holding:
+    return Holding(random.Random(seed))
 
 
 class MadeLate(Flipping):
@@ -131,10 +113,14 @@ def enclosed(seed: int) -> Callable[[], float]:
 
 
 RANDOM: dict[str, Callable[[int], Any]] = {
-    "random.Random": OfPython,
-    "numpy": OfNumpy,
-    "numpy's old": OfTheOldNumpy,
-    "torch.Generator": OfTorch,
+    "random.Random": of_python,
+    "numpy": lambda seed: Holding(
+        {"train": np.random.default_rng(seed)}, lambda held: held["train"].random()
+    ),
+    "numpy's old": lambda seed: Holding(np.random.RandomState(seed), lambda generator: generator.rand()),
+    "torch.Generator": lambda seed: Holding(
+        torch.Generator().manual_seed(seed), lambda generator: torch.rand((), generator=generator)
+    ),
     "made late": lambda seed: MadeLate(),
     "of the program": lambda seed: OfTheProgram(),
     "of the system": lambda seed: OfTheSystem(),
@@ -142,8 +128,8 @@ RANDOM: dict[str, Callable[[int], Any]] = {
     "transform": lambda seed: Transformed(Transform(seed)),
     "method of a transform": lambda seed: Transformed(Transform(seed).__call__),
     "several transforms": lambda seed: Transformed(Transformed([Transform(seed)].pop()).transform),
-    "part": lambda seed: Subset(OfPython(seed), range(5, 55)),
-    "joined": lambda seed: ConcatDataset([TensorDataset(torch.ones(3)), Subset(OfPython(seed), range(50))]),
+    "part": lambda seed: Subset(of_python(seed), range(5, 55)),
+    "joined": lambda seed: ConcatDataset([TensorDataset(torch.ones(3)), Subset(of_python(seed), range(50))]),
 }
 
 
@@ -158,12 +144,12 @@ def test_a_tenth_of_random_samples_is_found_whatever_draws_them(kind: str) -> No
 
 def test_it_is_refused_before_training() -> None:
     trainer = quiet(resident=True)
-    with pytest.raises(ValueError, match=r"OfPython, and .* made with random numbers"):
-        trainer.fit(Classifier(), DataLoader(OfPython(0), 4))
+    with pytest.raises(ValueError, match=r"Holding, and .* made with random numbers"):
+        trainer.fit(Classifier(), DataLoader(of_python(0), 4))
     assert trainer.global_step == 0
 
 
-class Labelled(OfPython):
+class Labelled(Holding):
     def __getitem__(self, index: int) -> Any:
         return torch.full((8,), float(super().__getitem__(index)) / SAMPLES), index % 2
 
@@ -172,7 +158,7 @@ def test_what_is_read_as_before_draws_what_it_would_have_drawn() -> None:
     def fitted(**arguments: Any) -> Classifier:
         torch.manual_seed(0)
         module = Classifier()
-        quiet(max_epochs=2, **arguments).fit(module, DataLoader(Labelled(3), 4))
+        quiet(max_epochs=2, **arguments).fit(module, DataLoader(Labelled(random.Random(3)), 4))
         return module
 
     assert same_weights(fitted(), fitted(resident="auto"))
@@ -264,33 +250,14 @@ class Curriculum(Dataset[Any]):
         return float(self.level)
 
 
-class InPlace(Curriculum):
-    def __init__(self) -> None:
-        self.level = torch.zeros(1)
+class Made(Curriculum):
+    """Reads its level from something that can be changed in place."""
 
-
-class InAList(Curriculum):
-    def __init__(self) -> None:
-        self.levels = [0.0]
+    def __init__(self, level: Any, read: Callable[[Any], Any] = float) -> None:
+        self.level, self.read = level, read
 
     def now(self) -> float:
-        return self.levels[0]
-
-
-class InAnArray(Curriculum):
-    def __init__(self) -> None:
-        self.levels = np.zeros(100)
-
-    def now(self) -> float:
-        return float(self.levels.mean())
-
-
-class Shared(Curriculum):
-    def __init__(self) -> None:
-        self.shared = multiprocessing.Value("d", 0.0)
-
-    def now(self) -> float:
-        return float(self.shared.value)
+        return float(self.read(self.level))
 
 
 class Global(Curriculum):
@@ -311,22 +278,6 @@ def set_level(data: Any, level: float) -> None:
     data.level = level
 
 
-def fill(data: Any, level: float) -> None:
-    data.level.fill_(level)
-
-
-def set_element(data: Any, level: float) -> None:
-    data.levels[0] = level
-
-
-def set_array(data: Any, level: float) -> None:
-    data.levels[:] = level
-
-
-def set_shared(data: Any, level: float) -> None:
-    data.shared.value = level
-
-
 def set_global(data: Any, level: float) -> None:
     global LEVEL
     LEVEL = level
@@ -336,12 +287,15 @@ def set_of_the_class(data: Any, level: float) -> None:
     type(data).level = level
 
 
-CHANGES: dict[str, tuple[type[Curriculum], Callable[[Any, float], None]]] = {
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any, float], Any]]] = {
     "attribute": (Curriculum, set_level),
-    "tensor in place": (InPlace, fill),
-    "list": (InAList, set_element),
-    "array": (InAnArray, set_array),
-    "shared memory": (Shared, set_shared),
+    "tensor in place": (lambda: Made(torch.zeros(1)), lambda data, level: data.level.fill_(level)),
+    "list": (lambda: Made([0.0], itemgetter(0)), lambda data, level: data.level.__setitem__(0, level)),
+    "array": (lambda: Made(np.zeros(100), np.mean), lambda data, level: data.level.fill(level)),
+    "shared memory": (
+        lambda: Made(multiprocessing.Value("d", 0.0), attrgetter("value")),
+        lambda data, level: setattr(data.level, "value", level),
+    ),
     "global": (Global, set_global),
     "class": (type("OfItsOwn", (Curriculum,), {}), set_of_the_class),
 }

@@ -111,31 +111,14 @@ def test_what_was_found_is_remembered_for_the_same_data_only(
 def test_what_can_have_no_other_workers_is_refused(data: Any) -> None:
     with pytest.raises(TypeError, match="num_workers='auto'"):
         auto_workers(data)
+    with pytest.raises(TypeError, match="num_workers='auto'"):
+        quiet(num_workers="auto").fit(Classifier(), data)
     assert auto_workers(data, stage="validate") is data
-
-
-@pytest.mark.parametrize("seconds", [0, -1.0, "4", True])
-def test_seconds_that_are_none(seconds: Any) -> None:
-    with pytest.raises(ValueError, match="seconds"):
-        auto_workers(loader(), seconds=seconds)
 
 
 def test_broken_data_is_reported_by_the_run_with_its_own_error() -> None:
     with pytest.raises(KeyError, match="no such file"):
         quiet(num_workers="auto").fit(Classifier(), DataLoader(Broken(0.0), 4))
-
-
-@pytest.mark.parametrize(
-    ("value", "error"), [("atuo", ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)]
-)
-def test_arguments_of_the_trainer(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="num_workers"):
-        L.Trainer(num_workers=value)
-
-
-def test_iterable_data_is_refused_before_training() -> None:
-    with pytest.raises(TypeError, match="IterableDataset"):
-        quiet(num_workers="auto").fit(Classifier(), DataLoader(Endless(), 4))
 
 
 def test_a_number_is_taken_as_it_is_and_changes_no_weight() -> None:

@@ -15,7 +15,7 @@ import hasten as L
 from hasten.accelerators import CPUAccelerator, TPUAccelerator
 from hasten.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from hasten.strategies import SingleDeviceStrategy
-from tests.data.sequences import Padded
+from tests.batching.sequences import Padded
 from tests.models import Classifier, dataset, loader, quiet
 
 REMOVED: list[tuple[str, Any]] = [

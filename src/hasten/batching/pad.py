@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,7 +15,6 @@ from torch.utils.data import default_collate
 
 from hasten._lib import check
 from hasten._lib.rank_zero import warn_once
-from hasten.batching.widths import check_multiple_of, rounded_up
 
 # Where the sequence of a sample is looked for by default.
 SEQUENCE_KEYS = ("input_ids", "tokens", "token_ids", "ids", "input_values", "input_features", "inputs_embeds")
@@ -22,6 +22,8 @@ MASK_KEY = "attention_mask"
 # Fields that a model can make itself, and fields with a known padding value.
 REBUILT_KEYS = ("position_ids",)
 KNOWN_KEYS = ("input_ids", "token_type_ids", "labels")
+# Distinct lengths that the search for the best widths looks at; more are rounded together first.
+CANDIDATES = 1024
 # torch.nn.functional.cross_entropy ignores this label.
 IGNORED_LABEL = -100
 
@@ -104,10 +106,6 @@ class PadCollator:
         """Return a copy that pads, besides the sequence and its mask, just the fields whose size varies in the data.
 
         Without the sequence itself among them, as where all samples are padded already, nothing is decided.
-
-        Args:
-            ragged: these fields, from :func:`~hasten.batching.token_fields.ragged_fields`.
-
         """
         new = copy.copy(self)
         new._ragged = frozenset(ragged if self.tokenizer is None else map(_hugging_face_name, ragged))
@@ -285,13 +283,7 @@ def is_sequence(value: Any) -> bool:
 
 
 def sequence_key(sample: Any, keys: Sequence[Any] | None = None) -> Any:
-    """Return where the sequence of a sample is: a key, a position, or None for the sample itself.
-
-    Raises:
-        KeyError: it has none of ``keys``.
-        TypeError: nothing in it looks like a sequence.
-
-    """
+    """Return where the sequence of a sample is: a key, a position, or None for the sample itself."""
     fields = fields_of(sample)
     if fields is None:
         return None
@@ -312,13 +304,7 @@ def default_padding(key: Any) -> int:
 
 
 def may_be_classes(key: Any, values: Sequence[Any]) -> bool:
-    """Return whether a field could be labels of tokens, for which 0 is a class and not padding.
-
-    Args:
-        key: its name or position.
-        values: the field of several samples.
-
-    """
+    """Return whether a field could be labels of tokens, for which 0 is a class and not padding."""
     if isinstance(key, str):
         # "decoder_input_ids", "special_tokens_mask" and the like.
         known = key in (*KNOWN_KEYS, *REBUILT_KEYS, *SEQUENCE_KEYS) or key.startswith("label")
@@ -373,3 +359,105 @@ def _hugging_face_name(key: Any) -> Any:
 
 def _tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.as_tensor(value)
+
+
+# -- widths: to how many tokens batches are padded; few widths keep compiled programs and CUDA graphs usable
+
+
+def check_lengths(owner: str, lengths: Any) -> Tensor:
+    """Return the lengths of all samples as an int64 tensor."""
+    allowed = "give whole numbers, the tokens of every sample, (samples,), and at least one"
+    try:
+        found = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{owner}(lengths): a {type(lengths).__name__} ({error}); {allowed}.") from error
+    is_whole = not (found.dtype == torch.bool or found.is_floating_point() or found.is_complex())
+    if found.numel() and not is_whole:
+        raise TypeError(f"{owner}(lengths): they are {found.dtype}; {allowed}.")
+    if found.dim() != 1 or not found.numel():
+        raise ValueError(f"{owner}(lengths): the shape is {tuple(found.shape)}; {allowed}.")
+    found = found.detach().to("cpu", torch.int64)
+    if int(found.min()) < 0:
+        place = int(found.argmin())
+        raise ValueError(f"{owner}(lengths): lengths[{place}] is {int(found[place])}; use 0 or more.")
+    return found
+
+
+def check_multiple_of(owner: str, multiple_of: int | Sequence[int] | None) -> None:
+    """Check a ``multiple_of``: None, a number, or the widths to choose from."""
+    numbers = multiple_of if isinstance(multiple_of, (list, tuple)) else [multiple_of]
+    are_whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+    if multiple_of is not None and not (are_whole and numbers and min(numbers) >= 1):
+        allowed = "a number of tokens such as 8 or 64, widths to choose from such as (64, 128, 256), or None"
+        error = None if are_whole else TypeError
+        raise check.wrong(owner, "multiple_of", multiple_of, allowed, error=error)
+
+
+def rounded_up(length: int, multiple_of: int | Sequence[int] | None) -> int:
+    """Return to how many tokens ``length`` is padded.
+
+    Example::
+
+        >>> rounded_up(70, 64), rounded_up(70, (50, 100)), rounded_up(120, (50, 100))
+        (128, 100, 120)
+
+    """
+    if multiple_of is None:
+        return length
+    if isinstance(multiple_of, int):
+        return -(-length // multiple_of) * multiple_of
+    widths = sorted(multiple_of)
+    place = bisect_left(widths, length)
+    return widths[place] if place < len(widths) else length
+
+
+def all_rounded_up(lengths: Tensor, multiple_of: int | Sequence[int] | None) -> Tensor:
+    """Return ``rounded_up`` of each length."""
+    if multiple_of is None:
+        return lengths
+    if isinstance(multiple_of, int):
+        return (lengths + multiple_of - 1).div(multiple_of, rounding_mode="floor") * multiple_of
+    widths = torch.tensor(sorted(multiple_of))
+    places = torch.searchsorted(widths, lengths)
+    return torch.where(places < len(widths), widths[places.clamp(max=len(widths) - 1)], lengths)
+
+
+def widths_for(lengths: Any, count: int = 8, *, multiple_of: int = 8) -> tuple[int, ...]:
+    """Return the few widths that leave the least padding when each sample is padded to the next of them.
+
+    Args:
+        lengths: tokens of every sample, ``(samples,)``.
+        count: how many widths at most.
+        multiple_of: each is a multiple of this; the last is the longest length where its multiple would be longer.
+
+    Returns:
+        The widths, rising; every length fits in the last.
+
+    Example::
+
+        >>> widths_for([3, 4, 4, 15, 16, 100], 3, multiple_of=4)
+        (4, 16, 100)
+
+    """
+    found = check_lengths("widths_for", lengths).clamp(min=1)
+    longest = int(found.max())
+    multiple_of = max(multiple_of, -(-longest // CANDIDATES))
+    widths, counts = torch.unique(all_rounded_up(found, multiple_of).clamp(max=longest), return_counts=True)
+    if len(widths) <= count:
+        return tuple(widths.tolist())
+    # best[j]: the tokens after padding of all samples up to candidate j, with j the last width; one more width a round.
+    below = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    cost = (widths[:, None] * (below[1:, None] - below[None, :])).double()
+    cost = cost.masked_fill(torch.ones_like(cost, dtype=torch.bool).triu(1), torch.inf)
+    best, came_from = cost[:, 0], []
+    for _ in range(count - 1):
+        before = torch.cat([torch.zeros(1, dtype=torch.float64), best])
+        best, origin = (cost + before[None, :]).min(1)
+        came_from.append(origin)
+    chosen, place = [], len(widths)
+    for origin in [*reversed(came_from), None]:
+        if place == 0:
+            break
+        chosen.append(int(widths[place - 1]))
+        place = 0 if origin is None else int(origin[place - 1])
+    return tuple(reversed(chosen))

@@ -16,20 +16,20 @@ from hasten.batching.pad import (
     IGNORED_LABEL,
     MASK_KEY,
     PadCollator,
+    check_multiple_of,
     default_padding,
     fields_of,
     may_be_classes,
     sequence_key,
     shown,
+    widths_for,
     with_multiple_of,
 )
 from hasten.batching.sample_lengths import LengthsNotFoundError, SampleLengths, sample_lengths
 from hasten.batching.samplers import LengthBatchSampler, PlannedBatches, TokenBatchSampler
 from hasten.batching.token_fields import FitWidth, ragged_fields, spread, token_fields
-from hasten.batching.widths import check_multiple_of, widths_for
 from hasten.data.loader_parts import (
     check_dataloader,
-    is_iterable,
     is_plain_shuffle,
     required_in_training,
     with_attributes,
@@ -100,22 +100,7 @@ class LengthBatching:
 
 
 def as_batching(owner: str, value: LengthBatching | str | None) -> LengthBatching | None:
-    """Return the ``LengthBatching`` that the argument ``batching`` stands for.
-
-    Args:
-        owner: the class with the argument, for messages.
-        value: None, ``"length"``, ``"tokens:4096"`` or a :class:`LengthBatching`.
-
-    Raises:
-        TypeError: it is none of these types.
-        ValueError: it is another string.
-
-    Example::
-
-        >>> as_batching("Trainer", "tokens:4096").max_tokens
-        4096
-
-    """
+    """Return the ``LengthBatching`` that the argument ``batching`` stands for."""
     if value is None or isinstance(value, LengthBatching):
         return value
     allowed = "'length', 'tokens:4096' (tokens of a batch) or hasten.data.LengthBatching(...)"
@@ -178,13 +163,8 @@ def rebatch(
 def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few_shapes: bool) -> Any:
     if isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, PlannedBatches):
         return loader
-    check_dataloader(loader, "batching", name, iteration=False)
+    check_dataloader(loader, "batching", name, iteration=False, numbered=True)
     kind = type(loader.dataset).__name__
-    if is_iterable(loader):
-        raise TypeError(
-            f"batching: {name} reads {kind}, an IterableDataset, whose lengths are not known in advance. Use a dataset "
-            "with __getitem__ and __len__, or sort within the dataset and leave batching out."
-        )
     if type(loader.batch_sampler) is not BatchSampler:
         raise TypeError(
             f"batching: {name} has a batch_sampler of its own, {type(loader.batch_sampler).__name__}. Give "
@@ -298,13 +278,7 @@ def _differ_in_size(samples: list[Any]) -> bool:
 
 
 def _padding_for(samples: list[Any], found: SampleLengths, name: str) -> PadCollator:
-    """Return a collate function for samples of different sizes, and log how it pads them.
-
-    Raises:
-        CannotJoinError: a field may be labels, and nobody said what pads them; or it is a sequence in some samples
-            and a single value in others.
-
-    """
+    """Return a collate function for samples of different sizes, and log how it pads them."""
     for key, (one, other) in found.mixed.items():
         raise CannotJoinError(
             f"batching: {shown(key)} is a sequence in sample {one} of {name} and a single value in sample {other}. "

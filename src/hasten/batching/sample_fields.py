@@ -40,13 +40,7 @@ _MANY, _FEW = 4, 2
 
 
 def fields_of(loaders: Any, *, changed_later: bool) -> Fields | None:
-    """Return which fields run over samples in the batches of one loader, or of several that are read as one.
-
-    Args:
-        loaders: a loader, or lists, tuples and dicts of them.
-        changed_later: hooks may add to a batch, so each field has to be known by its place.
-
-    """
+    """Return which fields run over samples in the batches of one loader, or of several that are read as one."""
     if isinstance(loaders, Mapping):
         inside = [(f"[{key!r}]", loader) for key, loader in loaders.items()]
     elif isinstance(loaders, (list, tuple)):
@@ -68,10 +62,6 @@ def sample_fields(loader: Any, *, by_place: bool = False) -> Fields | None:
     torch's ``default_collate`` stacks samples, so all of its tensors do. With another ``collate_fn`` four samples are
     joined, and two: what runs over samples has four rows and two. The dataset, the function and the random generators
     are restored afterwards.
-
-    Args:
-        loader: gives the batches.
-        by_place: join samples also if torch stacks them, to know the places.
 
     Example::
 

@@ -27,20 +27,15 @@ class LengthsNotFoundError(ValueError):
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """The lengths of a dataset's samples.
+    """The lengths of a dataset's samples."""
 
-    Args:
-        lengths: tokens of every sample without padding, int64 ``(samples,)``.
-        mask_key: the key or position of the mask in a sample; None if there is none.
-        in_tokens: whether they are tokens and not, say, characters of a text that has not been tokenised.
-        mixed: fields that are a sequence in some samples and a single value in others, with the number of a sample
-            of each kind; if all samples were read.
-
-    """
-
+    # Tokens of every sample without padding, int64 (samples,).
     lengths: Tensor
+    # The key or position of the mask in a sample.
     mask_key: Any = MASK_KEY
+    # False for characters of a text, say, that has not been tokenised.
     in_tokens: bool = True
+    # Fields that are a sequence in some samples and a single value in others, with a sample of each kind.
     mixed: Mapping[Any, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -51,11 +46,6 @@ def sample_lengths(dataset: Any, key: Any = None, *, name: str = "the dataset") 
     ``TensorDataset``; columns of a Hugging Face dataset; else every sample is read once. The random state does not
     change. A sample's length is that of its ``attention_mask`` up to its last 1, of its ``input_ids`` or another
     sequence, or the number of characters of its text.
-
-    Args:
-        dataset: the dataset of a ``DataLoader``, with a length; ``Subset`` and ``ConcatDataset`` are looked into.
-        key: the field with the length: a key, or a position in a tuple; None to look for one.
-        name: what to call the dataset in messages.
 
     Raises:
         LengthsNotFoundError: nothing about the samples shows a length.
@@ -187,12 +177,7 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
 
 
 def _length(sample: Any, key: Any) -> tuple[int, bool]:
-    """Return the length of a sample, and whether it is in tokens.
-
-    Raises:
-        TypeError, KeyError: it has none.
-
-    """
+    """Return the length of a sample, and whether it is in tokens."""
     if isinstance(sample, str):
         return len(sample), False
     fields = fields_of(sample)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from hasten._lib import check
-from hasten.batching.widths import all_rounded_up, check_lengths, check_multiple_of, widths_for
+from hasten.batching.pad import all_rounded_up, check_lengths, check_multiple_of, widths_for
 from hasten.data.samplers import SharedSeed
 
 # Samples of a packed row take one another's place if their lengths, rounded up to this share of the mean, are equal.
@@ -28,17 +28,6 @@ class PlannedBatches(Sampler[list[int]]):
     An epoch's plan depends only on the lengths, the random generator and the epoch, and always has the same number of
     batches. So every process of a run makes the same plan and takes its part, and a run that resumes in the middle of
     an epoch draws the plan again.
-
-    Args:
-        lengths: tokens of every sample, ``(samples,)``.
-        shuffle: another order each epoch.
-        drop_last: leave out the last batch if it is not full.
-        seed: of the order, to which the epoch is added; needs ``set_epoch``, which the Trainer calls.
-        generator: draws the order instead; by default torch's own does, as for ``RandomSampler``.
-        num_replicas: the number of processes that share the data, if the sampler divides it.
-        rank: which of them this is, from 0.
-        repeat: give every process the same number of batches, as training needs it.
-
     """
 
     # Missing without ``num_replicas``: then the Trainer or Fabric divides the data.
@@ -80,15 +69,7 @@ class PlannedBatches(Sampler[list[int]]):
         self.epoch = epoch
 
     def shared(self, num_replicas: int, rank: int, *, seed: int, repeat: bool) -> Self:
-        """Return a copy that gives one process's part.
-
-        Args:
-            num_replicas: the number of processes.
-            rank: which of them this is, from 0.
-            seed: the same on every process; the sampler's own takes precedence.
-            repeat: see the class.
-
-        """
+        """Return a copy that gives one process's part."""
         new = copy.copy(self)
         new.num_replicas, new.rank, new.repeat = num_replicas, rank, repeat
         new.seed = seed if self.seed is None and self.generator is None else self.seed
@@ -141,12 +122,7 @@ class PlannedBatches(Sampler[list[int]]):
         return full + more + bool(last)
 
     def _fits(self, argument: str, most: int) -> None:
-        """Check that no sample is longer than the value of an argument.
-
-        Raises:
-            ValueError: one is.
-
-        """
+        """Check that no sample is longer than the value of an argument."""
         longest = int(self.lengths.max())
         if longest > most:
             raise ValueError(
@@ -477,13 +453,6 @@ class PackedBatchSampler(PlannedBatches):
 
 def rows_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """Return which sequences share a row: the longest first, each where it leaves the least room.
-
-    Args:
-        lengths: tokens of each sequence.
-        max_length: tokens of a row.
-
-    Returns:
-        The sequences' places in ``lengths``, row by row.
 
     Raises:
         ValueError: a sequence is longer than a row.

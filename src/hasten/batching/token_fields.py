@@ -27,8 +27,8 @@ from hasten.batching.pad import (
     is_sequence,
     like,
     pad_to,
+    rounded_up,
 )
-from hasten.batching.widths import rounded_up
 from hasten.data.memory.resident import gives_batches
 from hasten.seed import isolate_rng
 
@@ -59,12 +59,6 @@ def token_fields(loader: DataLoader[Any], lengths: Tensor, collate_fn: Any, mask
 
     A field does so if its name says so; if it is as wide as the mask in batches of several widths; or if, like
     ids, its values end where each sample's mask ends (or as many tokens before) and one value fills the rest.
-
-    Args:
-        loader: gives the samples, from a worker if it has some. The random state does not change.
-        lengths: of all samples, int64 ``(samples,)``.
-        collate_fn: joins them.
-        mask_key: the mask's key in a batch, or its position.
 
     Example::
 

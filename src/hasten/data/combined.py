@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Self
 
-from hasten._lib.names import did_you_mean
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader
+
+from hasten._lib import check
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 
 
 class CombinedLoader:
@@ -20,7 +24,7 @@ class CombinedLoader:
             ``"sequential"``: one loader after the other, each batch alone.
 
     Raises:
-        ValueError: ``mode`` is another.
+        ValueError: ``mode`` is none of these.
         TypeError: something in ``iterables`` cannot be iterated over.
 
     Iterating gives ``(batch, batch_idx, dataloader_idx)``; ``dataloader_idx`` is 0 except in sequential mode.
@@ -35,12 +39,8 @@ class CombinedLoader:
 
     """
 
-    def __init__(self, iterables: Any, mode: str = "min_size") -> None:
-        if mode not in MODES:
-            raise ValueError(
-                f"CombinedLoader(mode={mode!r}): use one of {', '.join(map(repr, MODES))}."
-                + did_you_mean(str(mode), MODES)
-            )
+    def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
+        check.one_of("CombinedLoader", "mode", mode, MODES)
         self._leaves, self._rebuild = flatten(iterables)
         for leaf in self._leaves:
             if not hasattr(leaf, "__iter__") and not hasattr(leaf, "__getitem__"):
@@ -142,11 +142,11 @@ _END = object()
 
 
 class _NoLengthError(TypeError, NotImplementedError):
-    """What Python expects of a thing without length, and what programs of the field catch."""
+    """Python expects the first of an object without length, and other programs catch the second."""
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the number of batches of a loader; None where it does not know."""
+    """Return the length of a loader in batches; None if it has none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -154,7 +154,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def joint_length(mode: str, lengths: list[int | None]) -> int | None:
-    """Return how many batches loaders of these lengths give together; None where it cannot be known."""
+    """Return how many batches loaders of these lengths give together; None if one has no length."""
     known = [length for length in lengths if length is not None]
     if len(known) < len(lengths):
         return None
@@ -167,59 +167,30 @@ def joint_length(mode: str, lengths: list[int | None]) -> int | None:
 
 def flatten(loaders: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the loaders of a nested collection as a list, and a function that puts such a list back in shape."""
-    leaves: list[Any] = []
-    shape = _shape(loaders, leaves, top=True)
+    if isinstance(loaders, Mapping):
+        loaders = dict(loaders)  # At the top, it holds loaders whatever they are.
+    is_empty = isinstance(loaders, (list, tuple)) and not loaders
 
-    def rebuild(parts: list[Any]) -> Any:
-        return _fill(shape, iter(parts))
+    def is_loader(node: Any) -> bool:
+        at_top = node is loaders and (is_empty or isinstance(node, dict))
+        return not (at_top or is_collection(node))
 
-    return leaves, rebuild
+    leaves, structure = tree_flatten(loaders, is_loader)
+    return leaves, lambda parts: tree_unflatten(parts, structure)
 
 
-def is_collection(given: Any) -> bool:
-    """Return whether ``given`` holds loaders; a list of batches is one loader itself."""
-    if isinstance(given, Mapping):
-        members: Iterable[Any] = given.values()
-    elif isinstance(given, (list, tuple)):
-        members = given
-    else:
+def is_collection(thing: Any) -> bool:
+    """Return whether ``thing`` holds loaders; a list of batches is one loader itself."""
+    if not isinstance(thing, (Mapping, list, tuple)):
         return False
-    members = list(members)
+    members = list(thing.values() if isinstance(thing, Mapping) else thing)
     return bool(members) and all(_is_loader(member) or is_collection(member) for member in members)
 
 
 def _is_loader(thing: Any) -> bool:
-    from torch.utils.data import DataLoader
-
     return isinstance(thing, (DataLoader, CombinedLoader)) or (
         hasattr(thing, "__iter__")
         and not isinstance(thing, (str, bytes, list, tuple, Mapping))
         and not hasattr(thing, "shape")
         and not hasattr(thing, "to")
     )
-
-
-_LEAF = object()
-
-
-def _shape(loaders: Any, leaves: list[Any], *, top: bool = False) -> Any:
-    if isinstance(loaders, Mapping) and (top or is_collection(loaders)):
-        return {key: _shape(value, leaves) for key, value in loaders.items()}
-    if isinstance(loaders, (list, tuple)) and (is_collection(loaders) or (top and not loaders)):
-        parts = [_shape(value, leaves) for value in loaders]
-        if isinstance(loaders, tuple):
-            return type(loaders)(*parts) if hasattr(loaders, "_fields") else tuple(parts)
-        return parts
-    leaves.append(loaders)
-    return _LEAF
-
-
-def _fill(shape: Any, parts: Iterator[Any]) -> Any:
-    if shape is _LEAF:
-        return next(parts)
-    if isinstance(shape, dict):
-        return {key: _fill(value, parts) for key, value in shape.items()}
-    filled = [_fill(value, parts) for value in shape]
-    if isinstance(shape, tuple):
-        return type(shape)(*filled) if hasattr(shape, "_fields") else tuple(filled)
-    return filled

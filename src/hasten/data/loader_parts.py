@@ -45,11 +45,8 @@ def index_sampler(loader: DataLoader[Any]) -> tuple[str, Any]:
 
 def stateful_sampler(loader: DataLoader[Any]) -> Any:
     """Return the outermost sampler of ``loader`` that can save its position, or None."""
-    batch_sampler = loader.batch_sampler
-    for sampler in (batch_sampler, getattr(batch_sampler, "sampler", None), loader.sampler):
-        if sampler is not None and has_state(sampler):
-            return sampler
-    return None
+    innermost, *outer = samplers_of(loader)
+    return next((sampler for sampler in (*outer, innermost) if has_state(sampler)), None)
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
@@ -85,16 +82,15 @@ def is_plain_shuffle(sampler: Any) -> bool:
 
 
 def check_dataloader(
-    loader: Any, argument: str, name: str, *, batches: bool = True, iteration: bool = True
+    loader: Any,
+    argument: str,
+    name: str,
+    *,
+    batches: bool = True,
+    iteration: bool = True,
+    numbered: bool = False,
 ) -> None:
-    """Check that hasten can change how ``loader`` makes its batches.
-
-    Args:
-        loader: what the user gave.
-        argument: what needs it, for messages.
-        name: what to call the loader in messages.
-        batches: the loader has to join samples to batches.
-        iteration: the loader has to iterate as every ``DataLoader`` does.
+    """Check that hasten can change how ``loader`` makes its batches; the flags say what has to be as usual.
 
     Raises:
         TypeError: it is not such a loader.
@@ -102,35 +98,24 @@ def check_dataloader(
     """
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
-        raise TypeError(
-            f"{argument}: {name} is a {kind}, whose batches are made elsewhere. Give a DataLoader, or leave "
-            f"{argument} out."
-        )
-    if iteration and overrides_iter(loader):
-        raise TypeError(
-            f"{argument}: {name} is a {kind}, which iterates in its own way. Give a plain DataLoader, or leave "
-            f"{argument} out."
-        )
-    if batches and loader.batch_sampler is None:
-        raise TypeError(
-            f"{argument}: {name} has batch_size=None, so it makes no batches. Give it a batch_size, or leave "
-            f"{argument} out."
-        )
+        problem, advice = f"is a {kind}, whose batches are made elsewhere", "Give a DataLoader"
+    elif iteration and overrides_iter(loader):
+        problem, advice = f"is a {kind}, which iterates in its own way", "Give a plain DataLoader"
+    elif batches and loader.batch_sampler is None:
+        problem, advice = "has batch_size=None, so it makes no batches", "Give it a batch_size"
+    elif numbered and (is_iterable(loader) or not hasattr(loader.dataset, "__len__")):
+        what = "an IterableDataset" if is_iterable(loader) else "which has no length"
+        problem = f"reads {type(loader.dataset).__name__}, {what}"
+        advice = "Use a dataset with __getitem__ and __len__"
+    else:
+        return
+    raise TypeError(f"{argument}: {name} {problem}. {advice}, or leave {argument} out.")
 
 
 def required_in_training(
     change: Callable[[], Any], loader: Any, stage: str, name: str, *, always: tuple[type[Exception], ...] = ()
 ) -> Any:
-    """Return ``change()``; outside training, log why it is impossible and return the loader unchanged.
-
-    Args:
-        change: returns the changed loader, or raises ``TypeError`` or ``ValueError``.
-        loader: the loader itself.
-        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        name: what to call the loader in the log.
-        always: errors to raise in every stage.
-
-    """
+    """Return ``change()``; outside training, log why it is impossible and return the loader unchanged."""
     try:
         return change()
     except (TypeError, ValueError) as error:

@@ -53,17 +53,6 @@ def prepare(
         TypeError: ``loader`` cannot be iterated over.
         ValueError: it has no batches.
 
-    Example::
-
-        >>> import torch
-        >>> from torch.utils.data import TensorDataset
-        >>> data = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
-        >>> [len(prepare(data, stage="validate", num_replicas=2, rank=rank).sampler) for rank in range(2)]
-        [3, 2]
-
-    Source: `PyTorch, Distributed data loading
-    <https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler>`_.
-
     """
     name = name or f"the {stage} dataloader"
     _check_iterable(loader, name)

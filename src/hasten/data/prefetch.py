@@ -13,27 +13,17 @@ from hasten._lib import tree
 
 @functools.cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One for the process: memory that was freed on a stream is used again on that stream only."""
+    """Return the one side stream of a device: memory freed on a stream is reused on that stream only."""
     return torch.cuda.Stream(device)
 
 
 class SideStream:
-    """Moves batches to a CUDA device on a stream of its own.
+    """Moves batches to a CUDA device on a second stream.
 
     A copy on the stream that computes begins when all work before it is done, and from memory that is not pinned it
     makes the host wait as long. On a second stream it begins at once, beside the steps that are still being computed.
-    No batch is fetched before its time for that: the host is ahead of the device already, so the place in the data is
-    that of the batch in hand, and a checkpoint knows it. From pinned memory (``DataLoader(pin_memory=True)``) the host
-    does not wait either.
-
-    Args:
-        device: a CUDA device.
-
-    Example::
-
-        >>> if torch.cuda.is_available():
-        ...     to_device = SideStream(torch.device("cuda", 0))
-        ...     assert to_device({"x": torch.ones(2)})["x"].is_cuda
+    No batch is fetched early for that: the host is ahead of the device already. From pinned memory
+    (``DataLoader(pin_memory=True)``) the host does not wait either.
 
     Source: `PyTorch, CUDA streams and record_stream
     <https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams>`_.
@@ -54,7 +44,7 @@ class SideStream:
             if tensor.device == device:
                 return tensor
             if tensor.is_cuda or type(tensor) is not Tensor:
-                return tensor  # Made on another stream, or by code of its own: see below.
+                return tensor  # Made on another stream, or a subclass: see below.
             moved = tensor.to(device, non_blocking=True)
             copied.append(moved)
             return moved
@@ -64,7 +54,7 @@ class SideStream:
         if copied:
             computing.wait_stream(side)
             for tensor in copied:
-                # Else its memory would be the side stream's again as soon as Python lets go of it.
+                # Without it, the side stream could reuse the memory as soon as Python frees the tensor.
                 tensor.record_stream(computing)
         # Objects that move themselves do so on the stream that computes: their tensors are not known here.
         return tree.move_to(batch, device, non_blocking=True)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -22,7 +22,6 @@ from hasten._lib.cache import cache_folder, read_json, remember_json
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.data.loader_parts import (
     check_dataloader,
-    is_iterable,
     required_in_training,
     shut_down,
     with_attributes,
@@ -41,13 +40,6 @@ SHORT_SECONDS = 0.3
 # Index batches that are read over and over.
 _BATCHES = 64
 _found: dict[str, int] = {}
-
-
-class Pace(NamedTuple):
-    """How fast batches come: seconds until the first batch is there, and from one batch to the next."""
-
-    start_seconds: float
-    batch_seconds: float
 
 
 def auto_workers(loader: Any, *, seconds: float = 4.0, stage: str = "train", name: str | None = None) -> Any:
@@ -139,18 +131,7 @@ def with_workers_of(loader: Any, state: dict[str, Any]) -> Any:
 
 
 def _with_best(loader: Any, seconds: float, name: str) -> Any:
-    check_dataloader(loader, "num_workers='auto'", name, batches=False)
-    kind = type(loader.dataset).__name__
-    if is_iterable(loader):
-        raise TypeError(
-            f"num_workers='auto': {name} reads {kind}, an IterableDataset, which divides its samples among its workers "
-            "itself. Give the number to the DataLoader, or use a dataset with __getitem__ and __len__."
-        )
-    if not hasattr(loader.dataset, "__len__"):
-        raise TypeError(
-            f"num_workers='auto': {name} reads {kind}, which has no length. Give it a __len__, or leave num_workers "
-            "out."
-        )
+    check_dataloader(loader, "num_workers='auto'", name, batches=False, numbered=True)
     try:
         batches = len(loader)
     except (TypeError, NotImplementedError):
@@ -195,10 +176,8 @@ def measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dict
     each, end = seconds / 5, time.perf_counter() + 1.5 * seconds
 
     def measured(number: int) -> float:
-        measure = _pace_with_workers if number else _pace_in_process
-        pace = measure(loader, index_batches, number, each, batches)
-        started = 0.0 if loader.persistent_workers and number else pace.start_seconds
-        return started + batches * pace.batch_seconds
+        start, batch = _pace(loader, number, index_batches, each, max(batches, AT_LEAST))
+        return batches * batch + (0.0 if loader.persistent_workers and number else start)
 
     with isolate_rng(include_cuda=False):
         try:
@@ -275,7 +254,7 @@ class _Call(IterableDataset[Any]):
 
 
 def _in_a_worker(loader: DataLoader[Any], function: Callable[[], Any]) -> Any:
-    """Return the result of a function, called in a worker process of its own."""
+    """Return the result of a function, called in a separate worker process."""
     results = iter(
         DataLoader(
             _Call(function),
@@ -305,26 +284,13 @@ class _Repeated:
         return cycle(self._index_batches)
 
 
-def _pace_in_process(
-    loader: DataLoader[Any], index_batches: list[Any], number: int, seconds: float, batches: int
-) -> Pace:
-    # In a worker: what the dataset keeps open, counts or caches while it is read stays there.
-    options = {"batch_sampler": _Repeated(index_batches), "collate_fn": loader.collate_fn}
-    most = max(batches, AT_LEAST)
-    measure = functools.partial(_pace_of_a_loader, loader.dataset, options, seconds, most)
-    first, each = _in_a_worker(loader, measure)
-    return Pace(min(first, each), each)
-
-
-def _pace_of_a_loader(dataset: Any, options: dict[str, Any], seconds: float, most: int) -> Pace:
-    return _pace_of(iter(DataLoader(dataset, **options)), seconds, free=1, most=most)
-
-
-def _pace_with_workers(
-    loader: DataLoader[Any], index_batches: list[Any], number: int, seconds: float, batches: int
-) -> Pace:
+def _pace(
+    loader: DataLoader[Any], number: int, index_batches: list[Any], seconds: float, most: int
+) -> tuple[float, float]:
+    """Return the seconds to the first batch, and from one batch to the next, with a number of workers."""
     measured: Any = with_attributes(
         with_workers(loader, number),
+        sampler=None,
         batch_sampler=_Repeated(index_batches),
         persistent_workers=False,
         pin_memory=False,
@@ -332,32 +298,33 @@ def _pace_with_workers(
         _iterator=None,
         check_worker_number_rationality=_nothing,
     )
-    began = time.perf_counter()
-    iterator = iter(measured)
-    try:
-        return _pace_of(iterator, seconds, free=number, began=began)
-    finally:
-        shut_down(iterator)
+    if number:
+        return _pace_of(measured, seconds, number, math.inf)
+    # In another process: what the dataset keeps open, counts or caches while it is read stays there.
+    first, each = _in_a_worker(loader, functools.partial(_pace_of, measured, seconds, 1, most))
+    return min(first, each), each
 
 
-def _pace_of(
-    batches: Iterator[Any], seconds: float, *, free: int, began: float | None = None, most: float = math.inf
-) -> Pace:
-    """Return how fast batches come; the first ``free`` ones were made while nobody asked."""
+def _pace_of(loader: DataLoader[Any], seconds: float, free: int, most: float) -> tuple[float, float]:
+    """Measure the pace of a loader whose first ``free`` batches are made in advance."""
     clock = time.perf_counter
-    start = clock() if began is None else began
-    next(batches)
-    first = clock() - start
-    for _ in islice(batches, free - 1):
-        pass
-    begin, count = clock(), 0
-    while True:
+    began = clock()
+    batches = iter(loader)
+    try:
         next(batches)
-        count += 1
-        passed = clock() - begin
-        # A slow dataset gets twice as long, for its figures to mean something.
-        if (passed >= seconds and count >= AT_LEAST * free) or passed >= 2 * seconds or count >= most:
-            return Pace(first, passed / count)
+        first = clock() - began
+        for _ in islice(batches, free - 1):
+            pass
+        began, count = clock(), 0
+        while True:
+            next(batches)
+            count += 1
+            passed = clock() - began
+            # A slow dataset gets twice as long, for its figures to mean something.
+            if (passed >= seconds and count >= AT_LEAST * free) or passed >= 2 * seconds or count >= most:
+                return first, passed / count
+    finally:
+        shut_down(batches)
 
 
 # -- results of earlier runs
@@ -396,16 +363,15 @@ def _key(loader: DataLoader[Any]) -> str:
 
 
 def _description(value: Any) -> str:
-    """Return what tells one attribute from another, without addresses in memory."""
+    """Return a description of an attribute that is the same in every process."""
     if isinstance(value, (str, int, float, bool, type(None))):
         return repr(value)
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
     if callable(value):
-        text = repr(value)
-        return _code_of(value if hasattr(value, "__qualname__") else type(value)) + (
-            "" if " at 0x" in text else text
-        )
+        # A transform's text has its parameters.
+        text = "" if " at 0x" in repr(value) else repr(value)
+        return text + _code_of(value if hasattr(value, "__qualname__") else type(value))
     size = len(value) if isinstance(value, (list, tuple, dict, set)) else ""
     return f"{type(value).__qualname__} {size}"
 

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 from hasten._lib.errors import MisconfigurationException
 from hasten.data.combined import CombinedLoader, is_collection
 from hasten.data.loaders import prepare
-from hasten.data.resume.combined_stream import CombinedStream
-from hasten.data.resume.stream import Stream
+from hasten.data.resume.stream import CombinedStream, Stream
 from hasten.hooks import overrides
 from hasten.module import LightningModule
 from hasten.module.datamodule import DataHooks, LightningDataModule

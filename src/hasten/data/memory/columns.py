@@ -26,16 +26,8 @@ class NoColumnsError(ValueError):
 def kind_of(sample: Any) -> Kind:
     """Return the structure, shapes and types that all samples must have for one tensor to hold each field.
 
-    Args:
-        sample: tensors, arrays, numbers and text, in dicts, tuples, lists, named tuples.
-
     Raises:
         NoColumnsError: it has something else in it.
-
-    Example::
-
-        >>> kind_of((torch.zeros(2), 3))[2]
-        (('tensor', (2,), torch.float32), ('plain', <class 'int'>))
 
     """
     kind = type(sample)
@@ -71,22 +63,7 @@ def leaves_of(batch: Any, kind: Kind) -> Iterator[Any]:
 
 
 class Columns:
-    """Samples as one tensor (or list of texts) for each field.
-
-    Args:
-        kind: of all samples, from ``kind_of``.
-        leaves: the fields in order: ``(samples, ...)``.
-
-    Example::
-
-        >>> columns = Columns(kind_of((torch.zeros(2), 3)), [torch.ones(4, 2), torch.arange(4)])
-        >>> columns.batch([2, 0])
-        [tensor([[1., 1.],
-                [1., 1.]]), tensor([2, 0])]
-        >>> columns.sample(3)
-        (tensor([1., 1.]), 3)
-
-    """
+    """Samples as one tensor (or list of texts) for each field."""
 
     def __init__(self, kind: Kind, leaves: Sequence[Any]) -> None:
         self.kind = kind
@@ -101,12 +78,7 @@ class Columns:
         return len(self.leaves[0])
 
     def batch(self, indices: Any) -> Any:
-        """Return what ``default_collate`` makes of these samples, bit for bit.
-
-        Args:
-            indices: their numbers: a list, or an int64 tensor on the host.
-
-        """
+        """Return what ``default_collate`` makes of these samples, bit for bit."""
         if isinstance(indices, Tensor):
             index, numbers = indices, indices.tolist() if self._has_texts else []
         else:
@@ -144,13 +116,7 @@ class Columns:
 
 
 class ColumnsBuilder:
-    """Makes columns chunk by chunk.
-
-    Args:
-        length: the number of samples in the end.
-        allocate: gives the memory; by default ``torch.empty``.
-
-    """
+    """Makes columns chunk by chunk."""
 
     def __init__(self, length: int, allocate: Allocate | None = None) -> None:
         self._length = length

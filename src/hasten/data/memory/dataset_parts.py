@@ -43,19 +43,7 @@ _Part = tuple[str, Any, frozenset[str]]
 
 
 def own_generators(dataset: Any) -> dict[int, bytes]:
-    """Return the states of the random generators that a dataset holds or its methods read, by the generator's id.
-
-    Example::
-
-        >>> class Flipping:
-        ...     def __init__(self):
-        ...         self.random = random.Random(0)
-        >>> data = Flipping()
-        >>> before = own_generators(data)
-        >>> data.random.random() < 1 and own_generators(data) == before
-        False
-
-    """
+    """Return the states of the random generators that a dataset holds or its methods read, by the generator's id."""
     found = ((part, _generator(part)) for _, part in parts(dataset))
     return {id(part): pickle.dumps(access[0]()) for part, access in found if access is not None}
 
@@ -67,14 +55,6 @@ def preserve(*things: Any, containers: bool = False) -> Iterator[None]:
     Args:
         things: datasets, functions or other objects; the generators that their methods read count too.
         containers: also restore attributes, lists, dicts and sets.
-
-    Example::
-
-        >>> generator = random.Random(0)
-        >>> with preserve([generator]):
-        ...     first = generator.random()
-        >>> first == generator.random()
-        True
 
     """
     undo: list[Callable[[], Any]] = []
@@ -113,17 +93,6 @@ def fingerprint(dataset: Any) -> dict[str, Any]:
 
     Tensors and arrays are not copied: a tensor counts its changes, of a large array some numbers are taken. Random
     generators are left out, since a sampler may share them.
-
-    Example::
-
-        >>> class Curriculum:
-        ...     level = 0
-        >>> data = Curriculum()
-        >>> before = fingerprint(data)
-        >>> data.level = 1
-        >>> changed(before, fingerprint(data))
-        ['level']
-
     """
     return {place: _value(part) for place, part in parts(dataset) if _generator(part) is None}
 
@@ -214,14 +183,7 @@ def parts(dataset: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _inside(place: str, part: Any, names: frozenset[str]) -> Iterator[_Part]:
-    """Yield place and value of what a part holds, and the names used by the code that reads it.
-
-    Args:
-        place: of the part.
-        part: the part.
-        names: the names used by the code that reads the part.
-
-    """
+    """Yield place and value of what a part holds, and the names used by the code that reads it."""
     if isinstance(part, _LEAVES) or _generator(part) is not None:
         return
     if isinstance(part, (list, tuple, deque)):

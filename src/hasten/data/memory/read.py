@@ -37,14 +37,7 @@ _MOST_READ_AGAIN = 1 << 16
 
 
 class DatasetReader:
-    """Reads all samples of a dataset.
-
-    Args:
-        dataset: with ``__getitem__`` and ``__len__``.
-        argument: what needs the samples, for messages.
-        name: what to call the loader in messages.
-
-    """
+    """Reads all samples of a dataset."""
 
     def __init__(self, dataset: Any, argument: str, name: str) -> None:
         self.dataset, self.argument, self.name = dataset, argument, name
@@ -81,12 +74,7 @@ class DatasetReader:
             return self._read(loader if loader is not None and loader.num_workers else None, allocate)
 
     def check_size(self, size_bytes: int) -> None:
-        """Check that there is memory for so many bytes.
-
-        Raises:
-            ValueError: there is not.
-
-        """
+        """Check that there is memory for so many bytes."""
         limit = int(SHARE * available_bytes())
         if size_bytes > limit:
             raise ValueError(
@@ -189,13 +177,7 @@ def of_tensors(dataset: TensorDataset) -> Columns | None:
 
 
 def is_random(dataset: Any, read: Callable[[], Any]) -> bool:
-    """Return whether samples of a dataset are random: generators move for them, or they differ the second time.
-
-    Args:
-        dataset: with ``__getitem__``; its own generators and those of the program are watched.
-        read: reads samples.
-
-    """
+    """Return whether samples of a dataset are random: generators move for them, or they differ the second time."""
     watch = _RandomWatch(dataset)
     kept = copy.deepcopy(read())
     return watch.drawn() or not same(kept, read())
@@ -228,13 +210,7 @@ def _second_reading(count: int) -> list[range]:
 
 
 class DatasetProxy(Dataset[Any]):
-    """Other samples in place of a dataset's: attributes are read from the dataset, and set there.
-
-    Args:
-        dataset: the user's.
-        own: the attributes of the proxy itself, whose names begin with ``_hasten_``.
-
-    """
+    """Other samples in place of a dataset's: attributes are read from the dataset, and set there."""
 
     _hasten_dataset: Any
 
@@ -252,13 +228,7 @@ class DatasetProxy(Dataset[Any]):
 
 
 class _Chunks(DatasetProxy):
-    """Chunks of a dataset: (kind or None, the samples joined or pickled, whether random numbers were drawn).
-
-    Args:
-        dataset: the user's; a ``worker_init_fn`` finds its attributes here.
-        chunks: the numbers of the samples of each.
-
-    """
+    """Chunks of a dataset: (kind or None, the samples joined or pickled, whether random numbers were drawn)."""
 
     def __init__(self, dataset: Any, chunks: Sequence[range]) -> None:
         super().__init__(dataset, _hasten_chunks=chunks, _hasten_watch=None)
@@ -328,13 +298,7 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def pickled(samples: Any, *, identical: bool = False) -> bytes:
-    """Return samples as bytes that ``pickle.loads`` reads; tensors cost little more than their memory.
-
-    Args:
-        samples: what to pickle.
-        identical: equal samples give equal bytes in every process, even if parts of them are one object.
-
-    """
+    """Return samples as bytes that ``pickle.loads`` reads; tensors cost little more than their memory."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, protocol=5)
     pickler.fast = identical

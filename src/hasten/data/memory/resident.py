@@ -145,14 +145,7 @@ def gives_batches(dataset: Any) -> bool:
 
 
 class HeldDataset(DatasetProxy):
-    """A dataset's samples in memory; a change that a callback makes here changes the user's dataset.
-
-    Args:
-        dataset: the user's.
-        read: reads its samples.
-        name: what to call the loader in messages.
-
-    """
+    """A dataset's samples in memory; a change that a callback makes here changes the user's dataset."""
 
     _hasten_data: Columns | list[Any]
     _hasten_joins: bool
@@ -194,14 +187,7 @@ class HeldDataset(DatasetProxy):
 
 
 class _Changes:
-    """Notices changes of a dataset since its samples were read.
-
-    Args:
-        dataset: the user's.
-        read: reads its samples.
-        name: what to call the loader in messages.
-
-    """
+    """Notices changes of a dataset since its samples were read."""
 
     def __init__(self, dataset: Any, read: Callable[[], Columns | list[Any]], name: str) -> None:
         self.name = name
@@ -246,12 +232,7 @@ class _Changes:
         return self.read()
 
     def check(self) -> None:
-        """Check that nothing has changed since the samples were read.
-
-        Raises:
-            RuntimeError: something has.
-
-        """
+        """Check that nothing has changed since the samples were read."""
         places = [] if self._preloaded else self._changed()
         if places:
             raise RuntimeError(
@@ -432,12 +413,7 @@ def _on_device(data: Columns | list[Any], device: torch.device, argument: str, n
 
 
 def _raise_if_shapes_differ(samples: list[Any], error: RuntimeError) -> None:
-    """Raise an error that names a field of different shapes, which torch's ``default_collate`` cannot join, if any.
-
-    Raises:
-        ValueError: a field has different shapes in the samples.
-
-    """
+    """Raise an error that names a field of different shapes, which torch's ``default_collate`` cannot join, if any."""
     shapes = [
         {keystr(path): _shape(leaf) for path, leaf in tree_flatten_with_path(sample, _is_plain_list)[0]}
         for sample in samples

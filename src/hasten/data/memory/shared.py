@@ -35,30 +35,17 @@ _of_this_process: weakref.WeakValueDictionary[str, PreloadedDataset] = weakref.W
 
 @dataclass(frozen=True)
 class SharedFile:
-    """A tensor in a file without a name that a process has open.
-
-    Args:
-        pid: the process.
-        started: when it started, by the kernel's clock: another process may get its number.
-        descriptor: the number of the open file there.
-        shape: of the tensor.
-        dtype: the name of the tensor's dtype.
-
-    """
+    """A tensor in a file without a name that a process has open."""
 
     pid: int
+    # By the kernel's clock: another process may get the number of one that has ended.
     started: int | None
     descriptor: int
     shape: list[int]
     dtype: str
 
     def tensor(self) -> Tensor:
-        """Return the tensor, in the memory of the file.
-
-        Raises:
-            FileNotFoundError: the process of the file is gone.
-
-        """
+        """Return the tensor, in the memory of the file."""
         if not self.is_there():
             raise FileNotFoundError(f"process {self.pid}, which held the data, is gone")
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -104,14 +91,9 @@ class SharedTensors:
 class PreloadedDataset(Dataset[Any]):
     """A dataset's samples in shared memory; made by :func:`preload`.
 
-    Pickled, as when processes are spawned, it takes a few bytes: the other process maps the same memory.
-
-    Args:
-        dataset: the user's; its attributes are found here, too.
-        kind: of all samples; None if they are pickled: then the tensors are the bytes, and where each sample ends.
-        files: the memory.
-        owner: keeps the files open, in the process that made them.
-
+    Pickled, as when processes are spawned, it takes a few bytes: the other process maps the same memory. Without a
+    ``kind``, the tensors are the bytes of the pickled samples and where each of them ends. ``owner`` keeps the files
+    open, in the process that made them.
     """
 
     _hasten_preloaded = True
@@ -158,7 +140,7 @@ def preload(dataset: Any, *, name: str | None = None) -> PreloadedDataset:
 
     Args:
         dataset: with ``__getitem__`` and ``__len__``; its samples must be the same every time they are read.
-        name: tells datasets apart within a program whose length, type and first and last samples are the same.
+        name: distinguishes datasets of a program whose length, type and first and last samples are the same.
 
     Raises:
         TypeError: the dataset has no samples by number.
@@ -228,7 +210,7 @@ def _read(reader: DatasetReader) -> tuple[SharedTensors, Kind | None]:
 
 
 def _key(dataset: Any, name: str | None) -> str:
-    """Return a hash that tells this dataset from others of the program, the same in all processes."""
+    """Return a hash that identifies this dataset among those of the program, the same in all processes."""
     with isolate_rng(include_cuda=False):
         ends = pickled([dataset[0], dataset[len(dataset) - 1]], identical=True)
     kind = type(dataset)
@@ -255,11 +237,6 @@ def _made_once(
     """Let one process of this job on this machine make something; return it in the others, None in that process.
 
     The first one makes it while the others wait. If it dies meanwhile, the next one does.
-
-    Args:
-        key: names it within the job.
-        make: returns the files and whether they are columns.
-
     """
     with _locked(_folder() / f"{name_of_job()}-{key}.json") as file:
         found = _content(file)
@@ -312,12 +289,7 @@ def _forget(key: str, pid: int) -> None:
 
 
 def _folder() -> Path:
-    """Return a folder of this user alone, without what dead processes left there.
-
-    Raises:
-        RuntimeError: somebody else made it.
-
-    """
+    """Return a folder of this user alone, without what dead processes left there."""
     folder = Path(tempfile.gettempdir()) / f"hasten-preload-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():

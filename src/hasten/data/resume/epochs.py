@@ -38,14 +38,6 @@ def ends_at_its_length(loader: Any) -> bool:
     Sure is a length that torch or hasten computes from the samplers it reads. An ``IterableDataset`` may give another
     number of batches than its length says (with workers even one that counts its samples right), and so may any class
     that defines ``__len__`` itself.
-
-    Example::
-
-        >>> ends_at_its_length(DataLoader(range(4), shuffle=True))
-        True
-        >>> ends_at_its_length(DataLoader(range(4), sampler=map(int, range(4))))
-        False
-
     """
     kind = type(loader)
     if kind in _COLLECTIONS:
@@ -75,16 +67,9 @@ def _is_from(kind: type, package: str) -> bool:
 
 @dataclass(frozen=True)
 class NextEpoch:
-    """An epoch that was begun while the one before was not over.
+    """An epoch that was begun while the one before was not over."""
 
-    Args:
-        generators: the states of the loader's generators before it began.
-        source: the state of the loader's source before it began.
-        epochs: the epoch that was last set in each sampler.
-        batches: its batches.
-
-    """
-
+    # The states of the loader's generators and of its source before it began, and the epoch of each sampler.
     generators: list[bytes]
     source: dict[str, Any]
     epochs: list[Any]
@@ -101,17 +86,6 @@ def begins_early(loader: Any) -> bool:
 
     Its workers must live on: new ones would be copies of a dataset that a callback may still change. Its order must
     come from its own generator, from the epoch, or not from chance at all: validation may draw from torch's generator.
-
-    Args:
-        loader: a loader that is ready for a run.
-
-    Example::
-
-        >>> begins_early(DataLoader(range(4)))
-        False
-        >>> begins_early(DataLoader(range(4), num_workers=1, persistent_workers=True))
-        True
-
     """
     return (
         isinstance(loader, DataLoader)
@@ -127,7 +101,7 @@ def begins_early(loader: Any) -> bool:
 
 
 def _is_settled(sampler: Any) -> bool:
-    """Return whether what a sampler gives next does not depend on when it is asked."""
+    """Return whether a sampler's next order is the same whenever it is drawn."""
     kind = type(sampler)
     if kind is BatchSampler:
         return _is_settled(sampler.sampler)

@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 def source_of(loader: Any, *, replays: bool = True) -> BatchSource:
-    """Return the source for a loader; ``replays``: a place inside an epoch may be asked for."""
+    """Return the source for a loader; ``replays``: a position inside an epoch may be saved."""
     if has_state(loader):
         return StatefulSource(loader)
     if not isinstance(loader, DataLoader):
@@ -52,6 +52,8 @@ class BatchSource:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
+        # The iterator of an epoch whose batches can only be reached by fetching those before.
+        self._replay: Replay | None = None
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch."""
@@ -67,7 +69,7 @@ class BatchSource:
 
     def state(self, count: int) -> State:
         """Return what ``reopen`` needs after ``count`` batches of this epoch, as plain data."""
-        return {}
+        return {} if self._replay is None else {"notes": self._replay.notes(count)}
 
     def between_epochs(self) -> State:
         """Return what has to be restored before the next epoch."""
@@ -75,6 +77,10 @@ class BatchSource:
 
     def restore_between_epochs(self, state: State) -> None:
         """Restore what ``between_epochs`` returned."""
+
+    def draws(self) -> bool:
+        """Return whether fetching may draw from the random generators of this process."""
+        return self._replay is None or not self._replay.is_quiet()
 
     def describe(self, error: Exception, number: int) -> str:
         """Return where an error in fetching batch ``number`` (from 1) happened."""
@@ -86,40 +92,34 @@ class BatchSource:
     def close(self) -> None:
         """End worker processes, also persistent ones."""
 
+    def _replayed(self, consumed: int = 0, state: State | None = None) -> Replay:
+        """Begin an epoch, and fetch and drop its first batches."""
+        self._replay = Replay(iter(self._loader))
+        return self._replay.skip(consumed, (state or {}).get("notes", []))
+
 
 class IterableSource(BatchSource):
     """A list of batches, or another iterable: read again up to the place."""
 
     def __init__(self, loader: Any, *, replays: bool = True) -> None:
         super().__init__(loader)
-        # A list draws no random numbers; and without resuming, nobody needs to know what was drawn.
+        # A list draws no random numbers, and without resuming, what was drawn does not matter.
         self._just_skips = isinstance(loader, (list, tuple)) or not replays
-        self._replay: Replay | None = None
 
     def open(self) -> Iterator[Any]:
-        """Begin an epoch."""
-        if self._just_skips:
-            return iter(self._loader)
-        self._replay = Replay(iter(self._loader))
-        return self._replay
+        return iter(self._loader) if self._just_skips else self._replayed()
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
-        """Begin an epoch after its first batches."""
-        if self._just_skips:
-            return super().reopen(state, consumed)
-        self._replay = Replay(iter(self._loader))
-        return self._replay.skip(consumed, (state or {}).get("notes", []))
+        return super().reopen(state, consumed) if self._just_skips else self._replayed(consumed, state)
 
-    def state(self, count: int) -> State:
-        """Return what reading the loader again needs to know besides the count."""
-        return {} if self._replay is None else {"notes": self._replay.notes(count)}
+    def draws(self) -> bool:
+        return not self._just_skips and super().draws()
 
 
 class StatefulSource(BatchSource):
     """A loader that saves its position itself, such as torchdata's ``StatefulDataLoader``."""
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
-        """Begin an epoch where the loader's own state says."""
         if state is not None and "loader" in state:
             self._loader.load_state_dict(state["loader"])
             return self.open()
@@ -128,20 +128,16 @@ class StatefulSource(BatchSource):
         return batches
 
     def state(self, count: int) -> State:
-        """Return the loader's own state."""
         return {"loader": copy.deepcopy(self._loader.state_dict())}
 
     def between_epochs(self) -> State:
-        """Return the loader's own state."""
         return self.state(0)
 
     def restore_between_epochs(self, state: State) -> None:
-        """Load the loader's own state."""
         if "loader" in state:
             self._loader.load_state_dict(state["loader"])
 
     def close(self) -> None:
-        """Shut down what an iterator kept by the loader still runs."""
         shut_down(self._loader)
 
 
@@ -176,7 +172,6 @@ class _DataLoaderSource(BatchSource):
         return {} if sampler is None else {"sampler": copy.deepcopy(sampler.state_dict())}
 
     def restore_between_epochs(self, state: State) -> None:
-        """Load the sampler's state."""
         if self._stateful_sampler is not None and "sampler" in state:
             self._stateful_sampler.load_state_dict(state["sampler"])
 
@@ -200,25 +195,18 @@ class _DataLoaderSource(BatchSource):
 class InProcessSource(_DataLoaderSource):
     """A ``DataLoader`` without workers: index batches are skipped, the dataset is not touched."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__(loader)
-        self._replay: Replay | None = None
-
     def open(self) -> Iterator[Any]:
-        """Begin an epoch."""
+        self._replay = None
         if self._replays:
-            self._replay = Replay(iter(self._loader))
-            return self._replay
+            return self._replayed()
         counts = self._stateful_sampler is not None or (self.keeps_indices and not self._is_iterable)
         return iter(self._counted()[0] if counts else self._loader)
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
-        """Begin an epoch after its first batches."""
         if state is None or self.is_changed(state):
             state = {}
         if self._replays or (self._is_iterable and "dataset" not in state):
-            self._replay = Replay(iter(self._loader))
-            return self._replay.skip(consumed, state.get("notes", []))
+            return self._replayed(consumed, state)
         self._load_dataset(state)
         loader, indices = self._counted()
         self._start_at(indices, state, consumed, skip=not self._is_iterable)
@@ -227,25 +215,19 @@ class InProcessSource(_DataLoaderSource):
         return batches
 
     def state(self, count: int) -> State:
-        """Return the states of the dataset and the sampler, if they have any."""
-        state = self._dataset_state()
+        state = {**self._dataset_state(), **super().state(count)}
         if self._stateful_sampler is not None and self.indices is not None:
             state["sampler"] = self.indices.state(count)
-        if self._replay is not None:
-            state["notes"] = self._replay.notes(count)
         return state
 
     def between_epochs(self) -> State:
-        """Return the states of the dataset and the sampler, if they have any."""
         return {**self._dataset_state(), **super().between_epochs()}
 
     def restore_between_epochs(self, state: State) -> None:
-        """Load the states of the dataset and the sampler."""
         self._load_dataset(state)
         super().restore_between_epochs(state)
 
     def describe(self, error: Exception, number: int) -> str:
-        """Return dataset, batch and, if known, sample."""
         sample = _sample_in(error)
         return self._place(number) if sample is None else f"{self._place(number)}, sample {sample}"
 
@@ -308,7 +290,6 @@ class WorkerSource(_DataLoaderSource):
 
     @property
     def start_seconds(self) -> float | None:  # type: ignore[override]
-        """How long the processes took to start, the last time; None until a batch has come from them."""
         ready = self._states.ready
         return None if ready is None else max(0.0, ready - self._started_at)
 
@@ -329,7 +310,6 @@ class WorkerSource(_DataLoaderSource):
         return self._start(None)
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
-        """Begin an epoch after its first batches, with the workers as they were."""
         if state is None or self.is_changed(state):
             base = 0 if self._replays or self._is_iterable else consumed
             state = {"base": base, "workers": [], "birth": None}
@@ -371,8 +351,11 @@ class WorkerSource(_DataLoaderSource):
             state["sampler"] = self.indices.state(base)
         return state
 
+    def draws(self) -> bool:
+        # For an IterableDataset no sampler draws, and the samples come from other processes.
+        return not self._is_iterable or overrides_iter(self._loader)
+
     def describe(self, error: Exception, number: int) -> str:
-        """Return dataset, batch and indices; PyTorch's own message names the worker."""
         indices = None if self._is_iterable else self.indices.batch(number)
         if indices is None:
             return self._place(number)
@@ -380,12 +363,10 @@ class WorkerSource(_DataLoaderSource):
         return f"{self._place(number)}, indices {text if len(text) < 200 else text[:200] + '...'}"
 
     def leave(self) -> None:
-        """Release an epoch; persistent workers live on."""
         if not self.survives:
             self.close()
 
     def close(self) -> None:
-        """End the worker processes now."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             shut_down(iterator)
@@ -399,7 +380,7 @@ class WorkerSource(_DataLoaderSource):
         return self._iterator
 
     def _make_iterator(self) -> UnpackingIterator:
-        # The index sampler is asked for its iterator right before the seed of the workers is drawn.
+        # A loader calls iter() of its index sampler right before it draws the seed of the workers.
         self.indices.on_iter = self._remember_birth if self.survives else None
         loader = self._loader_with_states
         return UnpackingIterator(type(loader)._get_iterator(loader), self._states)
@@ -419,7 +400,7 @@ class WorkerSource(_DataLoaderSource):
             except StopIteration:
                 return
             except Exception:
-                # In a batch that nobody asked for; the next epoch reports a worker that died.
+                # In a batch that is not used; the next epoch reports a worker that died.
                 continue
 
 
@@ -442,30 +423,25 @@ def _sample_in(error: Exception) -> Any:
 class CountingSampler:
     """Replaces the index sampler of a loader: the same index batches, counted, from any place on.
 
-    Args:
-        sampler: the batch sampler, or the sampler where the loader does not batch.
-        stateful: the sampler whose ``state_dict`` is remembered for each index batch, or None.
-        keep: the number of index batches to remember.
-
+    The latest ``keep`` of them are remembered, and the states that the sampler ``stateful`` had after them.
     """
 
     def __init__(self, sampler: Any, *, stateful: Any = None, keep: int = 2) -> None:
         self.sampler_of_loader = sampler
         self.on_iter: Callable[[], None] | None = None
-        self._stateful = stateful
-        self._keep = keep
-        self._first = self._skip = 0
-        self._once = False
-        self._current: _CountingIterator | None = None
+        self._stateful, self._keep = stateful, keep
+        self._first = self._skip = self._to_skip = 0
+        self._once = self._stopped = False
+        self._ended_at = -1
+        self._current: Iterator[Any] | None = None
+        self._batches: dict[int, Any] = {}
+        self._states: dict[int, Any] = {}
 
     def start_at(self, number: int, *, skip: bool, once: bool = False) -> None:
         """Begin the next epoch at index batch ``number``.
 
-        Args:
-            number: how many index batches come before.
-            skip: draw these from the sampler and drop them; without it the sampler is already there.
-            once: the loader asks twice for an iterator where the epoch that is resumed asked once.
-
+        ``skip`` draws the batches before it from the sampler; without it, the sampler is already there. ``once``: the
+        loader calls iter() twice in an epoch that called it once when it was interrupted.
         """
         self._first, self._skip, self._once = number, number if skip else 0, once
 
@@ -473,9 +449,12 @@ class CountingSampler:
         if self._once and self._current is not None:
             self._once = False
             return self._current
-        self._current = _CountingIterator(
-            iter(self.sampler_of_loader), self._first, self._skip, self._stateful, self._keep
-        )
+        self._stopped, self._ended_at, self._to_skip = False, -1, self._skip
+        self._batches.clear()
+        self._states.clear()
+        self._drawn = iter(self.sampler_of_loader)
+        self._remember_state(self._first)
+        self._current = self._counted(self._first)
         if self.on_iter is not None:
             self.on_iter()
         return self._current
@@ -484,24 +463,22 @@ class CountingSampler:
         return len(self.sampler_of_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "sampler_of_loader":
+        if name.startswith("_") or name == "sampler_of_loader":
             raise AttributeError(name)
         return getattr(self.sampler_of_loader, name)
 
     def opened(self) -> None:
         """Skip now, under the random state of the start of the epoch, and begin the next epoch at its start."""
-        if self._current is not None:
-            self._current.skip_now()
+        self._skip_now()
         self.start_at(0, skip=False)
 
     def stop(self) -> None:
         """Give no more index batches in this epoch."""
-        if self._current is not None:
-            self._current.stopped = True
+        self._stopped = True
 
     def batch(self, number: int) -> Any:
         """Return index batch ``number`` (from 1) if it is still known, else None."""
-        return self._current.recent.get(number) if self._current is not None else None
+        return self._batches.get(number)
 
     def state(self, number: int) -> Any:
         """Return the sampler's state after index batch ``number``, or None where it is not known or is the end.
@@ -509,55 +486,35 @@ class CountingSampler:
         A sampler at its end may already be back at its beginning.
 
         """
-        current = self._current
-        if current is None or number == current.ended_at:
-            return None
-        return current.states.get(number)
+        return None if number == self._ended_at else self._states.get(number)
 
-
-class _CountingIterator:
-    """Iterates over index batches and remembers the latest ``keep``."""
-
-    def __init__(self, iterator: Iterator[Any], first: int, skip: int, stateful: Any, keep: int) -> None:
-        self.stopped = False
-        self.ended_at: int | None = None
-        self.recent: dict[int, Any] = {}
-        self.states: dict[int, Any] = {}
-        self._iterator, self._number, self._skip = iterator, first, skip
-        self._stateful, self._keep = stateful, keep
-        if stateful is not None:
-            self.states[first] = copy.deepcopy(stateful.state_dict())
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._skip:
-            self.skip_now()
-        if self.stopped:
-            raise StopIteration
-        try:
-            indices = next(self._iterator)
-        except StopIteration:
-            self.ended_at = self._number
-            raise
-        self._number += 1
-        self.recent[self._number] = indices
-        self.recent.pop(self._number - self._keep, None)
-        if self._stateful is not None:
-            self.states[self._number] = copy.deepcopy(self._stateful.state_dict())
-            self.states.pop(self._number - self._keep, None)
-        return indices
-
-    def skip_now(self) -> None:
-        """Draw and drop what comes before the place to begin at."""
-        skip, self._skip = self._skip, 0
-        for drawn in range(skip):
-            if next(self._iterator, self) is self:
+    def _skip_now(self) -> None:
+        count, self._to_skip = self._to_skip, 0
+        for drawn in range(count):
+            if next(self._drawn, self) is self:
                 raise RuntimeError(
-                    f"cannot resume after {skip} batches: the sampler ended after {drawn}. The data is shorter than "
+                    f"cannot resume after {count} batches: the sampler ended after {drawn}. The data is shorter than "
                     "when the checkpoint was written; resume with the same dataset, batch size and sampler."
                 )
+
+    def _counted(self, number: int) -> Iterator[Any]:
+        self._skip_now()
+        while not self._stopped:
+            try:
+                indices = next(self._drawn)
+            except StopIteration:
+                self._ended_at = number
+                return
+            number += 1
+            self._batches[number] = indices
+            self._batches.pop(number - self._keep, None)
+            self._remember_state(number)
+            yield indices
+
+    def _remember_state(self, number: int) -> None:
+        if self._stateful is not None:
+            self._states[number] = copy.deepcopy(self._stateful.state_dict())
+            self._states.pop(number - self._keep, None)
 
 
 # About 5 KB each. A loader that chooses by draws further back than these cannot be replayed.
@@ -571,11 +528,7 @@ class Replay:
     """Iterates over a loader that cannot skip, and notes what is needed to read it again in the same way.
 
     A loader that draws from the random generators of this process gets other numbers the second time, unless they
-    are restored. Within an epoch that is needed only where somebody else, such as dropout, drew in between.
-
-    Args:
-        batches: the loader's iterator, at the beginning of an epoch.
-
+    are restored. Within an epoch that is needed only if something else, such as dropout, drew in between.
     """
 
     def __init__(self, batches: Iterator[Any]) -> None:
@@ -592,9 +545,8 @@ class Replay:
 
     def __next__(self) -> Any:
         if self._quiet >= _QUIET:
-            batch = next(self._batches)
             self._number += 1
-            return batch
+            return next(self._batches)
         before = self._watch.state()
         self._moved.update(kind for kind in before if before[kind] != self._expected.get(kind))
         batch = next(self._batches)
@@ -606,6 +558,10 @@ class Replay:
             self._notes.append([self._number, {kind: before[kind] for kind in drawn}])
             self._moved.difference_update(drawn)
         return batch
+
+    def is_quiet(self) -> bool:
+        """Return whether the loader is no longer watched."""
+        return self._quiet >= _QUIET
 
     def notes(self, count: int) -> list[list[Any]]:
         """Return the states to restore within the first ``count`` batches."""

@@ -75,12 +75,7 @@ class BatchWithState:
 class StateCollate:
     """The collate function of a worker: the user's, with the worker's state put beside the batch.
 
-    Args:
-        collate: the user's function.
-        rng: send the states of the random generators when they have changed.
-        dataset_state: send the dataset's ``state_dict``.
-        batch_size: a list of fewer samples is the last batch of the worker's part of an ``IterableDataset``.
-
+    A list of fewer samples than ``batch_size`` is the last batch of the worker's part of an ``IterableDataset``.
     """
 
     def __init__(
@@ -118,10 +113,7 @@ _to_send: State = {}
 class WorkerInit:
     """The ``worker_init_fn`` of a worker: the user's, then the state that the worker continues from.
 
-    Args:
-        user_function: the user's ``worker_init_fn``, or None.
-        report_starts: send the state whenever the dataset's iteration begins.
-
+    ``report_starts`` makes it send the state whenever the iteration of its dataset begins.
     """
 
     def __init__(self, user_function: Callable[[int], None] | None, *, report_starts: bool) -> None:
@@ -150,13 +142,7 @@ class WorkerInit:
 
 
 def _observe(dataset: Any, *, ended: bool) -> None:
-    """Make ``iter(dataset)`` send the state it begins in; the object is this worker's own copy.
-
-    Args:
-        dataset: an ``IterableDataset``.
-        ended: the first iteration was at its end already.
-
-    """
+    """Make ``iter(dataset)`` send the state it begins in; ``ended``: its first iteration gives nothing."""
     kind = type(dataset)
     skip_first = [ended]
 
@@ -182,11 +168,6 @@ class SeedByRank:
 
     Without it, the workers of all ranks draw the same numbers when the ranks were seeded alike. Rank 0 keeps
     the numbers that PyTorch gives it.
-
-    Args:
-        user_function: called afterwards, or None.
-        rank: the rank, from 0.
-
     """
 
     def __init__(self, user_function: Callable[[int], None] | None, rank: int) -> None:
@@ -204,12 +185,7 @@ class SeedByRank:
 
 
 class WorkerStates:
-    """The states of the workers after recent batches, as the main process has received them.
-
-    Args:
-        num_workers: the number of worker processes.
-
-    """
+    """The states of the workers after recent batches, as the main process has received them."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from hasten.data import (
     packed_attention,
     pad_collate,
 )
-from tests.data.sequences import LONGEST, Sequences, Transformer, lengths_of
+from tests.batching.sequences import LONGEST, Sequences, Transformer, lengths_of
 
 LENGTHS = [3, 5, 5, 1, 0, 7]
 
@@ -274,39 +273,3 @@ def test_rows_hold_no_more_than_they_may_and_are_few() -> None:
     assert sorted(place for row in rows for place in row) == list(range(300))
     assert max(sum(lengths[place] for place in row) for row in rows) <= LONGEST
     assert len(rows) <= sum(lengths) / LONGEST * 1.05 + 1
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "says"),
-    [
-        (lambda: pack([]), ValueError, "no samples"),
-        (lambda: pack([[1, 2, 3]], 2), ValueError, "sequence 0 has 3 tokens. Use max_length=3"),
-        (lambda: pack([[1, 2], [3, 4]], 3, rows=1), ValueError, "need 2 rows"),
-        (lambda: pack([{"input_ids": [1], "text": "a"}]), TypeError, "text"),
-        (lambda: pack([{"label": 1}]), TypeError, "no sequence"),
-        (lambda: PackCollator(0), ValueError, "max_length=0"),
-        (lambda: PackCollator(8, rows=1.5), TypeError, r"rows=1\.5"),
-        (lambda: PackCollator(8, mask="left"), ValueError, "mask='left'"),
-        (
-            lambda: packed_attention(*projections(4), cu_seqlens([3]), 3),
-            ValueError,
-            "from 0 to 3, and there are 4",
-        ),
-        (lambda: packed_attention(*projections(4), torch.rand(2), 3), ValueError, "cu_seqlens"),
-        (
-            lambda: packed_attention(*projections(4, 3), cu_seqlens([4]), 4),
-            ValueError,
-            "4 heads of query, 3 of key",
-        ),
-        (
-            lambda: packed_attention(torch.rand(1, 4, 2, 8), *projections(4)[1:], cu_seqlens([4]), 4),
-            ValueError,
-            r"\(tokens, heads, head_dim\)",
-        ),
-    ],
-)
-def test_what_cannot_be_packed_is_refused_by_name(
-    make: Callable[[], Any], error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        make()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
+from hasten.batching.pad import rounded_up, widths_for
 from hasten.batching.samplers import PlannedBatches
-from hasten.batching.widths import rounded_up, widths_for
 from hasten.data import LengthBatchSampler, PackedBatchSampler, TokenBatchSampler
 from hasten.data.loaders import prepare
 from hasten.data.resume.stream import Stream
@@ -220,33 +220,3 @@ def test_loaders_are_shared_among_processes_by_the_sampler_itself(kind: str) -> 
     overfit = prepare(loader, overfit=True)
     first = [batch.tolist() for batch in overfit]
     assert first == [batch.tolist() for batch in overfit]
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "says"),
-    [
-        (lambda: LengthBatchSampler([], 4), ValueError, "at least one"),
-        (lambda: LengthBatchSampler([1.5], 4), TypeError, "whole numbers"),
-        (lambda: LengthBatchSampler("abc", 4), TypeError, "tokens of every sample"),
-        (lambda: LengthBatchSampler([3, -1], 4), ValueError, r"lengths\[1\] is -1"),
-        (lambda: LengthBatchSampler([3], 0), ValueError, "batch_size=0"),
-        (lambda: LengthBatchSampler([3], 2.0), TypeError, r"batch_size=2\.0"),
-        (lambda: LengthBatchSampler([3], 2, window=0), ValueError, "window=0"),
-        (lambda: LengthBatchSampler([3], 2, multiple_of=0), ValueError, "multiple_of=0"),
-        (lambda: LengthBatchSampler([3], 2, multiple_of="8"), TypeError, "multiple_of='8'"),
-        (lambda: LengthBatchSampler([3], 2, num_replicas=2), ValueError, "both or neither"),
-        (lambda: LengthBatchSampler([3], 2, num_replicas=2, rank=2), ValueError, "0 to 1"),
-        (
-            lambda: LengthBatchSampler([3], 2, seed=1, generator=torch.Generator()),
-            ValueError,
-            "Give one of them",
-        ),
-        (lambda: TokenBatchSampler([3, 9], 8), ValueError, "sample 1 with 9 tokens. Use max_tokens=9"),
-        (lambda: PackedBatchSampler([3, 9], 8), ValueError, "sample 1 with 9 tokens. Use max_length=9"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(
-    make: Callable[[], Any], error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        make()

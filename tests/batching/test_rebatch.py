@@ -19,7 +19,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-import hasten as L
 from hasten.batching.sample_lengths import sample_lengths
 from hasten.callbacks import ModelCheckpoint
 from hasten.data import (
@@ -31,7 +30,7 @@ from hasten.data import (
     rebatch,
     resident,
 )
-from tests.data.sequences import LONGEST, Padded, Reader, Sequences, lengths_of
+from tests.batching.sequences import LONGEST, Padded, Reader, Sequences, lengths_of
 from tests.models import quiet, same_weights
 
 
@@ -465,35 +464,7 @@ def test_what_cannot_be_batched_by_length_is_refused_before_training(
     assert module.epochs == []
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "says"),
-    [
-        ("lenght", ValueError, "Did you mean 'length'"),
-        ("tokens", ValueError, "'tokens:4096'"),
-        ("tokens:0", ValueError, "'tokens:4096'"),
-        ("tokens:many", ValueError, "'tokens:4096'"),
-        (4096, TypeError, "batching=4096"),
-        (True, TypeError, "batching=True"),
-    ],
-)
-def test_words_that_mean_nothing_are_refused_by_the_trainer(
-    value: Any, error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        L.Trainer(batching=value)
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="the tokens say how large"):
-        L.Trainer(batching="tokens:90", batch_size=4)
-    with pytest.raises(ValueError, match="predictions keep the order"):
-        LengthBatching(reorder=("train", "predict"))
-    with pytest.raises(TypeError, match=r"reorder=\('train',\)"):
-        LengthBatching(reorder="train")
-    with pytest.raises(TypeError, match=r"over_tokens=\('tags',\)"):
-        LengthBatching(over_tokens="tags")
-    with pytest.raises(ValueError, match="max_tokens=0"):
-        LengthBatching(max_tokens=0)
+def test_a_sample_longer_than_the_budget_and_a_sampler_beside_one_are_refused() -> None:
     with pytest.raises(ValueError, match=r"sample .* has 24 tokens\. Use 'tokens:24'"):
         trained("tokens:10")
     with pytest.raises(ValueError, match="keeps the sampler"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import namedtuple
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -231,29 +230,3 @@ def test_batches_keep_their_type() -> None:
     )([])
     assert isinstance(listed, list)
     assert [tuple(each.shape) for each in listed] == [(2, 3), (2, 3), (2,)]
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "says"),
-    [
-        (lambda: PadCollator("bert"), TypeError, "has no pad"),
-        (lambda: PadCollator(collate_fn=3), TypeError, "collate_fn=3.*use a function"),
-        (lambda: PadCollator(keys="input_ids"), TypeError, r"keys=\['input_ids'\]"),
-        (lambda: PadCollator(side="top"), ValueError, "'right', 'left'"),
-        (lambda: PadCollator(multiple_of=-8), ValueError, "multiple_of=-8"),
-        (lambda: pad_collate([]), ValueError, "no samples"),
-        (lambda: pad_collate([{"input_ids": [1]}, {"input_ids": [1], "y": 2}]), ValueError, "sample 1"),
-        (lambda: pad_collate([{"input_ids": ["a", "b"]}]), TypeError, "no sequence"),
-        (lambda: pad_collate([{"label": 3}]), TypeError, "no sequence"),
-        (
-            lambda: pad_collate([{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1], "labels": 3}]),
-            ValueError,
-            r"'labels' is a sequence \(a list\) in sample 0 of the batch and a single int in sample 1",
-        ),
-    ],
-)
-def test_what_cannot_be_padded_is_refused_by_name(
-    make: Callable[[], Any], error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        make()
