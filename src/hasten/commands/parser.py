@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help 100 columns wide; text with line breaks of its own, such as a list, keeps them."""
+    """Help 100 columns wide; text that has line breaks, such as a list, keeps them."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=100)

@@ -30,7 +30,7 @@ NARROWEST = 72
 # Columns of fixed width: number, name, seconds, speed, speed all in, padding, accuracy; the changed line gets the rest.
 NAME, SECONDS, SPEED, ALL_IN, PAD, ACCURACY = 22, 8, 8, 8, 6, 7
 FIGURES = SECONDS + SPEED + ALL_IN + PAD + ACCURACY
-# A narrower column would break code in the middle of words: then it gets lines of its own.
+# A narrower column would break code in the middle of words: then it gets its own lines.
 NARROWEST_CODE = 33
 COLUMNS = (
     *("row", "line", "seconds", "speed", "all_in_seconds", "all_in_speed", "pad_share"),

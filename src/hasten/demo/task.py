@@ -80,7 +80,7 @@ class LadderRow:
     def on(self, above: RowVariant) -> RowVariant:
         """Return what is trained in this row on top of ``above``.
 
-        Packed rows turn CUDA graphs off: each batch has another number of tokens, and so needs a graph of its own.
+        Packed rows turn CUDA graphs off: each batch has another number of tokens, and so would need its own graph.
         """
         trainer = {} if self.alone else dict(above.trainer or {})
         if "packed" in self.arguments and above.records_graphs:
@@ -180,7 +180,7 @@ class Task(ABC):
     """A real training job that can be run in several variants.
 
     Two runs of the same variant do the same work: the same initial weights, the same batches in the same order.
-    A task can be pickled: each row is trained in a process of its own.
+    A task can be pickled: each row is trained in its own process.
     """
 
     name: ClassVar[str]

@@ -110,11 +110,11 @@ class SimpleProfiler(Profiler):
         self._before: dict[str, int] = {}
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Begin the table of the parts anew: it is that of one run."""
+        """Reset the table of the parts, which is about one run."""
         super().setup(stage, local_rank, log_dir)
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._before = {action: len(durations) for action, durations in self.recorded_durations.items()}
-        # Only training has epochs around its batches; elsewhere all of the loop belongs to them.
+        # Only training has epochs around its batches; in the other stages the whole loop is their work.
         self._parts = {} if stage == "fit" else {LOOP: "other"}
 
     def start(self, action_name: str) -> None:
@@ -154,7 +154,7 @@ class SimpleProfiler(Profiler):
     def _end(self, action_name: str, now: float) -> None:
         self._seconds[self._open[-1][1]] += now - self._last
         self._last = now
-        # Usually the last one; an action of a user's may end out of turn.
+        # Usually the last one; a user's action may end out of order.
         for index in range(len(self._open) - 1, -1, -1):
             if self._open[index][0] == action_name:
                 del self._open[index]

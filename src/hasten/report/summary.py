@@ -239,7 +239,7 @@ class ModelSummary:
                 cells.append(known.get(heading, NOT_APPLICABLE))
         return columns
 
-    # The name that callbacks written for the field use.
+    # The name that callbacks written for Lightning use.
     _get_summary_data = columns
 
     def __str__(self) -> str:
