@@ -33,6 +33,8 @@ _HOPELESS = 0.5
 # Steps that confirming the lines takes of the unchanged program, and that a comparison takes at least, about.
 _STEPS_TO_CONFIRM = 6
 _STEPS_TO_COMPARE = 6
+# Share of a budget that is kept for confirming, at most.
+_MOST_TO_CONFIRM = 0.25
 # Where the best line needs consent, share of the time that looking for one that needs none may take.
 _SHARE_OF_UNCHANGED = 0.25
 _UNCHANGED = "the unchanged program cannot be measured: "
@@ -139,17 +141,22 @@ def measure(
         # A change that cannot be found is an error before the first process starts.
         _ = lever.place
     with Engine(timeout_seconds=plan.timeout_seconds) as engine:
-        engine.preload(program.preload)
-        arguments = program.arguments
-        if program.payload is not None:
-            path = Path(engine.scratch) / "payload.pickle"
-            path.write_bytes(program.payload)
-            arguments = (*arguments, str(path))
+        return LineSearch(trial_opener(engine, program), plan, program.title, say=say).advise(chosen)
 
-        def open_trial(orders: Orders) -> TrainerTrial:
-            return engine.start(program.target, orders, *arguments, allocator=orders.allocator)
 
-        return LineSearch(open_trial, plan, program.title, say=say).advise(chosen)
+def trial_opener(engine: Engine, program: Program) -> OpenTrial:
+    """Return what starts trials of a program."""
+    engine.preload(program.preload)
+    arguments = program.arguments
+    if program.payload is not None:
+        path = Path(engine.scratch) / "payload.pickle"
+        path.write_bytes(program.payload)
+        arguments = (*arguments, str(path))
+
+    def open_trial(orders: Orders) -> TrainerTrial:
+        return engine.start(program.target, orders, *arguments, allocator=orders.allocator)
+
+    return open_trial
 
 
 class LineSearch:
@@ -184,7 +191,6 @@ class LineSearch:
         )
         self._began = clock()
         self._until = self._began + (plan.budget_seconds or math.inf)
-        self._start_seconds = 0.0
         self._rows: dict[str, Row] = {}
         self._combinations: list[Row] = []
 
@@ -259,8 +265,6 @@ class LineSearch:
             races.always = (FITTING,)
             self._inspect(may_split=False)
             self._facts["memory_ran_out"] = True
-        steps = sum(turn.seconds for turn in races.inspected.turns)
-        self._start_seconds = max(0.0, self._clock() - self._began - steps)
 
     def _limit_to_share(self) -> None:
         share, planned = self._plan.share_of_training, self._races.steps_planned
@@ -339,7 +343,7 @@ class LineSearch:
     def _removed(self, line: Levers) -> Levers:
         """Return a line without the levers that it is as fast without; the last one was tried on the others."""
         for lever in line[:-1]:
-            seconds = self._start_seconds + _STEPS_TO_COMPARE * self._races.step_seconds(line)
+            seconds = self._races.start_seconds + _STEPS_TO_COMPARE * self._races.step_seconds(line)
             if self._clock() + seconds + self._reserve() > self._until:
                 break
             self._say(f"without {lever.name} ({self._left()})")
@@ -367,7 +371,7 @@ class LineSearch:
         ]
         spent = self._clock() - self._began
         allowed = (_SHARE_OF_UNCHANGED * spent - self._races.unchanged_seconds) / (1 - _SHARE_OF_UNCHANGED)
-        if allowed < self._start_seconds + _STEPS_TO_COMPARE * self._races.step_seconds(automatic):
+        if allowed < self._races.start_seconds + _STEPS_TO_COMPARE * self._races.step_seconds(automatic):
             return automatic
         before = self._until
         self._until = min(before, self._clock() + allowed + self._reserve())
@@ -450,7 +454,8 @@ class LineSearch:
 
     def _reserve(self) -> float:
         """Return the seconds that measuring the lines against the unchanged program takes, about."""
-        return self._start_seconds + _STEPS_TO_CONFIRM * self._races.inspected.step_seconds
+        seconds = self._races.start_seconds + _STEPS_TO_CONFIRM * self._races.inspected.step_seconds
+        return min(seconds, _MOST_TO_CONFIRM * (self._until - self._began))
 
     def _left(self) -> str:
         if math.isfinite(self._until):

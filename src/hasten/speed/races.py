@@ -118,6 +118,7 @@ class Races:
         steps_planned: of the whole training; None where it has no end.
         inspected: the run in which the unchanged program was inspected.
         speeds: of lines by the names of their levers, in times of the unchanged program.
+        start_seconds: that a trial took from its start until it was ready to train.
         noises: how much turns side by side differed, race by race.
         unchanged_seconds: spent on steps of the unchanged program.
 
@@ -141,6 +142,7 @@ class Races:
         self.steps_planned: float | None = None
         self.inspected = TrialRecord((), [], {})
         self.speeds: dict[frozenset[str], float] = {frozenset(): 1.0}
+        self.start_seconds = 0.0
         self.noises: list[float] = []
         self.unchanged_seconds = 0.0
         self._runs: dict[tuple[frozenset[str], int], TrialRecord] = {}
@@ -155,7 +157,9 @@ class Races:
 
         """
         with self._trial((), inspects=True) as trial:
+            began = self._clock()
             self.given = trial.ready().get("given", {})
+            self.start_seconds = self._clock() - began
             trial.turn(1)
             turn = trial.turn(1)
             if turn.seconds < _TURN_SECONDS:
@@ -171,7 +175,7 @@ class Races:
     def unchanged_row(self) -> Row:
         """Return the row of the unchanged program."""
         run = self._runs.get((frozenset(), 0), self.inspected)
-        shown = self._figures((), run.turns[1:])
+        shown = self._figures((), run.turns[1:] or self.inspected.turns[1:])
         return Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0, low=1.0, high=1.0, **shown)
 
     # -- races
@@ -210,6 +214,10 @@ class Races:
                 )
                 for name, line in lines.items()
             ]
+            began = self._clock()
+            first.ready()
+            # The first start of all has imported what later ones share.
+            self.start_seconds = min(self.start_seconds, self._clock() - began)
             self._warm_up(first, base)
             for entry in entries:
                 self._get_ready(entry, first, base, until)
