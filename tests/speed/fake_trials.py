@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hasten.arguments import SPEED_NAMES
 from hasten.speed.advice import Advice
 from hasten.speed.advisor import LineSearch, Plan
 from hasten.speed.engine import LateError, TrialError, Turn
 from hasten.speed.fit_trial import Orders
-from hasten.speed.levers import Lever
+from hasten.speed.levers import LEVERS, Lever
 from hasten.speed.safety import Safety
 
 Levers = frozenset[str]
@@ -77,9 +78,23 @@ class FakeProgram:
         return found
 
 
+def names_in(orders: Orders) -> Levers:
+    """Return the levers that orders switch on: hasten's by their effects, planted ones by their argument."""
+    known = {
+        each.name
+        for each in LEVERS
+        if (each.arguments and each.arguments.items() <= orders.arguments.items())
+        or each.place in orders.changes
+    }
+    return frozenset(
+        known
+        | {name for name, value in orders.arguments.items() if name not in SPEED_NAMES and value is True}
+    )
+
+
 class FakeTrial:
     def __init__(self, program: FakeProgram, orders: Orders) -> None:
-        self.program, self.levers = program, frozenset(orders.arguments)
+        self.program, self.levers = program, names_in(orders)
         self.history: list[Turn] = []
         self.steps = 0
         self.is_open = True

@@ -115,7 +115,7 @@ def test_a_program_written_for_lightning_is_measured_and_nothing_else_happens(
 
     shown = capsys.readouterr()
     assert "advise train.py --nap 0.001" in shown.out
-    assert "advise: lever 1 of 1, fused optimizer (" in shown.err
+    assert "advise: fused optimizer (1 to try, " in shown.err
     assert {path.name for path in out.iterdir()} == {"advice.txt", "advice.json", "advice.png"}
     found = json.loads((out / "advice.json").read_text())
     assert found["unchanged"]["samples_per_second"] > 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import random
 import re
 
 import pytest
 
 from hasten.speed.advisor import AdviceError, TooShortError
+from hasten.speed.levers import choose
 from hasten.speed.safety import Safety
 from tests.speed.fake_trials import FakeProgram, Levers, lever, refusing
 
@@ -207,8 +210,52 @@ def test_a_training_that_is_too_short_is_not_measured() -> None:
 def test_progress_names_levers_and_seconds() -> None:
     program = FakeProgram(by_gains)
     program.advise([lever("triple"), lever("double")], budget_seconds=200.0)
-    said = [line for line in program.said if line.startswith("lever")]
-    assert [re.sub(r"[0-9]+ s", "N s", line) for line in said] == [
-        "lever 1 of 2, triple (N s left)",
-        "lever 2 of 2, double on top of triple (N s left)",
+    assert [re.sub(r"[0-9]+ s", "N s", line) for line in program.said[1:3]] == [
+        "triple (2 to try, N s left)",
+        "double on top of triple (1 to try, N s left)",
     ]
+
+
+def test_slow_steps_leave_time_for_every_lever() -> None:
+    gains = {
+        "packed first token": 4.8,
+        "packed tokens": 4.2,
+        "bf16 autocast": 1.6,
+        "bf16 products": 1.3,
+        "kept memory": 1.1,
+        "fast dropout masks": 1.06,
+        "no attention dropout": 1.25,
+        "one thread": 0.6,
+    }
+    noise = random.Random(0)
+
+    def seconds(levers: Levers, step: int) -> float:
+        factor = math.prod(gains.get(name, 1.0) for name in levers)
+        return 7.0 / factor * math.exp(noise.gauss(0, 0.02)) * (1 + (noise.random() < 0.05))
+
+    program = FakeProgram(
+        seconds,
+        start_seconds=0.7,
+        prepare_seconds=lambda levers: 20.0 * ("compile by blocks" in levers),
+        facts={
+            "device_type": "cpu",
+            "step_draws": True,
+            "useful_tokens": 0.27,
+            "map_style": True,
+            "threads": 2,
+            "dropout": True,
+            "attention_dropout": ["BertSelfAttention"],
+            "reads_first_token": True,
+            "peak_flops": {"float32": 1e11, "bfloat16": 2.4e11},
+            "repeated_blocks": 6,
+        },
+        steps_planned=2000,
+    )
+    levers = [lever for lever in choose(None) if lever.preload is None and lever.name != "compile"]
+    found = program.advise(levers, budget_seconds=420.0)
+    assert program.now < 440.0
+    assert found.unchanged_seconds < found.seconds / 3
+    every = list(verdicts(found).values())
+    assert every.count("unclear") <= 1
+    assert not {"no time", "failed", "wrong"} & set(every)
+    assert found.lines[-1].speed > 0.85 * 4.8 * 1.6 * 1.3 * 1.1 * 1.06 * 1.25

@@ -191,6 +191,7 @@ class LineSearch:
         )
         self._began = clock()
         self._until = self._began + (plan.budget_seconds or math.inf)
+        self._left_to_try = 0
         self._rows: dict[str, Row] = {}
         self._combinations: list[Row] = []
 
@@ -198,15 +199,20 @@ class LineSearch:
         """Return the verdicts and the lines to write."""
         self._inspect(may_split=FITTING in levers)
         self._limit_to_share()
-        # Nobody knows how long a compiler takes.
         waiting = sorted(
             (lever for lever in levers if not self._is_unfit(lever)),
-            key=lambda lever: ("compile" in lever.arguments, -expected_gain(lever, self._facts)),
+            key=lambda lever: -expected_gain(lever, self._facts),
         )
+        other_models = [lever for lever in waiting if lever.safety == Safety.OTHER_MATHS]
         same_model = [lever for lever in waiting if lever.safety != Safety.OTHER_MATHS]
-        kept = self._climb((), same_model)
+        # Compilers come last, and that of a whole model after that of its blocks: nobody knows how long they take.
+        compiled = [lever for lever in same_model if "compile" in lever.arguments]
+        compiled.sort(key=lambda lever: lever.arguments["compile"] != "regional")
+        self._left_to_try = len(waiting)
+        kept = self._climb((), [lever for lever in same_model if lever not in compiled])
         # What trains another model is tried on top of what trains this one.
-        whole = self._climb(kept, [lever for lever in waiting if lever.safety == Safety.OTHER_MATHS])
+        whole = self._climb(kept, other_models)
+        kept = self._climb(kept, compiled)
         if self._plan.combine:
             kept = self._removed(self._climb(kept, self._worth_another_try(same_model, kept), again=True))
             whole = (*kept, *(lever for lever in whole if lever.safety == Safety.OTHER_MATHS))
@@ -313,13 +319,16 @@ class LineSearch:
             again: they have a row already, which only a win replaces.
 
         """
-        for number, lever in enumerate(levers):
+        if again:
+            self._left_to_try = len(levers)
+        for lever in levers:
             line = _with(base, lever)
             on_top = f" on top of {name_of(base)}" if base else ""
-            self._say(f"lever {number + 1} of {len(levers)}, {lever.name}{on_top} ({self._left()})")
+            self._say(f"{lever.name}{on_top} ({self._left_to_try} to try, {self._left()})")
             left = self._until - self._reserve() - self._clock()
             # Twice its share: most comparisons end early.
-            row = self._race(base, line, lever.name, share=2 * left / (len(levers) - number))
+            row = self._race(base, line, lever.name, share=2 * left / self._left_to_try)
+            self._left_to_try -= 1
             if not again or row.wins:
                 self._rows[lever.name] = row
             if row.wins and self._plan.combine:
