@@ -1,7 +1,6 @@
-"""What processes tell each other outside of collectives: each writes it down, and looks what the others wrote.
+"""Exchange of messages between processes through the store, without collectives.
 
-For moments that come seldom and that one process may come to alone: a collective would then wait for the others, which
-wait in another one.
+For rare events that one process may reach alone: a collective would then wait for processes that wait in another one.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from torch.distributed import distributed_c10d
 
 from hasten._lib.rank_zero import log
 
-# Every step exchanges gradients, so processes that train are apart only by what one of them does alone after a step.
-# After an evaluation they may be apart by minutes: samples differ in size.
+# Every step synchronizes the processes, so they differ only by what one of them does alone after a step. After an
+# evaluation they may be minutes apart, because samples differ in size.
 PATIENCE_SECONDS = 60.0
 PATIENCE_AFTER_EVALUATION_SECONDS = 300.0
 NOTICE_SECONDS = 15.0
-_LOOK_SECONDS = 0.002
+_POLL_SECONDS = 0.002
 
-# torch's type hints leave the stores out, and it has no public name for the place where the processes met.
+# torch has no public name for the default store, and no type hints for stores.
 _torch: Any = distributed_c10d
 
 
@@ -30,18 +29,18 @@ def _store() -> Any:
     return _torch.PrefixStore("hasten-agreement", _torch._get_default_store())
 
 
-def exchange(place: str, mine: Any, *, what: str = "", patience_seconds: float | None = None) -> list[Any]:
-    """Return what each process says at ``place``, plain data, by rank; None for those that do not come in time.
+def exchange(place: str, own: Any, *, what: str = "", patience_seconds: float | None = None) -> list[Any]:
+    """Return the values of all processes at ``place``, by rank; None for those that do not arrive in time.
 
     Args:
-        place: a name for this moment, the same on all processes, used once.
-        mine: what this process says; not None.
-        what: what it is about, for the line that says who is waited for.
+        place: a name that is the same on all processes and used once.
+        own: the value of this process, plain data, not None.
+        what: describes ``place`` in the message about missing processes.
         patience_seconds: how long to wait for the others; ``PATIENCE_SECONDS`` by default.
 
     """
     store, size = _store(), dist.get_world_size()
-    store.set(f"{place}/{dist.get_rank()}", json.dumps(mine))
+    store.set(f"{place}/{dist.get_rank()}", json.dumps(own))
     keys = [f"{place}/{rank}" for rank in range(size)]
     patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
     began = time.monotonic()
@@ -54,12 +53,12 @@ def exchange(place: str, mine: Any, *, what: str = "", patience_seconds: float |
                 f"rank {dist.get_rank()} has waited {NOTICE_SECONDS:.0f} s for {ranks(absent)} ({what or place}), and "
                 f"gives up after {patience_seconds:.0f} s."
             )
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
 
 def all_at(place: str, *, patience_seconds: float) -> bool:
-    """Return whether all processes come to ``place`` in time; those that do get the same answer."""
+    """Return whether all processes reach ``place`` in time; those that do get the same answer."""
     store, size = _store(), dist.get_world_size()
     decision = f"{place}/decision"
     if store.add(f"{place}/count", 1) == size:
@@ -68,33 +67,33 @@ def all_at(place: str, *, patience_seconds: float) -> bool:
     while not store.check([decision]):
         if time.monotonic() > deadline:
             return bool(store.compare_set(decision, "", "some") == b"all")
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return bool(store.get(decision) == b"all")
 
 
 def counted(place: str) -> int:
-    """Say that this process was at ``place``, and return how many were by now."""
+    """Record that this process reached ``place``, and return how many did so far."""
     return int(_store().add(f"{place}/count", 1))
 
 
 def count(place: str) -> int:
-    """Return how many processes were at ``place`` by now."""
+    """Return how many processes reached ``place`` so far."""
     return int(_store().add(f"{place}/count", 0))
 
 
-def require_all(place: str, what: str, mine: Any, advice: str) -> list[Any]:
-    """Return what each process says at ``place``.
+def require_all(place: str, what: str, own: Any, advice: str) -> list[Any]:
+    """Return the values of all processes at ``place``.
 
     Raises:
-        RuntimeError: not all processes come there; it names the ranks.
+        RuntimeError: not all processes reach it; the message names the ranks.
 
     """
-    said = exchange(place, mine, what=what)
-    absent = [rank for rank, each in enumerate(said) if each is None]
+    values = exchange(place, own, what=what)
+    absent = [rank for rank, value in enumerate(values) if value is None]
     if absent:
-        present = [rank for rank, each in enumerate(said) if each is not None]
+        present = [rank for rank, value in enumerate(values) if value is not None]
         raise RuntimeError(f"{what} on {ranks(present)} and not on {ranks(absent)}. {advice}")
-    return said
+    return values
 
 
 def ranks(numbers: list[int]) -> str:

@@ -1,8 +1,8 @@
-"""Memory that is kept between steps, where the system would zero fresh pages for each of them.
+"""Keep freed memory in the process between steps.
 
-The C library of Linux returns large blocks to the system as soon as they are free, and asks for them again in the
-next step; the system hands out pages of zeros, which on a CPU can take as long as the arithmetic. The allocator can
-be told to keep them, or another one takes its place.
+The C library of Linux returns large blocks to the system when they are freed and requests them again in the next step.
+The system then zeroes the pages, which on a CPU can take as long as the arithmetic. An option of the allocator, or
+another allocator, avoids that.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Of malloc.h: what mallopt changes.
+# Options of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
-# glibc's defaults, the thresholds where it moves them itself once large blocks were freed.
+# The defaults of glibc, with the thresholds to which it raises them after large blocks were freed.
 _AFTER = {_TRIM_THRESHOLD: 64 * 2**20, _TOP_PAD: 128 * 2**10, _MMAP_THRESHOLD: 32 * 2**20, _MMAP_MAX: 65536}
-# Asked of the system at a time when memory runs short.
+# Requested from the system at once.
 _PAD_BYTES = 64 * 2**20
 
 LIBRARIES = {"tcmalloc": "libtcmalloc*.so*", "jemalloc": "libjemalloc.so*"}
@@ -27,7 +27,7 @@ _FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/local/lib", "/usr/lib", 
 
 @contextmanager
 def kept(name: str, *, owner: str = "Trainer") -> Iterator[None]:
-    """Have this process keep its memory for a while.
+    """Keep the freed memory of this process while the context is open.
 
     Args:
         name: "keep" for the C library's allocator without giving back, "tcmalloc" or "jemalloc" if this process was
@@ -35,14 +35,14 @@ def kept(name: str, *, owner: str = "Trainer") -> Iterator[None]:
         owner: "Trainer" or "Fabric", for the messages.
 
     Raises:
-        ValueError: it cannot be had in this process; the message has the line that starts one with it.
+        ValueError: it is not available in this process; the message says how to start one with it.
 
     Source: `mallopt <https://man7.org/linux/man-pages/man3/mallopt.3.html>`_
 
     """
     loaded = preloaded()
     if name == "keep":
-        # The other two keep memory by themselves.
+        # The other two keep memory by default.
         if loaded is not None:
             yield
             return
@@ -91,18 +91,18 @@ def preloaded() -> str | None:
 def _keep(owner: str) -> ctypes.CDLL:
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     mallopt = getattr(library, "mallopt", None)
-    # Each call returns 1 where it was obeyed; musl has the function and ignores it.
+    # mallopt returns 1 on success; musl has the function and ignores it.
     if library is None or mallopt is None or not (mallopt(_TRIM_THRESHOLD, -1) and mallopt(_MMAP_MAX, 0)):
         raise ValueError(
-            f"{owner}(allocator='keep'): the C library of this machine ({sys.platform}) cannot be told to keep memory; "
-            "glibc on Linux can. Leave it out."
+            f"{owner}(allocator='keep'): the C library of this machine ({sys.platform}) cannot keep memory; glibc on "
+            "Linux can. Leave it out."
         )
     mallopt(_TOP_PAD, _PAD_BYTES)
     return library
 
 
 def _give_back(library: ctypes.CDLL) -> None:
-    """Return what is free, and let the library decide again as it does in a process that has used much memory."""
+    """Return free memory to the system, and restore the thresholds."""
     for option, value in _AFTER.items():
         library.mallopt(option, value)
     library.malloc_trim(0)

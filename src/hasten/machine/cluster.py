@@ -1,4 +1,4 @@
-"""Clusters: who started this process, which of how many it is, and where the processes meet."""
+"""Clusters: the launcher, rank and world size of this process, and the address where the processes connect."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hasten._lib.rank_zero import rank_zero_only
 
 
 class ClusterEnvironment(ABC):
-    """What a process is told about the run it belongs to.
+    """The rank and world size of a process, and the address where the processes of a run connect.
 
-    Subclass it for a cluster of your own and pass it as ``plugins=MyCluster()``.
+    Subclass it for another cluster and pass it as ``plugins=MyCluster()``.
     """
 
     @property
@@ -24,12 +24,12 @@ class ClusterEnvironment(ABC):
     @property
     @abstractmethod
     def main_address(self) -> str:
-        """The host where the processes meet."""
+        """The host of the first process."""
 
     @property
     @abstractmethod
     def main_port(self) -> int:
-        """The port where the processes meet."""
+        """The port on which the first process listens."""
 
     @staticmethod
     @abstractmethod
@@ -42,7 +42,7 @@ class ClusterEnvironment(ABC):
 
     @abstractmethod
     def set_world_size(self, size: int) -> None:
-        """Learn the number of processes, where the cluster does not say it."""
+        """Set the number of processes, if the cluster does not know it."""
 
     @abstractmethod
     def global_rank(self) -> int:
@@ -50,7 +50,7 @@ class ClusterEnvironment(ABC):
 
     @abstractmethod
     def set_global_rank(self, rank: int) -> None:
-        """Learn which process this is, where the cluster does not say it."""
+        """Set which process this is, if the cluster does not know it."""
 
     @abstractmethod
     def local_rank(self) -> int:
@@ -61,7 +61,7 @@ class ClusterEnvironment(ABC):
         """Return which machine this is, from 0."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:  # noqa: B027 - most accept all
-        """Compare what the user asks for with what the cluster started.
+        """Compare the arguments of the user with what the cluster started.
 
         Raises:
             ValueError: they differ.
@@ -69,7 +69,7 @@ class ClusterEnvironment(ABC):
         """
 
     def teardown(self) -> None:  # noqa: B027 - most hold nothing
-        """Give back what the cluster holds."""
+        """Release resources of the cluster."""
 
 
 class LightningEnvironment(ClusterEnvironment):
@@ -103,7 +103,7 @@ class LightningEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Return True: it is what remains when there is no other cluster."""
+        """Return True: it is the default if no other cluster is found."""
         return True
 
     def world_size(self) -> int:
@@ -111,7 +111,7 @@ class LightningEnvironment(ClusterEnvironment):
         return self._world_size
 
     def set_world_size(self, size: int) -> None:
-        """Learn the number of processes."""
+        """Set the number of processes."""
         self._world_size = size
 
     def global_rank(self) -> int:
@@ -119,7 +119,7 @@ class LightningEnvironment(ClusterEnvironment):
         return self._global_rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Learn which process this is."""
+        """Set which process this is."""
         self._global_rank = rank
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
@@ -132,8 +132,16 @@ class LightningEnvironment(ClusterEnvironment):
         return _number("NODE_RANK", _number("GROUP_RANK", 0)) or 0
 
 
-class _Reported(ClusterEnvironment):
-    """A cluster that tells size and rank itself."""
+class _ExternalCluster(ClusterEnvironment):
+    """A cluster whose launcher starts all processes and tells each its ranks in environment variables."""
+
+    _world_size: str
+    _global_rank: str
+    _local_rank: str
+    _node_rank: str
+    # Completes the message where the user asks for another number of processes.
+    _started: str
+    _advice: str
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -141,14 +149,48 @@ class _Reported(ClusterEnvironment):
         return True
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher knows better."""
+        """Do nothing: the launcher sets it."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher knows better."""
+        """Do nothing: the launcher sets it."""
+
+    def world_size(self) -> int:
+        """Return the number of processes."""
+        return _number(self._world_size, 1) or 1
+
+    def global_rank(self) -> int:
+        """Return which process this is, from 0."""
+        return _number(self._global_rank, 0) or 0
+
+    def local_rank(self) -> int:
+        """Return which process of its machine this is, from 0."""
+        return _number(self._local_rank, 0) or 0
+
+    def node_rank(self) -> int:
+        """Return which machine this is, from 0."""
+        return _number(self._node_rank, 0) or 0
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare the number of devices with the processes that the launcher started.
+
+        Raises:
+            ValueError: they differ.
+
+        """
+        if num_devices * num_nodes != self.world_size():
+            advice = self._advice.format(nodes=num_nodes, devices=num_devices)
+            raise ValueError(
+                f"devices={num_devices}, num_nodes={num_nodes}: "
+                f"{self._started.format(self.world_size())}. Use {advice}."
+            )
 
 
-class TorchElasticEnvironment(_Reported):
+class TorchElasticEnvironment(_ExternalCluster):
     """Processes started by ``torchrun``."""
+
+    _world_size, _global_rank, _local_rank, _node_rank = "WORLD_SIZE", "RANK", "LOCAL_RANK", "GROUP_RANK"
+    _started = "torchrun started {} processes"
+    _advice = "devices='auto', or torchrun --nnodes={nodes} --nproc-per-node={devices}"
 
     @property
     def main_address(self) -> str:
@@ -165,48 +207,24 @@ class TorchElasticEnvironment(_Reported):
         """Return whether torchrun started this process."""
         return "TORCHELASTIC_RUN_ID" in os.environ
 
-    def world_size(self) -> int:
-        """Return WORLD_SIZE."""
-        return _number("WORLD_SIZE", 1) or 1
-
-    def global_rank(self) -> int:
-        """Return RANK."""
-        return _number("RANK", 0) or 0
-
-    def local_rank(self) -> int:
-        """Return LOCAL_RANK."""
-        return _number("LOCAL_RANK", 0) or 0
-
-    def node_rank(self) -> int:
-        """Return GROUP_RANK."""
-        return _number("GROUP_RANK", 0) or 0
-
     @staticmethod
     def local_world_size() -> int:
         """Return the number of processes on this machine."""
         return _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1)) or 1
 
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare the number of devices with what torchrun started.
 
-        Raises:
-            ValueError: they differ.
-
-        """
-        if num_devices * num_nodes != self.world_size():
-            raise ValueError(
-                f"devices={num_devices}, num_nodes={num_nodes}: torchrun started {self.world_size()} processes. "
-                f"Use devices='auto', or torchrun --nnodes={num_nodes} --nproc-per-node={num_devices}."
-            )
-
-
-class SLURMEnvironment(_Reported):
+class SLURMEnvironment(_ExternalCluster):
     """Processes started by ``srun``.
 
     Args:
-        auto_requeue: kept for programs that pass it; hasten saves on SIGTERM and does not requeue.
+        auto_requeue: accepted and ignored: hasten saves on SIGTERM and does not requeue.
 
     """
+
+    _world_size, _global_rank = "SLURM_NTASKS", "SLURM_PROCID"
+    _local_rank, _node_rank = "SLURM_LOCALID", "SLURM_NODEID"
+    _started = "the SLURM job runs {} tasks"
+    _advice = "#SBATCH --nodes={nodes} --ntasks-per-node={devices} and start the program with srun"
 
     def __init__(self, auto_requeue: bool = True) -> None:
         self.auto_requeue = auto_requeue
@@ -214,54 +232,23 @@ class SLURMEnvironment(_Reported):
     @property
     def main_address(self) -> str:
         """MASTER_ADDR, or the first host of SLURM_NODELIST."""
-        given = os.environ.get("MASTER_ADDR")
-        return given or first_host(os.environ.get("SLURM_NODELIST", "127.0.0.1"))
+        address = os.environ.get("MASTER_ADDR")
+        return address or first_host(os.environ.get("SLURM_NODELIST", "127.0.0.1"))
 
     @property
     def main_port(self) -> int:
         """MASTER_PORT, or one derived from the job's number, the same on all machines."""
-        given = _number("MASTER_PORT", None)
-        if given is not None:
-            return given
+        port = _number("MASTER_PORT", None)
+        if port is not None:
+            return port
         digits = re.sub(r"\D", "", os.environ.get("SLURM_JOB_ID", ""))[-4:]
         return 15000 + int(digits or 0)
 
     @staticmethod
     def detect() -> bool:
         """Return whether srun started this process; an interactive shell in a job does not count."""
-        return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in (
-            "bash",
-            "interactive",
-        )
-
-    def world_size(self) -> int:
-        """Return SLURM_NTASKS."""
-        return _number("SLURM_NTASKS", 1) or 1
-
-    def global_rank(self) -> int:
-        """Return SLURM_PROCID."""
-        return _number("SLURM_PROCID", 0) or 0
-
-    def local_rank(self) -> int:
-        """Return SLURM_LOCALID."""
-        return _number("SLURM_LOCALID", 0) or 0
-
-    def node_rank(self) -> int:
-        """Return SLURM_NODEID."""
-        return _number("SLURM_NODEID", 0) or 0
-
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare the number of devices with the tasks of the job.
-
-        Raises:
-            ValueError: they differ.
-
-        """
-        if num_devices * num_nodes != self.world_size():
-            raise ValueError(
-                f"devices={num_devices}, num_nodes={num_nodes}: the SLURM job runs {self.world_size()} tasks. "
-                f"Use #SBATCH --nodes={num_nodes} --ntasks-per-node={num_devices} and start the program with srun."
-            )
+        shells = ("bash", "interactive")
+        return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in shells
 
 
 def find_cluster() -> ClusterEnvironment:

@@ -1,4 +1,4 @@
-"""What processes say to each other. Every function returns its input where there is only one process."""
+"""Collectives between the processes of a run. With one process, every function returns its input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten._lib.names import did_you_mean
-from hasten._lib.tree import map_tensors
+from hasten._lib.tree import map_leaves, map_tensors
 
 if TYPE_CHECKING:
     from hasten.types import Group, ReduceOperation, Tensors
@@ -41,11 +41,11 @@ def all_reduce(
     Args:
         data: a tensor or a collection of tensors; the input is not changed.
         op: "mean" (or "avg"), "sum", "max", "min", "product", or a ``torch.distributed.ReduceOp``.
-        device: where the backend wants tensors.
+        device: the device on which the backend communicates.
         group: the processes; all by default.
 
     Raises:
-        ValueError: there is no such operation.
+        ValueError: it is not one of these operations.
 
     """
     name = operation_name(op)
@@ -58,7 +58,7 @@ def operation_name(op: object) -> str:
     """Return "mean", "sum", "max", "min" or "product".
 
     Raises:
-        ValueError: there is no such operation.
+        ValueError: it is not one of these operations.
 
     """
     if isinstance(op, str):
@@ -99,7 +99,7 @@ def all_gather(data: Tensors, *, device: torch.device, group: Group = None, sync
 
     Args:
         data: a tensor or a collection of tensors, of the same shapes on every process.
-        device: where the backend wants tensors.
+        device: the device on which the backend communicates.
         group: the processes; all by default.
         sync_grads: let gradients flow back to the processes that the tensors came from.
 
@@ -110,16 +110,12 @@ def all_gather(data: Tensors, *, device: torch.device, group: Group = None, sync
 
 
 def numbers_as_tensors(data: object, device: torch.device) -> Any:
-    """Return ``data`` with its numbers, also those in dicts, lists and tuples, as tensors on ``device``."""
-    if isinstance(data, (bool, int, float)):
-        return torch.tensor(data, device=device)
-    if type(data) is dict:
-        return {key: numbers_as_tensors(value, device) for key, value in data.items()}
-    if type(data) is list:
-        return [numbers_as_tensors(value, device) for value in data]
-    if type(data) is tuple:
-        return tuple(numbers_as_tensors(value, device) for value in data)
-    return data
+    """Return ``data`` with its numbers, also those in collections, as tensors on ``device``."""
+
+    def as_tensor(leaf: Any) -> Any:
+        return torch.tensor(leaf, device=device) if isinstance(leaf, (bool, int, float)) else leaf
+
+    return map_leaves(as_tensor, data)
 
 
 def _gather(tensor: Tensor, device: torch.device, group: Any, sync_grads: bool) -> Tensor:
@@ -154,7 +150,7 @@ def gather_objects(data: T) -> list[T]:
 
 
 def barrier(device: torch.device) -> None:
-    """Wait until every process is here."""
+    """Wait for all processes."""
     if world_size() == 1:
         return
     if device.type == "cuda":
@@ -173,7 +169,7 @@ def first_one_first(rank: int) -> Iterator[None]:
     if world_size() == 1:
         yield
         return
-    # A group of its own: a download may take longer than a collective of the training may.
+    # A separate group, without the timeout of the training's collectives: a download may take long.
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
     try:
         if rank > 0:
@@ -196,7 +192,7 @@ def join(
     timeout: datetime.timedelta,
     store: Any = None,
 ) -> None:
-    """Join the process group, and leave it on every way out of the program.
+    """Join the process group, and leave it when the program ends.
 
     Args:
         backend: "gloo", "nccl", ....
@@ -204,10 +200,10 @@ def join(
         world_size: number of processes.
         device: the device of this process.
         timeout: how long a collective may wait for the others.
-        store: where the processes meet; None for MASTER_ADDR and MASTER_PORT of the environment.
+        store: the store where the processes connect; None for MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        RuntimeError: torch has no such backend, or the others did not come.
+        RuntimeError: torch does not have the backend, or the other processes did not connect.
 
     """
     if joined():
@@ -226,7 +222,7 @@ def join(
         options["device_id"] = device
     dist.init_process_group(backend, **options)
     if device.type == "cpu":
-        # gloo connects every pair of processes: one that had nothing to say and left would break the others' joining.
+        # gloo connects every pair of processes: one that left early would break the connections of the others.
         dist.barrier()
     _leave_at_exit()
 
@@ -241,7 +237,7 @@ _registered = False
 
 
 def _leave_at_exit() -> None:
-    # A process that ends with its group alive may abort in the destructors of the backend's threads.
+    # With a group that still exists, the destructors of the backend's threads may abort the process.
     global _registered
     if not _registered:
         atexit.register(leave)
@@ -249,7 +245,7 @@ def _leave_at_exit() -> None:
 
 
 def lost_partner(error: BaseException) -> bool:
-    """Return whether ``error`` only tells that another process is gone, so that its cause is there."""
+    """Return whether ``error`` is the consequence of the death of another process."""
     if isinstance(error, (ConnectionError, getattr(dist, "DistError", ConnectionError))):
         return True
     text = str(error).lower()

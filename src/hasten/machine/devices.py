@@ -12,7 +12,7 @@ import torch
 class Accelerator(ABC):
     """One kind of device.
 
-    Subclass it to bring your own: ``Trainer(accelerator=MyAccelerator())``.
+    Subclass it for other hardware: ``Trainer(accelerator=MyAccelerator())``.
     """
 
     @abstractmethod
@@ -26,7 +26,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def teardown(self) -> None:
-        """Give back what the run held on the device."""
+        """Free cached memory of the device."""
 
     @staticmethod
     @abstractmethod
@@ -37,8 +37,8 @@ class Accelerator(ABC):
             devices: as the user wrote it: a number, a list of indices, ``"0,1"``, -1.
 
         Raises:
-            ValueError: there is no such device.
-            TypeError: it is no number and no list.
+            ValueError: the device does not exist.
+            TypeError: it is neither a number nor a list.
 
         """
 
@@ -63,7 +63,7 @@ class Accelerator(ABC):
         """Return the name users write, for instance ``"cuda"``."""
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return what is known about the load of ``device``: memory in bytes, use in percent."""
+        """Return statistics of ``device``: memory in bytes, use in percent."""
         return {}
 
 
@@ -83,7 +83,7 @@ class CPUAccelerator(Accelerator):
             raise RuntimeError(f"CPUAccelerator got the device {device}.")
 
     def teardown(self) -> None:
-        """Do nothing: the CPU holds nothing."""
+        """Do nothing."""
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
@@ -122,11 +122,8 @@ class CPUAccelerator(Accelerator):
         return "cpu"
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return the memory in use in bytes and the load of the last minute, where the system tells."""
-        stats: dict[str, Any] = {}
-        if hasattr(os, "getloadavg"):
-            stats["cpu_load_1min"] = os.getloadavg()[0]
-        return stats
+        """Return the load of the last minute, if the system reports it."""
+        return {"cpu_load_1min": os.getloadavg()[0]} if hasattr(os, "getloadavg") else {}
 
 
 class CUDAAccelerator(Accelerator):
@@ -241,7 +238,7 @@ def _whole_number(devices: Any) -> int | None:
 
 
 def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
-    """Return the device indices that a number, a list or a text such as "0,1" asks for."""
+    """Return the device indices for a number, a list or a string such as "0,1"."""
     has = f"this machine has {present} {kind} device{'' if present == 1 else 's'}"
     number = _whole_number(devices)
     if number is not None:
@@ -263,7 +260,7 @@ def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
         indices = list(devices)
     else:
         raise TypeError(
-            f"devices={devices!r}: use a number, a list of indices, a text such as '0,1', or 'auto', "
+            f"devices={devices!r}: use a number, a list of indices, a string such as '0,1', or 'auto', "
             f"not {type(devices).__name__}."
         )
     if not indices:

@@ -1,4 +1,4 @@
-"""How the processes of a run are started: by somebody else, by running the script again, or as copies."""
+"""Start the processes of a run by running the script again, or join those that a launcher started."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ import torch.distributed
 
 from hasten.machine import collectives
 from hasten.machine.cluster import ClusterEnvironment
+from hasten.machine.host import usable_cores
 
 # Set in the processes started here: the id of the one that started them.
 _PARENT = "HASTEN_PARENT_PID"
-# Set there as well: the pipe on which such a process says that its program has come to its end.
+# Set there as well: the pipe on which such a process reports that its program has ended.
 _END_PIPE = "HASTEN_END_PIPE"
 
-# How long the first process may take to fail by itself, with its own traceback, after another one died.
-_GRACE_SECONDS = 4.0
+# How long the first process may take to fail with its own traceback after another one died.
+GRACE_SECONDS = 4.0
 # How long the others may take to end after the first one has.
 _END_SECONDS = 30.0
-_KILL_SECONDS = 3.0
+KILL_SECONDS = 3.0
 _STORE_TIMEOUT = timedelta(minutes=5)
 
-# What stands between Python and the program when it is run again: `hasten run` puts itself there.
+# Arguments between Python and the program when it is run again; `hasten run` sets them.
 PREFIX: list[str] = []
 
 Run = Callable[..., Any]
@@ -62,9 +63,9 @@ class Launcher(ABC):
             run: joins the process group and calls the function.
             function: what is called in every process.
             args: for the function.
-            cluster: who this process is.
+            cluster: the ranks of this process.
             num_processes: on this machine.
-            owner: whose state after the run is wanted here.
+            owner: the object whose state after the run is sent back here.
             kwargs: for the function.
 
         """
@@ -73,49 +74,48 @@ class Launcher(ABC):
 def join_external(
     run: Run, function: Callable[..., Any], *args: Any, cluster: ClusterEnvironment, kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``run`` in a process that somebody else started."""
+    """Call ``run`` in a process that was started already."""
     store = None
     if _PARENT in os.environ:
         _end_with_parent(int(os.environ[_PARENT]))
-        _say_when_ended()
+        _report_end()
         if "HASTEN_STORE" in os.environ:
             store = connect_store(os.environ["HASTEN_STORE"])
     if store is None:
-        _publish_address(cluster)
+        _set_main_address(cluster)
     return run(None, store, function, *args, **kwargs)
 
 
-def _say_when_ended() -> None:
+def _report_end() -> None:
     pipe = os.environ.pop(_END_PIPE, None)
     if pipe is not None:
         # Registered before the process joins a group, so it is called after the group was left.
         atexit.register(os.write, int(pipe), b".")
 
 
-def _publish_address(cluster: ClusterEnvironment) -> None:
-    """Put the place where the processes meet where torch reads it."""
+def _set_main_address(cluster: ClusterEnvironment) -> None:
+    """Set the environment variables from which torch reads the address."""
     os.environ["MASTER_ADDR"] = str(cluster.main_address)
     os.environ["MASTER_PORT"] = str(cluster.main_port)
 
 
 def host_store() -> tuple[Any, str]:
-    """Return a store that this process serves and the address under which others reach it."""
-    # Port 0: the system picks one and holds it, so that no other program can take it in between.
+    """Return a store served by this process, and its address."""
+    # Port 0: the system picks a free one and keeps it from other programs.
     store = stores.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
     return stores.PrefixStore("hasten", store), f"127.0.0.1:{store.port}"
 
 
 def connect_store(address: str) -> Any:
-    """Return the store another process serves."""
+    """Return the store of another process."""
     host, _, port = address.rpartition(":")
     store = stores.TCPStore(host, int(port), is_master=False, timeout=_STORE_TIMEOUT)
     return stores.PrefixStore("hasten", store)
 
 
 def share_cores(num_processes: int) -> int:
-    """Return how many threads each process should use so that all together use each core once."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // num_processes)
+    """Return the number of threads for each process, so that all of them together use each core once."""
+    return max(1, usable_cores() // num_processes)
 
 
 class RunScriptAgain(Launcher):
@@ -137,7 +137,7 @@ class RunScriptAgain(Launcher):
         single_machine = cluster.world_size() == num_processes and "MASTER_PORT" not in os.environ
         store, address = host_store() if single_machine else (None, None)
         if address is None:
-            _publish_address(cluster)
+            _set_main_address(cluster)
         global _children
         if num_processes > 1:
             command = command_of_this_program()
@@ -156,18 +156,18 @@ class RunScriptAgain(Launcher):
             _children = Children(
                 command, environment, address, num_processes, cluster.node_rank() * num_processes
             )
-            # Whoever looks who this process is finds the same answer as in the others.
+            # So that ranks are read from the same variables in all processes.
             os.environ.update(environment, LOCAL_RANK="0")
         children = _children
         try:
             return run(0, store, function, *args, **kwargs)
         except Exception as error:
-            # With a dead partner the collectives here fail too, with a text about sockets.
+            # When another process dies, the collectives here fail too, with a message about sockets.
             if children is not None and collectives.lost_partner(error):
-                said = children.why_dead(wait_seconds=_GRACE_SECONDS)
-                if said is not None:
-                    # What the other process printed is the cause; sockets that closed here say nothing.
-                    raise RuntimeError(said) from None
+                cause = children.why_dead(wait_seconds=GRACE_SECONDS)
+                if cause is not None:
+                    # The traceback that the other process printed shows the cause; that of this one does not.
+                    raise RuntimeError(cause) from None
             raise
 
 
@@ -175,7 +175,7 @@ def command_of_this_program() -> list[str]:
     """Return the command that runs this program again.
 
     Raises:
-        RuntimeError: there is none: this is an interactive session.
+        RuntimeError: this is an interactive session.
 
     """
     import __main__
@@ -186,7 +186,7 @@ def command_of_this_program() -> list[str]:
         return [sys.executable, *flags, *PREFIX, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
     file = getattr(__main__, "__file__", None)
     if file is not None and os.path.exists(file):
-        # Absolute: the program may have changed its folder since it was started.
+        # Absolute: the program may have changed its working directory.
         return [sys.executable, *flags, *PREFIX, os.path.abspath(file), *sys.argv[1:]]
     if "-c" in sys.orig_argv:
         return [sys.executable, *sys.orig_argv[1:]]
@@ -197,7 +197,7 @@ def command_of_this_program() -> list[str]:
 
 
 class Children:
-    """The other processes of this machine, and a thread that sees one of them die."""
+    """The other processes of this machine, and a thread that watches them."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class Children:
         self._came_to_end: set[int] = set()
         for local_rank in range(1, num_processes):
             own = {"LOCAL_RANK": str(local_rank)}
-            if os.name != "posix":  # Windows hands no pipes on.
+            if os.name != "posix":  # Windows does not inherit pipes.
                 self._processes[local_rank] = subprocess.Popen(command, env={**common, **own})
                 continue
             self._end_pipes[local_rank], writes = os.pipe()
@@ -231,21 +231,21 @@ class Children:
         threading.Thread(target=self._watch, name="hasten-children", daemon=True).start()
 
     def _code(self, local_rank: int) -> int | None:
-        """Return the exit code of a process; None while it lives."""
+        """Return the exit code of a process; None while it runs."""
         code = self._processes[local_rank].poll()
         unloading = local_rank in self._end_pipes and code in (-signal.SIGABRT, -signal.SIGSEGV)
         if unloading and local_rank not in self._came_to_end:
-            # The threads of a communication library may abort a process that has done all its work and unloads it.
+            # Threads of a communication library may abort a process that has finished and unloads the library.
             try:
-                said = os.read(self._end_pipes[local_rank], 1)
+                reported = os.read(self._end_pipes[local_rank], 1)
             except BlockingIOError:
-                said = b""
-            if said:
+                reported = b""
+            if reported:
                 self._came_to_end.add(local_rank)
         return 0 if local_rank in self._came_to_end else code
 
     def why_dead(self, *, wait_seconds: float) -> str | None:
-        """Return which process died and how, waiting a moment for it to be seen; None if all live."""
+        """Return which process died and how, after waiting for one to be noticed; None if all are alive."""
         self._seen.wait(wait_seconds)
         return self._dead
 
@@ -261,19 +261,19 @@ class Children:
             time.sleep(0.1)
 
     def _give_up(self) -> None:
-        """End the whole run, unless the main thread does so itself within the grace."""
-        deadline = time.monotonic() + _GRACE_SECONDS
+        """End the whole run, unless the main thread does so within ``GRACE_SECONDS``."""
+        deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline:
             if self._ended:
                 return
             time.sleep(0.1)
-        # The main thread waits for a partner that will not come.
+        # The main thread waits for the dead process in a collective.
         os.write(2, f"RuntimeError: {self._dead}\n".encode())
         stop_processes(self._processes.values())
         os._exit(1)
 
     def end(self) -> None:
-        """Wait for the others to end, and end those that do not; fail if one of them has failed."""
+        """Wait for the others to end, stop those that do not, and fail if one of them has failed."""
         failed = self._dead is not None or getattr(sys, "last_value", None) is not None
         deadline = time.monotonic() + (0.5 if failed else _END_SECONDS)
         while time.monotonic() < deadline:
@@ -286,13 +286,13 @@ class Children:
         died = {rank: code for rank, code in codes.items() if code}
         late = [rank for rank, code in codes.items() if code is None]
         if late and not failed and not died:
-            # It was stopped in the middle of its work: the run did not end well.
+            # It was stopped while working, so the run has failed.
             died = {late[0]: 1}
             os.write(2, f"{_describe_late(self._first_rank + late[0], self._first_rank)}\n".encode())
             failed = True
         if died and not _leaving:
-            # Of a function called at the end of a program only this is heard. Whatever was registered after the
-            # processes started, such as loggers, has ended by now.
+            # An exit function can only set the exit code in this way. Functions registered after the processes
+            # started, such as those of loggers, have run by now.
             local_rank, code = next(iter(died.items()))
             if not failed:
                 os.write(2, f"{describe_death(self._first_rank + local_rank, code)}\n".encode())
@@ -307,13 +307,13 @@ _leaving = False
 
 
 def leave_with_own_code() -> None:
-    """Have this program end with the exit code it says, whatever became of the processes it started."""
+    """End this program with its own exit code, not with that of a process it started."""
     global _leaving
     _leaving = True
 
 
 def describe_death(rank: int, code: int) -> str:
-    """Return a sentence about a process that ended on its own."""
+    """Return a sentence about a process that ended unexpectedly."""
     if code < 0:
         try:
             name = signal.Signals(-code).name
@@ -321,7 +321,7 @@ def describe_death(rank: int, code: int) -> str:
             name = str(-code)
         how = f"was killed by {name}"
         if name == "SIGKILL":
-            how += " (often the system, for want of memory)"
+            how += " (often by the system, because memory ran out)"
     else:
         how = f"ended with exit code {code}; its error is printed above"
     return f"the process of rank {rank} {how}. All processes of the run were stopped."
@@ -339,7 +339,7 @@ def stop_processes(processes: Any) -> None:
     alive = [process for process in processes if process.poll() is None]
     for process in alive:
         process.terminate()
-    deadline = time.monotonic() + _KILL_SECONDS
+    deadline = time.monotonic() + KILL_SECONDS
     while alive and time.monotonic() < deadline:
         alive = [process for process in alive if process.poll() is None]
         time.sleep(0.02)
@@ -352,7 +352,7 @@ _watching_parent = False
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process when the one that started it is gone, however it went."""
+    """End this process when its parent has ended."""
 
     def gone() -> None:
         while os.getppid() == parent:
@@ -362,7 +362,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def end_when(gone: Callable[[], Any]) -> None:
-    """End this process when ``gone`` returns, once a process."""
+    """End this process when ``gone`` returns; only the first call counts."""
     global _watching_parent
     if _watching_parent:
         return

@@ -23,23 +23,18 @@ _SAME_PRESS_SECONDS = 0.5
 _SECONDS_BETWEEN_CHECKS = 1.0
 
 
-def heeded() -> list[int]:
-    """Return which of SIGINT and SIGTERM are not ignored.
-
-    A shell ignores Ctrl-C for its background jobs, and so does whoever starts a program with ``trap '' INT``: they want
-    it to go on.
-    """
+def handled_signals() -> list[int]:
+    """Return which of SIGINT and SIGTERM are not ignored, as a shell ignores Ctrl-C for its background jobs."""
     return [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
 
 
 class StopRequests:
-    """Note SIGINT and SIGTERM instead of dying of them, while the context is open.
+    """Record SIGINT and SIGTERM while the context is open, instead of ending the process.
 
     Args:
-        all_reduce: ``runtime.all_reduce`` where several processes must agree, else None.
+        all_reduce: ``runtime.all_reduce`` if several processes must agree, else None.
 
-    Handlers are installed in the main thread only (elsewhere Python allows none) and taken back at the end. A signal
-    that the program was started to ignore stays ignored.
+    Handlers are installed in the main thread only, and removed at the end. Ignored signals stay ignored.
     A second Ctrl-C raises KeyboardInterrupt at once.
 
     Example::
@@ -63,7 +58,7 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
-            for number in heeded():
+            for number in handled_signals():
                 self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -71,7 +66,7 @@ class StopRequests:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            # None: the handler was not installed from Python and cannot be put back by it.
+            # None: the handler was not installed by Python, which cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 
@@ -89,7 +84,7 @@ class StopRequests:
             self.signal = number
         previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:
-            # A handler of the user's own (a cluster's requeue, a notebook's) still wants to know.
+            # A handler that was there before, such as that of a notebook, is called too.
             previous(number, frame)
 
     def due(self, step: int) -> bool:
@@ -112,13 +107,11 @@ class StopRequests:
         step, now = self._next_check, time.monotonic()
         last_step, last_time = self._last_check
         seconds_per_step = (now - last_time) / max(1, step - last_step)
-        mine = torch.tensor(
-            [float(self.signal or 0), seconds_per_step, float(self.asks)], dtype=torch.float64
-        )
+        own = torch.tensor([float(self.signal or 0), seconds_per_step, float(self.asks)], dtype=torch.float64)
         # This is a sync point, about once a second.
-        number, slowest, granted = self._all_reduce(mine, op="max").tolist()
+        number, slowest, granted = self._all_reduce(own, op="max").tolist()
         self.granted = bool(granted)
-        # At most twice as long as the last time: the first steps say little about the next.
+        # At most twice the last interval, because the first steps may be slower than the others.
         wanted = int(_SECONDS_BETWEEN_CHECKS / max(slowest, 1e-9))
         self._interval = max(1, min(wanted, 2 * self._interval))
         self._last_check = (step, now)
@@ -126,10 +119,10 @@ class StopRequests:
         return int(number) or None
 
     def agreed_now(self) -> int | None:
-        """Return the signal that arrived at any process, at a place that all pass: the end of an epoch or a loop."""
+        """Return the signal that arrived at any process, at a point that all reach, such as the end of an epoch."""
         if self._all_reduce is None:
             return self.signal
-        said = torch.tensor([self.signal or 0, int(self.asks)])
-        number, granted = self._all_reduce(said, op="max").tolist()
+        own = torch.tensor([self.signal or 0, int(self.asks)])
+        number, granted = self._all_reduce(own, op="max").tolist()
         self.granted = bool(granted)
         return number or None

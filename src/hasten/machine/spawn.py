@@ -1,4 +1,4 @@
-"""Start copies of this process, for programs that cannot be run again: notebooks, tests, sessions."""
+"""Start the processes of a run as copies of this one, for notebooks, tests and interactive sessions."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ import torch
 from hasten._lib.tracebacks import shorten
 from hasten.machine import collectives, job, launch
 from hasten.machine.cluster import ClusterEnvironment
-from hasten.machine.signals import heeded
+from hasten.machine.signals import handled_signals
 
 
 @runtime_checkable
 class KeepsResults(Protocol):
-    """An object that lives in the process that starts a run, while its copies do the work."""
+    """An object in the process that starts a run, whose copies do the work."""
 
     def export_results(self) -> Any:
-        """Return what the object in the starting process must learn; called in the first copy."""
+        """Return the results for the object in the starting process; called in the first copy."""
 
     def import_results(self, results: Any) -> None:
-        """Take over what the first copy exported."""
+        """Take over the results of the first copy."""
 
 
 class RemoteTraceback(Exception):
@@ -81,7 +81,7 @@ class StartCopies(launch.Launcher):
         store, address = launch.host_store()
         task: Any = (run, function, args, kwargs, owner)
         if self.start_method != "fork":
-            # Pickled here and not by multiprocessing, which would share the memory of the weights.
+            # multiprocessing would not copy tensors but share their memory.
             task = _pickled(task, self.start_method)
         context: Any = multiprocessing.get_context(self.start_method)
         first_rank = cluster.node_rank() * num_processes
@@ -89,16 +89,16 @@ class StartCopies(launch.Launcher):
         threads = None if "OMP_NUM_THREADS" in os.environ else launch.share_cores(num_processes)
         try:
             for local_rank in range(num_processes):
-                mine, theirs = context.Pipe(duplex=False)
+                receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_child,
-                    args=(local_rank, address, task, theirs, threads, job.name_of_job()),
+                    args=(local_rank, address, task, sender, threads, job.name_of_job()),
                     name=f"hasten-rank-{first_rank + local_rank}",
                 )
                 process.start()
-                theirs.close()
+                sender.close()
                 processes.append(process)
-                connections.append(mine)
+                connections.append(receiver)
             result, results = _wait_for(processes, connections, first_rank)
         finally:
             _end(processes)
@@ -113,11 +113,11 @@ class StartCopies(launch.Launcher):
 def call_in_file(path: str, name: str, *args: Any, **kwargs: Any) -> Any:
     """Import the file ``path`` and return what its function ``name`` returns.
 
-    For functions of files that are in no package, such as tests: only their place can be sent to a process.
+    For functions in files outside packages, such as tests, which cannot be pickled.
     """
     spec = importlib.util.spec_from_file_location(f"hasten_file_{zlib.crc32(path.encode())}", path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file.")
+        raise ImportError(f"{path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -129,8 +129,8 @@ def _pickled(task: Any, start_method: str) -> bytes:
         return pickle.dumps(task)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"start_method={start_method!r} sends the function and all it holds to other processes, and something "
-            f"cannot be sent: {error}. Define functions and classes at the top of a module, or use "
+            f"start_method={start_method!r} sends the function and its arguments to other processes, and one of "
+            f"them cannot be pickled: {error}. Define functions and classes at the top of a module, or use "
             "strategy='ddp', which runs the program again instead."
         ) from error
 
@@ -138,11 +138,11 @@ def _pickled(task: Any, start_method: str) -> bytes:
 def _child(
     local_rank: int, address: str, task: Any, connection: Connection, threads: int | None, name_of_job: str
 ) -> None:
-    """Do the work of one process, and report how it ended."""
+    """Run the task in one process, and report how it ended."""
     if (parent := multiprocessing.parent_process()) is not None:
         launch.end_when(parent.join)
     os.environ["LOCAL_RANK"] = str(local_rank)
-    # A fork server has the environment of the day it was started.
+    # The environment of a fork server is that of the time when it was started.
     os.environ[job.VARIABLE] = name_of_job
     if threads is not None:
         torch.set_num_threads(threads)
@@ -170,7 +170,7 @@ def _child(
         connection.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        # A forked copy must not run what the original registered for its own end.
+        # A forked copy must not run the exit functions of the original.
         if not isinstance(task, bytes):
             os._exit(code)
     sys.exit(code)
@@ -183,7 +183,7 @@ def _packed(error: BaseException) -> bytes:
         packed = pickle.dumps(("error", (error, text)))
         pickle.loads(packed)
     except Exception:
-        # Exceptions whose arguments are not what their class takes cannot be sent.
+        # Some exceptions cannot be unpickled, because their arguments are not those of their class.
         return pickle.dumps(("error", (RuntimeError(f"{type(error).__name__}: {error}"), text)))
     return packed
 
@@ -202,8 +202,8 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
                 rank = open_ends.pop(ready)
                 kind, content = _received(ready, processes[rank], first_rank + rank)
                 if kind == "error" and collectives.lost_partner(content):
-                    # Only says that a partner is gone. What befell that one is the cause: it comes soon.
-                    symptom, deadline = content, min(deadline, time.monotonic() + launch._GRACE_SECONDS)
+                    # The consequence of the death of another process, whose own error will arrive soon.
+                    symptom, deadline = content, min(deadline, time.monotonic() + launch.GRACE_SECONDS)
                 elif kind == "error":
                     raise content
                 elif kind == "exit":
@@ -222,11 +222,11 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
 
 
 def _received(connection: Connection, process: Any, rank: int) -> tuple[str, Any]:
-    """Return what a process reported last, or the error of one that died without a word."""
+    """Return the last report of a process, or an error for one that died without a report."""
     try:
         kind, content = pickle.loads(connection.recv_bytes())
     except EOFError:
-        process.join(launch._KILL_SECONDS)
+        process.join(launch.KILL_SECONDS)
         code = 1 if process.exitcode is None else process.exitcode
         return "error", RuntimeError(launch.describe_death(rank, code))
     if kind == "error":
@@ -239,7 +239,7 @@ def _received(connection: Connection, process: Any, rank: int) -> tuple[str, Any
 
 @contextmanager
 def _forwarded_signals(processes: list[Any]) -> Iterator[list[float]]:
-    """Hand Ctrl-C and SIGTERM on to the processes, which stop between two steps; note the former."""
+    """Forward Ctrl-C and SIGTERM to the processes, which stop between two steps; yield the times of Ctrl-C."""
     pressed: list[float] = []
     if threading.current_thread() is not threading.main_thread():
         yield pressed
@@ -252,7 +252,7 @@ def _forwarded_signals(processes: list[Any]) -> Iterator[list[float]]:
             if process.is_alive():
                 os.kill(process.pid, number)
 
-    previous = {number: signal.signal(number, forward) for number in heeded()}
+    previous = {number: signal.signal(number, forward) for number in handled_signals()}
     try:
         yield pressed
     finally:
@@ -261,8 +261,8 @@ def _forwarded_signals(processes: list[Any]) -> Iterator[list[float]]:
 
 
 def _end(processes: list[Any]) -> None:
-    """Leave no process behind: those that still run have lost a partner."""
-    deadline = time.monotonic() + launch._KILL_SECONDS
+    """Wait for the processes to end, or stop them if the run has failed."""
+    deadline = time.monotonic() + launch.KILL_SECONDS
     failed = sys.exc_info()[0] is not None
     if not failed:
         for process in processes:
@@ -270,7 +270,7 @@ def _end(processes: list[Any]) -> None:
     for process in processes:
         if process.is_alive():
             process.terminate()
-    deadline = time.monotonic() + launch._KILL_SECONDS
+    deadline = time.monotonic() + launch.KILL_SECONDS
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():

@@ -16,7 +16,7 @@ from hasten._lib.rank_zero import rank_zero_only
 from hasten.machine import collectives
 from hasten.machine.cluster import LightningEnvironment
 from hasten.machine.launch import Launcher, RunScriptAgain, command_of_this_program
-from hasten.machine.meeting import said_aloud
+from hasten.machine.rendezvous import rendezvous
 from hasten.machine.spawn import StartCopies
 from hasten.strategies.base import Strategy
 
@@ -183,7 +183,7 @@ class ParallelStrategy(Strategy):
         if isinstance(self.cluster_environment, LightningEnvironment):
             with suppress(RuntimeError):  # a session, which has no command
                 command = command_of_this_program()
-        return said_aloud(
+        return rendezvous(
             command,
             node_rank=self.node_rank,
             num_nodes=self.num_nodes,

@@ -1,4 +1,4 @@
-"""The wait for the processes of other machines, said aloud."""
+"""Wait for the processes of other machines, and print which are missing and how to start them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed
 
-# Sooner, and machines that are started at the same time would say that they wait.
+# Machines that are started at the same time need no message.
 _FIRST_SECONDS = 0.7
 _NEXT_SECONDS = 60.0
 _HERE = ("127.0.0.1", "localhost")
@@ -23,7 +23,7 @@ _stores: Any = torch.distributed
 
 
 @contextmanager
-def said_aloud(
+def rendezvous(
     command: list[str] | None,
     *,
     node_rank: int,
@@ -32,23 +32,24 @@ def said_aloud(
     local_rank: int,
     timeout: timedelta,
 ) -> Iterator[Any]:
-    """Give the store where the processes of several machines meet, and say in time who is missing.
+    """Yield the store that connects the processes of several machines; print which are missing meanwhile.
 
     Args:
-        command: what starts this program, for whoever has to start it on the other machines; None where something
-            else starts it there.
+        command: starts this program on the other machines, for the message; None if something else starts it there.
         node_rank: which machine this is, from 0.
         num_nodes: the number of machines.
         num_processes: on each of them.
-        local_rank: which process of its machine this is; the first one speaks.
-        timeout: how long the others are waited for.
+        local_rank: which process of its machine this is; the first one prints.
+        timeout: how long to wait for the others.
 
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     met = threading.Event()
     if local_rank == 0:
         missing = _Missing(address, port, node_rank, num_nodes, num_processes, command)
-        threading.Thread(target=_speak, args=(missing, met), name="hasten-meeting", daemon=True).start()
+        threading.Thread(
+            target=_print_missing, args=(missing, met), name="hasten-meeting", daemon=True
+        ).start()
     try:
         store = _stores.TCPStore(
             address,
@@ -58,26 +59,26 @@ def said_aloud(
             timeout=timeout,
             multi_tenant=True,
         )
-        store.add(_came(node_rank), 1)
+        store.add(_counter_of(node_rank), 1)
         yield _stores.PrefixStore("hasten", store)
     finally:
         met.set()
 
 
-def _came(node_rank: int) -> str:
+def _counter_of(node_rank: int) -> str:
     return f"hasten-machine-{node_rank}"
 
 
-def _speak(missing: _Missing, met: threading.Event) -> None:
+def _print_missing(missing: _Missing, met: threading.Event) -> None:
     wait = _FIRST_SECONDS
     while not met.wait(wait):
         wait = _NEXT_SECONDS
-        # The main thread is inside torch and may hold the lock of its output: straight to the terminal.
+        # Not print: the main thread is inside torch and may hold the lock of its output.
         os.write(2, f"{missing.described()}\n".encode())
 
 
 class _Missing:
-    """Who has not come yet, and how to start them."""
+    """The machines that have not connected, and how to start them."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class _Missing:
         self._node_rank, self._num_nodes, self._num_processes = node_rank, num_nodes, num_processes
 
     def described(self) -> str:
-        """Return what is waited for, and what to start where."""
+        """Return the message."""
         place, counts = f"{self._address}:{self._port}", self._counts()
         if counts is None:
             text = f"NODE_RANK={self._node_rank} waits for the first of num_nodes={self._num_nodes} machines at {place}"
@@ -116,11 +117,11 @@ class _Missing:
         return f"\nStart there: {places} {shlex.join(self._command)}"
 
     def _counts(self) -> list[int] | None:
-        """Return how many processes have come from each machine; None where nobody is there to be asked."""
+        """Return the number of connected processes of each machine; None if the first one does not answer."""
         with suppress(OSError, RuntimeError):
-            # First without torch, which prints where it was when nobody answers.
+            # First without torch, which prints a stack trace if nothing answers.
             socket.create_connection((self._address, self._port), timeout=0.5).close()
-            # A connection of its own: the main thread's is busy waiting.
+            # A second connection: that of the main thread is waiting.
             store = _stores.TCPStore(
                 self._address,
                 self._port,
@@ -128,5 +129,5 @@ class _Missing:
                 wait_for_workers=False,
                 timeout=timedelta(seconds=5),
             )
-            return [int(store.add(_came(node), 0)) for node in range(self._num_nodes)]
+            return [int(store.add(_counter_of(node), 0)) for node in range(self._num_nodes)]
         return None
