@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: data that can be read back without running code."""
+"""The types allowed in a checkpoint: those that can be read back without running code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_plain(contents: Any, name: str = "checkpoint") -> None:
 
     Args:
         contents: nested dicts, lists, tuples and sets.
-        name: what to call it in the message.
+        name: the name of ``contents`` in the message.
 
     Raises:
         TypeError: something in it is another Python object; the message says where and what to do.
@@ -53,7 +53,7 @@ _objects_allowed = False
 
 
 def allow_objects(allow: bool) -> None:
-    """Let checkpoints hold Python objects too, with a warning: packages written for Lightning put them there."""
+    """Allow Python objects in checkpoints, with a warning, for packages written for Lightning."""
     global _objects_allowed
     _objects_allowed = allow
 
@@ -94,7 +94,7 @@ def numpy_allowed() -> Iterator[None]:
         return
     import numpy
 
-    # numpy 1 and numpy 2 call the module by different names; a file may come from either.
+    # The module has different names in numpy 1 and 2; a file may be from either.
     multiarray = sys.modules.get("numpy._core.multiarray") or sys.modules["numpy.core.multiarray"]
     known: list[Any] = [numpy.ndarray, numpy.dtype]
     known += [type(numpy.dtype(number)) for number in _NUMBERS]
@@ -125,7 +125,7 @@ def _check(value: Any, place: str, above: set[int]) -> None:
             for index, inner in enumerate(value):
                 _check(inner, f"{place}[{index}]", above)
         above.discard(id(value))
-    elif not _comes_back(value):
+    elif not _can_be_loaded(value):
         advice = "Store numbers, strings, tensors and dicts or lists of them instead"
         if hasattr(value, "as_posix"):
             advice = "Store str(path) instead"
@@ -138,8 +138,8 @@ def _check(value: Any, place: str, above: set[int]) -> None:
         )
 
 
-def _comes_back(value: Any) -> bool:
-    """Return whether a rarer object can be read back: a tensor subclass, a numpy array, a type the user allowed."""
+def _can_be_loaded(value: Any) -> bool:
+    """Return whether another object can be read back: a tensor subclass, a numpy array, a type the user allowed."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

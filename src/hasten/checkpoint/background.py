@@ -1,4 +1,4 @@
-"""AsyncCheckpointIO: training goes on while a checkpoint is written."""
+"""AsyncCheckpointIO: write checkpoints in a thread while training continues."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hasten.checkpoint.io import CheckpointIO, Path, TorchCheckpointIO
 class AsyncCheckpointIO(CheckpointIO):
     """Writes checkpoints in a thread, one after the other.
 
-    The contents are copied before ``save_checkpoint`` returns, so what training changes meanwhile is not in the file. A
-    write that fails raises at the next save, or when the run ends.
+    ``save_checkpoint`` copies the contents before it returns, so later changes are not in the file. An error is
+    raised at the next save, or when the run ends.
 
     Args:
-        checkpoint_io: what writes; ``TorchCheckpointIO`` by default.
+        checkpoint_io: writes the files; ``TorchCheckpointIO`` by default.
 
     Example: ``Trainer(plugins=AsyncCheckpointIO())``
 
@@ -57,7 +57,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self.checkpoint_io.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Wait for what is still being written."""
+        """Wait for files that are still being written."""
         try:
             self._collect(wait=True)
         finally:

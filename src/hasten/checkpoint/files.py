@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside, synced, renamed; read without running code."""
+"""Checkpoint files: written atomically with a checksum, and read without running code."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from typing import IO, Any, cast
 
 import torch
 
+from hasten._lib.files import TEMPORARY, is_url, local, remove_abandoned, replacing, sync_folder
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint.allowed_types import check_storable, numpy_allowed
 from hasten.checkpoint.checksum import CheckpointDamaged as CheckpointDamaged
-from hasten.checkpoint.checksum import check, first_line, seal
-
-_TEMPORARY = ".hasten-tmp"
+from hasten.checkpoint.checksum import add_checksum, check, first_line
 
 
 class CheckpointRefused(RuntimeError):
-    """A file that could only be read by running code from it."""
+    """Raised for a file that cannot be read without running code from it."""
 
 
 def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: Any = None) -> None:
-    """Write a checkpoint so that ``path`` is at any moment the old file or the new one, whole.
+    """Write a checkpoint; at any moment ``path`` is the old file or the new one, whole.
 
     The file is what ``torch.save`` writes, with a checksum at its end; ``torch.load`` reads it.
     It is written under another name in the same folder (``TMPDIR`` is not used), synced to the disk and renamed.
@@ -44,7 +43,7 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
 
     Raises:
         TypeError: something in ``contents`` could only be read back by running code; the message says where.
-        OSError: the file could not be written. What was at ``path`` is as before.
+        OSError: the file could not be written. A file that was at ``path`` before is unchanged.
 
     Example::
 
@@ -59,17 +58,19 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
 
     """
     check_storable(contents)
-    if _is_url(path):
+    if is_url(path):
         _save_remote(contents, str(path), storage_options)
         return
     target = _local(path)
-    with _explained(target), _temporary(target) as (file, temporary):
-        _write(contents, file)
-        seal(file)
-        file.flush()
-        os.fsync(file.fileno())
-        os.replace(temporary, target)
-        _sync_folder(target.parent)
+    with _explained(target):
+        if target.is_dir() and not target.is_symlink():
+            raise IsADirectoryError(
+                errno.EISDIR, f"{target} is a folder; a checkpoint needs a name", str(target)
+            )
+        _make_folder(target.parent)
+        with replacing(target) as file:
+            _write(contents, file)
+            add_checksum(file)
 
 
 def load(
@@ -83,9 +84,9 @@ def load(
         weights_only: refuse files that need code to be run. Only pass False for a file you trust like a program.
 
     Raises:
-        FileNotFoundError: there is none; the message names its nearest neighbours.
-        CheckpointDamaged: it is not whole.
-        CheckpointRefused: reading it would run code; the message names what it asks for.
+        FileNotFoundError: it does not exist; the message names a similar one in the folder.
+        CheckpointDamaged: it is incomplete or changed.
+        CheckpointRefused: reading it would run code; the message names the function or class.
 
     Example::
 
@@ -103,7 +104,7 @@ def load(
         file.seek(0)
         try:
             with numpy_allowed(), warnings.catch_warnings():
-                # That a file uses another pickle protocol than torch does is said by the error, if there is one.
+                # An unusual pickle protocol is reported by the error, if there is one.
                 warnings.filterwarnings("ignore", "Detected pickle protocol")
                 return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[no-any-return]
         except pickle.UnpicklingError as error:
@@ -111,7 +112,9 @@ def load(
         except Exception as error:
             if not weights_only or isinstance(error, torch.OutOfMemoryError) or "deserialize" in str(error):
                 raise
-            raise CheckpointDamaged(f"{path} is no checkpoint, or is damaged: {first_line(error)}") from error
+            raise CheckpointDamaged(
+                f"{path} is not a checkpoint, or is damaged: {first_line(error)}"
+            ) from error
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -121,8 +124,8 @@ def verify(path: str | os.PathLike[str]) -> None:
         path: a path or a URL that fsspec understands.
 
     Raises:
-        CheckpointDamaged: it is not whole.
-        FileNotFoundError: there is none.
+        CheckpointDamaged: it is incomplete or changed.
+        FileNotFoundError: it does not exist.
 
     Example::
 
@@ -139,7 +142,7 @@ def verify(path: str | os.PathLike[str]) -> None:
 
 
 def newest_valid(candidates: Iterable[str | os.PathLike[str]]) -> str | None:
-    """Return the most recently written of ``candidates`` that is whole, or None; warn of damaged ones passed over.
+    """Return the newest of ``candidates`` that is whole, or None; warn of newer ones that are damaged.
 
     Args:
         candidates: paths; those that do not exist are left out.
@@ -147,8 +150,6 @@ def newest_valid(candidates: Iterable[str | os.PathLike[str]]) -> str | None:
     Example::
 
         >>> newest_valid(["no/such/file.ckpt"])
-
-    Source: none.
 
     """
     paths = [Path(path) for path in candidates]
@@ -164,16 +165,16 @@ def newest_valid(candidates: Iterable[str | os.PathLike[str]]) -> str | None:
         chosen = str(path)
         break
     if skipped:
-        going_on = f"Going on with {chosen}." if chosen else "There is no whole checkpoint beside them."
-        rank_zero_warn(f"passed over {len(skipped)} newer checkpoint(s): {' '.join(skipped)} {going_on}")
+        outcome = f"Going on with {chosen}." if chosen else "There is no whole checkpoint beside them."
+        rank_zero_warn(f"passed over {len(skipped)} newer checkpoint(s): {' '.join(skipped)} {outcome}")
     return chosen
 
 
 def clean(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove what writers that are no more have left half written; return what was removed.
+    """Remove temporary files of writers that have died; return their paths.
 
     Args:
-        folder: where checkpoints are written. One that does not exist has nothing to clean.
+        folder: the folder of checkpoints; it may not exist.
 
     Example::
 
@@ -183,19 +184,11 @@ def clean(folder: str | os.PathLike[str]) -> list[Path]:
     Source: `flock(2) <https://man7.org/linux/man-pages/man2/flock.2.html>`_.
 
     """
-    if _is_url(folder):
-        return []
-    removed = []
-    for path in _local(folder).glob(f".*{_TEMPORARY}"):
-        with suppress(OSError):
-            if _abandoned(path):
-                path.unlink()
-                removed.append(path)
-    return removed
+    return [] if is_url(folder) else remove_abandoned(_local(folder))
 
 
 def remove(path: str | os.PathLike[str], *, storage_options: Any = None) -> None:
-    """Remove a checkpoint, be it a file, a link or a folder; do nothing if there is none.
+    """Remove a checkpoint (a file, link or folder) if it exists.
 
     Args:
         path: a path or a URL that fsspec understands.
@@ -205,10 +198,8 @@ def remove(path: str | os.PathLike[str], *, storage_options: Any = None) -> None
 
         >>> remove("no/such/file.ckpt")
 
-    Source: none.
-
     """
-    if _is_url(path):
+    if is_url(path):
         system, inner = _file_system(str(path), storage_options)
         if system.exists(inner):
             system.rm(inner, recursive=True)
@@ -245,8 +236,8 @@ def safe_name(text: str) -> str:
 # -- writing
 
 
-class _Watched:
-    """A file that remembers why it could not be written; the writer in C++ reports that in words of its own."""
+class _RecordingFile:
+    """A file that records why writing failed; torch's writer in C++ hides the error of the system."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.error: OSError | None = None
@@ -264,55 +255,13 @@ class _Watched:
 
 
 def _write(contents: dict[str, Any], file: IO[bytes]) -> None:
-    watched = _Watched(file)
+    recording = _RecordingFile(file)
     try:
-        torch.save(contents, cast(IO[bytes], watched))
+        torch.save(contents, cast(IO[bytes], recording))
     except Exception:
-        if watched.error is not None:
-            raise watched.error from None
+        if recording.error is not None:
+            raise recording.error from None
         raise
-
-
-@contextmanager
-def _temporary(target: Path) -> Iterator[tuple[IO[bytes], Path]]:
-    """Open a file beside ``target``, locked for as long as its writer lives; remove it unless it was renamed."""
-    if target.is_dir() and not target.is_symlink():
-        raise IsADirectoryError(errno.EISDIR, f"{target} is a folder; a checkpoint needs a name", str(target))
-    _make_folder(target.parent)
-    while True:
-        temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}{_TEMPORARY}")
-        file = open(temporary, "x+b")  # noqa: SIM115  (closed below; the name must be known to remove it)
-        _lock(file)
-        # A cleaner may have come between opening and locking.
-        if temporary.exists():
-            break
-        file.close()
-    try:
-        yield file, temporary
-    finally:
-        with suppress(OSError):
-            file.close()
-        with suppress(OSError):
-            temporary.unlink()
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Lock a file if nobody else has; say whether that worked."""
-    try:
-        import fcntl
-    except ImportError:
-        return False
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _abandoned(path: Path) -> bool:
-    # The system lets go of the lock when its holder dies, however it dies; a process id can be taken again.
-    with open(path, "rb+") as file:
-        return _lock(file)
 
 
 def _make_folder(folder: Path) -> None:
@@ -324,18 +273,7 @@ def _make_folder(folder: Path) -> None:
             error.errno, f"{folder} cannot be a folder: a file is in the way", str(folder)
         ) from None
     for each in missing:
-        _sync_folder(each.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` last through a power cut."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(each.parent)
 
 
 @contextmanager
@@ -361,7 +299,7 @@ def _explained(target: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    if _is_url(path):
+    if is_url(path):
         system, inner = _file_system(str(path), None)
         with system.open(inner, "rb") as file:
             yield file
@@ -389,7 +327,7 @@ def _not_found(path: Path) -> str:
 def _why_refused(file: IO[bytes], path: str | os.PathLike[str], error: Exception) -> str:
     wanted = str(error).partition("GLOBAL ")[2].split(" ")[0].rstrip(".,") or _first_global(file)
     if not wanted:
-        return f"{path} is a pickle, but no file of torch.save's, and was not loaded."
+        return f"{path} is a pickle, but not a file of torch.save, and was not loaded."
     return (
         f"{path} was not loaded: reading it would run code (it asks for {wanted}). If you trust whoever wrote it as "
         "you would trust a program, load it with weights_only=False; better, save it again with plain data only."
@@ -397,7 +335,7 @@ def _why_refused(file: IO[bytes], path: str | os.PathLike[str], error: Exception
 
 
 def _first_global(file: IO[bytes]) -> str:
-    """Return the first function or class that a bare pickle asks for, without running anything."""
+    """Return the first function or class that a pickle names, without running anything."""
     texts: list[str] = []
     try:
         file.seek(0)
@@ -416,13 +354,8 @@ def _first_global(file: IO[bytes]) -> str:
 # -- elsewhere
 
 
-def _is_url(path: str | os.PathLike[str]) -> bool:
-    return isinstance(path, str) and "://" in path and not path.startswith("file://")
-
-
 def _local(path: str | os.PathLike[str]) -> Path:
-    text = os.fspath(path)
-    return Path(text.removeprefix("file://")).expanduser()
+    return Path(local(path)).expanduser()
 
 
 def _file_system(url: str, storage_options: Any) -> tuple[Any, str]:
@@ -436,7 +369,7 @@ def _save_remote(contents: dict[str, Any], url: str, storage_options: Any) -> No
     folder = inner.rpartition("/")[0]
     if folder:
         system.makedirs(folder, exist_ok=True)
-    temporary = f"{inner}.{secrets.token_hex(4)}{_TEMPORARY}"
+    temporary = f"{inner}.{secrets.token_hex(4)}{TEMPORARY}"
     try:
         with system.open(temporary, "wb") as file:
             _write(contents, file)

@@ -1,4 +1,4 @@
-"""CheckpointIO: how the contents of a checkpoint become a file, for those who bring their own way."""
+"""CheckpointIO: write, read and remove checkpoint files; subclass it to store them in another way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CheckpointIO(ABC):
         Args:
             checkpoint: names and values.
             path: a path or a URL.
-            storage_options: for the file system, as the user passed them.
+            storage_options: for the file system.
 
         """
 
@@ -33,7 +33,7 @@ class CheckpointIO(ABC):
 
         Args:
             path: a path or a URL.
-            map_location: where tensors go, as for ``torch.load``.
+            map_location: the device of the tensors, as for ``torch.load``.
             weights_only: False reads Python objects too, which can run code: only for files you trust.
 
         """
@@ -43,11 +43,11 @@ class CheckpointIO(ABC):
         """Remove ``path``."""
 
     def teardown(self) -> None:  # noqa: B027 - most write at once
-        """Finish what is still being written."""
+        """Wait for files that are still being written."""
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Writes with ``torch.save``, beside the old file and then in its place; see ``checkpoint.files``."""
+    """Writes files atomically with ``torch.save``; see ``checkpoint.files``."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: Any = None) -> None:
         """Write ``checkpoint``; the previous file stays whole until the new one is."""
