@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hasten._lib.absent import absent
+from hasten._lib.errors import absent
 from hasten.machine.devices import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from typing import Any
 
-from hasten._lib.absent import absent
+from hasten._lib.errors import absent
 from hasten.checkpoint.background import AsyncCheckpointIO
 from hasten.checkpoint.io import CheckpointIO, TorchCheckpointIO
 from hasten.machine.cluster import (

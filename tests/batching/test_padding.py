@@ -47,7 +47,7 @@ def test_a_batch_that_does_not_tell_what_a_field_is_is_not_widened() -> None:
 
 
 def test_whole_numbers_that_may_be_classes_are_not_padded_in_silence(monkeypatch: Any) -> None:
-    monkeypatch.setattr("hasten._lib.rank_zero._said", set())
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
     samples = [{"input_ids": ids, "tags": ids} for ids in IDS]
     with pytest.warns(
         UserWarning, match=r"'tags' \(torch.int64\) is padded with 0.*padding=\{'tags': -100\}"

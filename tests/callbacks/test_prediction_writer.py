@@ -126,7 +126,7 @@ class Stream(IterableDataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_where_samples_have_no_index_it_says_so(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten._lib.rank_zero._said", set())
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
     with pytest.warns(
         UserWarning, match="Writer: the indices of the predict dataloader's samples are unknown"
     ):

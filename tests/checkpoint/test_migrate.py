@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hasten.checkpoint.migrate import from_lightning
+from hasten.checkpoint.entries import from_lightning
 from hasten.loops.progress import Progress
 
 

@@ -281,7 +281,7 @@ def test_checkpoints_may_hold_objects_under_the_alias_and_say_so(
     from hasten._lib import rank_zero
     from hasten.checkpoint import files
 
-    monkeypatch.setattr(rank_zero, "_said", set())
+    monkeypatch.setattr(rank_zero, "_warned", set())
     path = tmp_path / "a.ckpt"
     contents = {"extra": [1, Path("x")]}
     with pytest.warns(

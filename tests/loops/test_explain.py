@@ -105,7 +105,7 @@ def test_parts_of_a_batch_that_are_no_tensors() -> None:
 
 @pytest.mark.parametrize("skipped", [{1}, {1, 3}])
 def test_skipped_batches_are_told_once(skipped: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten._lib.rank_zero._said", set())
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
 
     class Skips(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

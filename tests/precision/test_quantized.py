@@ -122,7 +122,7 @@ def test_gpus_without_bfloat16_are_refused(precision: Any, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_a_cpu_that_is_slow_at_bfloat16_is_told_once(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten._lib.rank_zero._said", set())
+    monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

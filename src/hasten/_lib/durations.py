@@ -1,4 +1,4 @@
-"""Durations as users write them."""
+"""Parse durations and intervals."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) ->
     """Read "2ep", "500st", or a time as ``parse_duration`` does.
 
     Args:
-        value: what the user wrote.
-        argument: whose value it is, for the message.
+        value: the value of the argument.
+        argument: the name of the argument, for the message.
 
     Raises:
-        ValueError: it cannot be read, or is zero epochs or steps.
+        ValueError: it cannot be parsed, or is zero.
 
     Example::
 
@@ -67,11 +67,11 @@ def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) ->
     """Read "DD:HH:MM:SS", "90min", a dict of timedelta's arguments, or a timedelta.
 
     Args:
-        value: what the user wrote.
-        argument: whose value it is, for the message.
+        value: the value of the argument.
+        argument: the name of the argument, for the message.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it cannot be parsed.
 
     Example::
 

@@ -6,10 +6,10 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-# The package to install where it is not called like the module.
+# Packages whose name differs from that of the module.
 _PACKAGES = {
     "sklearn": "scikit-learn",
-    # Without the extra only the part that no framework needs would come.
+    # Without the extra, the part for PyTorch is not installed.
     "transformer_engine": "'transformer_engine[pytorch]'",
     "yaml": "PyYAML",
 }
@@ -28,7 +28,7 @@ def need(name: str, *, purpose: str) -> ModuleType:
 
     Args:
         name: the module, for instance ``"matplotlib.pyplot"``.
-        purpose: what needs it, for the message.
+        purpose: the feature that needs it, for the message.
 
     Raises:
         ModuleNotFoundError: it is not installed; the message has the line that installs it.

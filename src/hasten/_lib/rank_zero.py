@@ -1,4 +1,4 @@
-"""Say and do things once, on the first process only."""
+"""Messages and functions of the first process only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("hasten")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 log.setLevel(logging.INFO)
 if not log.handlers and not logging.getLogger().handlers:
-    # A program that sets up logging itself gets our messages its own way; others see them on stderr.
+    # Messages go to stderr, unless the program configures logging itself.
     log.addHandler(logging.StreamHandler())
     log.propagate = False
 
@@ -30,7 +30,7 @@ def _rank() -> int:
 
 
 def rank_zero_only(function: _F, default: Any = None) -> _F:
-    """Return ``function`` such that it does nothing (returns ``default``) on other processes than the first."""
+    """Wrap ``function`` to return ``default`` without a call on all processes but the first."""
 
     @functools.wraps(function)
     def on_first(*args: Any, **kwargs: Any) -> Any:
@@ -64,9 +64,9 @@ def rank_zero_warn(
     """Warn, on the first process.
 
     Args:
-        message: what to change.
+        message: the message.
         category: the kind of warning.
-        stacklevel: as for ``warnings.warn``; by default the line of the user's program that led here.
+        stacklevel: as for ``warnings.warn``; by default the line of the user's program.
         kwargs: for ``warnings.warn``.
 
     """
@@ -85,15 +85,15 @@ def _users_level() -> int:
 
 @rank_zero_only
 def rank_zero_deprecation(message: Any, stacklevel: int = 5, **kwargs: Any) -> None:
-    """Warn of something that will go away."""
+    """Warn of a deprecated feature."""
     warnings.warn(message, **{"category": DeprecationWarning, **kwargs}, stacklevel=stacklevel)
 
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def warn_once(key: str, message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, once a process for each ``key``."""
-    if key not in _said:
-        _said.add(key)
+    """Warn once per process for each ``key``."""
+    if key not in _warned:
+        _warned.add(key)
         rank_zero_warn(message, category)

@@ -1,4 +1,4 @@
-"""Tracebacks without the frames that say nothing: hasten's own, between a program's call and its error."""
+"""Shorter tracebacks: without most of hasten's frames between a call of the program and its error."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from types import TracebackType
 SHOW_ALL = "HASTEN_FULL_TRACEBACK"
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# Of hasten's frames in a row: where it was entered, and what called the program's code or raised the error; in the
-# first row, which leads to the loop, one more.
+# Of consecutive frames of hasten, the first and the last are kept; the last calls the program's code or raises the
+# error. The first such row, which leads to the loop, keeps one more.
 _KEPT, _KEPT_OF_FIRST = 2, 3
 
 
 def shorten(error: BaseException) -> None:
-    """Leave most of hasten's frames out of the traceback of an error, and of those it came from.
+    """Remove most of hasten's frames from the traceback of an error, its cause and its context.
 
-    All other frames stay, in their order, and so do all where an assertion of hasten's own failed. Only the traceback
-    is shorter: a debugger that stops where an error is raised sees the whole stack.
+    All frames stay if an assertion of hasten failed. A debugger that stops where an error is raised sees all frames.
     """
     if os.environ.get(SHOW_ALL) or _is_bug_of_ours(error):
         return

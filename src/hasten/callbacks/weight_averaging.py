@@ -10,9 +10,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.kinds import by_kind
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.tree import by_kind
 from hasten.loops.states import TrainerFn
 from hasten.module.callback import Callback
 

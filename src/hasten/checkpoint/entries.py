@@ -1,25 +1,25 @@
-"""Check that the entries of a checkpoint make sense, before any of them is restored."""
+"""The entries of a checkpoint: those of Lightning are converted, and all are checked before any is restored."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# The counters of ``loops.fit`` in files of hasten's own.
+# The counters of ``loops.fit`` in files of hasten.
 _COUNTERS = ("epoch", "batch", "total_batches", "global_step", "updates", "window")
 _FLAGS = ("followed", "epoch_ended", "last_batch")
 
 
 def check_entries(checkpoint: Any, source: str, *, training: bool) -> None:
-    """Raise unless the entries of a checkpoint are of the types they have to be.
+    """Raise if an entry of a checkpoint is missing or has a wrong type.
 
     Args:
-        checkpoint: what a file held: hasten's or Lightning's.
+        checkpoint: the content of a file of hasten or Lightning.
         source: the file, for messages.
-        training: whether training is to go on from it; else the weights and states of callbacks matter alone.
+        training: whether training continues from it; otherwise only weights and callbacks are checked.
 
     Raises:
-        ValueError: an entry is missing or makes no sense; the message names the file and the entry.
+        ValueError: an entry is missing or wrong; the message names the file and the entry.
 
     Example::
 
@@ -175,3 +175,102 @@ def _describe(value: Any) -> str:
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)[:60]
     return f"a {type(value).__name__}"
+
+
+def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -> dict[str, Any]:
+    """Return a checkpoint of Lightning 2.x with hasten's loop counters, or hasten's own checkpoint unchanged.
+
+    Weights, optimizers, schedulers, callbacks and hyper-parameters have the same keys in both. Lightning does not
+    keep random states, the place in the data, or the gradients of an unfinished accumulation.
+
+    Args:
+        checkpoint: the content of a file. It is not changed.
+        source: the file, for messages.
+
+    Returns:
+        A new dict for a checkpoint of Lightning, else the same one.
+
+    Raises:
+        ValueError: the counters of Lightning's loops are inconsistent.
+
+    Example::
+
+        >>> ours = from_lightning({"pytorch-lightning_version": "2.6.6", "epoch": 1, "global_step": 20,
+        ...     "state_dict": {}})
+        >>> ours["loops"]["fit"]["epoch"], ours["loops"]["fit"]["epoch_ended"]
+        (1, True)
+
+    Source: `Lightning, Contents of a checkpoint
+    <https://lightning.ai/docs/pytorch/stable/common/checkpointing_basic.html>`_.
+
+    """
+    if "pytorch-lightning_version" not in checkpoint or "hasten_version" in checkpoint:
+        return checkpoint
+    try:
+        loops = checkpoint.get("loops") or {}
+        several = len(checkpoint.get("optimizer_states") or ()) > 1
+        counters = _counters(checkpoint, loops.get("fit_loop") or {}, several=several)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{source}: the counters of the entry 'loops.fit_loop' make no sense ({type(error).__name__}: {error}). "
+            "The file is damaged, or was changed by another program. Nothing was restored; use an earlier checkpoint."
+        ) from error
+    return {**checkpoint, "loops": {**loops, "fit": counters}}
+
+
+def _counters(checkpoint: Mapping[str, Any], loop: Mapping[str, Any], *, several: bool) -> dict[str, Any]:
+    epoch, global_step = int(checkpoint.get("epoch", 0)), int(checkpoint.get("global_step", 0))
+    batches = loop.get("epoch_loop.batch_progress")
+    if batches is None:
+        # Without the loop's own counters (another tool wrote it, or took them out) the epoch counts as complete.
+        return _progress(epoch=epoch, global_step=global_step, updates=global_step, ended=True)
+    now, total = batches["current"], batches["total"]
+    automatic = _nested(
+        loop, "epoch_loop.automatic_optimization.optim_progress", "optimizer", "step", "total"
+    )
+    stepped_automatically = automatic.get("completed", 0) > 0 and not several
+    # Seen from on_train_batch_end, the batch is processed and not completed, and the last step not counted here.
+    follows = now["processed"] > now["completed"]
+    stepped = loop.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", global_step)
+    epochs = _nested(loop, "epoch_progress", "current")
+    return _progress(
+        epoch=epoch,
+        batch=now["processed"],
+        total_batches=total["processed"],
+        global_step=global_step,
+        updates=global_step if stepped_automatically else stepped + follows,
+        followed=not follows,
+        ended=epochs.get("processed", 0) > epoch,
+        last=bool(batches.get("is_last_batch", False)),
+    )
+
+
+def _progress(
+    *,
+    epoch: int,
+    global_step: int,
+    updates: int,
+    ended: bool,
+    batch: int = 0,
+    total_batches: int = 0,
+    followed: bool = True,
+    last: bool = False,
+) -> dict[str, Any]:
+    return {
+        "epoch": epoch,
+        "batch": batch,
+        "total_batches": total_batches,
+        "global_step": global_step,
+        "updates": updates,
+        "window": 0,
+        "followed": followed,
+        "epoch_ended": ended,
+        "last_batch": last or ended,
+        "begun": False,
+    }
+
+
+def _nested(mapping: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    for key in keys:
+        mapping = mapping.get(key) or {}
+    return mapping

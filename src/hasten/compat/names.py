@@ -63,10 +63,12 @@ hasten.utilities: AttributeDict CombinedLoader disable_possible_user_warnings fi
     FLOAT32_EPSILON FLOAT64_EPSILON grad_norm GradClipAlgorithmType is_picklable is_shared_filesystem LightningEnum
     measure_flops move_data_to_device rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn
     set_shared_parameters suggested_max_num_workers
-hasten.utilities.data: apply_to_collection convert_tensors_to_scalars convert_to_tensors extract_batch_size
-    has_iterable_dataset has_len has_len_all_ranks max_seed_value merge_dicts min_seed_value sized_len
-    _optimizer_to_device=optimizer_to_device _sanitize_params=as_text
-hasten.utilities.device_dtype: is_cuda_available num_cuda_devices _DeviceDtypeModuleMixin=DeviceDtypeMixin
+hasten.utilities.data: apply_to_collection convert_tensors_to_scalars convert_to_tensors DistributedSamplerWrapper
+    extract_batch_size has_iterable_dataset has_len has_len_all_ranks max_seed_value merge_dicts min_seed_value
+    pl_worker_init_function sized_len UnrepeatedDistributedSampler _optimizer_to_device=optimizer_to_device
+    _sanitize_params=as_text
+hasten.utilities.enums: ACCELERATOR_REGISTRY=AcceleratorRegistry AcceleratorRegistry
+    STRATEGY_REGISTRY=StrategyRegistry StrategyRegistry
 hasten.utilities.exceptions: MisconfigurationException SIGTERMException _TunerExitException
 hasten.utilities.hooks: CheckpointHooks ModelHooks
 hasten.utilities.imports: module_available package_available RequirementCache _IS_WINDOWS _NUMPY_AVAILABLE
@@ -76,14 +78,12 @@ hasten.utilities.imports: module_available package_available RequirementCache _I
 hasten.utilities.memory: garbage_collection_cuda is_cuda_out_of_memory is_cudnn_snafu is_oom_error
     is_out_of_cpu_memory recursive_detach
 hasten.utilities.model_helpers: DeepSpeedSummary do_nothing_closure get_formatted_model_size get_torchvision_model
-    is_overridden is_param_in_hook_signature
+    is_cuda_available is_overridden is_param_in_hook_signature num_cuda_devices
+    _DeviceDtypeModuleMixin=DeviceDtypeMixin
 hasten.utilities.parsing: clean_namespace collect_init_args get_init_args lightning_getattr lightning_hasattr
     lightning_setattr save_hyperparameters
 hasten.utilities.rank_zero: LightningDeprecationWarning rank_prefixed_message rank_zero_debug rank_zero_module
     WarningCache _get_rank _logger=log
-hasten.utilities.registries: ACCELERATOR_REGISTRY=AcceleratorRegistry AcceleratorRegistry
-    STRATEGY_REGISTRY=StrategyRegistry StrategyRegistry
-hasten.utilities.samplers: DistributedSamplerWrapper pl_worker_init_function UnrepeatedDistributedSampler
 hasten.utilities.saving: convert get_filesystem load=read load_=read load_hparams_from_tags_csv load_hparams_from_yaml
     pl_load=read save_hparams_to_tags_csv save_hparams_to_yaml update_hparams _atomic_save=write _is_dir=is_folder
     _is_local_file_protocol=is_local _load=read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 
-from hasten._lib.absent import is_absent
+from hasten._lib.errors import is_absent
 from hasten._lib.lazy import homes_of
 from hasten.compat.modules import ROOTS, TABLE, relative
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten._lib.kinds import by_kind
-from hasten._lib.tree import map_tensors
+from hasten._lib.tree import by_kind, map_tensors
 
 # Marks a gradient that is a copy already: autograd adds to it in place from then on.
 _COPIED = "_hasten_copied"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hasten._lib.absent import absent
+from hasten._lib.errors import absent
 from hasten._lib.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten._lib.errors import BadLossError
-from hasten._lib.kinds import by_kind
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
+from hasten._lib.tree import by_kind
 from hasten.loops.books import Books, generator_states, set_generators
 from hasten.loops.step_errors import with_batch_idx_if_taken
 

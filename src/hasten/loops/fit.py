@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten._lib.garbage import full_passes_once
-from hasten._lib.kinds import by_kind
+from hasten._lib.out_of_memory import full_passes_once
 from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.tree import by_kind
 from hasten.checkpoint.metrics import metric_states
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule

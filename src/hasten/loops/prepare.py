@@ -11,8 +11,8 @@ import torch
 
 from hasten import optim
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.garbage import collect_earlier_models
-from hasten._lib.watched import WatchedList
+from hasten._lib.observers import WatchedList
+from hasten._lib.out_of_memory import collect_earlier_models
 from hasten.checkpoint.contents import Phase
 from hasten.checkpoint.entries import check_entries
 from hasten.checkpoint.metrics import remember_metrics

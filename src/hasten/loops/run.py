@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hasten._lib.patched import follow
+from hasten._lib.observers import follow
 from hasten.arguments import Arguments
 from hasten.hooks import Hooks, overrides
 from hasten.logged_values import LoggedValues

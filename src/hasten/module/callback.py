@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hasten._lib.patched import replaced
+from hasten._lib.observers import replaced
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hasten._lib.patched import replaced
+from hasten._lib.observers import replaced
 from hasten.module.hparams import HyperparametersMixin, OnClassOnly, construct
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.patched import replaced
+from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.module.datamodule import DataHooks
 from hasten.module.export import ModelExport

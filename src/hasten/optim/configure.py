@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from hasten._lib.durations import parse_interval
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean, nearest
-from hasten._lib.patched import replaced
+from hasten._lib.observers import replaced
 from hasten._lib.rank_zero import rank_zero_warn
 
 

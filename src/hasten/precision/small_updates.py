@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hasten._lib.kinds import by_kind
+from hasten._lib.tree import by_kind
 
 KEY = "low_bits"
 # The type of the distance between a 32-bit float and the nearest 16-bit float, counted in 32-bit floats.

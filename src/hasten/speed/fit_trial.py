@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from hasten._lib.batch_size import batch_size_of
+from hasten._lib.tree import batch_size_of
 from hasten.arguments import SPEED_NAMES
 from hasten.module.callback import Callback
 from hasten.profilers.simple import SimpleProfiler

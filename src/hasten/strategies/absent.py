@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten._lib.absent import absent
+from hasten._lib.errors import absent
 from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.single import SingleDeviceStrategy
 

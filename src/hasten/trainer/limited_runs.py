@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hasten._lib.watched import WatchedList
+from hasten._lib.observers import WatchedList
 from hasten.logged_values import LoggedValues
 from hasten.loggers.base import DummyLogger
 from hasten.loops.preflight import check_call

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.watched import WatchedList
+from hasten._lib.observers import WatchedList
 from hasten.loops.states import RunningStage, TrainerState, TrainerStatus
 from hasten.module.callback import Callback
 from hasten.runtime import RuntimeView

@@ -13,14 +13,13 @@ import torch
 from torch.optim import Optimizer
 
 from hasten._lib.argument_names import refuse_unknown
+from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info
 from hasten._lib.tracebacks import shorten
-from hasten._lib.watched import WatchedList
 from hasten.arguments import check_arguments
 from hasten.batching.rebatch import LengthBatching
 from hasten.batching.sample_fields import MicroBatch
-from hasten.checkpoint.entries import check_entries
-from hasten.checkpoint.migrate import from_lightning
+from hasten.checkpoint.entries import check_entries, from_lightning
 from hasten.hooks import Hooks, nothing, overrides
 from hasten.logged_values import LoggedValues
 from hasten.loops.evaluate import evaluate_and_print

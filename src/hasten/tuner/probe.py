@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten._lib.batch_size import batch_size_of
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.out_of_memory import is_out_of_memory
+from hasten._lib.tree import batch_size_of
 from hasten.loops.evaluate import evaluate
 from hasten.loops.fit import train
 from hasten.loops.predict import predict

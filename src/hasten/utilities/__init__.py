@@ -1,6 +1,6 @@
-"""Helpers under the names of the field: moving data, saying things once, gradients, types of hints.
+"""Helpers under the names that Lightning gives them: data, messages of the first process, gradients, type hints.
 
-A thin room: most names here live elsewhere in hasten, and are looked up when they are first used.
+Most of them live elsewhere in hasten.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from hasten.utilities.data import suggested_max_num_workers as suggested_max_num_workers
     from hasten.utilities.enums import GradClipAlgorithmType as GradClipAlgorithmType
     from hasten.utilities.enums import LightningEnum as LightningEnum
-    from hasten.utilities.grads import grad_norm as grad_norm
+    from hasten.utilities.model_helpers import find_shared_parameters as find_shared_parameters
+    from hasten.utilities.model_helpers import grad_norm as grad_norm
     from hasten.utilities.model_helpers import is_overridden as is_overridden
-    from hasten.utilities.parameter_tying import find_shared_parameters as find_shared_parameters
-    from hasten.utilities.parameter_tying import set_shared_parameters as set_shared_parameters
+    from hasten.utilities.model_helpers import set_shared_parameters as set_shared_parameters
     from hasten.utilities.parsing import is_picklable as is_picklable
     from hasten.utilities.types import EVAL_DATALOADERS as EVAL_DATALOADERS
     from hasten.utilities.types import STEP_OUTPUT as STEP_OUTPUT
@@ -77,9 +77,12 @@ __getattr__, __dir__, __all__ = attach(
             "suggested_max_num_workers",
         ),
         "hasten.utilities.enums": ("GradClipAlgorithmType", "LightningEnum"),
-        "hasten.utilities.grads": ("grad_norm",),
-        "hasten.utilities.model_helpers": ("is_overridden",),
-        "hasten.utilities.parameter_tying": ("find_shared_parameters", "set_shared_parameters"),
+        "hasten.utilities.model_helpers": (
+            "find_shared_parameters",
+            "grad_norm",
+            "is_overridden",
+            "set_shared_parameters",
+        ),
         "hasten.utilities.parsing": ("is_picklable",),
         "hasten.utilities.types": (
             "EVAL_DATALOADERS",

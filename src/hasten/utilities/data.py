@@ -1,23 +1,25 @@
-"""Batches, loaders and processes, as programs of the field ask about them."""
+"""Batches, loaders, samplers and hyper-parameters, under the names that Lightning gives these helpers."""
 
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
-from hasten._lib.batch_size import batch_size_of
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten._lib.tree import map_tensors, move_to
+from hasten._lib.tree import batch_size_of, map_tensors, move_to
 from hasten.loggers.base import plain as _plain
+from hasten.machine.host import usable_cores
 
 min_seed_value, max_seed_value = 0, 2**32 - 1
 
@@ -27,7 +29,7 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
 
     Args:
         batch: a tensor, a nested collection of tensors, or an object with a method ``to``.
-        device: where to.
+        device: the target.
 
     Example::
 
@@ -49,7 +51,7 @@ def apply_to_collection(
         dtype: the type, or a tuple of types.
         function: what is called.
         args: for the function.
-        kwargs: for the function; see ``lightning_utilities`` for the options ``wrong_dtype`` and its like.
+        kwargs: for the function, or the options of ``lightning_utilities``, such as ``wrong_dtype``.
 
     Example::
 
@@ -67,7 +69,7 @@ def convert_to_tensors(data: Any, device: torch.device) -> Any:
 
     Args:
         data: a nested collection.
-        device: where the tensors go.
+        device: the device of the tensors.
 
     Example::
 
@@ -115,7 +117,7 @@ def extract_batch_size(batch: Any) -> int:
         batch: a tensor or a nested collection.
 
     Raises:
-        MisconfigurationException: no tensor in it tells.
+        MisconfigurationException: its tensors do not agree.
 
     Example::
 
@@ -126,13 +128,13 @@ def extract_batch_size(batch: Any) -> int:
     size, known = batch_size_of(batch)
     if not known:
         raise MisconfigurationException(
-            f"the batch size cannot be read from a {type(batch).__name__}. Say it: self.log(..., batch_size=...)."
+            f"the batch size cannot be read from a {type(batch).__name__}. Write self.log(..., batch_size=...)."
         )
     return size
 
 
 def sized_len(data: Any) -> int | None:
-    """Return the length, or None for what has none.
+    """Return the length, or None without one.
 
     Example::
 
@@ -152,7 +154,7 @@ def has_iterable_dataset(dataloader: Any) -> bool:
 
 
 def has_len(dataloader: Any) -> bool:
-    """Return whether a loader has a length; warns of one that is 0.
+    """Return whether a loader has a length; warn if it is 0.
 
     Example::
 
@@ -162,25 +164,25 @@ def has_len(dataloader: Any) -> bool:
     """
     length = sized_len(dataloader)
     if length == 0:
-        rank_zero_warn(f"the {type(dataloader).__name__} is empty: it gives no batch.")
+        rank_zero_warn(f"the {type(dataloader).__name__} is empty: it has no batches.")
     return length is not None
 
 
 def has_len_all_ranks(
     dataloader: Any, strategy: Any, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
-    """Return whether a loader has a length, the same question on every process; see ``has_len``."""
+    """Return whether a loader has a length; see ``has_len``."""
     return has_len(dataloader)
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return how many workers the loader of each process should have at most: the cores, shared.
+    """Return the largest sensible number of workers for the loader of each process.
 
     Args:
         local_world_size: processes on this machine.
 
     Raises:
-        ValueError: there is less than one.
+        ValueError: it is less than 1.
 
     Example::
 
@@ -188,10 +190,8 @@ def suggested_max_num_workers(local_world_size: int) -> int:
         1
 
     """
-    if local_world_size < 1:
-        raise ValueError(f"suggested_max_num_workers(local_world_size={local_world_size!r}): at least 1.")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_world_size - 1)
+    check.whole("suggested_max_num_workers", "local_world_size", local_world_size, at_least=1)
+    return max(1, usable_cores() // local_world_size - 1)
 
 
 def is_shared_filesystem(
@@ -200,9 +200,9 @@ def is_shared_filesystem(
     """Return whether all processes see the same files in a folder; all of them must call it.
 
     Args:
-        strategy: the strategy, which can talk to the other processes.
+        strategy: the strategy of the run.
         path: the folder; the working directory by default. URLs count as shared.
-        timeout: seconds that a file of the first process may take to appear elsewhere.
+        timeout: seconds in which a file of the first process must appear on the others.
 
     """
     folder = Path(os.getcwd() if path is None else path)
@@ -210,17 +210,17 @@ def is_shared_filesystem(
         return True
     if not folder.exists():
         raise FileNotFoundError(f"is_shared_filesystem(path={str(path)!r}): there is no such folder.")
-    mine = None
+    own = None
     if strategy.is_global_zero:
-        handle, mine = tempfile.mkstemp(prefix=".hasten-shared-", dir=folder)
+        handle, own = tempfile.mkstemp(prefix=".hasten-shared-", dir=folder)
         os.close(handle)
-    name = strategy.broadcast(mine)
+    name = strategy.broadcast(own)
     deadline = time.monotonic() + timeout
     while not (seen := os.path.exists(name)) and time.monotonic() < deadline:
         time.sleep(0.05)
     everywhere = bool(strategy.reduce_boolean_decision(seen, all=True))
-    if mine is not None:
-        os.unlink(mine)
+    if own is not None:
+        os.unlink(own)
     return everywhere
 
 
@@ -239,7 +239,7 @@ def merge_dicts(
 
     Args:
         dicts: the dicts.
-        agg_key_funcs: for a key, what combines the list of its values.
+        agg_key_funcs: for a key, the function that combines the list of its values.
         default_func: for all other keys; the mean by default.
 
     Example::
@@ -262,6 +262,77 @@ def as_text(params: Mapping[str, Any]) -> dict[str, Any]:
         key: value if isinstance(value, (bool, int, float, str)) else str(_plain(value))
         for key, value in params.items()
     }
+
+
+class UnrepeatedDistributedSampler(DistributedSampler[Any]):
+    """A ``DistributedSampler`` that yields every sample exactly once, so processes may get different numbers.
+
+    Example::
+
+        >>> [list(UnrepeatedDistributedSampler(range(5), 2, rank, shuffle=False)) for rank in (0, 1)]
+        [[0, 2, 4], [1, 3]]
+
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_samples = len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+        self.total_size = len(self.dataset)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = list(range(self.total_size))
+        if self.shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + self.epoch)
+            indices = torch.randperm(self.total_size, generator=generator).tolist()
+        return iter(indices[self.rank : self.total_size : self.num_replicas])
+
+
+class _SampledIndices:
+    """The indices of a sampler as a dataset."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._drawn: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def draw(self) -> None:
+        self._drawn = list(self._sampler)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._drawn[index]
+
+
+class DistributedSamplerWrapper(DistributedSampler[Any]):
+    """Share the indices of another sampler between processes; it must draw the same ones on each."""
+
+    def __init__(self, sampler: Sampler[Any] | Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_SampledIndices(sampler), *args, **kwargs)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        assert isinstance(self.dataset, _SampledIndices)
+        self.dataset.draw()
+        return (self.dataset[index] for index in super().__iter__())
+
+
+def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
+    """Seed Python, numpy and torch in a worker of a loader, differently in each.
+
+    Args:
+        worker_id: which worker.
+        rank: of the process; 0 by default.
+
+    """
+    seed = (torch.initial_seed() + worker_id + 1_000_003 * (rank or 0)) % 2**32
+    torch.manual_seed(seed)
+    random.seed(seed)
+    try:
+        import numpy as np
+    except ModuleNotFoundError:
+        return
+    np.random.seed(seed)
 
 
 __all__ = [

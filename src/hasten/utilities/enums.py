@@ -1,13 +1,17 @@
-"""Enumerations whose members are texts."""
+"""Enumerations of strings, and the names of accelerators and strategies."""
 
 from __future__ import annotations
 
 from enum import Enum, StrEnum
-from typing import Any
+from typing import Any, NoReturn
+
+from hasten._lib.errors import MisconfigurationException
+from hasten.machine.devices import ACCELERATORS
+from hasten.resolve import STRATEGIES
 
 
 class LightningEnum(StrEnum):
-    """Texts with names; compared without regard to case.
+    """Named strings, compared without regard to case.
 
     Example::
 
@@ -28,7 +32,7 @@ class LightningEnum(StrEnum):
 
     @classmethod
     def from_str(cls, value: str, source: str = "key") -> Any:
-        """Return the member called ``value`` (``source="key"``), or with that text ("value")."""
+        """Return the member with this name (``source="key"``), this value ("value"), or either ("any")."""
         for member in cls:
             texts = {"key": [member.name], "value": [member.value], "any": [member.name, member.value]}[
                 source
@@ -36,7 +40,7 @@ class LightningEnum(StrEnum):
             if value.replace("-", "_").lower() in [text.replace("-", "_").lower() for text in texts]:
                 return member
         raise ValueError(
-            f"{value!r} is no {cls.__name__}: use one of {', '.join(repr(m.value) for m in cls)}."
+            f"{value!r} is not a {cls.__name__}: use one of {', '.join(repr(m.value) for m in cls)}."
         )
 
 
@@ -55,6 +59,51 @@ class GradClipAlgorithmType(LightningEnum):
     def supported_types() -> list[str]:
         """Return all of them."""
         return [member.value for member in GradClipAlgorithmType]
+
+
+class Registry:
+    """The names that an argument accepts; other objects are passed without a name.
+
+    Args:
+        argument: the argument.
+        names: the names.
+
+    Example::
+
+        >>> "ddp" in StrategyRegistry
+        True
+        >>> AcceleratorRegistry.available_accelerators()[0]
+        'cpu'
+
+    """
+
+    def __init__(self, argument: str, names: list[str]) -> None:
+        self._argument, self._names = argument, names
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Any:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def keys(self) -> list[str]:
+        """Return all names."""
+        return list(self._names)
+
+    available_strategies = available_accelerators = keys
+
+    def register(self, name: str, *_: Any, **__: Any) -> NoReturn:
+        """Raise: other classes are passed as objects."""
+        raise MisconfigurationException(
+            f"{name!r} cannot be registered as a name: pass the object, {self._argument}=..., instead."
+        )
+
+
+AcceleratorRegistry = Registry("accelerator", sorted(ACCELERATORS))
+StrategyRegistry = Registry("strategy", ["single_device", *STRATEGIES])
 
 
 __all__ = ["GradClipAlgorithmType", "LightningEnum"]

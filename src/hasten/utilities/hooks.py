@@ -1,4 +1,4 @@
-"""The hooks of a module in groups, for classes that bring some of them along."""
+"""Groups of module hooks, for mixins."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from hasten.module.hook_defaults import ModelHooks
 
 
 class CheckpointHooks:
-    """What a module adds to its checkpoint, and takes from it."""
+    """The checkpoint hooks of a module."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint before it is written."""
+        """Add entries to a checkpoint before it is written."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take from a checkpoint before it is restored."""
+        """Read entries of a checkpoint before it is restored."""
 
 
 __all__ = ["CheckpointHooks", "ModelHooks"]

@@ -1,4 +1,4 @@
-"""What is installed, under the names that programs of the field read."""
+"""Which packages are installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMPY_AVAILABLE = installed("numpy")
 _OMEGACONF_AVAILABLE = installed("omegaconf")
 _RICH_AVAILABLE = installed("rich")
 _TORCHVISION_AVAILABLE = installed("torchvision")
-# hasten needs newer ones than all that programs ask about.
+# hasten requires newer versions than these.
 _PYTHON_GREATER_EQUAL_3_11_0 = sys.version_info >= (3, 11)
 _TORCHMETRICS_GREATER_EQUAL_1_0_0 = True
 _TORCH_GREATER_EQUAL_2_2 = _TORCH_GREATER_EQUAL_2_3 = _TORCH_GREATER_EQUAL_2_4 = True

@@ -1,11 +1,15 @@
-"""Modules, as programs of the field ask about them."""
+"""Modules: overridden methods, device and type, gradient norms, shared parameters."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
-from hasten._lib.absent import absent
+import torch
+from torch import Tensor, nn
+
+from hasten._lib.errors import absent
 from hasten._lib.optional import need
 from hasten.hooks import overrides
 from hasten.module import LightningModule
@@ -22,16 +26,15 @@ DeepSpeedSummary = absent(
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type | None = None) -> bool:
-    """Return whether an object has its own version of a method.
+    """Return whether an object overrides a method.
 
     Args:
         method_name: the method.
         instance: the object.
-        parent: the class whose version does not count; by default LightningModule, LightningDataModule or Callback,
-            whichever the object is.
+        parent: the base class to compare with; by default LightningModule, LightningDataModule or Callback.
 
     Raises:
-        ValueError: no class was given, and the object is of none of these.
+        ValueError: ``parent`` is needed, or does not have the method.
 
     Example::
 
@@ -47,7 +50,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         parent = next((kind for kind in kinds if isinstance(instance, kind)), None)
         if parent is None:
             raise ValueError(
-                f"is_overridden({method_name!r}, {type(instance).__name__} object): say of which class, parent=..."
+                f"is_overridden({method_name!r}, {type(instance).__name__} object): write parent=..."
             )
     if not hasattr(parent, method_name):
         raise ValueError(f"is_overridden({method_name!r}): {parent.__name__} has no such method.")
@@ -85,8 +88,8 @@ def is_param_in_hook_signature(
     Args:
         hook_fx: the function.
         param: the parameter.
-        explicit: by its name only; otherwise ``*args`` counts, and so do ``min_args`` parameters.
-        min_args: so many parameters are enough.
+        explicit: only by its name; otherwise ``*args``, or ``min_args`` parameters, are enough.
+        min_args: a sufficient number of parameters.
 
     Example::
 
@@ -103,4 +106,133 @@ def is_param_in_hook_signature(
 
 
 def do_nothing_closure() -> None:
-    """Do nothing, where a closure is asked for."""
+    """Do nothing."""
+
+
+def num_cuda_devices() -> int:
+    """Return the number of CUDA devices."""
+    return torch.cuda.device_count()
+
+
+def is_cuda_available() -> bool:
+    """Return whether this machine has a CUDA device."""
+    return torch.cuda.device_count() > 0
+
+
+class DeviceDtypeMixin(nn.Module):
+    """A module with the ``device`` and ``dtype`` of its first parameter or buffer.
+
+    Example::
+
+        >>> DeviceDtypeMixin().device
+        device(type='cpu')
+
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter or buffer; the CPU without one."""
+        first = self._first()
+        return torch.device("cpu") if first is None else first.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the first floating parameter or buffer; torch's default without one."""
+        first = self._first(floating=True)
+        return torch.get_default_dtype() if first is None else first.dtype
+
+    def _first(self, *, floating: bool = False) -> Any:
+        tensors = [*self.parameters(), *self.buffers()]
+        return next((tensor for tensor in tensors if not floating or tensor.is_floating_point()), None)
+
+
+def grad_norm(
+    module: nn.Module, norm_type: float | int | str, group_separator: str = "/"
+) -> dict[str, Tensor]:
+    """Return the norm of each parameter's gradient, and of all together.
+
+    Args:
+        module: the module; parameters without a gradient are left out.
+        norm_type: p of the p-norm, above 0; ``"inf"`` for the largest value.
+        group_separator: between "grad_2.0_norm" and the parameter's name.
+
+    Returns:
+        0-d tensors, by name; the last one is ``grad_<p>_norm_total``. Nothing is read from the device.
+
+    Raises:
+        ValueError: ``norm_type`` is not above 0.
+
+    Example::
+
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> layer.weight.grad = torch.full((1, 1), 3.0)
+        >>> grad_norm(layer, 2)
+        {'grad_2.0_norm/weight': tensor(3.), 'grad_2.0_norm_total': tensor(3.)}
+
+    Source: `torch.nn.utils.get_total_norm <https://docs.pytorch.org/docs/stable/nn.html>`_.
+
+    """
+    power = float(norm_type)
+    if not power > 0:
+        raise ValueError(f"grad_norm(norm_type={norm_type!r}): the norm is a number above 0, or 'inf'.")
+    name = f"grad_{power}_norm"
+    norms = {
+        f"{name}{group_separator}{parameter}": torch.linalg.vector_norm(p.grad.detach(), power)
+        for parameter, p in module.named_parameters()
+        if p.grad is not None
+    }
+    if norms:
+        norms[f"{name}_total"] = torch.linalg.vector_norm(torch.stack(list(norms.values())), power)
+    return norms
+
+
+def find_shared_parameters(module: nn.Module) -> list[list[str]]:
+    """Return the names under which each shared parameter appears, a list for each.
+
+    Args:
+        module: the module.
+
+    Example::
+
+        >>> tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> tied[1].weight = tied[0].weight
+        >>> find_shared_parameters(tied)
+        [['0.weight', '1.weight']]
+
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in _all_parameters(module, "", set()):
+        names.setdefault(id(parameter), []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> nn.Module:
+    """Share parameters that ``find_shared_parameters`` found; return the module.
+
+    Args:
+        module: the module, which is changed.
+        shared_params: names, a list for each parameter; the first is kept.
+
+    """
+    for first, *others in shared_params:
+        kept = _owner(module, first)
+        parameter = getattr(kept, first.rpartition(".")[2])
+        for name in others:
+            setattr(_owner(module, name), name.rpartition(".")[2], parameter)
+    return module
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
+def _all_parameters(module: nn.Module, prefix: str, above: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
+    # named_parameters() of torch lists a shared parameter once. A module may contain itself.
+    if id(module) in above:
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield f"{prefix}{name}", parameter
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _all_parameters(child, f"{prefix}{name}.", above | {id(module)})

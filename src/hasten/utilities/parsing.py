@@ -1,4 +1,4 @@
-"""Hyper-parameters and the places where programs of the field keep them."""
+"""Hyper-parameters: pickling, arguments of ``__init__``, attributes of modules and datamodules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_picklable(obj: object) -> bool:
 
 
 def clean_namespace(hparams: MutableMapping[Any, Any]) -> None:
-    """Remove from ``hparams`` what cannot be pickled."""
+    """Remove entries that cannot be pickled."""
     for key in [key for key, value in hparams.items() if not is_picklable(value)]:
         del hparams[key]
 
@@ -55,8 +55,8 @@ def collect_init_args(
 
     Args:
         frame: of an ``__init__``.
-        path_args: what was found before.
-        inside: whether ``__init__`` was reached.
+        path_args: arguments found before, to which the new ones are added.
+        inside: ignored.
         classes: only objects of these.
 
     """

@@ -1,4 +1,4 @@
-"""Say and do things once, on the first process only, under the names of the field."""
+"""Messages and functions of the first process only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ rank_zero_module = sys.modules[__name__]
 
 
 class LightningDeprecationWarning(DeprecationWarning):
-    """A warning of something that will go away; hasten gives plain ``DeprecationWarning``."""
+    """Not used by hasten, which raises ``DeprecationWarning``."""
 
 
 class WarningCache(set[str]):

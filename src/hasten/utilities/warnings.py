@@ -1,4 +1,4 @@
-"""Warnings of what may be wrong. hasten warns only of what is; the names are there for programs that silence them."""
+"""Warnings that programs written for Lightning silence; hasten does not raise them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hasten.utilities.rank_zero import WarningCache
 
 
 class PossibleUserWarning(UserWarning):
-    """A warning of something that may be meant."""
+    """A warning of something that may be intended."""
 
 
 def disable_possible_user_warnings(module: str = "") -> None:

@@ -1,0 +1,68 @@
+"""Notifications when a hook is replaced on an instance, or a list changes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+
+class Follower(Protocol):
+    """An object that caches attributes of other objects."""
+
+    def replaced(self, owner: object) -> None:
+        """Called when a hook of ``owner`` was replaced."""
+
+
+_followers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def follow(follower: Follower) -> None:
+    """Notify ``follower`` of replaced hooks while it exists."""
+    _followers.add(follower)
+
+
+def replaced(owner: object) -> None:
+    """Notify all followers that a hook of ``owner`` was set or removed."""
+    for follower in list(_followers):
+        follower.replaced(owner)
+
+
+T = TypeVar("T")
+
+
+class WatchedList(list[T]):
+    """A list that calls a function when it changes; copies are plain lists.
+
+    Args:
+        items: the initial items.
+        changed: called after each change.
+
+    """
+
+    def __init__(self, items: Iterable[T], changed: Callable[[], None]) -> None:
+        super().__init__(items)
+        self._changed = changed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[T]:
+        return [copy.deepcopy(item, memo) for item in self]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (list, (list(self),))
+
+
+def _notifying(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        self._changed()
+        return result
+
+    return changed
+
+
+_CHANGING = ("append", "extend", "insert", "remove", "pop", "clear", "reverse", "sort")
+for _name in (*_CHANGING, "__setitem__", "__delitem__", "__iadd__", "__imul__"):
+    setattr(WatchedList, _name, _notifying(getattr(list, _name)))
