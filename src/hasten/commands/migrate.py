@@ -6,11 +6,11 @@ import difflib
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hasten._lib.files import replacing
 from hasten._lib.optional import need
 from hasten.commands.parser import Parser
 
@@ -156,18 +156,10 @@ def _agreed(question: str) -> bool:
 
 
 def _write(file: _File) -> None:
-    """Put the new file in the place of the old one in one step; the old one stays whole until then."""
+    """Replace the file atomically, with the same permissions."""
     target = Path(os.path.realpath(file.path))
     if target.read_bytes() != file.old:
         raise OSError(0, "it was changed meanwhile")
-    handle, name = tempfile.mkstemp(prefix=".hasten-", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(file.new)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(name, target.stat().st_mode & 0o7777)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with replacing(target) as stream:
+        stream.write(file.new)
+        os.chmod(stream.name, target.stat().st_mode & 0o7777)
