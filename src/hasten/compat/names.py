@@ -48,7 +48,7 @@ hasten.plugins: AsyncCheckpointIO BitsandbytesPrecision CheckpointIO ClusterEnvi
     MixedPrecision MPIEnvironment Precision SLURMEnvironment TorchCheckpointIO TorchElasticEnvironment
     TorchSyncBatchNorm TransformerEnginePrecision XLACheckpointIO XLAEnvironment XLAPrecision
 hasten.profilers: AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler XLAProfiler
-hasten.profilers.module_names: RegisterRecordFunction
+hasten.profilers.pytorch: RegisterRecordFunction
 hasten.report.peaks: get_available_flops
 hasten.report.summary: get_human_readable_count=human_readable LayerSummary parse_batch_shape summarize
 hasten.report.throughput: Throughput
