@@ -118,6 +118,16 @@ def test_a_busy_minute_does_not_drop_a_row_that_pays() -> None:
     assert same.seconds / packed.seconds == pytest.approx(4.0, rel=0.01)
 
 
+def test_a_row_that_was_slow_for_a_moment_is_judged_by_all_its_turns() -> None:
+    def disturbed(turn: int) -> float:
+        return 0.8 if turn in (2, 3) else 0.1
+
+    _, _same, packed = measured(FakeEngine(0.4, 0.4, disturbed), row(1), row(2))
+    assert packed.comparison is not None
+    assert len(packed.comparison.turns) > 2
+    assert packed.kept
+
+
 def test_every_row_runs_in_a_process_of_its_own_that_is_ended() -> None:
     engine = FakeEngine(0.4, 0.4, 0.1)
     measured(engine, row(1), row(2))
