@@ -148,5 +148,5 @@ def test_schedulers(interval: str, times: int) -> None:
 def test_schedulers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"interval='90min': use epochs or steps"):
         quiet().fit(Scheduled(interval="90min"), loader())
-    with pytest.raises(ValueError, match=r"interval='2ep' and frequency=3: both say how often"):
+    with pytest.raises(ValueError, match=r"interval='2ep' and frequency=3: both set the frequency"):
         quiet().fit(Scheduled(interval="2ep", frequency=3), loader())
