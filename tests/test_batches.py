@@ -349,7 +349,7 @@ def test_an_interval_longer_than_an_epoch_is_refused_where_that_is_known() -> No
 
 def test_validation_by_time_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("hasten.loops.validation_schedule.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hasten.loops.schedule.time.monotonic", lambda: now[0])
 
     class Slow(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import hasten as L
 from hasten.compile.settings import CompileSettings
 from hasten.compile.user_compiled import inner_model, users_settings
-from hasten.loops import compiled as loops_compiled
+from hasten.loops import prepare as loops_prepare
 from tests.compile.test_compile import TRACED, Deep, Net
 from tests.compile.test_with_others import fitted_bert
 from tests.models import loader, quiet, same_weights
@@ -26,7 +26,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Have compiled runs taken for recorded ones; return what happened, in order."""
     seen: list[str] = []
     monkeypatch.setattr(CompileSettings, "cuda_graphs", property(lambda self: True))
-    monkeypatch.setattr(loops_compiled, "check_possible", lambda *_: None)
+    monkeypatch.setattr(loops_prepare, "check_possible", lambda *_: None)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: seen.append("begin"))
     return seen
 
@@ -180,7 +180,7 @@ def test_after_the_run_torch_finds_steps_by_itself_again(monkeypatch: pytest.Mon
     from torch._inductor.cudagraph_trees import MarkStepBox
 
     monkeypatch.setattr(CompileSettings, "cuda_graphs", property(lambda self: True))
-    monkeypatch.setattr(loops_compiled, "check_possible", lambda *_: None)
+    monkeypatch.setattr(loops_prepare, "check_possible", lambda *_: None)
     assert MarkStepBox.mark_step_counter == 0
     within: list[int] = []
 

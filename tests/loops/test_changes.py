@@ -343,7 +343,7 @@ def test_batches_are_moved_by_a_hook_patched_in_the_middle() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda module: [still(module), still(module)], "2 optimizers, and automatic optimisation steps one"),
+        (lambda module: [still(module), still(module)], "2 optimizers, and automatic optimization steps one"),
         (lambda module: [torch.optim.SGD], "the list holds the class SGD"),
     ],
 )

@@ -91,9 +91,9 @@ def test_all_processes_that_ask_to_stop_stop_at_once(moment: str, batches: int) 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("moment", ["start", "epoch 1", "batch 2", "validation", "epoch end"])
 def test_one_process_that_asks_to_stop_stops_all_of_them(moment: str) -> None:
-    from hasten.loops import together
+    from hasten.loops import processes
 
-    together._SAME_MOMENT_SECONDS = 0.1
+    processes._SAME_MOMENT_SECONDS = 0.1
     model = Model()
     trainer = two(model, max_epochs=2000, callbacks=[Stops(moment, (1,))])
     assert trainer.should_stop

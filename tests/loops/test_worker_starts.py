@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import hasten as L
-from hasten.loops import data_stalls
+from hasten.loops import run_data
 from tests.models import Classifier, quiet
 
 SECONDS = 0.2
@@ -21,7 +21,7 @@ SECONDS = 0.2
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take short epochs for long ones."""
-    monkeypatch.setattr(data_stalls, "_SECONDS_OF_STARTS", SECONDS / 2)
+    monkeypatch.setattr(run_data, "_SECONDS_OF_STARTS", SECONDS / 2)
 
 
 def data(samples: int = 12) -> TensorDataset:
@@ -86,7 +86,7 @@ def test_what_would_not_help_is_not_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert told(slow_to_start(), max_epochs=2, reload_dataloaders_every_n_epochs=1) == []
     assert told(slow_to_start(given := Curriculum()), max_epochs=2, callbacks=[Raising(given)]) == []
     # Quick to start, compared with what counts.
-    monkeypatch.setattr(data_stalls, "_SECONDS_OF_STARTS", 60.0)
+    monkeypatch.setattr(run_data, "_SECONDS_OF_STARTS", 60.0)
     assert told(slow_to_start(), max_epochs=2) == []
 
 
@@ -94,12 +94,12 @@ def test_what_would_not_help_is_not_told(monkeypatch: pytest.MonkeyPatch) -> Non
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge the first steps."""
     for name, value in {"_SECONDS": 0.1, "_WARM_UP": 1, "_STEPS": 3}.items():
-        monkeypatch.setattr(data_stalls, name, value)
+        monkeypatch.setattr(run_data, name, value)
 
 
 @pytest.mark.usefixtures("_soon")
 def test_waiting_for_starts_is_cured_by_keeping_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_stalls, "_SECONDS_OF_STARTS", 60.0)
+    monkeypatch.setattr(run_data, "_SECONDS_OF_STARTS", 60.0)
     (text,) = told(slow_to_start())
     assert "Training waits for its data" in text
     assert "Most of it is the start of worker processes in each epoch" in text

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 import hasten as L
 from hasten.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, ModelCheckpoint
 from hasten.loggers import CSVLogger
-from hasten.loops.saved_objects import SavedObjects
+from hasten.loops.saved_state import SavedObjects
 from hasten.tuner import Tuner
 from tests.models import Classifier, dataset, loader, quiet, same_weights
 

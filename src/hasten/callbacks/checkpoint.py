@@ -24,7 +24,7 @@ from hasten.callbacks.monitored import MetricSource, check_mode, check_monitor, 
 from hasten.callbacks.shared_deadline import SharedDeadline
 from hasten.callbacks.unused_hooks import disable_hooks, enable_hooks
 from hasten.loggers.folders import exists, is_url, write_whole
-from hasten.loops.states import TrainerFn
+from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:

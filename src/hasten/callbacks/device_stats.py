@@ -94,14 +94,14 @@ class DeviceStatsMonitor(Callback):
 
     def _log_step(self, trainer: Trainer, hook: str, *, ahead: int) -> None:
         progress, every = trainer.progress, trainer.log_every_n_steps
-        if every and progress.window == 0 and (progress.updates + ahead) % every == 0:
-            self._log(trainer, hook, progress.updates + ahead - 1)
+        if every and progress.accumulation_index == 0 and (progress.logged_step + ahead) % every == 0:
+            self._log(trainer, hook, progress.logged_step + ahead - 1)
 
     def _log_evaluation(self, trainer: Trainer, edge: str, batch_idx: int) -> None:
         every = trainer.log_every_n_steps
         if every and (batch_idx + 1) % every == 0:
             stage = "test" if trainer.testing else "validation"
-            self._log(trainer, f"on_{stage}_batch_{edge}", trainer.progress.updates)
+            self._log(trainer, f"on_{stage}_batch_{edge}", trainer.progress.logged_step)
 
     def _log(self, trainer: Trainer, hook: str, step: int) -> None:
         stats = self._stats(trainer) if trainer.is_global_zero else {}

@@ -14,7 +14,7 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import log, rank_zero_warn
 from hasten.callbacks.monitored import MetricSource, check_mode, check_monitor, not_logged, validates
-from hasten.loops.states import TrainerFn
+from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:

@@ -83,7 +83,7 @@ class BatchSizeFinder(Callback):
             ProbeRun(trainer, run), method=method, options=self._options
         )
         was_loaded = run.train.loaded
-        for source in run.sources_of(method):
+        for source in run.data_of(method):
             source.reload()
         if method == "fit" and was_loaded:
             # The new loaders need the current epoch.
@@ -121,7 +121,7 @@ class BatchSizeFinder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Set the size a resumed run was trained with, before its loaders are made."""
-        from hasten.tuner.probe import TunedValue
+        from hasten.tuner.tuned_value import TunedValue
 
         state = (checkpoint.get("callbacks") or {}).get(self.state_key)
         if trainer.state.fn == "fit" and state:

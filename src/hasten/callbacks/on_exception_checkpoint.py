@@ -12,7 +12,7 @@ from hasten._lib import check
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callbacks.checkpoint import Checkpoint
 from hasten.checkpoint.files import remove
-from hasten.loops.states import TrainerFn
+from hasten.loops.progress import TrainerFn
 
 if TYPE_CHECKING:
     from hasten.trainer import Trainer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten._lib.rank_zero import warn_once
 from hasten.callbacks.unused_hooks import disable_hooks, enable_hooks
-from hasten.loops.states import RunningStage, TrainerFn
+from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:

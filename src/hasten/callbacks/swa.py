@@ -19,9 +19,9 @@ from hasten._lib.rank_zero import rank_zero_info
 from hasten.callbacks.weight_averaging import WeightAveraging
 from hasten.hooks import STEPS
 from hasten.logged_value import LoggingContext
-from hasten.loops.states import TrainerFn
-from hasten.loops.step_errors import with_batch_idx_if_taken
-from hasten.loops.transfer import make_transfer
+from hasten.loops.progress import TrainerFn
+from hasten.loops.run_data import make_transfer
+from hasten.loops.user_code import with_batch_idx_if_taken
 from hasten.module.callback import Callback
 from hasten.optim import LRSchedulerConfig
 from hasten.seed import isolate_rng

@@ -11,7 +11,7 @@ import torch
 
 from hasten._lib import check
 from hasten.callbacks.unused_hooks import disable_hooks, enable_hooks
-from hasten.loops.states import RunningStage, TrainerFn
+from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.module.callback import Callback
 from hasten.report.throughput import Throughput, compute_dtype, get_available_flops
 
@@ -137,8 +137,8 @@ class ThroughputMonitor(Callback):
         self._update(trainer, pl_module, batch)
         progress, every = trainer.progress, trainer.log_every_n_steps
         # With the optimizer's step: an accumulation is measured when it is complete.
-        if every and progress.window == 0 and progress.updates % every == 0:
-            self._log(trainer, progress.updates - 1)
+        if every and progress.accumulation_index == 0 and progress.logged_step % every == 0:
+            self._log(trainer, progress.logged_step - 1)
 
     def on_validation_batch_end(
         self,

@@ -14,7 +14,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.callbacks.shared_deadline import SharedDeadline
 from hasten.callbacks.unused_hooks import disable_hooks
-from hasten.loops.states import RunningStage
+from hasten.loops.progress import RunningStage
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:

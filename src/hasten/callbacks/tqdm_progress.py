@@ -15,7 +15,7 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed
 from hasten.callbacks.progress import DrawnProgressBar, draws
-from hasten.loops.states import TrainerFn
+from hasten.loops.progress import TrainerFn
 from hasten.machine.host import in_notebook
 
 # Seconds between two lines, where a bar cannot be drawn over itself.

@@ -13,7 +13,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
 from hasten._lib.tree import by_kind
-from hasten.loops.states import TrainerFn
+from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:

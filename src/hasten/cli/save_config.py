@@ -9,7 +9,7 @@ import fsspec
 from jsonargparse import Namespace
 
 from hasten.hooks import overrides
-from hasten.loops.states import TrainerFn
+from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:

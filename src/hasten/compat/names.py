@@ -37,7 +37,7 @@ hasten.loggers: CometLogger CSVLogger LitLogger Logger MLFlowLogger NeptuneLogge
 hasten.loggers.base: DummyExperiment DummyLogger rank_zero_experiment _add_prefix=with_prefix _convert_params=as_dict
     _DummyExperiment=DummyExperiment _flatten_dict=flat
 hasten.loggers.csv: ExperimentWriter
-hasten.loops.states: RunningStage TrainerFn TrainerState TrainerStatus
+hasten.loops.progress: RunningStage TrainerFn TrainerState TrainerStatus
 hasten.machine.cluster: find_free_network_port=find_free_port
 hasten.machine.collectives: _distributed_is_initialized=joined
 hasten.module.datamodule: DataHooks

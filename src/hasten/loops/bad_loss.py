@@ -1,7 +1,7 @@
-"""A loss that is not finite: told of when values are fetched anyway, or kept away from the weights where asked for.
+"""Losses that are not finite: reported when values are on the host anyway, or kept away from the weights on request.
 
-Without being asked (``on_bad_loss="warn"``) nothing is done for it in a step: the latest loss travels with the values
-that the loggers get. Otherwise a ``Guard`` reads, before each optimizer step, whether loss and gradients are finite.
+With ``on_bad_loss="warn"``, the default, a step does nothing for it: the latest loss travels with the values for the
+loggers. Otherwise a ``Guard`` reads, before each optimizer step, whether loss and gradients are finite.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,20 +18,23 @@ from torch import Tensor, nn
 from hasten._lib.errors import BadLossError
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind
-from hasten.loops.books import Books, generator_states, set_generators
-from hasten.loops.step_errors import with_batch_idx_if_taken
+from hasten.loops.saved_state import StepState, generator_states, set_generators
+from hasten.loops.user_code import with_batch_idx_if_taken
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
 
-# Steps left out one after the other, and returns to the same state, after which the run ends.
+# Steps skipped in a row, and returns to the same state, after which the run ends.
 MOST_IN_A_ROW = 10
 MOST_RETURNS = 5
-# Optimizer steps between two states kept for "rewind", where no logging interval says.
-KEEP_EVERY = 50
+# Optimizer steps between two states saved for "rewind", where no logging interval is set.
+SAVE_EVERY = 50
+
+# How bad a step is: all is finite, a gradient is not, the loss is not. The worst of all processes counts.
+_FINE, _BAD_GRADIENT, _BAD_LOSS = range(3)
 
 
-class LeftOut(BaseException):
+class StepSkipped(BaseException):
     """Leaves a closure whose loss is bad, and with it the step that called it.
 
     A BaseException, so that no ``except Exception`` of a user on the way takes it for an error.
@@ -41,20 +45,20 @@ class LossReport:
     """Warns once of a loss that is not finite, and once of each stage's logged losses.
 
     Args:
-        guarded: bad losses of training are dealt with before they do harm, and told of there.
+        guarded: bad losses of training are handled before they do harm, and reported there.
 
     """
 
     def __init__(self, *, guarded: bool) -> None:
-        self._said: set[str] = {"train", "loss"} if guarded else set()
+        self._reported: set[str] = {"train", "loss"} if guarded else set()
         self._finite_at: int | None = None
 
     def loss(self, value: float, step: int, epoch: int | None) -> None:
         """Take the loss of a step, as ``training_step`` returned it."""
         if math.isfinite(value):
             self._finite_at = step
-        elif "loss" not in self._said:
-            self._said |= {"loss", "train"}
+        elif "loss" not in self._reported:
+            self._reported |= {"loss", "train"}
             before = "" if self._finite_at is None else f"; at step {self._finite_at} it was finite"
             rank_zero_warn(
                 f"The loss of training_step is {value} at step {step} (epoch {epoch}){before}. One such step can make "
@@ -64,8 +68,8 @@ class LossReport:
 
     def logged(self, hook: str, stage: str, name: str, value: float) -> None:
         """Take a logged value that is called a loss and is not finite."""
-        if stage not in self._said:
-            self._said.add(stage)
+        if stage not in self._reported:
+            self._reported.add(stage)
             rank_zero_warn(
                 f"{name!r}, logged in {hook}, is {value}. The usual causes are a mean over nothing, a division by 0 "
                 "and the logarithm of 0; or the weights are nan, as all outputs are then."
@@ -73,10 +77,10 @@ class LossReport:
 
 
 class Guard:
-    """Lets an optimizer step only where loss and gradients are finite.
+    """Lets an optimizer step only if loss and gradients are finite.
 
-    Before each step one number is read from the device, and with several processes one is exchanged, so that all leave
-    out the same steps. A step that is left out counts as one: schedules, limits and loggers go on.
+    Before each step one number is read from the device, and with several processes one is exchanged, so that all skip
+    the same steps. A skipped step counts as one: schedules, limits and loggers go on.
 
     Args:
         run: the run.
@@ -87,62 +91,61 @@ class Guard:
 
     def __init__(self, run: Run, mode: str, state: dict[str, Any] | None) -> None:
         self._run, self._mode = run, mode
-        self._every = run.arguments.log_every_n_steps or KEEP_EVERY
-        self._books = Books(run)
-        self._is_kept = False
+        self._every = run.arguments.log_every_n_steps or SAVE_EVERY
+        self._before = StepState(run)
+        self._is_saved = False
         self._batch: tuple[Any, int] = None, 0
+        # (batch_idx, loss) of the accumulation.
         self._losses: list[tuple[int, Tensor]] = []
         self._passes = self._judged = True
-        self._versions: list[tuple[Tensor, int]] = []
         self._end: BadLossError | None = None
         self._last = ""
-        self._windows = self._left_out = self._in_a_row = self._returns = self._said = 0
-        self._state: _State | None = None
+        self._windows = self._skipped = self._in_a_row = self._returns = self._reported = 0
+        self._saved: _SavedTraining | None = None
+        # Buffers before a resumed accumulation, whose first batches may be bad.
+        self._buffers_before: dict[str, Tensor] = {}
         if state is not None:
-            self._windows, self._left_out, self._in_a_row = (
-                state[key] for key in ("windows", "left_out", "in_a_row")
-            )
-            self._said = state["left_out"]
+            self._windows, self._skipped = state["windows"], state["left_out"]
+            self._in_a_row, self._reported = state["in_a_row"], state["left_out"]
             self._losses = [(index, torch.tensor(value)) for index, value in state["losses"]]
-        # Of a resumed accumulation whose first batches may be bad: buffers before it.
-        self._buffers_before: dict[str, Tensor] = {} if state is None else state["buffers"]
+            self._buffers_before = state["buffers"]
         self.keep_state()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, and the losses of the accumulation that is open."""
-        is_open = self._run.progress.window > 0
-        losses = self._losses if is_open else []
+        is_open = self._run.progress.accumulation_index > 0
         return {
             "windows": self._windows,
-            "left_out": self._left_out,
+            "left_out": self._skipped,
             "in_a_row": self._in_a_row,
-            "losses": [(index, float(loss)) for index, loss in losses],
-            "buffers": self._books.changed_buffers() if is_open else {},
+            "losses": [(index, float(loss)) for index, loss in self._losses] if is_open else [],
+            "buffers": self._before.changed_buffers() if is_open else {},
         }
 
     def keep_state(self) -> None:
-        """Keep the present state to come back to, if that was asked for; a run resumed from here does the same."""
+        """Save the present state to return to, with "rewind"; a run resumed from here does the same."""
         if self._mode == "rewind":
-            self._state = None  # Its memory first.
-            self._state, self._returns = _State(self._run), 0
-            if self._run.progress.window:
-                self._state.take_buffers(self._buffers_before or self._books.changed_buffers())
+            self._saved = None  # Its memory first.
+            self._saved, self._returns = _SavedTraining(self._run), 0
+            if self._run.progress.accumulation_index:
+                self._saved.use_buffers(self._buffers_before or self._before.changed_buffers())
 
     # -- around a step
 
     def watching(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``forward_backward`` such that what it changes beside gradients can be taken back."""
+        """Return ``forward_backward`` that first saves what it changes besides gradients."""
+        window = self._run.window
 
-        def watched(batch: Any, batch_idx: int, opens: bool, *rest: Any, **options: Any) -> Any:
-            if opens:
+        def watched(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
+            if window.is_start:
                 self._losses.clear()
-            if opens or not self._is_kept:
-                self._books.keep()
-                if not opens:
-                    self._books.take_buffers(self._buffers_before)
-                self._is_kept, self._buffers_before = True, {}
+            if window.is_start or not self._is_saved:
+                self._before.save()
+                if not window.is_start:
+                    self._before.use_buffers(self._buffers_before)
+                self._is_saved, self._buffers_before = True, {}
             self._batch = batch, batch_idx
-            return forward_backward(batch, batch_idx, opens, *rest, **options)
+            return forward_backward(batch, batch_idx, keep_outputs)
 
         return watched
 
@@ -152,38 +155,38 @@ class Guard:
         self._losses.append((self._batch[1], loss.detach().clone()))
 
     def around(
-        self, optimizer: Any, finish: Callable[[int], None], step: Callable[..., Any]
-    ) -> tuple[Callable[[int], None], Callable[..., Any]]:
-        """Return ``finish`` and ``step`` such that they do nothing where the step is to be left out."""
+        self, optimizer: Any, finish: Callable[[], None], step: Callable[..., Any]
+    ) -> tuple[Callable[[], None], Callable[..., Any]]:
+        """Return versions of ``finish`` and ``step`` that do nothing if the step is to be skipped."""
 
-        def guarded_finish(divisor: int) -> None:
+        def guarded_finish() -> None:
             self._passes = self._judge(optimizer)
             if self._passes:
-                finish(divisor)
+                finish()
             else:
-                self._go_back()
+                self._rewind()
 
         def guarded_step(closure: Any = None) -> Any:
             return step(closure) if self._passes else None
 
         return guarded_finish, guarded_step
 
-    def in_closure(self, optimizer: Any, finish: Callable[[int], None]) -> Callable[[int], None]:
-        """Return ``finish`` such that it leaves the closure, by ``LeftOut``, where the step is to be left out.
+    def in_closure(self, optimizer: Any, finish: Callable[[], None]) -> Callable[[], None]:
+        """Return a version of ``finish`` that leaves the closure, by ``StepSkipped``, if the step is to be skipped.
 
-        Only the first time in a step: how an optimizer searches from there is its own business.
+        Only the first time in a step: how an optimizer searches from there is up to it.
         """
 
-        def guarded_finish(divisor: int) -> None:
+        def guarded_finish() -> None:
             judged, self._judged = self._judged, True
             if not judged and not self._judge(optimizer):
-                raise LeftOut
-            finish(divisor)
+                raise StepSkipped
+            finish()
 
         return guarded_finish
 
     def one_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
-        """Call ``step``, which calls a closure that may leave it by ``LeftOut``.
+        """Call ``step``, which calls a closure that may leave it by ``StepSkipped``.
 
         Raises:
             RuntimeError: it did, and by then the weights were changed.
@@ -195,7 +198,7 @@ class Guard:
         self._judged = False
         try:
             step()
-        except LeftOut:
+        except StepSkipped:
             if any(p._version != version for p, version in before):
                 raise RuntimeError(
                     f"Trainer(on_bad_loss={self._mode!r}): the weights were changed before the closure of "
@@ -203,7 +206,7 @@ class Guard:
                     "on_bad_loss='warn'."
                 ) from None
             # Now, not within the closure: the optimizer was in the middle of its step.
-            self._go_back()
+            self._rewind()
 
     def judge_losses(self) -> None:
         """End the run if a loss was not finite, where no optimizer steps."""
@@ -226,7 +229,7 @@ class Guard:
             what = f"is {value}" if not math.isfinite(value) else "is not finite on another process"
             # In the middle of a batch: not an error after which the run could be saved and resumed.
             raise FloatingPointError(
-                f"The loss given to manual_backward {what}, at step {progress.updates} (epoch {progress.epoch}, "
+                f"The loss given to manual_backward {what}, at step {progress.logged_step} (epoch {progress.epoch}, "
                 f"batch {progress.batch}). The run ends here (on_bad_loss='stop')."
             )
 
@@ -240,70 +243,71 @@ class Guard:
         if self._end is not None:
             raise self._end
         progress = self._run.progress
-        if progress.window == 0:
-            if progress.updates % self._every == 0:
-                self.say()
-            state = self._state
-            if state is not None and self._in_a_row == 0:
-                is_old = progress.updates - state.updates >= self._every
-                if is_old or state.is_of_other_groups():
+        if progress.accumulation_index == 0:
+            if progress.logged_step % self._every == 0:
+                self._report()
+            saved = self._saved
+            if saved is not None and self._in_a_row == 0:
+                is_old = progress.logged_step - saved.logged_step >= self._every
+                if is_old or saved.is_of_other_groups():
                     self.keep_state()
 
     def end_epoch(self) -> None:
-        """Say what was left out.
+        """Report the skipped steps.
 
         Raises:
-            BadLossError: every step of the run so far was.
+            BadLossError: every step of the run so far was skipped.
 
         """
-        self.say()
-        if self._left_out and self._left_out >= self._windows:
+        self._report()
+        if self._skipped and self._skipped >= self._windows:
             raise BadLossError(
                 f"Trainer(on_bad_loss={self._mode!r}): each of the {self._windows} steps so far was left out, so "
                 f"nothing was trained. {self._last}"
             )
 
-    def say(self) -> None:
-        """Say what was left out since the last time."""
-        new = self._left_out - self._said
+    def _report(self) -> None:
+        """Report the steps skipped since the last report."""
+        new = self._skipped - self._reported
         if not new:
             return
-        say = rank_zero_info if self._said else rank_zero_warn
-        self._said = self._left_out
+        say = rank_zero_info if self._reported else rank_zero_warn
+        self._reported = self._skipped
         went_back = " and went back to the state kept before" if self._mode == "rewind" else ""
         say(
             f"Trainer(on_bad_loss={self._mode!r}) left out {new} step{'s' if new > 1 else ''}{went_back} "
-            f"({self._left_out} of {self._windows} in this run). The last: {self._last}"
+            f"({self._skipped} of {self._windows} in this run). The last: {self._last}"
         )
 
-    # -- inside
+    # -- one decision
 
     def _judge(self, optimizer: Any) -> bool:
-        """Return whether the step may be taken; if not, do what was asked for."""
+        """Return whether the step may be taken; if not, do what ``on_bad_loss`` says, except to rewind."""
         run = self._run
         self._windows += 1
-        # A scaled gradient that overflows is the scaler's business, which leaves out the step by itself.
+        # A scaler skips the step by itself where a scaled gradient overflows.
         gradients = [] if optimizer is None or run.runtime.scaler is not None else _gradients(optimizer)
         finite = _are_finite([loss for _, loss in self._losses], gradients)
         bad = [entry for entry, is_finite in zip(self._losses, finite, strict=False) if not is_finite]
-        mine = worst = 2 if bad else 0 if all(finite) else 1
+        here = worst = _BAD_LOSS if bad else _FINE if all(finite) else _BAD_GRADIENT
         if run.runtime.world_size > 1:
-            worst = int(run.runtime.all_reduce(torch.tensor(mine, device=run.runtime.device), op="max"))
-        if worst == 0:
+            worst = int(run.runtime.all_reduce(torch.tensor(here, device=run.runtime.device), op="max"))
+        if worst == _FINE:
             self._in_a_row = 0
             return True
-        self._left_out += 1
+        self._skipped += 1
         self._in_a_row += 1
         run.window_weight = None
         if optimizer is not None:
             # Schedulers go on, and torch would warn them of an optimizer that never steps.
             optimizer._opt_called = True
-        self._last = self._describe(mine, bad)
+        self._last = self._describe(here, bad)
         place = ""
         if self._mode == "stop":
-            in_hand = worst == 1 or run.progress.window == 0 or (bool(bad) and bad[-1][0] == self._batch[1])
-            place = _first_bad(run, self._books, *self._batch, backward=worst == 1) if in_hand else ""
-        self._books.leave_out()
+            is_of_this_batch = bool(bad) and bad[-1][0] == self._batch[1]
+            if worst == _BAD_GRADIENT or run.progress.accumulation_index == 0 or is_of_this_batch:
+                place = _first_bad(run, self._before, *self._batch, backward=worst == _BAD_GRADIENT)
+        self._before.undo_statistics()
         if self._mode == "stop":
             self._end = BadLossError(
                 f"{self._last} {place}The step was not taken, and the run ends here (on_bad_loss='stop'). To go on "
@@ -313,15 +317,14 @@ class Guard:
             self._end = self._too_often(f"{self._in_a_row} steps in a row were left out")
         return False
 
-    def _go_back(self) -> None:
-        if self._mode != "rewind" or self._end is not None:
+    def _rewind(self) -> None:
+        if self._saved is None or self._end is not None:
             return
         self._returns += 1
         if self._returns > MOST_RETURNS:
             self._end = self._too_often(f"the run went back {MOST_RETURNS} times to the same state")
-            return
-        assert self._state is not None
-        self._state.restore()
+        else:
+            self._saved.restore()
 
     def _too_often(self, what: str) -> BadLossError:
         return BadLossError(
@@ -329,72 +332,71 @@ class Guard:
             "on_bad_loss='stop' says whether the data or a layer is the cause; often a smaller learning rate helps."
         )
 
-    def _describe(self, mine: int, bad: list[tuple[int, Tensor]]) -> str:
-        run = self._run
-        progress = run.progress
-        where = f"at step {progress.updates} (epoch {progress.epoch}, batch {self._batch[1]})"
-        if mine == 2:
-            index, loss = bad[0]
-            where = where.replace(f"batch {self._batch[1]})", f"batch {index})")
-            return f"The loss of training_step is {float(loss)} {where}."
-        if mine == 1:
-            names = [
-                name
-                for name, p in run.module.named_parameters()
-                if p.grad is not None and not all(_are_finite([], [_values(p.grad)]))
-            ]
-            of = f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
-            return f"The loss of training_step is finite but its gradient is not, {where}{of}."
-        return f"On another process the loss of training_step or its gradient is not finite {where}."
+    def _describe(self, here: int, bad: list[tuple[int, Tensor]]) -> str:
+        run, progress = self._run, self._run.progress
+        batch_idx = bad[0][0] if bad else self._batch[1]
+        where = f"at step {progress.logged_step} (epoch {progress.epoch}, batch {batch_idx})"
+        if here == _BAD_LOSS:
+            return f"The loss of training_step is {float(bad[0][1])} {where}."
+        if here == _FINE:
+            return f"On another process the loss of training_step or its gradient is not finite {where}."
+        names = [
+            name
+            for name, p in run.module.named_parameters()
+            if p.grad is not None and not all(_are_finite([], [_values(p.grad)]))
+        ]
+        listed = f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
+        return f"The loss of training_step is finite but its gradient is not, {where}{listed}."
 
 
-class _State:
-    """Weights, buffers, optimizer states and the scaler's, to come back to. Schedules and counters go on."""
+class _SavedTraining:
+    """Weights, buffers, optimizer states and the scaler's, to return to. Schedules and counters go on."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.updates = run.progress.updates
-        trained = [
-            p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]
-        ]
+        self.logged_step = run.progress.logged_step
+        trained = [p for one in run.optimizers for group in one.param_groups for p in group["params"]]
         tensors = {id(tensor): tensor for tensor in [*run.module.parameters(), *trained]}
         self._weights = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
-        self._buffers = [
-            (owner, name, owner._buffers[name].detach().clone())
-            for owner, name, _ in _named_buffers(run.module)
-        ]
-        self._of = list(run.optimizers)
-        self._groups = _group_sizes(run.optimizers)
+        # By (name of the layer, name of the buffer there).
+        self._buffers = {
+            (path, name): buffer.detach().clone()
+            for path, layer in run.module.named_modules()
+            for name, buffer in layer._buffers.items()
+            if buffer is not None
+        }
+        self._of, self._groups = list(run.optimizers), _group_sizes(run.optimizers)
         self._optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers]
         scaler = run.runtime.scaler
         self._scaler = None if scaler is None else scaler.state_dict()
 
-    def take_buffers(self, copies: dict[str, Tensor]) -> None:
-        """Come back to other values of some buffers, by their names."""
-        names = {(id(owner), name): full for owner, name, full in _named_buffers(self._run.module)}
-        self._buffers = [
-            (owner, name, copies.get(names[id(owner), name], kept).to(kept))
-            for owner, name, kept in self._buffers
-        ]
+    def use_buffers(self, copies: dict[str, Tensor]) -> None:
+        """Return to other values of some buffers, by their names."""
+        for (path, name), saved in self._buffers.items():
+            self._buffers[path, name] = copies.get(f"{path}.{name}".lstrip("."), saved).to(saved)
 
     def is_of_other_groups(self) -> bool:
-        """Return whether there are other optimizers since then, or parameters were added to them."""
+        """Return whether the run has other optimizers by now, or parameters were added to them."""
         present = self._run.optimizers
         same = len(present) == len(self._of) and all(a is b for a, b in zip(present, self._of, strict=True))
         return not same or self._groups != _group_sizes(present)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Go back; learning rates and other options of the groups stay those of now."""
+        """Return to the saved state; learning rates and other options of the groups stay."""
         run = self._run
-        for tensor, kept in self._weights:
-            tensor.copy_(kept)
-        for owner, name, kept in self._buffers:
-            present = owner._buffers.get(name)
-            if present is not None and present.shape == kept.shape:
-                present.copy_(kept)
-            elif name in owner._buffers:
-                owner._buffers[name] = kept.clone()
+        for tensor, saved in self._weights:
+            tensor.copy_(saved)
+        layers = dict(run.module.named_modules())
+        for (path, name), buffer in self._buffers.items():
+            owner = layers.get(path)
+            if owner is None or name not in owner._buffers:
+                continue
+            present = owner._buffers[name]
+            if present is not None and present.shape == buffer.shape:
+                present.copy_(buffer)
+            else:
+                owner._buffers[name] = buffer.clone()
         for optimizer, state in zip(run.optimizers, self._optimizers, strict=True):
             options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             optimizer.load_state_dict(copy.deepcopy(state))
@@ -402,14 +404,6 @@ class _State:
                 group.update(present_options)
         if run.runtime.scaler is not None and self._scaler is not None:
             run.runtime.scaler.load_state_dict(self._scaler)
-
-
-def _named_buffers(module: nn.Module) -> Iterable[tuple[Any, str, str]]:
-    """Return of each buffer the layer that has it, its name there and its name in ``module``."""
-    for path, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                yield owner, name, f"{path}.{name}" if path else name
 
 
 def _group_sizes(optimizers: Iterable[Any]) -> list[list[int]]:
@@ -445,7 +439,7 @@ def _are_finite(losses: list[Tensor], gradients: list[Tensor]) -> list[bool]:
 
 
 def guard(run: Run) -> Guard | None:
-    """Return what looks after the steps of a run; None where nothing was asked for."""
+    """Return the guard of a run's steps; None with ``on_bad_loss="warn"``."""
     mode = run.arguments.on_bad_loss
     return None if mode == "warn" else Guard(run, mode, run.resumed_guard)
 
@@ -453,7 +447,7 @@ def guard(run: Run) -> Guard | None:
 # -- which layer it was
 
 
-def add_layer(error: BaseException, run: Run, batch: Any, batch_idx: int) -> None:
+def name_layer(error: BaseException, run: Run, batch: Any, batch_idx: int) -> None:
     """Add to an error of ``detect_anomaly=True`` which layer it was."""
     # On several processes the others are not here, and the step may wait for them.
     if "returned nan values" in str(error) and run.runtime.world_size == 1:
@@ -462,7 +456,7 @@ def add_layer(error: BaseException, run: Run, batch: Any, batch_idx: int) -> Non
             error.add_note(note.strip())
 
 
-def _first_bad(run: Run, books: Books | None, batch: Any, batch_idx: int, *, backward: bool) -> str:
+def _first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *, backward: bool) -> str:
     """Return a sentence that names what first was not finite when the batch is computed again; or nothing."""
     found: list[str] = []
     if (path := _bad_in(batch, "batch")) is not None:
@@ -475,7 +469,7 @@ def _first_bad(run: Run, books: Books | None, batch: Any, batch_idx: int, *, bac
     if found:
         return found[0]
 
-    def look(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+    def check(name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         if found or _bad_in(output, "") is None:
             return
         side = "output" if _bad_in(inputs, "") is None else "input"
@@ -484,15 +478,15 @@ def _first_bad(run: Run, books: Books | None, batch: Any, batch_idx: int, *, bac
     # Calls that end first are looked at first: a part before the whole.
     handles = [
         layer.register_forward_hook(
-            lambda layer, inputs, output, name=name: look(name, layer, inputs, output)
+            lambda layer, inputs, output, name=name: check(name, layer, inputs, output)
         )
         for name, layer in run.module.named_modules()
         if name
     ]
     after = generator_states()
     try:
-        if books is not None:
-            books.draw_again()
+        if before is not None:
+            before.restore_random()
         step = with_batch_idx_if_taken(run.module.training_step)
         step = run.runtime.bind(step, module=run.module, wrapped=run.module, training=True)
         # On for forward as well, to have the line of the function shown.
@@ -517,8 +511,6 @@ def _first_bad(run: Run, books: Books | None, batch: Any, batch_idx: int, *, bac
 
 def _uncompiled() -> Any:
     """Return a context in which compiled layers run as they were written, and so call their hooks."""
-    from contextlib import nullcontext
-
     set_stance = getattr(torch.compiler, "set_stance", None)
     return nullcontext() if set_stance is None else set_stance("force_eager")
 

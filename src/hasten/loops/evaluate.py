@@ -1,4 +1,4 @@
-"""Validation and test: every batch of every loader once, without gradients."""
+"""Validation, test and prediction: every batch of every loader once, without gradients."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
-from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.modes import remember_modes
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten._lib.tree import move_to
 from hasten.hooks import STEPS, nothing, overrides
-from hasten.loops.compiled import compiled_step, recorded_steps
+from hasten.loops.prepare import compiled_step, recorded_steps
+from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.loops.run import Run, Stopped
-from hasten.loops.run_data import Source
-from hasten.loops.signatures import check_takes_loader
-from hasten.loops.states import RunningStage, TrainerFn
-from hasten.loops.step_errors import add_place, takes
-from hasten.loops.transfer import make_transfer
+from hasten.loops.run_data import StageData, make_transfer
+from hasten.loops.user_code import annotate, check_takes_loader, takes
 from hasten.module import LightningModule
 from hasten.report.results import print_results
 from hasten.seed import isolate_rng
@@ -38,7 +37,7 @@ def sanity_check(run: Run) -> None:
 
 
 def evaluate(
-    run: Run, source: Source, before_last_hooks: Callable[[], None] | None = None
+    run: Run, source: StageData, before_last_hooks: Callable[[], None] | None = None
 ) -> list[dict[str, float]]:
     """Evaluate on every loader of ``source``; return the values logged, a dict for each loader.
 
@@ -61,12 +60,12 @@ def evaluate(
             source.load()
     hooks, logged, progress = run.hooks, run.logged, run.progress
     stage = "test" if testing else "validate"
-    loggers, delivered = logged.loggers, False
+    loggers = logged.loggers
     if sanity:
         logged.loggers = ()
     logged.start_epoch(stage)
     try:
-        with run.averages.applied(), _modes_kept(run.module, stage), without_gradients(run):
+        with run.averages.applied(), _in_eval_mode(run.module, stage), without_gradients(run):
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
             several = len(source.loaders) > 1
@@ -82,9 +81,9 @@ def evaluate(
             values |= late
             for result in by_loader:
                 result.update(late_by_loader[0])
-            step = progress.updates if run.state.fn != "fit" else max(progress.updates - 1, 0)
+            fitting = run.state.fn == TrainerFn.FITTING
+            step = max(progress.logged_step - 1, 0) if fitting else progress.logged_step
             logged.log_epoch(values, step, progress.current_epoch)
-            delivered = True
             (hooks.on_test_end if testing else hooks.on_validation_end)()
             if before_last_hooks is not None:
                 before_last_hooks()
@@ -94,7 +93,6 @@ def evaluate(
         # Also on the way out of an interrupted evaluation, which starts again when the run is resumed.
         logged.start_epoch(stage)
         logged.loggers = loggers
-    assert delivered
     return by_loader[: len(source.loaders)] + [{} for _ in range(len(source.loaders) - len(by_loader))]
 
 
@@ -116,7 +114,7 @@ def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[s
     return results
 
 
-def _evaluate_loader(run: Run, source: Source, loader_idx: int | None) -> None:
+def _evaluate_loader(run: Run, source: StageData, loader_idx: int | None) -> None:
     hooks, logged, stop = run.hooks, run.logged, run.stop
     testing = source.stage == "test"
     stage = "test" if testing else "validate"
@@ -142,7 +140,7 @@ def _evaluate_loader(run: Run, source: Source, loader_idx: int | None) -> None:
                 graphs.begin()
             output = step(batch, batch_idx)
         except Exception as error:
-            add_place(error, step_name, run.module, batch, batch_idx)
+            annotate(error, step_name, run.module, batch, batch_idx)
             raise
         end = hooks.on_test_batch_end if testing else hooks.on_validation_batch_end
         if end is not nothing:
@@ -173,21 +171,108 @@ def without_gradients(run: Run) -> Any:
 
 
 @contextmanager
-def _modes_kept(module: LightningModule, stage: str) -> Iterator[None]:
-    """Switch to eval mode, and give every sub-module back the mode it had."""
-    modes = [(child, child.training) for child in module.modules()]
-    getattr(module, "on_test_model_eval" if stage == "test" else "on_validation_model_eval")()
+def _in_eval_mode(module: LightningModule, stage: str) -> Iterator[None]:
+    """Switch to eval mode; afterwards each sub-module has its former mode, or what the user's hook sets."""
+    restore = remember_modes(module)
+    testing = stage == "test"
+    (module.on_test_model_eval if testing else module.on_validation_model_eval)()
     try:
         yield
     finally:
-        name = "on_test_model_train" if stage == "test" else "on_validation_model_train"
-        if overrides(module, LightningModule, name):
-            getattr(module, name)()
+        name = "on_test_model_train" if testing else "on_validation_model_train"
+        if not overrides(module, LightningModule, name):
+            restore()
+        elif testing:
+            module.on_test_model_train()
         else:
-            restore_modes(modes)
+            module.on_validation_model_train()
 
 
-def restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    """Set each module's own train / eval flag as it was."""
-    for child, training in modes:
-        child.training = training
+def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
+    """Predict on every batch; return the outputs by batch (a list of lists with several loaders).
+
+    In short::
+
+        eval mode, no gradients
+        on_predict_start, on_predict_epoch_start
+        for each loader, for each batch:
+            on_predict_batch_start, predict_step, on_predict_batch_end
+        on_predict_epoch_end, on_predict_end
+    """
+    run.enter(RunningStage.PREDICTING)
+    hooks, module, source = run.hooks, run.module, run.predict
+    source.load()
+    restore = remember_modes(module)
+    module.on_predict_model_eval()
+    outputs: list[list[Any]] = []
+    run.epoch_batch_indices = []
+    try:
+        with without_gradients(run):
+            hooks.on_predict_start()
+            hooks.on_predict_epoch_start()
+            several = len(source.loaders) > 1
+            for loader_idx in range(len(source.loaders)):
+                outputs.append([])
+                run.epoch_batch_indices.append([])
+                keeps = return_predictions or run.keeps_predictions
+                _predict_loader(run, loader_idx, several, outputs[-1] if keeps else None)
+            run.kept_predictions = outputs if several else (outputs[0] if outputs else [])
+            hooks.on_predict_epoch_end()
+            hooks.on_predict_end()
+    finally:
+        restore()
+    run.leave_if_stopped()
+    if not return_predictions:
+        run.kept_predictions = None
+        return None
+    return outputs if len(outputs) != 1 else outputs[0]
+
+
+def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | None) -> None:
+    hooks, logged, stop = run.hooks, run.logged, run.stop
+    context = logged.context_of(STEPS["predict_step"])
+    predict_step = compiled_step(run, "predict_step", run.module.predict_step)
+    bound = run.runtime.bind(predict_step, module=run.module)
+    if several:
+        suffix: tuple[int, ...] = (loader_idx,)
+        if takes(run.module.predict_step, "dataloader_idx", at=3):
+            step = lambda batch, batch_idx: bound(batch, batch_idx, loader_idx)  # noqa: E731
+        else:
+            step = bound
+    else:
+        suffix = ()
+        step = bound if takes(run.module.predict_step, "batch_idx", at=2) else lambda batch, _: bound(batch)
+    transfer = make_transfer(run, run.predict, loader_idx)
+    # Those of a whole data set rarely fit on a device.
+    on_host = run.runtime.device.type == "cpu"
+    # Callbacks that write predictions read in these two hooks of which samples a batch is made.
+    keeps_indices = hooks.on_predict_batch_end is not nothing or hooks.on_predict_epoch_end is not nothing
+    if keeps_indices:
+        run.predict.keep_indices(loader_idx)
+    graphs = recorded_steps(run)
+    for batch_idx, (batch, _) in enumerate(run.predict.batches(loader_idx)):
+        if keeps_indices:
+            run.batch_indices = run.predict.batch_indices(loader_idx, batch_idx)
+            if run.keeps_predictions:
+                run.epoch_batch_indices[-1].append(run.batch_indices)
+        if transfer is not None:
+            batch = transfer(batch)
+        hooks.on_predict_batch_start(batch, batch_idx, *suffix)
+        logged.context = context
+        try:
+            if graphs is not None:
+                graphs.begin()
+            output = step(batch, batch_idx)
+        except Exception as error:
+            annotate(error, "predict_step", run.module, batch, batch_idx)
+            raise
+        if output is None:
+            warn_once(
+                "predict_step",
+                f"predict returned None: {type(run.module).__name__}.predict_step has no return value.",
+            )
+        hooks.on_predict_batch_end(output, batch, batch_idx, *suffix)
+        if kept is not None:
+            kept.append(output if on_host else move_to(output, "cpu"))
+        if stop.signal is not None and run.runtime.world_size == 1:
+            raise Stopped(stop.signal)

@@ -17,39 +17,39 @@ from hasten._lib.tree import by_kind
 from hasten.checkpoint.metrics import metric_states
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
-from hasten.loops.compiled import compiled_step, recorded_steps
 from hasten.loops.evaluate import evaluate, sanity_check
-from hasten.loops.inside_batch import batch_start
-from hasten.loops.numbers import follow_arguments
-from hasten.loops.run import Run, Stopped
-from hasten.loops.states import RunningStage
-from hasten.loops.step_errors import (
-    add_place,
-    check_some_loss,
-    check_weight,
-    loss_of,
-    weights_are_missing,
-    with_batch_idx_if_taken,
-)
-from hasten.loops.together import (
+from hasten.loops.prepare import compiled_step, follow_arguments, recorded_steps
+from hasten.loops.processes import (
     agree_after_batch,
     agree_on_end,
     batch_by_batch,
     exchange_without_loss,
     skip_epoch,
 )
-from hasten.loops.transfer import make_transfer
+from hasten.loops.progress import RunningStage
+from hasten.loops.resume import batch_start
+from hasten.loops.run import Run, Stopped
+from hasten.loops.run_data import make_transfer
+from hasten.loops.user_code import (
+    annotate,
+    check_some_loss,
+    check_weight,
+    loss_of,
+    weights_are_missing,
+    with_batch_idx_if_taken,
+)
 from hasten.module import LightningModule
 from hasten.optim import check_accumulation, needs_closure, no_accumulation
 from hasten.optim.backward import InBackward
 from hasten.seed import collect_rng_state
 
-# (batch, batch_idx, opens, closes, divisor) -> what training_step gave, for on_train_batch_end
-Step = Callable[[Any, int, bool, bool, int], Any]
+# (batch, batch_idx) -> what training_step returned, for on_train_batch_end; where the batch is in its accumulation
+# says `run.window`
+Step = Callable[[Any, int], Any]
 
 
 def fit(run: Run) -> None:
-    """Train until a limit is reached or somebody asks to stop.
+    """Train until a limit is reached or ``should_stop`` is set.
 
     In short::
 
@@ -74,7 +74,7 @@ def fit(run: Run) -> None:
             "`max_epochs` was not set: training ends after 1000 epochs. "
             "Pass max_epochs=..., or max_epochs=-1 for no limit."
         )
-    run.first_epoch.is_ahead(run)
+    run.first_epoch.before_start(run)
     sanity_check(run)
     run.enter(RunningStage.TRAINING)
     if not run.progress.mid_epoch:
@@ -110,10 +110,10 @@ def train_epoch(run: Run) -> None:
     """Train one epoch, or the rest of one that a resumed run is in the middle of."""
     progress, hooks, logged = run.progress, run.hooks, run.logged
     progress.in_epoch = True
-    each_agreed = False
+    ends_unknown = False
     if progress.mid_epoch:
         if run.runtime.world_size > 1:
-            each_agreed = agree_on_end(run)
+            ends_unknown = agree_on_end(run)
         batches = run.train.resume_epoch(progress.last_batch)
         _restore_random(run)
     else:
@@ -125,26 +125,26 @@ def train_epoch(run: Run) -> None:
         run.train.set_epoch(progress.epoch)
         hooks.on_train_epoch_start()
         if run.runtime.world_size > 1:
-            each_agreed = agree_on_end(run)
+            ends_unknown = agree_on_end(run)
         batches = run.train.start_epoch()
-    if each_agreed and not progress.last_batch:
+    if ends_unknown and not progress.last_batch:
         batches = batch_by_batch(run, batches)
 
     if run.runtime.syncs_gradients and run.wrapped is run.module:
-        # Nothing was to be trained when the run began; a callback may have unfrozen something since.
+        # Nothing required gradients when the run began; a callback may have unfrozen something since.
         run.wrapped = run.runtime.wrap(run.module)
-    run.first_epoch.begins(run)
+    run.first_epoch.at_start(run)
     run.watch("run_training_epoch", train_batches)(run, batches)
     check_some_loss(run)
-    run.first_epoch.ends(run)
+    run.first_epoch.at_end(run)
 
     _, values = logged.close_epoch("train")
     hooks.on_train_epoch_end()
     values |= logged.close_epoch("train")[1]
     if progress.last_batch:
         schedule.step_on_monitored(run, "epoch")
-    logged.log_epoch(values, progress.updates - 1, progress.epoch)
-    logged.publish_loss(run.last_loss, progress.updates - 1, progress.epoch)
+    logged.log_epoch(values, progress.logged_step - 1, progress.epoch)
+    logged.publish_loss(run.last_loss, progress.logged_step - 1, progress.epoch)
     if run.guard is not None:
         run.guard.end_epoch()
     logged.start_epoch("train")
@@ -156,22 +156,22 @@ def train_epoch(run: Run) -> None:
 
 def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
     """Train on each batch: the loop itself."""
-    progress, hooks, logged, stop = run.progress, run.hooks, run.logged, run.stop
+    progress, hooks, logged, stop, window = run.progress, run.hooks, run.logged, run.stop, run.window
     several_processes = run.runtime.world_size > 1
     plan, guard, module = _make_plan(run), run.guard, run.module
     step_of_class = module.__class__.training_step
 
-    if not progress.followed:
-        follow_batch(run)
-        plan.next_validation = run.checks.next_at(run)
+    if not progress.post_batch_done:
+        after_batch(run)
+        plan.next_validation = run.validation_schedule.next_batch(run)
 
     if progress.last_batch or _enough(run):
         return
 
-    batches = run.waiting.watched(run, batches)
+    batches = run.stalls.watched(run, batches)
     run.batch_start = batch_start(run)
     if run.batch_start is not None:
-        batches = run.batch_start.kept(batches)
+        batches = run.batch_start.saved(batches)
     for batch, is_last in batches:
         batch_idx = progress.batch
         run.is_last_batch = is_last
@@ -186,29 +186,31 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
         if run.changed:
             plan = _make_plan(run)
 
-        opens = progress.window == 0
-        if opens and batch_idx > plan.tail_start:
-            plan = _make_plan(run)  # More batches come than were said: their windows are whole ones again.
-        closes = is_last or progress.window + 1 >= plan.window_size
-        divisor = plan.window_size if batch_idx < plan.tail_start else plan.tail_size
-        outputs = plan.train_step(batch, batch_idx, opens, closes, divisor)
+        window.is_start = progress.accumulation_index == 0
+        if window.is_start and batch_idx > plan.tail_start:
+            plan = _make_plan(
+                run
+            )  # More batches than the loader's length: these fill whole accumulations again.
+        window.is_end = is_end = is_last or progress.accumulation_index + 1 >= plan.accumulation_size
+        window.size = plan.accumulation_size if batch_idx < plan.tail_start else plan.tail_size
+        outputs = plan.train_step(batch, batch_idx)
 
         # The counters move before on_train_batch_end: a checkpoint taken there is complete.
         progress.batch = batch_idx + 1
         progress.total_batches += 1
         progress.last_batch = is_last
-        progress.followed = False
-        if closes:
-            progress.window = 0
-            progress.updates += 1
+        progress.post_batch_done = False
+        if is_end:
+            progress.accumulation_index = 0
+            progress.logged_step += 1
         else:
-            progress.window += 1
+            progress.accumulation_index += 1
         if run.schedulers:
-            plan.step_schedulers(run, stepped=closes)
+            plan.step_schedulers(run, stepped=is_end)
 
         hooks.on_train_batch_end(outputs, batch, batch_idx)
-        if closes and progress.updates % plan.log_every_n_steps == 0:
-            logged.publish_step(progress.updates - 1, progress.epoch, to_loggers=True, loss=run.last_loss)
+        if is_end and progress.logged_step % plan.log_every_n_steps == 0:
+            logged.publish_step(progress.logged_step - 1, progress.epoch, to_loggers=True, loss=run.last_loss)
         hooks.on_train_batch_end_last(outputs, batch, batch_idx)
         if guard is not None:
             guard.after_batch()
@@ -216,12 +218,12 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
         if is_last and run.goes_on():
             run.train.begin_next(progress.epoch + 1)
         agreed = agree_after_batch(run) if several_processes else None
-        if is_last or progress.total_batches >= plan.next_validation or plan.follows_each or run.should_stop:
-            follow_batch(run)
-            plan.next_validation = run.checks.next_at(run)
+        if is_last or progress.total_batches >= plan.next_validation or plan.per_batch or run.should_stop:
+            after_batch(run)
+            plan.next_validation = run.validation_schedule.next_batch(run)
             if several_processes:
                 agree_after_batch(run, validated=True)
-        progress.followed = True
+        progress.post_batch_done = True
         if run.changed or module.__class__.training_step is not step_of_class:
             plan, step_of_class = _make_plan(run), module.__class__.training_step
 
@@ -237,30 +239,30 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
         _loader_ended_early(run)
 
 
-def follow_batch(run: Run) -> None:
+def after_batch(run: Run) -> None:
     """Do what follows a batch: validation if it is due, then schedulers on a monitored value."""
     progress = run.progress
 
-    def settle() -> None:
-        if progress.window == 0:
+    def finish() -> None:
+        if progress.accumulation_index == 0:
             schedule.step_on_monitored(run, "step")
-        progress.followed = True
+        progress.post_batch_done = True
         run.random_before_validation = run.metrics_before_validation = None
 
-    if run.checks.due(run):
-        if progress.window == 0 and _may_release_gradients(run):
-            run.module.on_validation_model_zero_grad()
-        # A run that ends within this validation begins with it when resumed: it draws the same numbers again, and what
-        # its metrics have gathered in it must not count twice.
-        run.random_before_validation = collect_rng_state()
-        leave_out = run.logged.evaluation_metrics()
-        run.metrics_before_validation = metric_states(run.module, leave_out=leave_out, copied=True)
-        # Checkpoints and early stopping act in the last hook: by then all else is done.
-        run.watch("run_evaluation", evaluate)(run, run.validation, before_last_hooks=settle)
-        run.enter(RunningStage.TRAINING)
-        run.checks.now_done()
-    else:
-        settle()
+    if not run.validation_schedule.due(run):
+        finish()
+        return
+    if progress.accumulation_index == 0 and _may_release_gradients(run):
+        run.module.on_validation_model_zero_grad()
+    # A run that ends within this validation starts with it when resumed: it draws the same numbers again, and what its
+    # metrics have accumulated in it must not count twice.
+    run.random_before_validation = collect_rng_state()
+    leave_out = run.logged.evaluation_metrics()
+    run.metrics_before_validation = metric_states(run.module, leave_out=leave_out, copied=True)
+    # Checkpoints and early stopping act in the last hook: by then all else is done.
+    run.watch("run_evaluation", evaluate)(run, run.validation, before_last_hooks=finish)
+    run.enter(RunningStage.TRAINING)
+    run.validation_schedule.mark_done()
 
 
 def _may_release_gradients(run: Run) -> bool:
@@ -270,23 +272,23 @@ def _may_release_gradients(run: Run) -> bool:
     )
 
 
-# -- what a batch needs, chosen once, and again when somebody changed something
+# -- what the loop needs for a batch, chosen once, and again when something changed
 
 
 @dataclass(slots=True)
-class _Plan:
-    """What the loop asks for at each batch, decided beforehand.
+class _EpochPlan:
+    """What the loop needs for each batch.
 
     Args:
         train_step: trains on a batch.
         transfer: brings a batch to the device; None where it stays as it is.
         step_schedulers: steps the schedulers that a batch completes.
-        window_size: batches of an accumulation.
+        accumulation_size: batches of an accumulation.
         tail_size: batches of the epoch's last accumulation.
         tail_start: index of its first batch.
         log_every_n_steps: optimizer steps between two rows of the loggers; infinite for none.
         max_steps: optimizer steps to train.
-        follows_each: whether something may follow any batch.
+        per_batch: whether something may follow any batch.
         next_validation: batches of the run after which validation may be due.
 
     """
@@ -294,30 +296,30 @@ class _Plan:
     train_step: Step
     transfer: Callable[[Any], Any] | None
     step_schedulers: Callable[..., None]
-    window_size: int
+    accumulation_size: int
     tail_size: int
     tail_start: float
     log_every_n_steps: float
     max_steps: float
-    follows_each: bool
+    per_batch: bool
     next_validation: float
 
 
-def _make_plan(run: Run) -> _Plan:
+def _make_plan(run: Run) -> _EpochPlan:
     run.changed = False
-    window_size, tail_size, tail_start = _plan_windows(run)
-    return _Plan(
+    accumulation_size, tail_size, tail_start = _plan_windows(run)
+    return _EpochPlan(
         train_step=run.watch("run_training_batch", make_step(run)),
         transfer=make_transfer(run, run.train),
         step_schedulers=run.watch("lr_scheduler_step", schedule.step),
-        window_size=window_size,
+        accumulation_size=accumulation_size,
         tail_size=tail_size,
         tail_start=tail_start,
         # 0 means never: no count is a multiple of infinity.
         log_every_n_steps=run.arguments.log_every_n_steps or math.inf,
         max_steps=run.max_steps,
-        follows_each=schedule.any_monitored(run, "step") or run.checks.asks_each,
-        next_validation=run.checks.next_at(run),
+        per_batch=schedule.any_monitored(run, "step") or run.validation_schedule.per_batch,
+        next_validation=run.validation_schedule.next_batch(run),
     )
 
 
@@ -332,12 +334,10 @@ def make_step(run: Run) -> Step:
         follow_arguments(run, optimizer)  # Again: a callback may have changed them meanwhile.
     batches = run.accumulate_grad_batches
     check_accumulation(optimizer, batches, f"Trainer(accumulate_grad_batches={batches})")
-    if _steps_by_itself(run):
-        return _closure_step(run)
-    return _automatic_step(run)
+    return _closure_step(run) if _needs_closure(run) else _automatic_step(run)
 
 
-def _steps_by_itself(run: Run) -> bool:
+def _needs_closure(run: Run) -> bool:
     """Return whether the user's code steps: in ``optimizer_step``, in the optimizer, or on its wrapper."""
     return (
         overrides(run.module, LightningModule, "optimizer_step")
@@ -348,14 +348,14 @@ def _steps_by_itself(run: Run) -> bool:
 
 def _automatic_step(run: Run) -> Step:
     """Forward and backward on each batch; clip and step when the accumulation is complete."""
-    progress = run.progress
+    progress, window = run.progress, run.window
     forward_backward = _forward_backward(run)
     finish_gradients, step = _finish_and_step(run)
 
-    def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
-        outputs = forward_backward(batch, batch_idx, opens, closes, divisor)
-        if closes:
-            finish_gradients(divisor)
+    def train_step(batch: Any, batch_idx: int) -> Any:
+        outputs = forward_backward(batch, batch_idx)
+        if window.is_end:
+            finish_gradients()
             step(None)
             progress.global_step += 1
         return outputs
@@ -365,58 +365,71 @@ def _automatic_step(run: Run) -> Step:
 
 def _closure_step(run: Run) -> Step:
     """Hand forward and backward to ``optimizer_step`` as a closure, for optimizers that call it themselves."""
-    module, progress = run.module, run.progress
+    progress, window, optimizer = run.progress, run.window, run.optimizers[0]
     forward_backward = _forward_backward(run)
     finish_gradients = _finish_gradients(run)
-    optimizer, wrapped = run.optimizers[0], run.wrapped_optimizers[0]
-    # An optimizer_step of the user's decides when gradients are computed; an optimizer finds them there, as after
-    # the backward of a loop by hand.
-    beforehand = not overrides(module, LightningModule, "optimizer_step")
-    guard = run.guard
-    if guard is not None:
-        finish_gradients = guard.in_closure(optimizer, finish_gradients)
+    if run.guard is not None:
+        finish_gradients = run.guard.in_closure(optimizer, finish_gradients)
 
-    def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
+    def train_step(batch: Any, batch_idx: int) -> Any:
+        if not window.is_end:
+            return forward_backward(batch, batch_idx)
         outputs: Any = None
         computed = False
-        unused: Callable[[], bool] | None = None
-        if not closes:
-            return forward_backward(batch, batch_idx, opens, closes, divisor)
 
-        def closure() -> Tensor | None:
-            nonlocal outputs, computed, unused
-            if unused is None or not unused():
-                if computed and not opens:
-                    batches = run.accumulate_grad_batches
-                    raise no_accumulation(optimizer, f"Trainer(accumulate_grad_batches={batches})")
-                outputs = forward_backward(batch, batch_idx, opens, closes, divisor, keep_outputs=True)
-                finish_gradients(divisor)
-                computed = True
-            unused = None
+        def compute() -> Tensor | None:
+            nonlocal outputs, computed
+            if computed and not window.is_start:
+                batches = run.accumulate_grad_batches
+                raise no_accumulation(optimizer, f"Trainer(accumulate_grad_batches={batches})")
+            outputs = forward_backward(batch, batch_idx, keep_outputs=True)
+            finish_gradients()
+            computed = True
             return None if outputs is None else outputs["loss"]
 
-        def step() -> None:
-            nonlocal unused
-            if beforehand:
-                closure()
-                # Who steps copies of the parameters asks for it: see precision/small_updates.py.
-                unused = closure.has_gradients = _unchanged(optimizer)  # type: ignore[attr-defined]
-            module.optimizer_step(progress.epoch, batch_idx, wrapped, closure)
-
-        done = progress.global_step
-        if guard is None:
-            step()
-        else:
-            guard.one_step(optimizer, step)
+        _step_with_closure(run, batch_idx, compute)
         # One call is one step, whatever it did: limits and schedules count on it.
-        progress.global_step = done + 1
+        progress.global_step += 1
         return outputs
 
     return train_step
 
 
+def _step_with_closure(run: Run, batch_idx: int, compute: Callable[[], Tensor | None]) -> None:
+    """Call ``optimizer_step`` with a closure that computes loss and gradients; it does not count as a step.
+
+    A user's ``optimizer_step`` decides when gradients are computed. An optimizer finds them there, as after the
+    backward of a plain loop, and its first call of the closure returns the loss without computing again.
+    """
+    module, optimizer, progress = run.module, run.optimizers[0], run.progress
+    still_valid: Callable[[], bool] | None = None
+    loss: Tensor | None = None
+
+    def closure() -> Tensor | None:
+        nonlocal still_valid, loss
+        if still_valid is None or not still_valid():
+            loss = compute()
+        still_valid = None
+        return loss
+
+    def step() -> None:
+        nonlocal still_valid
+        if not overrides(module, LightningModule, "optimizer_step"):
+            closure()
+            # For optimizers that step copies of the parameters: see precision/small_updates.py.
+            still_valid = closure.has_gradients = _unchanged(optimizer)  # type: ignore[attr-defined]
+        module.optimizer_step(progress.epoch, batch_idx, run.wrapped_optimizers[0], closure)
+
+    done = progress.global_step
+    if run.guard is None:
+        step()
+    else:
+        run.guard.one_step(optimizer, step)
+    progress.global_step = done
+
+
 def _unchanged(optimizer: Any) -> Callable[[], bool]:
-    """Return what says whether the gradients are still there, and those of the weights as they are."""
+    """Return a function that says whether weights and gradients are still what they are now."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [(p, p._version, _address(p), p.grad is not None) for p in parameters]
 
@@ -440,14 +453,14 @@ def _manual_step(run: Run) -> Step:
     training_step = _training_step(run)
     graphs = recorded_steps(run)
 
-    def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
+    def train_step(batch: Any, batch_idx: int) -> Any:
         logged.context = context
         try:
             if graphs is not None:
                 graphs.begin()
             output = training_step(batch, batch_idx)
         except Exception as error:
-            add_place(error, "training_step", run.module, batch, batch_idx)
+            annotate(error, "training_step", run.module, batch, batch_idx)
             raise
         if output is None or hooks.on_train_batch_end is hooks.on_train_batch_end_last is nothing:
             return {}
@@ -460,41 +473,52 @@ def _manual_step(run: Run) -> Step:
 
 def _step_without_optimizer(run: Run) -> Step:
     """Forward and backward alone: configure_optimizers returned None."""
-    forward_backward, progress, guard = _forward_backward(run), run.progress, run.guard
+    forward_backward, progress, window, guard = _forward_backward(run), run.progress, run.window, run.guard
 
-    def train_step(batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int) -> Any:
-        outputs = forward_backward(batch, batch_idx, opens, closes, divisor)
-        if closes and guard is not None:
+    def train_step(batch: Any, batch_idx: int) -> Any:
+        outputs = forward_backward(batch, batch_idx)
+        if window.is_end and guard is not None:
             guard.judge_losses()
-        progress.global_step += closes
+        progress.global_step += window.is_end
         return outputs
 
     return train_step
 
 
-def _forward_backward(run: Run) -> Callable[..., Any]:
-    """Return forward, zero_grad and backward of one batch, with everything asked beforehand."""
-    runtime, module, hooks = run.runtime, run.module, run.hooks
+# -- forward and backward of one batch
+
+
+def _forward_backward(run: Run) -> micro_batches.ForwardBackward:
+    """Return forward and backward of one batch: whole or in parts, exchanging gradients when they are complete."""
+    forward_backward = _forward_backward_once(run)
+    if micro_batches.enabled(run):
+        forward_backward = micro_batches.in_parts(run, forward_backward)
+    elif run.runtime.syncs_gradients:
+        forward_backward = _synced(run, forward_backward)
+    return forward_backward if run.guard is None else run.guard.watching(forward_backward)
+
+
+def _forward_backward_once(run: Run) -> micro_batches.ForwardBackward:
+    """Return forward, zero_grad and backward of one batch, with everything looked up beforehand."""
+    runtime, module, hooks, window = run.runtime, run.module, run.hooks, run.window
     logged, context = run.logged, run.logged.context_of(STEPS["training_step"])
-    in_parts = micro_batches.asked(run)
+    in_parts = micro_batches.enabled(run)
     training_step = _training_step(run)
     optimizer = run.optimizers[0] if run.optimizers else None
     zero_grad = _zero_grad(run, optimizer)
     backward = _backward(run)
     weighs = run.accumulate_grad_batches > 1 or runtime.world_size > 1 or in_parts
-    # A resumed run may have to complete an accumulation before it goes on with single batches.
-    weighs = weighs or run.progress.window > 0
+    # A resumed run may have to complete an accumulation before it continues with single batches.
+    weighs = weighs or run.progress.accumulation_index > 0
     # Other processes wait for the gradients of each last batch.
     alone = runtime.world_size == 1
     graphs = recorded_steps(run)
     take_loss = None if run.guard is None else run.guard.take
 
-    def forward_backward(
-        batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
-    ) -> Any:
+    def forward_backward(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
         logged.context = context
         try:
-            if opens and graphs is not None:
+            if window.is_start and graphs is not None:
                 # Before forward: a replay overwrites the last gradients.
                 hooks.on_before_zero_grad(optimizer)
                 zero_grad()
@@ -502,15 +526,15 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
             output = training_step(batch, batch_idx)
             loss = output if type(output) is Tensor else loss_of(output, run)
             run.last_loss = loss
-            if opens and graphs is None:
+            if window.is_start and graphs is None:
                 hooks.on_before_zero_grad(optimizer)
                 zero_grad()
             if loss is None:
-                if opens:
+                if window.is_start:
                     run.window_is_unweighed = False
                 return None
             if weighs:
-                loss = _weighed(run, output, loss, divisor, opens)
+                loss = _weighed(run, output, loss)
             if alone and type(output) is not Tensor and _counts_for_nothing(output):
                 # The mean over nothing adds nothing, and its gradient may not be finite.
                 run.last_loss = None
@@ -519,52 +543,51 @@ def _forward_backward(run: Run) -> Callable[..., Any]:
                 take_loss(run.last_loss)
             hooks.on_before_backward(loss)
             backward(loss)
-            if graphs is not None and (in_parts or not (opens and closes)):
+            if graphs is not None and (in_parts or not (window.is_start and window.is_end)):
                 # More is added to them, in replays of the same graphs.
                 graphs.keep_gradients()
         except Exception as error:
-            add_place(error, "training_step", module, batch, batch_idx)
-            bad_loss.add_layer(error, run, batch, batch_idx)
+            annotate(error, "training_step", module, batch, batch_idx)
+            bad_loss.name_layer(error, run, batch, batch_idx)
             raise
         if not in_parts:
             hooks.on_after_backward()
-        # Asked when they are there: a callback may have been appended since the batch began.
+        # Looked up now: a callback may have been appended since the batch began.
         if not keep_outputs and hooks.on_train_batch_end is hooks.on_train_batch_end_last is nothing:
             return None
         detached = loss.detach()
         return {**output, "loss": detached} if isinstance(output, dict) else {"loss": detached}
 
-    watching = run.guard.watching if run.guard is not None else lambda function: function
-    if in_parts:
-        return watching(micro_batches.in_parts(run, forward_backward))
-    if not runtime.syncs_gradients:
-        return watching(forward_backward)
-
-    def forward_backward_synced(
-        batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
-    ) -> Any:
-        if closes:
-            skipped = run.skipped_batches
-            outputs = forward_backward(batch, batch_idx, opens, closes, divisor, keep_outputs)
-            if run.skipped_batches != skipped:
-                exchange_without_loss(run)
-            return outputs
-        with runtime.no_sync(run.wrapped):
-            return forward_backward(batch, batch_idx, opens, closes, divisor, keep_outputs)
-
-    return watching(forward_backward_synced)
+    return forward_backward
 
 
-def _weighed(run: Run, output: Any, loss: Tensor, divisor: int, opens: bool) -> Tensor:
-    """Return the loss such that the accumulated gradient is that of the mean over the whole window."""
+def _synced(run: Run, forward_backward: micro_batches.ForwardBackward) -> micro_batches.ForwardBackward:
+    """Exchange gradients in the last backward of an accumulation alone."""
+    window, runtime = run.window, run.runtime
+
+    def forward_backward_synced(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
+        if not window.is_end:
+            with runtime.no_sync(run.wrapped):
+                return forward_backward(batch, batch_idx, keep_outputs)
+        skipped = run.skipped_batches
+        outputs = forward_backward(batch, batch_idx, keep_outputs)
+        if run.skipped_batches != skipped:
+            exchange_without_loss(run)
+        return outputs
+
+    return forward_backward_synced
+
+
+def _weighed(run: Run, output: Any, loss: Tensor) -> Tensor:
+    """Return the share of a loss in its accumulation, whose gradient is to be that of the mean over all its batches."""
     weight = output.get("loss_weight") if isinstance(output, dict) else None
-    if opens:
+    if run.window.is_start:
         run.window_weight, run.window_is_unweighed = None, False
     if weight is None:
         if run.window_weight is not None:
             raise weights_are_missing(run)
         run.window_is_unweighed = True
-        return loss / divisor if divisor != 1 else loss
+        return loss / run.window.size if run.window.size != 1 else loss
     if run.window_is_unweighed:
         raise weights_are_missing(run)
     check_weight(weight, run)
@@ -581,71 +604,6 @@ def _counts_for_nothing(output: Any) -> bool:
 
 def _on_host(weight: Any) -> bool:
     return not isinstance(weight, Tensor) or weight.device.type == "cpu"
-
-
-def _finish_and_step(run: Run) -> tuple[Callable[[int], None], Callable[..., Any]]:
-    """Return what follows the last backward of a window: finish the gradients, then step."""
-    finish, step = _finish_gradients(run), run.runtime.make_step(run.optimizers[0])
-    return (finish, step) if run.guard is None else run.guard.around(run.optimizers[0], finish, step)
-
-
-def _finish_gradients(run: Run) -> Callable[[int], None]:
-    """Return what happens between the last backward of a window and the optimizer's step."""
-    runtime, module, hooks, progress = run.runtime, run.module, run.hooks, run.progress
-    optimizer, arguments = run.optimizers[0], run.arguments
-    unscale, max_value = runtime.unscale, arguments.gradient_clip_val or 0.0
-    custom = any(
-        overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients")
-    )
-    by_norm = arguments.gradient_clip_algorithm != "value"
-    clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward)
-
-    def finish_gradients(divisor: int) -> None:
-        if unscale is not None:
-            unscale(optimizer)
-        if run.window_weight is not None:
-            weight = run.window_weight
-            if runtime.world_size > 1:
-                weight = runtime.data_parallel_reduce(torch.as_tensor(weight, device=runtime.device))
-            _divide_gradients(optimizer, weight)
-            run.window_weight = None
-        elif progress.window + 1 != divisor:
-            # The window has another number of batches than each was divided by: the data ended unforeseen, or the
-            # window was begun by a run that accumulated more.
-            _scale_gradients(optimizer, divisor / (progress.window + 1))
-        hooks.on_before_optimizer_step(optimizer)
-        if clips:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            if by_norm:
-                runtime.clip_norm(parameters, max_value)
-            else:
-                runtime.clip_value(parameters, max_value)
-        elif custom:
-            module.configure_gradient_clipping(
-                optimizer,
-                gradient_clip_val=arguments.gradient_clip_val,
-                gradient_clip_algorithm=arguments.gradient_clip_algorithm,
-            )
-
-    return finish_gradients
-
-
-def _divide_gradients(optimizer: Any, weight: Any) -> None:
-    """Divide the gradients of a window by its weight; the mean over nothing has none, or zeros on a device."""
-    if not _on_host(weight):
-        _scale_gradients(optimizer, torch.where(weight == 0, 0.0, 1.0 / weight))
-    elif weight:
-        _scale_gradients(optimizer, 1.0 / weight)
-    else:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-
-def _scale_gradients(optimizer: Any, factor: Any) -> None:
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    for alike in by_kind(gradients):
-        torch._foreach_mul_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
 
 
 def _training_step(run: Run) -> Callable[..., Any]:
@@ -672,22 +630,91 @@ def _backward(run: Run) -> Callable[[Tensor], None]:
     return lambda loss: module.backward(scaler.scale(loss))
 
 
+# -- from the last backward of an accumulation to the step
+
+
+def _finish_and_step(run: Run) -> tuple[Callable[[], None], Callable[..., Any]]:
+    """Return what follows the last backward of an accumulation: finish the gradients, then step."""
+    finish, step = _finish_gradients(run), run.runtime.make_step(run.optimizers[0])
+    return (finish, step) if run.guard is None else run.guard.around(run.optimizers[0], finish, step)
+
+
+def _finish_gradients(run: Run) -> Callable[[], None]:
+    """Return what happens between the last backward of an accumulation and the optimizer's step."""
+    runtime, module, hooks, progress = run.runtime, run.module, run.hooks, run.progress
+    optimizer, arguments, window = run.optimizers[0], run.arguments, run.window
+    unscale, max_value = runtime.unscale, arguments.gradient_clip_val or 0.0
+    custom = any(
+        overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients")
+    )
+    by_norm = arguments.gradient_clip_algorithm != "value"
+    clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward)
+
+    def finish_gradients() -> None:
+        if unscale is not None:
+            unscale(optimizer)
+        if run.window_weight is not None:
+            weight = run.window_weight
+            if runtime.world_size > 1:
+                weight = runtime.data_parallel_reduce(torch.as_tensor(weight, device=runtime.device))
+            _divide_gradients(optimizer, weight)
+            run.window_weight = None
+        elif progress.accumulation_index + 1 != window.size:
+            # The accumulation has another number of batches than each was divided by: the data ended early, or a run
+            # that accumulated more began it.
+            _scale_gradients(optimizer, window.size / (progress.accumulation_index + 1))
+        hooks.on_before_optimizer_step(optimizer)
+        if clips:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            if by_norm:
+                runtime.clip_norm(parameters, max_value)
+            else:
+                runtime.clip_value(parameters, max_value)
+        elif custom:
+            module.configure_gradient_clipping(
+                optimizer,
+                gradient_clip_val=arguments.gradient_clip_val,
+                gradient_clip_algorithm=arguments.gradient_clip_algorithm,
+            )
+
+    return finish_gradients
+
+
+def _divide_gradients(optimizer: Any, weight: Any) -> None:
+    """Divide gradients by the weight of their accumulation; the mean over nothing has none, or zeros on a device."""
+    if not _on_host(weight):
+        _scale_gradients(optimizer, torch.where(weight == 0, 0.0, 1.0 / weight))
+    elif weight:
+        _scale_gradients(optimizer, 1.0 / weight)
+    else:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def _scale_gradients(optimizer: Any, factor: Any) -> None:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for alike in by_kind(gradients):
+        torch._foreach_mul_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
+
+
 # -- the edges of an epoch
 
 
 def _plan_windows(run: Run) -> tuple[int, int, float]:
     """Return (size of an accumulation, size of the last one, index of the last one's first batch).
 
-    A resumed run goes on with the window that its checkpoint has open, and counts the others from there: the sizes
-    may differ from those of the run before. What is accumulated already is scaled to the size its window has now.
+    A resumed run completes the accumulation that its checkpoint has open, and counts the others from there: the sizes
+    may differ from those of the run before. What is accumulated already is scaled to the new size.
     """
     progress, size, length = run.progress, run.accumulate_grad_batches, run.train.limit
-    # One that holds as many batches as a window now has, or more, takes one more and closes.
-    start = progress.batch - progress.window if progress.window < size else progress.batch + 1
+    index = progress.accumulation_index
+    # One that holds as many batches as an accumulation now has, or more, takes one more and ends.
+    start = progress.batch - index if index < size else progress.batch + 1
     tail_size, tail_start = _tail(max(0, length - start), size)
     windows = size, tail_size, start + tail_start
-    divisor_before, run.windows = run.window_divisor(), windows
-    if progress.window and divisor_before is not None and run.window_weight is None:
+    divisor_before, run.windows = run.accumulation_divisor(), windows
+    if index and divisor_before is not None and run.window_weight is None:
         divisor = run.divisor_of(progress.batch)
         if divisor != divisor_before and run.module.automatic_optimization:
             for optimizer in run.optimizers:
@@ -695,16 +722,16 @@ def _plan_windows(run: Run) -> tuple[int, int, float]:
     return windows
 
 
-def _tail(length: float, window_size: int) -> tuple[int, float]:
+def _tail(length: float, size: int) -> tuple[int, float]:
     """Return (size of the last, shorter accumulation, index of its first batch)."""
-    if window_size == 1 or math.isinf(length) or length % window_size == 0:
-        return window_size, math.inf
-    size = int(length) % window_size
-    return size, length - size
+    if size == 1 or math.isinf(length) or length % size == 0:
+        return size, math.inf
+    tail = int(length) % size
+    return tail, length - tail
 
 
 def _skip_rest_of_epoch(run: Run) -> None:
-    """End the epoch before its data does: on_train_batch_start said -1. An open accumulation is dropped."""
+    """End the epoch because on_train_batch_start returned -1. An open accumulation is dropped."""
     run.progress.last_batch = True
     run.window_weight = None
     if run.schedulers:
@@ -712,65 +739,49 @@ def _skip_rest_of_epoch(run: Run) -> None:
 
 
 def _loader_ended_early(run: Run) -> None:
-    """Complete an epoch whose last batch was not known to be the last: the loader's length promised more."""
+    """Complete an epoch whose loader ended before its length said."""
     progress = run.progress
     progress.last_batch = run.is_last_batch = True
-    completes = progress.window > 0 and run.module.automatic_optimization
+    completes = progress.accumulation_index > 0 and run.module.automatic_optimization
     if completes and run.optimizers:
         _step_late(run)
     if completes:
-        progress.window = 0
+        progress.accumulation_index = 0
         progress.global_step += 1
-        progress.updates += 1
+        progress.logged_step += 1
     if run.schedulers:
         schedule.step(run, stepped=completes)
-    follow_batch(run)
+    after_batch(run)
 
 
 def _step_late(run: Run) -> None:
     """Step on the gradients of the last batches, which were computed as if more would follow."""
-    progress, module, optimizer = run.progress, run.module, run.optimizers[0]
+    progress, optimizer = run.progress, run.optimizers[0]
     if run.runtime.syncs_gradients:
         micro_batches.sync_gradients(run)()
-    divisor, guard = run.divisor_of(progress.batch - 1), run.guard
-    finish_gradients = _finish_gradients(run)
-    if not _steps_by_itself(run):
-        finish_gradients, step_alone = _finish_and_step(run)
-        progress.window -= 1
-        finish_gradients(divisor)
-        step_alone(None)
+    run.window.size = run.divisor_of(progress.batch - 1)
+    progress.accumulation_index -= 1
+    if not _needs_closure(run):
+        finish_gradients, step = _finish_and_step(run)
+        finish_gradients()
+        step(None)
         return
-    progress.window -= 1
-    if guard is not None:
-        finish_gradients = guard.in_closure(optimizer, finish_gradients)
+    finish_gradients = _finish_gradients(run)
+    if run.guard is not None:
+        finish_gradients = run.guard.in_closure(optimizer, finish_gradients)
     finished = False
-    unused: Callable[[], bool] | None = None
 
-    def closure() -> None:
-        nonlocal finished, unused
-        if not finished:
-            finish_gradients(divisor)
-            finished = True
-        elif unused is None or not unused():
+    def compute() -> None:
+        nonlocal finished
+        if finished:
             raise RuntimeError(
                 f"{type(optimizer).__name__}: its step computes the loss again, and the epoch ended before the length "
                 f"of the train dataloader ({type(run.train.loaders[0]).__name__}) said. Correct its __len__."
             )
-        unused = None
+        finish_gradients()
+        finished = True
 
-    def step() -> None:
-        nonlocal unused
-        if not overrides(module, LightningModule, "optimizer_step"):
-            closure()
-            unused = _unchanged(optimizer)
-        module.optimizer_step(progress.epoch, progress.batch - 1, run.wrapped_optimizers[0], closure)
-
-    done = progress.global_step
-    if guard is None:
-        step()
-    else:
-        guard.one_step(optimizer, step)
-    progress.global_step = done
+    _step_with_closure(run, progress.batch - 1, compute)
 
 
 def _enough(run: Run) -> bool:

@@ -1,37 +1,46 @@
-"""Forward and backward of a batch in parts of fewer samples, and again with fewer still where memory runs out."""
+"""Batches computed a few samples at a time, and steps tried again with fewer when memory runs out."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader
 
+from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import free_cached_memory, is_out_of_memory
-from hasten._lib.rank_zero import rank_zero_info, warn_once
+from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, warn_once
 from hasten._lib.split import Fields, join, measure, split
+from hasten.batching.sample_fields import fields_of
+from hasten.data.loader_parts import with_attributes
 from hasten.hooks import overrides
 from hasten.logged_value import LoggedValue, extreme
 from hasten.logged_values import LoggedValues
-from hasten.loops.retry import Moment, Seen
-from hasten.loops.run import Run
-from hasten.loops.split_sizes import Fit
-from hasten.loops.step_errors import MEMORY_NOTE
-from hasten.loops.together import host_group, touch
+from hasten.loops.processes import host_group, touch
+from hasten.loops.progress import TrainerFn
+from hasten.loops.saved_state import StepObjects, StepState
+from hasten.loops.user_code import MEMORY_NOTE
+from hasten.memory import nothing_repeated, recomputed, repeated_blocks
 from hasten.module.datamodule import DataHooks
 
-# As in loops/fit.py: (batch, batch_idx, opens, closes, divisor, keep_outputs) -> outputs
+if TYPE_CHECKING:
+    from hasten.loops.run import Run
+    from hasten.loops.run_data import StageData
+
+
+# (batch, batch_idx, keep_outputs=False) -> outputs
 ForwardBackward = Callable[..., Any]
 
 _NEVER = 2**62
 
 
-def asked(run: Run) -> bool:
+def enabled(run: Run) -> bool:
     """Return whether a step computes its batch in parts, or may have to."""
     speed = run.arguments.speed
     return speed.micro_batch is not None or speed.memory == "auto"
@@ -42,7 +51,7 @@ def computes_alone(run: Run) -> bool:
 
     One that runs out of memory inside a forward or backward would leave them waiting there.
     """
-    return asked(run) and _fit(run).may_fail and run.runtime.syncs_gradients
+    return enabled(run) and _memory_plan(run).may_fail and run.runtime.syncs_gradients
 
 
 def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
@@ -53,50 +62,44 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
         once: computes one part; it neither exchanges gradients nor calls ``on_after_backward``.
 
     """
-    fit, hooks, parts = _fit(run), run.hooks, _Parts(run, once)
+    plan, hooks, window, parts = _memory_plan(run), run.hooks, run.window, _Splitter(run, once)
     syncs = run.runtime.syncs_gradients
 
-    def forward_backward(
-        batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
-    ) -> Any:
-        outputs = parts.compute(batch, batch_idx, opens, closes, divisor, keep_outputs, fit.samples)
+    def forward_backward(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
+        outputs = parts.compute(batch, batch_idx, keep_outputs, plan.samples)
         if parts.any_loss:
             hooks.on_after_backward()
         return outputs
 
-    if not fit.may_fail:
+    if not plan.may_fail:
         return forward_backward
 
-    moment, agree = Moment(run, _seen(fit)), _agreement(run)
+    state, agree = StepState(run, _objects(plan)), _agreement(run)
     sync = sync_gradients(run) if syncs else None
 
-    def forward_backward_again(
-        batch: Any, batch_idx: int, opens: bool, closes: bool, divisor: int, keep_outputs: bool = False
-    ) -> Any:
+    def forward_backward_again(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
         # Asked of the first batch, too, which may fit as a whole: whether it can be split is known before long.
-        samples = measure(batch, parts.fields)[0] if fit.shrinks else 1
-        moment.keep(batch, gradients=not opens)
+        samples = measure(batch, parts.fields)[0] if plan.shrinks else 1
+        state.save(batch, gradients=not window.is_start)
         failed = False
         while True:
-            attempted = samples if fit.samples is None else min(fit.samples, samples)
-            outputs, error = parts.attempt(
-                batch, batch_idx, opens, closes, divisor, keep_outputs, fit.samples
-            )
+            attempted = samples if plan.samples is None else min(plan.samples, samples)
+            outputs, error = parts.attempt(batch, batch_idx, keep_outputs, plan.samples)
             most, kept_is_changed = agree(attempted, error)
             if most == _NEVER:
                 break
             failed = True
-            moment.restore()
-            if not fit.make_smaller(most, keep_less=kept_is_changed):
-                raise _nothing_left(fit, most, error)
-            moment.module_was_changed()
+            state.restore()
+            if not plan.make_smaller(most, keep_less=kept_is_changed):
+                raise _nothing_left(plan, most, error)
+            state.module_was_changed()
             # After its tensors were let go of: what the attempt had taken would lie in pieces.
             del error
             free_cached_memory()
-        moment.succeeded()
+        state.step_succeeded()
         if failed:
-            rank_zero_info(f"Memory ran out, and the step was begun again. From here on: {fit.describe()}.")
-        if sync is not None and closes:
+            rank_zero_info(f"Memory ran out, and the step was begun again. From here on: {plan.describe()}.")
+        if sync is not None and window.is_end:
             sync()
         if parts.any_loss:
             hooks.on_after_backward()
@@ -105,16 +108,16 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
     return forward_backward_again
 
 
-def _fit(run: Run) -> Fit:
-    if run.fits is None:
-        run.fits = Fit(run)
-    return run.fits
+def _memory_plan(run: Run) -> MemoryPlan:
+    if run.memory_plan is None:
+        run.memory_plan = MemoryPlan(run)
+    return run.memory_plan
 
 
-def _seen(fit: Fit) -> Seen:
-    if fit.seen is None:
-        fit.seen = Seen()
-    return fit.seen
+def _objects(plan: MemoryPlan) -> StepObjects:
+    if plan.objects is None:
+        plan.objects = StepObjects()
+    return plan.objects
 
 
 def _hooks_change_batches(run: Run) -> bool:
@@ -123,7 +126,7 @@ def _hooks_change_batches(run: Run) -> bool:
     return any(overrides(owner, DataHooks, name) for owner in owners for name in names)
 
 
-class _Parts:
+class _Splitter:
     """Computes the parts of a batch, one after the other.
 
     Args:
@@ -144,7 +147,7 @@ class _Parts:
     @functools.cached_property
     def fields(self) -> Fields | None:
         """Which elements of a batch run over samples; None where nothing tells."""
-        return _fit(self._run).fields_of(self._run.train, _hooks_change_batches(self._run))
+        return _memory_plan(self._run).fields_of(self._run.train, _hooks_change_batches(self._run))
 
     def attempt(self, *step: Any) -> tuple[Any, Exception | None]:
         """Compute the parts; return (outputs, None), or (None, error) where memory ran out."""
@@ -161,42 +164,36 @@ class _Parts:
         self,
         batch: Any,
         batch_idx: int,
-        opens: bool,
-        closes: bool,
-        divisor: int,
         keep_outputs: bool,
         size: int | None,
     ) -> Any:
         """Compute the parts and return their outputs as those of the whole batch."""
-        run, once, logged = self._run, self._once, self._run.logged
+        run, once, logged, window = self._run, self._once, self._run.logged, self._run.window
         # An attempt that failed was in the middle of its parts.
         logged.batch, logged.batch_size = batch, 0
         parts = [(batch, 1)] if size is None else split(batch, size, self.fields)
         skipped = run.skipped_batches
         if len(parts) == 1:
-            with self._exchange(closes):
-                outputs = once(batch, batch_idx, opens, closes, divisor, keep_outputs)
+            with self._exchange(window.is_end):
+                outputs = once(batch, batch_idx, keep_outputs)
             self.any_loss = run.skipped_batches == skipped
             return self._joined([outputs], [1])
         _warn_of_batch_norm(run.module)
         samples = sum(count for _, count in parts)
         found = []
-        with StepValues(logged, self._of_whole) as values:
-            for index, (part, count) in enumerate(parts):
-                logged.batch, logged.batch_size = part, count
-                with self._exchange(closes and index == len(parts) - 1):
+        is_start, window_size = window.is_start, window.size
+        with LoggedParts(logged, self._of_whole) as values:
+            try:
+                for index, (part, count) in enumerate(parts):
+                    logged.batch, logged.batch_size = part, count
                     # A part counts as much as it has samples of the batch.
-                    found.append(
-                        once(
-                            part,
-                            batch_idx,
-                            opens and index == 0,
-                            closes,
-                            divisor * samples / count,
-                            keep_outputs,
-                        )
-                    )
-                values.next_part()
+                    window.is_start = is_start and index == 0
+                    window.size = window_size * samples / count
+                    with self._exchange(window.is_end and index == len(parts) - 1):
+                        found.append(once(part, batch_idx, keep_outputs))
+                    values.next_part()
+            finally:
+                window.is_start, window.size = is_start, window_size
         logged.batch, logged.batch_size = batch, 0
         self.any_loss = run.skipped_batches - skipped < len(parts)
         # For the books a batch is skipped as a whole or not at all.
@@ -222,7 +219,7 @@ class _Parts:
         return {**joined, "loss": loss}
 
 
-class StepValues:
+class LoggedParts:
     """The values logged in the parts of a batch, put together to those of the whole.
 
     A ``batch_size`` given to ``self.log`` counts what the part has, its samples or tokens, or is one number for the
@@ -230,7 +227,7 @@ class StepValues:
 
     Args:
         logged: who takes the values; inside the context each is noted here as well.
-        of_whole: of each meter, (it is given the size of the whole batch, that is certain), as far as batches have
+        of_whole: of each entry, (it is given the size of the whole batch, that is certain), as far as batches have
             shown it.
 
     """
@@ -248,7 +245,7 @@ class StepValues:
         self._given: dict[LoggedValue, list[tuple[Any, Any, int, int]]] = {}
         self._number = 0
 
-    def __enter__(self) -> StepValues:
+    def __enter__(self) -> LoggedParts:
         self._observed = self._logged.observed(self._note)
         self._observed.__enter__()
         return self
@@ -260,21 +257,21 @@ class StepValues:
             total, weight = known.total, known.weight
             # Values are added to it in place.
             total = total.clone() if isinstance(total, Tensor) else total
-        meter = record(name, value, options, batch_size)
-        self._part[meter] = size = logged.batch_size if batch_size is None else batch_size
-        if isinstance(batch_size, (int, float)) or meter in self._given:
-            self._before.setdefault(meter, (total, weight))
-            self._given.setdefault(meter, []).append((meter.value, size, logged.batch_size, self._number))
+        entry = record(name, value, options, batch_size)
+        self._part[entry] = size = logged.batch_size if batch_size is None else batch_size
+        if isinstance(batch_size, (int, float)) or entry in self._given:
+            self._before.setdefault(entry, (total, weight))
+            self._given.setdefault(entry, []).append((entry.value, size, logged.batch_size, self._number))
 
     def next_part(self) -> None:
         """Add what the part just computed has logged."""
-        for meter, weight in self._part.items():
-            value = meter.step_value()
+        for entry, weight in self._part.items():
+            value = entry.step_value()
             if value is None or (isinstance(value, Tensor) and value.numel() != 1):
                 continue
             if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
                 value = value.float()
-            self._values.setdefault(meter, []).append((value, weight, self._logged.batch_size))
+            self._values.setdefault(entry, []).append((value, weight, self._logged.batch_size))
         self._part.clear()
         self._number += 1
 
@@ -282,50 +279,50 @@ class StepValues:
         self._observed.__exit__(*error)
         if error[0] is not None:
             return
-        for meter, given in self._given.items():
-            self._look(meter, given)
-            if self._of_whole[meter][0]:
-                self._share(meter, given)
-        for meter, values in self._values.items():
-            if meter.metric is None and meter.reduce != "mean":
+        for entry, given in self._given.items():
+            self._look(entry, given)
+            if self._of_whole[entry][0]:
+                self._share(entry, given)
+        for entry, values in self._values.items():
+            if entry.metric is None and entry.reduce != "mean":
                 total = values[0][0]
                 for value, _, _ in values[1:]:
-                    total = total + value if meter.reduce == "sum" else extreme(total, value, meter.reduce)
-                meter.value = _like(total, meter.value)
+                    total = total + value if entry.reduce == "sum" else extreme(total, value, entry.reduce)
+                entry.value = _like(total, entry.value)
                 continue
-            by_samples = meter in self._given and self._of_whole[meter][0]
+            by_samples = entry in self._given and self._of_whole[entry][0]
             weights = [samples if by_samples else weight for _, weight, samples in values]
             weighted = [value * weight for (value, _, _), weight in zip(values, weights, strict=True)]
             mean = functools.reduce(operator.add, weighted) / sum(weights)
-            if meter.metric is not None:
-                meter.metric._forward_cache = mean
+            if entry.metric is not None:
+                entry.metric._forward_cache = mean
             else:
-                meter.value = _like(mean, meter.value)
+                entry.value = _like(mean, entry.value)
 
-    def _look(self, meter: LoggedValue, given: list[tuple[Any, Any, int, int]]) -> None:
+    def _look(self, entry: LoggedValue, given: list[tuple[Any, Any, int, int]]) -> None:
         """Find whether the sizes given are that of the whole batch each, and not of its parts."""
         if any(isinstance(size, Tensor) for _, size, _, _ in given):
             # Counted on the device, of a part.
-            self._of_whole[meter] = False, True
+            self._of_whole[entry] = False, True
             return
         sizes, samples = {size for _, size, _, _ in given}, {part for _, _, part, _ in given}
         if len(sizes) > 1:
-            self._of_whole[meter] = False, True
-        elif len(samples) > 1 and self._of_whole.get(meter) != (False, True):
-            self._of_whole[meter] = True, True
-        elif meter not in self._of_whole:
+            self._of_whole[entry] = False, True
+        elif len(samples) > 1 and self._of_whole.get(entry) != (False, True):
+            self._of_whole[entry] = True, True
+        elif entry not in self._of_whole:
             # Parts of one size, given one number: if the batch has fewer samples, it is the tokens of a part.
-            self._of_whole[meter] = sizes != samples and max(sizes) <= _samples(given), False
+            self._of_whole[entry] = sizes != samples and max(sizes) <= _samples(given), False
 
-    def _share(self, meter: LoggedValue, given: list[tuple[Any, Any, int, int]]) -> None:
+    def _share(self, entry: LoggedValue, given: list[tuple[Any, Any, int, int]]) -> None:
         """Take the values of this batch again, each with its share of the size of the whole."""
-        if meter.metric is not None or meter.reduce != "mean" or meter.total is None:
+        if entry.metric is not None or entry.reduce != "mean" or entry.total is None:
             return
-        last, samples = meter.value, _samples(given)
-        meter.total, meter.weight = self._before.get(meter, (None, 0))
+        last, samples = entry.value, _samples(given)
+        entry.total, entry.weight = self._before.get(entry, (None, 0))
         for value, size, part, _ in given:
-            meter.add(value, size * part / samples)
-        meter.value = last
+            entry.add(value, size * part / samples)
+        entry.value = last
 
 
 def _samples(given: list[tuple[Any, Any, int, int]]) -> int:
@@ -369,7 +366,7 @@ def _agreement(run: Run) -> Callable[[int, Exception | None], tuple[int, bool]]:
 
 
 def sync_gradients(run: Run) -> Callable[[], None]:
-    """Return what has the strategy exchange the gradients that are there, as after a backward of its own.
+    """Return a function by which the strategy exchanges the present gradients, as after a backward.
 
     The wrapped module is called with a function that uses each parameter and adds nothing to its gradient: buckets,
     communication hooks and the exchange of buffers are those of DDP.
@@ -390,20 +387,20 @@ def sync_gradients(run: Run) -> Callable[[], None]:
     return sync
 
 
-# -- what is said
+# -- messages
 
 
 def _kept_is_changed(error: BaseException) -> bool:
     return "cached during selective activation checkpoint has been mutated" in str(error)
 
 
-def _nothing_left(fit: Fit, attempted: int, error: Exception | None) -> Exception:
+def _nothing_left(plan: MemoryPlan, attempted: int, error: Exception | None) -> Exception:
     at_once = f"{attempted} sample{'s' if attempted > 1 else ''} at once"
     if error is None:
-        return RuntimeError(f"Memory ran out on another process with {at_once}. {fit.advice()}")
+        return RuntimeError(f"Memory ran out on another process with {at_once}. {plan.advice()}")
     notes = [note for note in getattr(error, "__notes__", ()) if note != MEMORY_NOTE]
     error.__notes__ = notes
-    error.add_note(f"Memory ran out{f' with {at_once}' if fit.shrinks else ''}. {fit.advice()}")
+    error.add_note(f"Memory ran out{f' with {at_once}' if plan.shrinks else ''}. {plan.advice()}")
     return error
 
 
@@ -417,3 +414,212 @@ def _warn_of_batch_norm(module: nn.Module) -> None:
                 f"or set {name} to eval() when its statistics are to stay.",
             )
             return
+
+
+def rebatched(loader: Any, batch_size: int, *, name: str = "the train dataloader") -> Any:
+    """Return a loader with the same samples in the same order, in batches of ``batch_size``.
+
+    Args:
+        loader: a ``DataLoader``; it is not changed. Sampler, collate function and workers are kept.
+        batch_size: samples of a batch; the last one may have fewer, unless the loader drops it.
+        name: what to call the loader in messages.
+
+    Raises:
+        MisconfigurationException: something else than the loader decides how large its batches are.
+
+    Example::
+
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
+        >>> [batch[0].tolist() for batch in rebatched(loader, 3)]
+        [[0, 1, 2], [3, 4]]
+
+    """
+    check_rebatched(loader, batch_size, name=name)
+    batches: Any = loader.batch_sampler
+    if batches.batch_size == batch_size:
+        return loader
+    return with_attributes(
+        loader,
+        batch_size=batch_size,
+        batch_sampler=BatchSampler(batches.sampler, batch_size, batches.drop_last),
+    )
+
+
+def check_rebatched(loader: Any, batch_size: int | str, *, name: str) -> None:
+    """Check that a loader's batches can have another size.
+
+    Raises:
+        MisconfigurationException: something else than the loader decides how large its batches are.
+
+    """
+    if not isinstance(loader, DataLoader):
+        raise MisconfigurationException(
+            f"Trainer(batch_size={batch_size!r}): {name} is a {type(loader).__name__}, which makes its batches itself. "
+            "Give a DataLoader, or leave batch_size out; micro_batch alone splits the batches that come."
+        )
+    batches: Any = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        what = "batch_size=None" if batches is None else f"the batch sampler {type(batches).__name__}"
+        raise MisconfigurationException(
+            f"Trainer(batch_size={batch_size!r}): {name} has {what}, which decides what a batch is. Set the size there "
+            "and leave batch_size out; micro_batch alone splits the batches that come."
+        )
+
+
+def prepare_module(run: Run) -> None:
+    """Check that micro-batches and recomputing are possible in this run, and recompute with ``memory=``.
+
+    Raises:
+        MisconfigurationException: they cannot; the message says why and what can.
+        ValueError: there is nothing to recompute.
+
+    """
+    speed, module = run.arguments.speed, run.module
+    asked = [
+        f"{name}={value!r}"
+        for name, value in (("micro_batch", speed.micro_batch), ("memory", speed.memory))
+        if value is not None
+    ]
+    if not asked or run.state.fn != TrainerFn.FITTING:
+        return
+    if not module.automatic_optimization and (speed.micro_batch is not None or speed.memory == "auto"):
+        raise MisconfigurationException(
+            f"Trainer({asked[0]}): {type(module).__name__} steps its optimizers itself (manual optimisation), so a "
+            "step cannot be split or begun again from outside. Split the batch in training_step and call "
+            "manual_backward for each part, or use automatic optimisation."
+        )
+    if run.runtime.world_size > 1 and "auto" in (speed.micro_batch, speed.memory):
+        _check_processes(run, asked[0])
+    if speed.memory in ("selective", "full"):
+        run.undo.enter_context(recomputed(module, speed.memory))
+    if speed.memory == "auto":
+        rank_zero_debug("Trainer(memory='auto'): nothing is computed twice until memory runs out.")
+    run.memory_plan = MemoryPlan(run)
+
+
+def _check_processes(run: Run, asked: str) -> None:
+    """Refuse where one process that runs out of memory leaves the others waiting inside a forward."""
+    if any(isinstance(child, nn.SyncBatchNorm) for child in run.module.modules()):
+        raise MisconfigurationException(
+            f"Trainer({asked}) with SyncBatchNorm on {run.runtime.world_size} processes: its forward waits for the "
+            "other processes, and one that runs out of memory would never come. Give micro_batch a number, or use "
+            "sync_batchnorm=False."
+        )
+    strategy = run.runtime.strategy
+    if not strategy.computes_alone:
+        raise MisconfigurationException(
+            f"Trainer({asked}): with strategy={strategy.name!r} the processes exchange parts of the model inside a "
+            "forward, and one that runs out of memory would leave the others waiting. Give micro_batch a number, "
+            "and memory='selective' or 'full'."
+        )
+
+
+class MemoryPlan:
+    """What was found to fit into memory: how many samples are computed at once, and what is computed twice.
+
+    It only ever gets smaller, and is kept in checkpoints.
+
+    Args:
+        run: whose module and arguments these are.
+
+    """
+
+    def __init__(self, run: Run) -> None:
+        speed = run.arguments.speed
+        self._module = run.module
+        self._recomputed = run.undo.enter_context(ExitStack())
+        self.shrinks = speed.micro_batch == "auto"
+        self.recomputes = speed.memory == "auto"
+        # None for the whole batch.
+        self.samples: int | None = speed.micro_batch if isinstance(speed.micro_batch, int) else None
+        self.memory: str | None = None
+        self._blocks = 0
+        self._shared = speed.shared_fields
+        # Of the loaders read last.
+        self._fields: tuple[list[Any], Fields | None] | None = None
+        # What steps were seen to change of their batch and the module.
+        self.objects: StepObjects | None = None
+
+    def fields_of(self, source: StageData, changed_later: bool) -> Fields | None:
+        """Return which fields of the batches run over samples: as the user said, or as the data shows.
+
+        Args:
+            source: the training data.
+            changed_later: whether hooks may change a batch before it is computed.
+
+        """
+        if self._shared is not None:
+            return Fields(all_over=True, shared_names=self._shared)
+        loaders = source.streams()
+        known = self._fields
+        if known is None or [id(loader) for loader in known[0]] != [id(loader) for loader in loaders]:
+            known = self._fields = loaders, fields_of(source.loaders[0], changed_later=changed_later)
+        return known[1]
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether a step is tried again when memory runs out."""
+        return self.shrinks or self.recomputes
+
+    def make_smaller(self, attempted: int, *, keep_less: bool = False) -> bool:
+        """Need less memory than the attempt that failed; return whether there was something left to try.
+
+        Cheapest first: keep fewer activations, but all that is dear to compute; halve the samples, which costs
+        nothing as long as they fill the device; compute everything twice.
+
+        Args:
+            attempted: samples computed at once.
+            keep_less: what is kept was changed in place, so it cannot be kept.
+
+        """
+        if self.recomputes and self.memory is None and repeated_blocks(self._module):
+            self._recompute("selective")
+        elif self.memory == "selective" and keep_less:
+            self._recompute("full")
+        elif self.shrinks and attempted > 1:
+            self.samples = attempted // 2
+        elif self.memory == "selective":
+            self._recompute("full")
+        else:
+            return False
+        return True
+
+    def _recompute(self, how: str) -> None:
+        self._recomputed.close()
+        self._blocks = self._recomputed.enter_context(recomputed(self._module, how))
+        self.memory = how
+
+    def describe(self) -> str:
+        """Describe in words what is computed now."""
+        parts = []
+        if self.shrinks and self.samples is not None:
+            parts.append(
+                f"{self.samples} sample{'s' if self.samples > 1 else ''} at once (micro_batch='auto')"
+            )
+        if self.memory is not None:
+            kept = "all but products and attention" if self.memory == "selective" else "everything"
+            parts.append(f"{self._blocks} blocks compute {kept} again in backward (memory='auto')")
+        return ", ".join(parts)
+
+    def advice(self) -> str:
+        """Return what else would help when nothing is left to try."""
+        if not self.shrinks:
+            return "Add micro_batch='auto', which computes fewer samples at once."
+        if not self.recomputes:
+            return "Add memory='auto', which keeps fewer activations."
+        if self.memory is None:
+            return nothing_repeated(self._module).partition(" Use micro_batch")[0]
+        return "Use a smaller model, shorter samples, a precision of fewer bytes, or more devices."
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found."""
+        return {"samples": self.samples, "memory": self.memory}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what was found; a size given as a number stays."""
+        if self.shrinks and state["samples"] is not None:
+            self.samples = state["samples"]
+        if self.recomputes and state["memory"] is not None and state["memory"] != self.memory:
+            self._recompute(state["memory"])

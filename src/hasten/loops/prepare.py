@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,18 +14,24 @@ from hasten import optim
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import WatchedList
 from hasten._lib.out_of_memory import collect_earlier_models
+from hasten._lib.rank_zero import rank_zero_info, warn_once
+from hasten.arguments import SpeedArguments
+from hasten.batching.rebatch import rebatch
 from hasten.checkpoint.contents import Phase
 from hasten.checkpoint.entries import check_entries
 from hasten.checkpoint.metrics import remember_metrics
+from hasten.compile.cuda_graphs import CudaGraphSteps, marked_by_us
+from hasten.compile.settings import CompileSettings, check_possible
+from hasten.compile.user_compiled import users_settings
+from hasten.data.memory.resident import is_resident, resident
+from hasten.data.worker_count import auto_workers, with_workers
 from hasten.hooks import overrides
-from hasten.loops.compiled import check_compile, compile_module
-from hasten.loops.numbers import set_matmul_precision
-from hasten.loops.oversights import warn_about_missing_parts
-from hasten.loops.preflight import check_fit, check_parameters
+from hasten.loops import micro_batches
+from hasten.loops.progress import TrainerFn
 from hasten.loops.resume import RunState, check_left_to_train
 from hasten.loops.run import Run
-from hasten.loops.speedups import change_module, change_optimizers, go_on_with_batch_size
-from hasten.loops.states import TrainerFn
+from hasten.loops.user_code import check_fit, check_parameters, warn_about_missing_parts
+from hasten.machine import allocator
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
@@ -32,6 +39,8 @@ from hasten.module.hparams import logged_hparams
 from hasten.optim import HastenOptimizer
 from hasten.optim.averaged import AveragedWeights
 from hasten.optim.backward import InBackward
+from hasten.optim.fused import use_fused
+from hasten.precision.matmul import matmul_precision, without_effect
 
 # () -> (checkpoint, where it came from), or (None, None) to start from the beginning
 Read = Callable[[], tuple[dict[str, Any] | None, str | None]]
@@ -85,7 +94,7 @@ def prepare(
         if fitting:
             check_left_to_train(checkpoint, str(path), run.arguments)
         if fitting and run.arguments.speed.batch_size == "auto":
-            go_on_with_batch_size(run, checkpoint, datamodule)
+            resume_batch_size(run, checkpoint, datamodule)
         # States of callbacks too: on_fit_start may depend on them, and an evaluation may use averaged weights.
         state.restore(checkpoint, Phase.MODEL, str(path))
 
@@ -179,7 +188,7 @@ def _optimizers_changed(run: Run) -> None:
         if isinstance(optimizer := before[key].optimizer, InBackward):
             optimizer.stop()
     if new or gone:
-        # The weights in the module stay: training goes on from them.
+        # The weights in the module stay.
         run.averages = AveragedWeights(run.optimizers)
         run.averages.resume_with(None)
     run.wrapped_optimizers = [before.get(id(one)) or _counted(run, one) for one in run.optimizers]
@@ -187,7 +196,7 @@ def _optimizers_changed(run: Run) -> None:
 
 
 def _counted(run: Run, optimizer: Any) -> HastenOptimizer:
-    """Return ``optimizer`` such that its steps count, for manual optimisation and ``optimizer_step``."""
+    """Return a wrapper of ``optimizer`` whose steps count, for manual optimisation and ``optimizer_step``."""
     step, progress = run.runtime.make_step(optimizer), run.progress
 
     def counted_step(closure: Any = None, **kwargs: Any) -> Any:
@@ -216,3 +225,248 @@ def _log_hyperparams(run: Run, datamodule: LightningDataModule | None) -> None:
             logger.log_hyperparams(values)
         logger.log_graph(run.module)
         logger.save()
+
+
+def set_matmul_precision(run: Run) -> None:
+    """Set the precision of 32-bit matrix products until the run ends; say so if that has no effect here."""
+    precision = run.arguments.speed.matmul_precision
+    if precision is None:
+        return
+    run.undo.enter_context(matmul_precision(precision))
+    if (reason := without_effect(precision, run.runtime.device)) is not None:
+        rank_zero_info(f"Trainer(matmul_precision={precision!r}) changes nothing here: {reason}.")
+
+
+def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
+    """Make optimizers fused, or step in backward, as the arguments say; return them.
+
+    Raises:
+        ValueError: an optimizer steps in backward, and something of the run needs all gradients at once.
+
+    """
+    fused = run.arguments.speed.fused_optimizer
+    for optimizer in optimizers:
+        if fused is not None:
+            use_fused(optimizer, fused, owner=f"Trainer(fused_optimizer={fused})")
+        if isinstance(optimizer, InBackward):
+            run.undo.callback(optimizer.stop)
+            follow_arguments(run, optimizer)
+            optimizer.start()
+    return optimizers
+
+
+def follow_arguments(run: Run, optimizer: InBackward) -> None:
+    """Have an optimizer that steps in backward clip as the arguments say.
+
+    Raises:
+        ValueError: something of the run needs gradients after backward.
+
+    """
+    _check_in_backward(run, optimizer)
+    clip_value = run.arguments.gradient_clip_val
+    optimizer.clip_value = float(clip_value) if clip_value else None
+
+
+def _check_in_backward(run: Run, optimizer: InBackward) -> None:
+    """Check that nothing of the run needs gradients after backward.
+
+    Raises:
+        ValueError: something does.
+
+    """
+    arguments, speed, runtime = run.arguments, run.arguments.speed, run.runtime
+    name = optimizer.optimizer_class.__name__
+    instead = f"use torch.optim.{name} as it is."
+    reason = None
+    if run.accumulate_grad_batches > 1:
+        reason = (
+            f"Trainer(accumulate_grad_batches={run.accumulate_grad_batches}): each batch steps by itself in backward, "
+            f"so gradients cannot be summed over several. Use larger batches, or {instead}"
+        )
+    elif speed.micro_batch is not None:
+        reason = (
+            f"Trainer(micro_batch={speed.micro_batch!r}): the parts of a batch would each step in backward. Leave it "
+            f"out, or {instead}"
+        )
+    elif arguments.on_bad_loss != "warn":
+        reason = (
+            f"Trainer(on_bad_loss={arguments.on_bad_loss!r}): whether all gradients are finite is known when backward "
+            f"is over, and by then each parameter has stepped. Use on_bad_loss='warn', or {instead}"
+        )
+    elif speed.memory == "auto":
+        reason = (
+            "Trainer(memory='auto'): a step that runs out of memory is begun again, and by then some parameters have "
+            "stepped. Use memory='selective' or 'full'."
+        )
+    elif arguments.gradient_clip_val and arguments.gradient_clip_algorithm != "value":
+        reason = (
+            f"Trainer(gradient_clip_val={arguments.gradient_clip_val}): the norm of all gradients is known when "
+            "backward is over, and by then each parameter has stepped. Use gradient_clip_algorithm='value', which "
+            f"limits each element, or {instead}"
+        )
+    elif overrides(run.module, LightningModule, "configure_gradient_clipping"):
+        reason = (
+            f"{type(run.module).__name__}.configure_gradient_clipping(): there are no gradients left to clip after "
+            f"backward. Leave it out, or {instead}"
+        )
+    elif runtime.scaler is not None:
+        reason = (
+            f"Trainer(precision={runtime.precision.precision!r}): whether a scaled gradient is finite is known when "
+            "backward is over. Use precision='bf16-mixed', which scales nothing."
+        )
+    elif runtime.world_size > 1 and not runtime.strategy.steps_in_backward:
+        reason = (
+            f"Trainer(devices=...): with {runtime.world_size} processes each parameter would step before its gradients "
+            f"are averaged over them. Use one process, or {instead}"
+        )
+    if reason is not None:
+        raise ValueError(f"in_backward({name}) and {reason}")
+    for hook in ("on_after_backward", "on_before_optimizer_step"):
+        if overrides(run.module, LightningModule, hook):
+            warn_once(
+                f"in_backward {hook} {type(run.module).__name__}",
+                f"in_backward({name}): each parameter has stepped before {type(run.module).__name__}.{hook}() runs, "
+                f"and its gradient is None there. If that hook reads or changes gradients, {instead}",
+            )
+
+
+def remake_loader(
+    speed: SpeedArguments, loader: Any, stage: str, name: str, *, device: torch.device | None = None
+) -> Any:
+    """Return the loader to read instead of the user's; the same object where no argument changes it.
+
+    Args:
+        speed: the arguments.
+        loader: as the user gave it.
+        stage: "train", "validate", "test" or "predict".
+        name: what to call the loader in messages.
+        device: where the run computes.
+
+    """
+    # "auto" is a number once it was found; until then the size is the loader's.
+    if isinstance(speed.batch_size, int) and stage == "train":
+        loader = micro_batches.rebatched(loader, speed.batch_size, name=name)
+    if isinstance(speed.num_workers, int):
+        loader = with_workers(loader, speed.num_workers, stage=stage, name=name)
+    if speed.resident:
+        # Before batching, which then cuts padding off whole batches. With "auto" what cannot be held is read as
+        # before, as it always is where nothing is trained.
+        held_on = device if speed.resident == "device" else None
+        as_stage = "validate" if speed.resident == "auto" else stage
+        loader = resident(loader, device=held_on, stage=as_stage, name=name)
+    if speed.batching is not None:
+        loader = rebatch(loader, speed.batching, stage=stage, name=name, few_shapes=bool(speed.compile))
+    if speed.num_workers == "auto" and not is_resident(loader):
+        loader = auto_workers(loader, stage=stage, name=name)
+    return loader
+
+
+def change_module(run: Run) -> None:
+    """Change how the module computes, before the strategy wraps it; ``run.undo`` takes it back."""
+    speed, module = run.arguments.speed, run.module
+    if speed.allocator is not None:
+        run.undo.enter_context(allocator.kept(speed.allocator))
+    # Without gradients it would change nothing.
+    if speed.packed and run.state.fn == TrainerFn.FITTING:
+        # Imported only here: registering its operations with torch takes a tenth of a first fit.
+        from hasten.packed.blocks import packed_blocks
+
+        asked = f"Trainer(packed={speed.packed!r})"
+        first_token = speed.packed == "first_token"
+        run.undo.enter_context(packed_blocks(module, first_token=first_token, asked=asked))
+    if speed.dropout is not None:
+        change_dropout(run)
+    micro_batches.prepare_module(run)
+
+
+def change_dropout(run: Run) -> None:
+    """Have the dropout layers draw their masks from random bytes.
+
+    Raises:
+        MisconfigurationException: this run is not on the CPU, or no layer drops anything.
+
+    """
+    from hasten.packed.dropout import fast_dropout
+
+    if run.runtime.device.type != "cpu":
+        raise MisconfigurationException(
+            f"Trainer(dropout='fast'): on {run.runtime.device.type} dropout is one kernel already. Leave it out."
+        )
+    if not run.undo.enter_context(fast_dropout(run.module)) and not run.arguments.speed.packed:
+        raise MisconfigurationException(
+            f"Trainer(dropout='fast'): {type(run.module).__name__} has no nn.Dropout layer. Leave it out; dropout "
+            "within attention is made cheap by packed=True."
+        )
+
+
+def resume_batch_size(run: Run, checkpoint: dict[str, Any], datamodule: Any) -> None:
+    """Give a run with ``batch_size="auto"`` the size of its checkpoint, before its loaders are made."""
+    from hasten.tuner.tuned_value import TunedValue
+
+    ranks = (checkpoint.get("hasten") or {}).get("ranks") or [{}]
+    size = ranks[min(run.runtime.global_rank, len(ranks) - 1)].get("batch_size")
+    if not isinstance(size, int):
+        rank_zero_info(
+            "Trainer(batch_size='auto'): the checkpoint has no batch size; it stays that of the loader."
+        )
+        return
+    speed = dataclasses.replace(run.arguments.speed, batch_size=size)
+    run.arguments = dataclasses.replace(run.arguments, speed=speed)
+    run.train.remake_with(functools.partial(remake_loader, speed, device=run.runtime.device))
+    TunedValue(run.module, datamodule, "batch_size").set(size)
+
+
+def check_compile(run: Run) -> None:
+    """Check that ``compile`` works on this machine.
+
+    Raises:
+        ValueError: it does not; the message names the nearest that does.
+
+    """
+    settings = _settings(run)
+    if settings is None:
+        return
+    if settings.cuda_graphs and run.arguments.speed.packed:
+        asked = f"compile={dict(settings.options)}, " if settings.context is None else ""
+        raise ValueError(
+            f"Trainer({asked}packed={run.arguments.speed.packed!r}): a CUDA graph is "
+            "recorded for one number of tokens, and packed batches have another each time. Use compile=True with "
+            "packed, or batching='length' in place of packed: its few widths are recorded once each."
+        )
+    check_possible("Trainer", settings, run.runtime.device)
+
+
+def compile_module(run: Run) -> None:
+    """Have the module called compiled until the run ends; ``run.undo`` takes it back."""
+    settings = _settings(run)
+    if settings is None:
+        return
+    from hasten.compile.model import compiled_model
+
+    speed, runtime = run.arguments.speed, run.runtime
+    # Batches made by length have few widths, but not one; packed rows are as long as their tokens are many.
+    dims = 1 if speed.batching is None and not speed.packed else 2
+    # Another graph than without them.
+    changes = (runtime.precision.precision, speed.dropout, speed.memory)
+    model = compiled_model(
+        run.module, settings, runtime.device, dims=dims, variant=str(changes), packed=bool(speed.packed)
+    )
+    if settings.cuda_graphs:
+        run.undo.enter_context(marked_by_us())
+    run.compiled = run.undo.enter_context(model.enabled(writes=runtime.is_global_zero))
+
+
+def compiled_step(run: Run, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``step`` compiled where the run compiles steps; else ``step`` itself, which costs nothing."""
+    return step if run.compiled is None else run.compiled.step(name, step, run.module)
+
+
+def recorded_steps(run: Run) -> CudaGraphSteps | None:
+    """Return what marks where a step begins; None in a run without CUDA graphs."""
+    if run.compiled is None or not run.compiled.settings.cuda_graphs:
+        return None
+    return CudaGraphSteps(run.module.parameters())
+
+
+def _settings(run: Run) -> CompileSettings | None:
+    return run.arguments.speed.compile or users_settings(run.module)

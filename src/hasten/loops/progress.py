@@ -1,9 +1,85 @@
-"""The counters of a training run: what has been done, and so where a resumed run goes on."""
+"""What a Trainer is doing, and how far a training run has come."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from typing import Any
+
+
+class TrainerFn(StrEnum):
+    """The call in progress."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(StrEnum):
+    """The part of a call in progress: fit also validates."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation or test steps run."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+    @property
+    def dataloader_prefix(self) -> str | None:
+        """The beginning of the name of the hook that gives this stage's data."""
+        return {"validate": "val", "sanity_check": "val"}.get(self.value, self.value)
+
+
+class TrainerStatus(StrEnum):
+    """How the call went."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the call has ended."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+@dataclass
+class TrainerState:
+    """Status, call and stage in one place."""
+
+    status: TrainerStatus = TrainerStatus.INITIALIZING
+    fn: TrainerFn | None = None
+    stage: RunningStage | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last call came to its end."""
+        return self.status == TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last call has ended, in whichever way."""
+        return self.status.stopped
+
+
+# Where a call begins.
+FIRST_STAGE = {
+    TrainerFn.FITTING: RunningStage.TRAINING,
+    TrainerFn.VALIDATING: RunningStage.VALIDATING,
+    TrainerFn.TESTING: RunningStage.TESTING,
+    TrainerFn.PREDICTING: RunningStage.PREDICTING,
+}
+
+
+# Names in checkpoints where they differ.
+_KEYS = {"logged_step": "updates", "accumulation_index": "window", "post_batch_done": "followed"}
 
 
 @dataclass
@@ -15,9 +91,9 @@ class Progress:
         batch: batches done in this epoch.
         total_batches: batches done in the whole run.
         global_step: optimizer steps done in the whole run.
-        updates: batches after which an optimizer stepped; the x axis of loggers.
-        window: batches whose gradients wait for the next optimizer step.
-        followed: what follows a batch (validation, schedulers on a monitored value) was done for the last one.
+        logged_step: batches after which an optimizer stepped; the x axis of loggers counts them.
+        accumulation_index: batches whose gradients wait for the next optimizer step.
+        post_batch_done: what follows a batch (validation, schedulers on a monitored value) was done for the last one.
         epoch_ended: the epoch in hand is complete, its last hooks included.
         last_batch: the last batch of the epoch is done.
         begun: the epoch has begun, though maybe no batch of it is done; only set in checkpoints taken inside a batch.
@@ -28,9 +104,9 @@ class Progress:
     batch: int = 0
     total_batches: int = 0
     global_step: int = 0
-    updates: int = 0
-    window: int = 0
-    followed: bool = True
+    logged_step: int = 0
+    accumulation_index: int = 0
+    post_batch_done: bool = True
     epoch_ended: bool = False
     last_batch: bool = False
     begun: bool = False
@@ -40,12 +116,12 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain data."""
-        return asdict(self)
+        return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
         for field in fields(self):
-            setattr(self, field.name, state.get(field.name, field.default))
+            setattr(self, field.name, state.get(_KEYS.get(field.name, field.name), field.default))
 
     @property
     def epochs_done(self) -> int:
@@ -67,5 +143,5 @@ class Progress:
         """Begin the epoch after the one that ended."""
         if self.epoch_ended:
             self.epoch += 1
-        self.batch, self.window = 0, 0
-        self.epoch_ended, self.last_batch, self.followed, self.begun = False, False, True, False
+        self.batch, self.accumulation_index = 0, 0
+        self.epoch_ended, self.last_batch, self.post_batch_done, self.begun = False, False, True, False

@@ -14,12 +14,10 @@ from hasten._lib.observers import follow
 from hasten.arguments import Arguments
 from hasten.hooks import Hooks, overrides
 from hasten.logged_values import LoggedValues
-from hasten.loops.data_stalls import Waiting
-from hasten.loops.oversights import FirstEpoch
-from hasten.loops.progress import Progress
-from hasten.loops.run_data import Source
-from hasten.loops.states import RunningStage, TrainerState
-from hasten.loops.validation_schedule import ValidationChecks
+from hasten.loops.progress import Progress, RunningStage, TrainerState
+from hasten.loops.run_data import StageData, StallMonitor
+from hasten.loops.schedule import ValidationSchedule
+from hasten.loops.user_code import FirstEpoch
 from hasten.module import LightningModule
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.averaged import AveragedWeights
@@ -28,13 +26,13 @@ from hasten.optim.fast_step import clears_gradients
 if TYPE_CHECKING:
     from hasten.compile.model import CompiledModel
     from hasten.loops.bad_loss import Guard
-    from hasten.loops.inside_batch import BatchStart
-    from hasten.loops.split_sizes import Fit
+    from hasten.loops.micro_batches import MemoryPlan
+    from hasten.loops.resume import BatchStart
     from hasten.machine.signals import StopRequests
     from hasten.runtime import Runtime
 
 
-def unwatched(action: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def unprofiled(action: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function``: what a run without a profiler makes of it."""
     return function
 
@@ -50,6 +48,22 @@ class Stopped(BaseException):
         self.signal_number = signal_number
 
 
+@dataclass(slots=True)
+class Window:
+    """Where the current batch is in its accumulation: the batches between two optimizer steps.
+
+    Args:
+        is_start: whether it is the first batch.
+        is_end: whether it is the last one, after which the optimizer steps.
+        size: by what its loss is divided: the number of batches, or more for a part of a batch.
+
+    """
+
+    is_start: bool = True
+    is_end: bool = True
+    size: float = 1
+
+
 @dataclass(eq=False)
 class Run:
     """The actors of a run, named once; loops see this and never a Trainer."""
@@ -63,13 +77,13 @@ class Run:
     progress: Progress
     state: TrainerState
     stop: StopRequests
-    checks: ValidationChecks
-    train: Source
-    validation: Source
-    test: Source
-    predict: Source
-    # Given the name of an action and a function; see loops/profiling.py.
-    watch: Callable[[str, Callable[..., Any]], Callable[..., Any]] = unwatched
+    validation_schedule: ValidationSchedule
+    train: StageData
+    validation: StageData
+    test: StageData
+    predict: StageData
+    # Given the name of an action and a function; see trainer/profiling.py.
+    watch: Callable[[str, Callable[..., Any]], Callable[..., Any]] = unprofiled
     optimizers: list[Any] = field(default_factory=list)
     wrapped_optimizers: list[Any] = field(default_factory=list)
     schedulers: list[LRSchedulerConfig] = field(default_factory=list)
@@ -79,7 +93,7 @@ class Run:
     # Something was changed that the loop had decided upon: it decides again before the next batch.
     changed: bool = False
     should_stop: bool = False
-    # Whether all processes know of it; until then it is no reason to stop on this one alone.
+    # Whether all processes agreed on it; one process does not stop alone.
     stop_agreed: bool = False
     # Which run of several processes this is, the same on all of them.
     number: int = 0
@@ -88,6 +102,7 @@ class Run:
     # Restores the random generators of a checkpoint, once the first batch is due.
     restore_random: Callable[[], None] | None = None
     is_last_batch: bool = False
+    window: Window = field(default_factory=Window)
     window_weight: Any = None
     # Whether a batch of the accumulation had a loss and no weight.
     window_is_unweighed: bool = False
@@ -106,14 +121,14 @@ class Run:
     skipped_batches: int = 0
     # The latest loss, as training_step gave it: read when values are fetched anyway.
     last_loss: Any = None
-    # Looks at loss and gradients before each step, where on_bad_loss asks for it; and what it knew when saved.
+    # Checks loss and gradients before each step, as on_bad_loss says; and its state in the checkpoint.
     guard: Guard | None = None
     resumed_guard: dict[str, Any] | None = None
     # How long the first batches were waited for.
-    waiting: Waiting = field(default_factory=Waiting)
+    stalls: StallMonitor = field(default_factory=StallMonitor)
     first_epoch: FirstEpoch = field(default_factory=FirstEpoch)
     # What micro_batch="auto" and memory="auto" found to fit into memory.
-    fits: Fit | None = None
+    memory_plan: MemoryPlan | None = None
     # What the compiler made of the module; None where nothing is compiled.
     compiled: CompiledModel | None = None
     # Processes that speak from host to host, where the others speak from device to device.
@@ -125,7 +140,7 @@ class Run:
         follow(self)
 
     def replaced(self, owner: object) -> None:
-        """Have the loop look again at ``owner``, if it takes part: a method was set or removed, or an entry."""
+        """Note that a method or entry of ``owner`` was set or removed: if it takes part, the loop decides again."""
         parts = (self.module, self.train.datamodule, *self.schedulers, *self.wrapped_optimizers)
         if any(owner is part for part in parts):
             self.changed = True
@@ -138,17 +153,17 @@ class Run:
         if arguments.limit_val_batches is not before.limit_val_batches:
             self.validation.change_limit(arguments.limit_val_batches)
             self.validation.take_limit()
-        self.checks.change(arguments.val_check_interval, arguments.check_val_every_n_epoch)
+        self.validation_schedule.change(arguments.val_check_interval, arguments.check_val_every_n_epoch)
         self.train.reload_every_n_epochs = arguments.reload_dataloaders_every_n_epochs
         self.changed = True
 
-    def sources(self) -> tuple[Source, Source, Source, Source]:
+    def all_data(self) -> tuple[StageData, StageData, StageData, StageData]:
         """Return the data of all stages."""
         return self.train, self.validation, self.test, self.predict
 
-    def sources_of(self, fn: str) -> list[Source]:
+    def data_of(self, fn: str) -> list[StageData]:
         """Return the data that fit, validate, test or predict reads, the main one first."""
-        train, validation, test, predict = self.sources()
+        train, validation, test, predict = self.all_data()
         return {"fit": [train, validation], "validate": [validation], "test": [test], "predict": [predict]}[
             fn
         ]
@@ -174,9 +189,9 @@ class Run:
         size, tail_size, tail_start = self.windows
         return size if batch_idx < tail_start else tail_size
 
-    def window_divisor(self) -> int | None:
+    def accumulation_divisor(self) -> int | None:
         """Return by what the batches of the open accumulation were divided; None where that is not known."""
-        if not self.progress.window:
+        if not self.progress.accumulation_index:
             return None
         return self.resumed_divisor if self.windows is None else self.divisor_of(self.progress.batch - 1)
 
@@ -185,7 +200,7 @@ class Run:
         module = self.module
         # A zero_grad of the user's may keep them, or zeros in their place, with which an optimizer steps too.
         return (
-            self.progress.window > 0
+            self.progress.accumulation_index > 0
             or not module.automatic_optimization
             or overrides(module, LightningModule, "optimizer_zero_grad")
             or not all(map(clears_gradients, self.optimizers))
@@ -208,7 +223,7 @@ class Run:
         )
 
     def finished(self) -> bool:
-        """Return whether training is over: a limit is reached, or somebody asked and may."""
+        """Return whether training is over: a limit is reached, or ``should_stop`` is set and the minimum is reached."""
         progress = self.progress
         if progress.global_step >= self.max_steps:
             return True

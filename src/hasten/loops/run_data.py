@@ -1,22 +1,34 @@
-"""Which data a stage reads: given to the call, or from the datamodule or the module; prepared and limited."""
+"""Which data a stage reads, how a batch gets to the device, and whether training waits for it."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.rank_zero import rank_zero_warn
 from hasten.data.combined import CombinedLoader, is_collection
 from hasten.data.loaders import prepare
+from hasten.data.memory.dataset_parts import changed, fingerprint
+from hasten.data.memory.resident import is_resident
+from hasten.data.prefetch import SideStream
 from hasten.data.resume.stream import CombinedStream, Stream
 from hasten.hooks import overrides
 from hasten.module import LightningModule
 from hasten.module.datamodule import DataHooks, LightningDataModule
+
+if TYPE_CHECKING:
+    from hasten.loops.run import Run
+
 
 HOOK_OF = {
     "train": "train_dataloader",
@@ -38,19 +50,19 @@ LIMIT_OF = {
 }
 
 
-class Source:
+class StageData:
     """The loaders of one stage.
 
     Args:
         stage: "train", "validate", "test" or "predict".
         given: the loaders passed to the call, or None.
         module: the module; its ``*_dataloader`` hooks give loaders when nothing else does.
-        datamodule: the datamodule, asked before the module.
+        datamodule: the datamodule; its loaders come before the module's.
         reads_datamodule: False where the datamodule only prepares and moves data that comes from elsewhere.
         limit: batches (int) or share (float) of each loader to use; None for all.
         sampler_kwargs: ``num_replicas`` and ``rank`` where each process reads its own part, else None.
         overfit: read the same batches in the same order each epoch.
-        reload_every_n_epochs: ask for the loaders again this often; 0 for never.
+        reload_every_n_epochs: get new loaders this often; 0 for never.
         remake: given a loader, the stage and the loader's name, return the one to read instead.
 
     """
@@ -124,7 +136,7 @@ class Source:
 
     @property
     def loaders(self) -> list[Any]:
-        """The prepared loaders; asked for once. Joined ones are in the structure they were given in."""
+        """The prepared loaders. Joined ones are in the structure they were given in."""
         return [
             stream.loader.iterables if isinstance(stream, CombinedStream) else stream.loader
             for stream in self._loaded()
@@ -179,7 +191,7 @@ class Source:
         self._streams = None
 
     def remake_with(self, remake: Callable[[Any, str, str], Any]) -> None:
-        """Make the loaders with another function, when they are asked for next."""
+        """Make the loaders with another function, when they are needed next."""
         self.reload()
         self._remake = remake
 
@@ -189,7 +201,7 @@ class Source:
 
     @property
     def loaded(self) -> bool:
-        """Whether the loaders were asked for."""
+        """Whether the loaders are there."""
         return self._streams is not None
 
     # -- epochs of training
@@ -232,13 +244,13 @@ class Source:
         self._only().start_at(batch)
 
     def begin_next(self, epoch: int) -> None:
-        """Have living workers begin the next epoch while this one's validation runs, where nobody can tell."""
+        """Let persistent workers start the next epoch during validation, if nothing can observe that."""
         stream, every = self._only(), self.reload_every_n_epochs
         if isinstance(stream, Stream) and not (every and epoch - self._loaded_at_epoch >= every):
             stream.begin_next(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell samplers the epoch."""
+        """Set the epoch of samplers."""
         for stream in self._loaded():
             stream.set_epoch(epoch)
 
@@ -251,7 +263,7 @@ class Source:
             self._loaded_at_epoch = epoch
 
     def loaded_in(self, epoch: int) -> None:
-        """Take it that the loaders are those asked for when ``epoch`` needed new ones; for a resumed run."""
+        """Count the next reload from the epoch in which the saved run loaded last."""
         every = self.reload_every_n_epochs
         self._loaded_at_epoch = epoch - epoch % every if every else 0
 
@@ -410,8 +422,8 @@ class Source:
         limit = self._limit
         if limit is None or (isinstance(limit, float) and limit == 1.0):
             return _whole(self._cap)
-        asked = limit if isinstance(limit, int) else self._limited(stream)
-        return _whole(min(asked, self._cap))
+        batches = limit if isinstance(limit, int) else self._limited(stream)
+        return _whole(min(batches, self._cap))
 
     def _limited(self, stream: Stream | CombinedStream) -> float:
         length = math.inf if stream.length is None else stream.length
@@ -439,3 +451,211 @@ class Source:
 
 def _whole(limit: float) -> int | None:
     return None if math.isinf(limit) else int(limit)
+
+
+def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[[Any], Any] | None:
+    """Return the function that moves a batch, or None when batches stay as they are."""
+    transfer = _chosen(run, source, loader_idx)
+    return transfer if transfer is None else run.watch("batch_to_device", transfer)
+
+
+def _chosen(run: Run, source: StageData, loader_idx: int) -> Callable[[Any], Any] | None:
+    device = run.runtime.device
+    module, datamodule = run.module, source.datamodule
+
+    def owner_of(name: str) -> Any:
+        for owner in (datamodule, module):
+            if owner is not None and overrides(owner, DataHooks, name):
+                return owner
+        return None
+
+    before, move, after = (
+        owner_of(name)
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    )
+    to_device = run.runtime.to_device if device.type != "cuda" else SideStream(device)
+    if before is None and move is None and after is None:
+        return None if device.type == "cpu" else to_device
+
+    def transfer(batch: Any) -> Any:
+        if before is not None:
+            batch = before.on_before_batch_transfer(batch, loader_idx)
+        if move is not None:
+            batch = move.transfer_batch_to_device(batch, device, loader_idx)
+        else:
+            batch = to_device(batch)
+        if after is not None:
+            batch = after.on_after_batch_transfer(batch, loader_idx)
+        return batch
+
+    return transfer
+
+
+# Shorter runs are not worth a warning, and their figures are those of a warm-up.
+_SECONDS = 5.0
+_WARM_UP = 3
+# With fewer, a validation among them would be taken for a step.
+_STEPS = 10
+# Less is what any loader costs.
+_SHARE = 1 / 3
+# What starting processes may cost in each epoch: in seconds, and as a share of the epoch.
+_SECONDS_OF_STARTS = 1.0
+_SHARE_OF_STARTS = 0.05
+
+
+class StallMonitor:
+    """The times of a run's first batches: waited for, and computed on; and what starting workers costs an epoch."""
+
+    def __init__(self) -> None:
+        self.done = False
+        # Of the epochs that began in this run: when, and what the data of workers was then.
+        self._epochs = 0
+        self._began = 0.0
+        self._datasets: dict[str, Any] = {}
+        # Seconds for which workers were started again while batches were timed.
+        self._starting = 0.0
+        self._number = 0
+        self._waited: list[float] = []
+        self._computed: list[float] = []
+        self._idle = 0
+        self._end = 0.0
+
+    def watched(self, run: Run, batches: Iterable[Any]) -> Iterable[Any]:
+        """Return the same batches; once enough is known, nothing stands between them and the loop."""
+        self._epochs += 1
+        if self.done and self._epochs > 2:
+            return batches
+        iterator = iter(batches)
+        if not self.done:
+            iterator = itertools.chain(self._timed(run, iterator), iterator)
+        starting = _starting_loaders(run)
+        return self._first_of_epoch(run, iterator, starting) if starting else iterator
+
+    def _first_of_epoch(
+        self, run: Run, batches: Iterator[Any], starting: list[DataLoader[Any]]
+    ) -> Iterator[Any]:
+        """Return the same batches; the first of an epoch tells what starting workers costs each epoch."""
+        first = list(itertools.islice(batches, 1))
+        if self._waited:
+            self._starting += run.train.worker_start_seconds
+        if self._epochs <= 2:
+            before, began = self._datasets, self._began
+            self._datasets, self._began = (
+                fingerprint([loader.dataset for loader in starting]),
+                time.perf_counter(),
+            )
+            # Workers that live on would not see what was changed.
+            if before and not any(place and place in before for place in changed(before, self._datasets)):
+                _judge_starts(run, self._began - began, starting[0])
+        return itertools.chain(first, batches)
+
+    def _timed(self, run: Run, batches: Iterator[Any]) -> Iterator[Any]:
+        clock, device = time.perf_counter, run.runtime.device
+        on_cuda = device.type == "cuda"
+        while not self.done:
+            began = clock()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            came = clock()
+            self._number += 1
+            counts = self._number > _WARM_UP
+            if counts:
+                if not self._waited:
+                    self._end = came + _SECONDS
+                self._waited.append(came - began)
+                # The host is ahead of a GPU: only one that has nothing left to do has waited for the batch.
+                self._idle += torch.cuda.current_stream(device).query() if on_cuda else True
+            yield batch
+            if counts:
+                now = clock()
+                self._computed.append(now - came)
+                if now > self._end and len(self._computed) >= _STEPS:
+                    self.done = True
+                    self._judge(run)
+
+    def _judge(self, run: Run) -> None:
+        steps = len(self._waited)
+        # The mean, as batches of workers come in bursts; and no mean where validation and checkpoints are in it.
+        waited, computed = sum(self._waited) / steps, statistics.median(self._computed)
+        share = waited / (waited + computed)
+        if share < _SHARE or self._idle < steps / 2:
+            return
+        loader = run.train.loaders[0]
+        rank_zero_warn(
+            f"Training waits for its data: {100 * share:.0f} % of the time of the first {steps} steps "
+            f"({1000 * waited:.3g} of {1000 * (waited + computed):.3g} ms a step). "
+            + _advice(run, loader, starts=self._starting > sum(self._waited) / 2)
+        )
+
+
+def _starting_loaders(run: Run) -> list[DataLoader[Any]]:
+    """Return the loaders that start their processes again in each epoch, and could keep them."""
+    if run.arguments.reload_dataloaders_every_n_epochs:
+        return []
+    streams = [*run.train.streams(), *(run.validation.streams() if run.validation.loaded else ())]
+    return [
+        loader
+        for loader in streams
+        if isinstance(loader, DataLoader) and loader.num_workers > 0 and not loader.persistent_workers
+    ]
+
+
+def _judge_starts(run: Run, epoch_seconds: float, loader: DataLoader[Any]) -> None:
+    """Warn where starting processes costs seconds in each epoch."""
+    train, validation = run.train.worker_start_seconds, run.validation.worker_start_seconds
+    seconds = train + validation
+    if seconds < max(_SECONDS_OF_STARTS, _SHARE_OF_STARTS * epoch_seconds):
+        return
+    whose = " and ".join(name for name, cost in (("training", train), ("validation", validation)) if cost)
+    rank_zero_warn(
+        f"Starting the worker processes for {whose} takes {seconds:.1f} of the {epoch_seconds:.1f} s of an epoch. "
+        f"{_kept(loader)} keeps them."
+    )
+
+
+def _kept(loader: DataLoader[Any]) -> str:
+    return f"DataLoader(..., num_workers={loader.num_workers}, persistent_workers=True)"
+
+
+def _advice(run: Run, loader: Any, *, starts: bool) -> str:
+    """Return what would help.
+
+    Args:
+        run: the run.
+        loader: of the training.
+        starts: most of the waiting is for processes that start.
+
+    """
+    speed = run.arguments.speed
+    if not isinstance(loader, DataLoader):
+        return (
+            f"Make what {type(loader).__name__} does for a batch cheaper, or do it ahead in another thread."
+        )
+    if is_resident(loader):
+        return "The data is in memory already: what is left is the collate function and the sampler."
+    if starts:
+        return f"Most of it is the start of worker processes in each epoch: {_kept(loader)} keeps them."
+    if isinstance(loader.dataset, IterableDataset):
+        # It divides its samples among workers itself: hasten neither counts them nor holds the data.
+        if loader.num_workers:
+            return f"Make the samples cheaper, or give the DataLoader more than num_workers={loader.num_workers}."
+        return (
+            f"DataLoader(..., num_workers=2) reads ahead, if {type(loader.dataset).__name__} gives each worker its "
+            "part (torch.utils.data.get_worker_info)."
+        )
+    ways = []
+    if speed.num_workers is None:
+        ways.append(
+            f"Trainer(num_workers='auto') finds how many worker processes pay (now {loader.num_workers})"
+        )
+    if not speed.resident:
+        ways.append(
+            "Trainer(resident='auto') holds data in memory that fits there and is the same in each epoch"
+        )
+    return (
+        "; ".join(ways) + "."
+        if ways
+        else "Make the samples cheaper: smaller files, decoded once, or stored decoded."
+    )

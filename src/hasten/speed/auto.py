@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.hooks import overrides
-from hasten.loops.preflight import check_call
+from hasten.loops.user_code import check_call
 from hasten.machine.allocator import preloaded
 from hasten.speed.advice import NOT_TRIED, Advice, composed, recall, remember
 from hasten.speed.advisor import AdviceError, Plan, Program, TooShortError, measure

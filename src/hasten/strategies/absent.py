@@ -1,4 +1,4 @@
-"""Strategies of the field that this version does not have, so that programs can name them."""
+"""Names of strategies that this version does not have: using one says what to write instead."""
 
 from __future__ import annotations
 

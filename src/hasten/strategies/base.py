@@ -71,7 +71,7 @@ class Strategy(ABC):
         cluster: ClusterEnvironment,
         num_nodes: int,
     ) -> None:
-        """Learn where the run takes place."""
+        """Set where the run takes place."""
         self.accelerator = accelerator
         self.parallel_devices = devices
         self.cluster_environment = cluster
@@ -191,7 +191,7 @@ class Strategy(ABC):
         return module
 
     def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
-        """Return ``function`` such that it runs inside ``wrapped``, which prepares its backward."""
+        """Return a function that calls ``function`` inside ``wrapped``, which prepares its backward."""
         return function
 
     def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:  # noqa: B027 - most need none

@@ -22,7 +22,7 @@ from hasten.strategies.parallel import ParallelStrategy
 
 
 class _Routed(nn.Module):
-    """The user's module inside DDP, called through the function that is due.
+    """The user's module inside DDP, called through the present function.
 
     DDP prepares backward around the call of its inner module. A training step is another function than
     ``forward``, and calls ``forward`` itself, so the inner module is this one, and the user's stays untouched.
@@ -39,7 +39,7 @@ class _Routed(nn.Module):
             self._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in ignored]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function that is due."""
+        """Call the present function."""
         return self.__dict__["function"](*args, **kwargs)
 
 
@@ -47,7 +47,7 @@ _trains = operator.attrgetter("requires_grad")
 
 
 class _Registrations:
-    """Counts the modules and parameters that were made a part of another module, by whom and where ever."""
+    """Counts how often a module or parameter was registered in another module, in this process."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -70,8 +70,8 @@ _registrations = _Registrations()
 _numbers = itertools.count()
 
 
-class _Live:
-    """The DDP that trains a module now; another one as soon as other parameters train.
+class _CurrentDDP:
+    """The DDP that trains a module; it is replaced as soon as other parameters train.
 
     DDP exchanges the gradients of those parameters that trained when it was made. A callback may unfreeze others, or
     put a new head in the place of the old one.
@@ -106,7 +106,7 @@ class _Live:
         return self.ddp
 
     def _follow(self) -> None:
-        """Exchange what trains now, if that is not what is exchanged."""
+        """Exchange the parameters that train now."""
         assert self.ddp is not None
         training = [parameter for parameter in self._parameters if parameter.requires_grad]
         exchanged, now = set(map(id, self._exchanged)), set(map(id, training))
@@ -128,15 +128,15 @@ class _Live:
             return
         chosen = set(map(id, training))
         names = [name for name, parameter in self._module.named_parameters() if id(parameter) in chosen]
-        said = agreement.require_all(
+        by_rank = agreement.require_all(
             f"ddp/{self._number}/{self._made}",
             f"Other parameters of {type(self._module).__name__} train from now on (unfrozen, frozen or replaced)",
             names,
             "Change them on all processes at the same batch.",
         )
-        for rank, theirs in enumerate(said):
-            if theirs != said[0]:
-                different = sorted(set(theirs) ^ set(said[0])) or theirs
+        for rank, trained in enumerate(by_rank):
+            if trained != by_rank[0]:
+                different = sorted(set(trained) ^ set(by_rank[0])) or trained
                 raise RuntimeError(
                     f"Rank 0 and rank {rank} train different parameters of {type(self._module).__name__}: "
                     f"{', '.join(different[:5])}. Change requires_grad alike on all processes."
@@ -181,8 +181,8 @@ class _Live:
 
 def _current(wrapped: DistributedDataParallel) -> DistributedDataParallel:
     """Return the DDP that has taken the place of ``wrapped``, or ``wrapped``."""
-    live = wrapped.__dict__.get("live")
-    return wrapped if live is None else live.ddp
+    holder = wrapped.__dict__.get("live")
+    return wrapped if holder is None else holder.ddp
 
 
 @final
@@ -240,7 +240,7 @@ class DDPStrategy(ParallelStrategy):
         self._comm_hook = ddp_comm_hook
         self._comm_state = ddp_comm_state
         self._comm_wrapper = ddp_comm_wrapper
-        self._lives: dict[int, Callable[[], _Live | None]] = {}
+        self._current: dict[int, Callable[[], _CurrentDDP | None]] = {}
         self.name = "ddp" if start_method == "popen" else f"ddp_{start_method}"
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -263,10 +263,10 @@ class DDPStrategy(ParallelStrategy):
             return wrapped
 
         self._end(module)
-        live = _Live(module, make)
-        self._lives[id(module)] = weakref.ref(live)
-        assert live.ddp is not None
-        return live.ddp
+        holder = _CurrentDDP(module, make)
+        self._current[id(module)] = weakref.ref(holder)
+        assert holder.ddp is not None
+        return holder.ddp
 
     def teardown(self) -> None:
         """Let go of the module; nothing is exchanged any more."""
@@ -278,28 +278,28 @@ class DDPStrategy(ParallelStrategy):
 
     def _end(self, module: nn.Module) -> None:
         """Have an earlier DDP of ``module`` exchange nothing any more."""
-        live = self._lives.pop(id(module), lambda: None)()
-        if live is not None and live.is_of(module):
-            live.end()
+        holder = self._current.pop(id(module), lambda: None)()
+        if holder is not None and holder.is_of(module):
+            holder.end()
 
     def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
-        """Return ``function`` such that DDP sees its call."""
+        """Return a function that calls ``function`` inside the forward of DDP, which prepares its backward."""
         if not isinstance(wrapped, DistributedDataParallel):
             return function
         inner = wrapped.module
         assert isinstance(inner, _Routed)
-        live: _Live = wrapped.__dict__["live"]
+        holder: _CurrentDDP = wrapped.__dict__["live"]
 
         def routed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 # Nothing to prepare. DDP would exchange buffers, and wait for processes that have fewer batches.
                 return function(*args, **kwargs)
-            wrapped = live.current()
+            wrapped = holder.current()
             wrapped.module.__dict__["function"] = function
             return wrapped(*args, **kwargs)
 
         def routed_manual(*args: Any, **kwargs: Any) -> Any:
-            wrapped = live.current()
+            wrapped = holder.current()
 
             def unprepared(*args: Any, **kwargs: Any) -> Any:
                 try:

@@ -1,4 +1,4 @@
-"""Several processes, each with a device of its own."""
+"""Several processes, each with one device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class ParallelStrategy(Strategy):
-    """The base of strategies with several processes: who is who, how they start, how they speak.
+    """The base of strategies with several processes: their ranks, how they start and how they communicate.
 
     Args:
         process_group_backend: "gloo", "nccl", ...; what suits the device by default.
@@ -73,13 +73,13 @@ class ParallelStrategy(Strategy):
         cluster: ClusterEnvironment,
         num_nodes: int,
     ) -> None:
-        """Learn where the run takes place."""
+        """Set where the run takes place."""
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
         cluster.set_world_size(self.world_size)
         if cluster.creates_processes_externally:
-            self._settle_rank(cluster.local_rank())
+            self._set_rank(cluster.local_rank())
 
-    def _settle_rank(self, local_rank: int) -> None:
+    def _set_rank(self, local_rank: int) -> None:
         """Settle which process this is."""
         cluster = self.cluster_environment
         assert cluster is not None
@@ -154,7 +154,7 @@ class ParallelStrategy(Strategy):
         self, local_rank: int | None, store: Any, function: Callable[..., T], *args: object, **kwargs: object
     ) -> T:
         if local_rank is not None:
-            self._settle_rank(local_rank)
+            self._set_rank(local_rank)
         device = self.root_device
         assert self.accelerator is not None
         self.accelerator.setup_device(device)
@@ -196,21 +196,21 @@ class ParallelStrategy(Strategy):
 
     def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
         """Return ``tensor``, or a collection of tensors, reduced over all processes."""
-        return collectives.all_reduce(tensor, reduce_op, device=self._speaking_device, group=group)
+        return collectives.all_reduce(tensor, reduce_op, device=self._collective_device, group=group)
 
     def all_gather(self, tensor: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all processes, stacked in a new first dimension."""
         return collectives.all_gather(
-            tensor, device=self._speaking_device, group=group, sync_grads=sync_grads
+            tensor, device=self._collective_device, group=group, sync_grads=sync_grads
         )
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of process ``src``."""
-        return collectives.broadcast(obj, src, device=self._speaking_device)
+        return collectives.broadcast(obj, src, device=self._collective_device)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
-        collectives.barrier(self._speaking_device)
+        collectives.barrier(self._collective_device)
 
     def gather_objects(self, obj: T) -> list[T]:
         """Return the objects of all processes."""
@@ -222,7 +222,7 @@ class ParallelStrategy(Strategy):
         return bool(self.all_reduce(flag, reduce_op="min" if all else "max").item())
 
     @property
-    def _speaking_device(self) -> torch.device:
+    def _collective_device(self) -> torch.device:
         """Where the backend wants tensors."""
         return self.root_device if "nccl" in self.process_group_backend else torch.device("cpu")
 

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from hasten._lib.observers import WatchedList
 from hasten.logged_values import LoggedValues
 from hasten.loggers.base import DummyLogger
-from hasten.loops.preflight import check_call
 from hasten.loops.prepare import take_optimizers
-from hasten.loops.progress import Progress
+from hasten.loops.progress import Progress, TrainerFn, TrainerState, TrainerStatus
 from hasten.loops.run import Run
-from hasten.loops.saved_objects import SavedObjects
-from hasten.loops.states import TrainerFn, TrainerState, TrainerStatus
+from hasten.loops.saved_state import SavedObjects
+from hasten.loops.user_code import check_call
 from hasten.machine.signals import StopRequests
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -81,7 +80,7 @@ def limited_run(
             epoch=now.current_epoch,
             total_batches=now.total_batches,
             global_step=now.global_step,
-            updates=now.updates,
+            logged_step=now.logged_step,
         )
         batches = steps * trainer._accumulate_grad_batches
         limit = batches if fits else steps
@@ -101,7 +100,7 @@ def limited_run(
         several = outer.runtime.world_size > 1
         # Several processes look for a signal at steps they agree on, and these are not steps of the outer run.
         stop = StopRequests(outer.runtime.all_reduce) if several else outer.stop
-        data = {source.stage: source.given for source in outer.sources()}
+        data = {source.stage: source.given for source in outer.all_data()}
         run = trainer._make_run(module, data, stop)
         # Programs see the arguments they gave.
         trainer._arguments, trainer._run = arguments, run
@@ -109,14 +108,14 @@ def limited_run(
             if isinstance(child, LightningModule):
                 child.__dict__["_logged"] = trainer._logged
         try:
-            for source in run.sources_of(stage):
+            for source in run.data_of(stage):
                 if not source.is_off():
                     saved.save(source.streams(), values=False)
             if fits:
                 _use_optimizers_of(outer, run, saved, exchange_gradients)
             yield run
         finally:
-            for source in run.sources():
+            for source in run.all_data():
                 source.close()
 
 

@@ -9,7 +9,7 @@ from hasten.trainer.settings import Setting
 
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
-    from hasten.loops.run_data import Source
+    from hasten.loops.run_data import StageData
     from hasten.trainer.properties import TrainerView
 
 _MAX_EPOCHS = "Epochs to train; -1 for no limit."
@@ -148,7 +148,7 @@ class TrainingEpochLoop(LoopView):
     @property
     def _batches_that_stepped(self) -> int:
         # The x axis of loggers: packages pass it to ``logger.log_metrics``.
-        return self._trainer.progress.updates
+        return self._trainer.progress.logged_step
 
 
 class EvaluationLoop(LoopView):
@@ -175,7 +175,7 @@ class EvaluationLoop(LoopView):
         return source is None or source.is_off()
 
     @property
-    def _source(self) -> Source | None:
+    def _source(self) -> StageData | None:
         return self._trainer._source(self._name)
 
     @property
@@ -186,7 +186,7 @@ class EvaluationLoop(LoopView):
 class DataSource:
     """Where the batches of a loop come from."""
 
-    def __init__(self, source: Source | None) -> None:
+    def __init__(self, source: StageData | None) -> None:
         self._source = source
 
     def is_defined(self) -> bool:

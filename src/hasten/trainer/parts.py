@@ -10,7 +10,7 @@ from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
 from hasten.compile.user_compiled import inner_model as inner_model
 from hasten.loggers.base import Logger
-from hasten.loops.signatures import check_signatures
+from hasten.loops.user_code import check_signatures
 from hasten.machine import launch
 from hasten.machine.host import is_interactive
 from hasten.module import LightningModule
@@ -18,8 +18,8 @@ from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from hasten.arguments import Arguments
+    from hasten.loops.progress import TrainerFn
     from hasten.loops.run import Run
-    from hasten.loops.states import TrainerFn
     from hasten.module.datamodule import LightningDataModule
     from hasten.runtime import Runtime
     from hasten.trainer import Trainer

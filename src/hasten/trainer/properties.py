@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import WatchedList
-from hasten.loops.states import RunningStage, TrainerState, TrainerStatus
+from hasten.loops.progress import RunningStage, TrainerState, TrainerStatus
 from hasten.module.callback import Callback
 from hasten.runtime import RuntimeView
 from hasten.trainer.loop_views import EvaluationLoop, FitLoop, PredictionLoop
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hasten.loggers.base import Logger
     from hasten.loops.progress import Progress
     from hasten.loops.run import Run
-    from hasten.loops.run_data import Source
+    from hasten.loops.run_data import StageData
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
     from hasten.optim import LRSchedulerConfig
@@ -434,7 +434,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     # -- inside
 
-    def _source(self, name: str) -> Source | None:
+    def _source(self, name: str) -> StageData | None:
         return None if self._run is None else getattr(self._run, name)
 
     def _loaders(self, name: str, *, single: bool = False) -> Any:

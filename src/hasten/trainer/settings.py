@@ -138,7 +138,7 @@ class TrainerSettings:
         run = self._run
         if run is None or not run.train.loaded:
             return math.inf
-        return run.checks.batches_between(run.train.limit)
+        return run.validation_schedule.batches_between(run.train.limit)
 
     def _change(self, name: str, value: Any) -> None:
         self._arguments = table.changed(self._arguments, name, value)

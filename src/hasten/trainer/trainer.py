@@ -22,20 +22,15 @@ from hasten.batching.sample_fields import MicroBatch
 from hasten.checkpoint.entries import check_entries, from_lightning
 from hasten.hooks import Hooks, nothing, overrides
 from hasten.logged_values import LoggedValues
-from hasten.loops.evaluate import evaluate_and_print
+from hasten.loops.evaluate import evaluate_and_print, predict
 from hasten.loops.fit import fit
-from hasten.loops.predict import predict
-from hasten.loops.preflight import check_call
-from hasten.loops.prepare import prepare
-from hasten.loops.profiling import LOOP, profiled
-from hasten.loops.progress import Progress
+from hasten.loops.prepare import prepare, remake_loader
+from hasten.loops.progress import FIRST_STAGE, Progress, TrainerFn, TrainerState, TrainerStatus
 from hasten.loops.resume import RunState, resolve_path
 from hasten.loops.run import Run, Stopped
-from hasten.loops.run_data import Source
-from hasten.loops.signatures import check_signatures
-from hasten.loops.speedups import remake_loader
-from hasten.loops.states import FIRST_STAGE, TrainerFn, TrainerState, TrainerStatus
-from hasten.loops.validation_schedule import ValidationChecks
+from hasten.loops.run_data import StageData
+from hasten.loops.schedule import ValidationSchedule
+from hasten.loops.user_code import check_call, check_signatures
 from hasten.machine.determinism import set_deterministic
 from hasten.machine.signals import StopRequests
 from hasten.module import LightningModule
@@ -48,6 +43,7 @@ from hasten.resolve import runtime as resolve_runtime
 from hasten.speed.auto import advise, choose_speed
 from hasten.trainer import limited_runs, parts
 from hasten.trainer import spawned as copies
+from hasten.trainer.profiling import LOOP, profiled
 from hasten.trainer.properties import TrainerView
 from hasten.types import (
     AcceleratorLike,
@@ -621,8 +617,8 @@ class Trainer(TrainerView):
         arguments, runtime = self._arguments, self._runtime
         sampler = runtime.distributed_sampler_kwargs if arguments.use_distributed_sampler else None
 
-        def source(stage: str, limit: Any) -> Source:
-            return Source(
+        def source(stage: str, limit: Any) -> StageData:
+            return StageData(
                 stage,
                 given=given.get(stage),
                 module=module,
@@ -648,7 +644,9 @@ class Trainer(TrainerView):
             progress=self._progress,
             state=self.state,
             stop=stop,
-            checks=ValidationChecks(arguments.val_check_interval, arguments.check_val_every_n_epoch),
+            validation_schedule=ValidationSchedule(
+                arguments.val_check_interval, arguments.check_val_every_n_epoch
+            ),
             train=source("train", arguments.limit_train_batches),
             validation=source("validate", arguments.limit_val_batches),
             test=source("test", arguments.limit_test_batches),
@@ -719,7 +717,7 @@ class Trainer(TrainerView):
         try:
             run.hooks.teardown(self.state.fn.value if self.state.fn else "")
         finally:
-            for source in run.sources():
+            for source in run.all_data():
                 source.close()
             if self.is_global_zero:
                 for logger in self._loggers:

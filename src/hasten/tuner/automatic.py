@@ -11,12 +11,13 @@ from torch.utils.data import DataLoader
 
 from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info
 from hasten.data.memory.read import available_bytes, gigabytes
+from hasten.loops.micro_batches import check_rebatched
 from hasten.loops.resume import resolve_path
 from hasten.loops.run import Run
-from hasten.loops.split_sizes import check_rebatched
 from hasten.machine.host import process_memory_bytes
 from hasten.tuner.batch_size import BatchSizeOptions, Search, size_of
-from hasten.tuner.probe import ProbeRun, TunedValue
+from hasten.tuner.probe import ProbeRun
+from hasten.tuner.tuned_value import TunedValue
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

@@ -66,7 +66,7 @@ def search(probe: ProbeRun, *, method: Stage, options: BatchSizeOptions) -> int:
         RuntimeError: none of the sizes tried fits into memory.
 
     """
-    name, source = options.batch_arg_name, probe.run.sources_of(method)[0]
+    name, source = options.batch_arg_name, probe.run.data_of(method)[0]
     if source.given is not None:
         raise MisconfigurationException(
             "scale_batch_size: the batch size of a loader that is passed in cannot be changed. Define "
@@ -131,7 +131,7 @@ class Search:
         self._set_size(self._options.init_val)
         probe = self._probe
         with probe.trainer.limited_run(self._method, 1, batch_size=probe.batch_size) as run:
-            self._check(self._options.init_val, run.sources_of(self._method)[0].streams())
+            self._check(self._options.init_val, run.data_of(self._method)[0].streams())
         if self._samples is not None:
             self._samples = probe.maximum(self._samples)
             self._most = min(self._most, self._samples)

@@ -15,7 +15,8 @@ from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.loops.fit import train
 from hasten.module.callback import Callback
-from hasten.tuner.probe import ProbeRun, TunedValue
+from hasten.tuner.probe import ProbeRun
+from hasten.tuner.tuned_value import TunedValue
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
@@ -45,7 +46,7 @@ class LRFinder:
         >>> found.suggestion(skip_begin=0)
         0.001
 
-    Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017.
+    StageData: Smith, Cyclical Learning Rates for Training Neural Networks, 2017.
 
     """
 

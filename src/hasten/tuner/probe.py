@@ -3,92 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean
 from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.tree import batch_size_of
-from hasten.loops.evaluate import evaluate
+from hasten.loops.evaluate import evaluate, predict
 from hasten.loops.fit import train
-from hasten.loops.predict import predict
 from hasten.loops.run import Run, Stopped
-from hasten.loops.run_data import Source
+from hasten.loops.run_data import StageData
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
+from hasten.tuner.tuned_value import TunedValue
 
 if TYPE_CHECKING:
     from hasten.strategies.base import Strategy
     from hasten.trainer import Trainer
     from hasten.trainer.limited_runs import Stage
     from hasten.types import Batch, StepOutput
-
-
-class TunedValue:
-    """A value by its name in the module, its hyper-parameters, the datamodule and its hyper-parameters."""
-
-    def __init__(self, module: Any, datamodule: Any, name: str) -> None:
-        self.name = name
-        self._owners = [owner for owner in (module, datamodule) if owner is not None]
-
-    def holders(self) -> list[Any]:
-        """Return everything that has the attribute or hyper-parameter."""
-        candidates = [each for owner in self._owners for each in (owner, getattr(owner, "hparams", {}))]
-        return [
-            each
-            for each in candidates
-            if (self.name in each if isinstance(each, dict) else hasattr(each, self.name))
-        ]
-
-    def get(self) -> Any:
-        """Return the value.
-
-        Raises:
-            MisconfigurationException: nothing has it.
-
-        """
-        found = self.holders()
-        if not found:
-            known = [key for owner in self._owners for key in vars(owner) if key[0] != "_"]
-            known += [key for owner in self._owners for key in getattr(owner, "hparams", {})]
-            raise MisconfigurationException(
-                f"Field {self.name!r} not found: neither {type(self._owners[0]).__name__} nor the datamodule nor their "
-                f"hparams have it.{did_you_mean(self.name, known)} Set self.{self.name} in __init__ and use it."
-            )
-        return self._read(found[0])
-
-    def set(self, value: Any) -> None:
-        """Set the value in all holders."""
-        for holder in self.holders():
-            self._write(holder, value)
-
-    @contextmanager
-    def restored_on_error(self) -> Iterator[None]:
-        """Restore the value of each holder if the block raises."""
-        before = [(holder, self._read(holder)) for holder in self.holders()]
-        try:
-            yield
-        except BaseException:
-            for holder, value in before:
-                self._write(holder, value)
-            raise
-
-    def _read(self, holder: Any) -> Any:
-        return holder[self.name] if isinstance(holder, dict) else getattr(holder, self.name)
-
-    def _write(self, holder: Any, value: Any) -> None:
-        if isinstance(holder, dict):
-            holder[self.name] = value
-            return
-        try:
-            setattr(holder, self.name, value)
-        except AttributeError as error:
-            raise MisconfigurationException(
-                f"{type(holder).__name__}.{self.name} cannot be set ({error}). Make it a plain attribute."
-            ) from error
 
 
 class ProbeRun:
@@ -134,8 +68,8 @@ class ProbeRun:
             with self.trainer.limited_run(
                 method, steps, callbacks=[counter], exchange_gradients=False, batch_size=self.batch_size
             ) as run:
-                check(run.sources_of(method)[0].streams())
-                for source in run.sources_of(method):
+                check(run.data_of(method)[0].streams())
+                for source in run.data_of(method):
                     if not source.is_off() and strategy.world_size > 1:
                         _agree_after_each_loader(source, strategy)
                 if method == "fit":
@@ -181,7 +115,7 @@ class _FailedElsewhere(Exception):
     """Memory ran out on another process."""
 
 
-def _agree_after_each_loader(source: Source, strategy: Strategy) -> None:
+def _agree_after_each_loader(source: StageData, strategy: Strategy) -> None:
     """End an evaluation after a loader if memory ran out on another process.
 
     Not after each batch: processes may have different numbers of them.

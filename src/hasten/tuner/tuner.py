@@ -13,7 +13,8 @@ from hasten.loops.run import Run
 from hasten.module.datamodule import LightningDataModule
 from hasten.tuner import batch_size, lr_find
 from hasten.tuner.lr_find import LRFinder
-from hasten.tuner.probe import ProbeRun, TunedValue
+from hasten.tuner.probe import ProbeRun
+from hasten.tuner.tuned_value import TunedValue
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from hasten._lib.rank_zero import rank_zero_only as rank_zero_only
     from hasten._lib.rank_zero import rank_zero_warn as rank_zero_warn
     from hasten.data.combined import CombinedLoader as CombinedLoader
-    from hasten.loops.states import RunningStage as RunningStage
-    from hasten.loops.states import TrainerFn as TrainerFn
-    from hasten.loops.states import TrainerState as TrainerState
-    from hasten.loops.states import TrainerStatus as TrainerStatus
+    from hasten.loops.progress import RunningStage as RunningStage
+    from hasten.loops.progress import TrainerFn as TrainerFn
+    from hasten.loops.progress import TrainerState as TrainerState
+    from hasten.loops.progress import TrainerStatus as TrainerStatus
     from hasten.module.hparams import AttributeDict as AttributeDict
     from hasten.module.hparams import HyperparametersMixin as HyperparametersMixin
     from hasten.optim import HastenOptimizer as LightningOptimizer  # noqa: F401
@@ -65,7 +65,7 @@ __getattr__, __dir__, __all__ = attach(
         ),
         "hasten.data.combined": ("CombinedLoader",),
         "hasten.module.hparams": ("AttributeDict", "HyperparametersMixin"),
-        "hasten.loops.states": ("RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"),
+        "hasten.loops.progress": ("RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"),
         "hasten.optim": ("LRSchedulerConfig", "LightningOptimizer=HastenOptimizer"),
         "hasten.report.summary": ("ModelSummary", "summarize"),
         "hasten.report.throughput": ("Throughput", "measure_flops"),

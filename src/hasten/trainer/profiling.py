@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from hasten.hooks import overrides
+from hasten.loops.progress import RunningStage
 from hasten.loops.run import Run
-from hasten.loops.run_data import Source
-from hasten.loops.states import RunningStage
+from hasten.loops.run_data import StageData
 from hasten.module import LightningModule
 from hasten.module.datamodule import DataHooks
 from hasten.profilers.base import Profiler, is_off
@@ -190,7 +190,7 @@ def _wire(run: Run, profiler: Profiler, undo: ExitStack) -> None:
         replace(logged, name, watch(f"[Logging]{name}", getattr(logged, name)))
 
 
-def _read(profiler: Profiler, source: Source, batches: Call) -> Call:
+def _read(profiler: Profiler, source: StageData, batches: Call) -> Call:
     """Return a function that gives the batches of ``source`` and reports each wait for one."""
     action = _NEXT_OF[source.stage]
 

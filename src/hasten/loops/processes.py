@@ -24,7 +24,7 @@ _SAME_MOMENT_SECONDS = 2.0
 _END: Any = object()
 # Runs of this process alone are not counted: others may not have them.
 _numbers = itertools.count(1)
-# What the processes say of the batch in hand; the largest counts.
+# The state of each process's current batch; the largest counts.
 _MORE, _LAST, _NONE = range(3)
 
 
@@ -34,12 +34,12 @@ def agree_on_end(run: Run) -> bool:
     Returns whether the ends are not known beforehand on all processes, so that each batch has to be agreed on.
     """
     run.number = run.number or next(_numbers)
-    mine = run.train.certain_end
-    known = -1.0 if mine is None else min(mine, 2.0**52)
+    end = run.train.certain_end
+    known = -1.0 if end is None else min(end, 2.0**52)
     asks = run.should_stop or run.stop.asks
     # The smallest of a number and of its negative: all numbers are equal where their sum is 0.
-    said = torch.tensor([known, -known, run.train.limits[0], -float(asks)], dtype=torch.float64)
-    fewest, most, limit, nobody_asks = run.runtime.all_reduce(said, op="min").tolist()
+    numbers = torch.tensor([known, -known, run.train.limits[0], -float(asks)], dtype=torch.float64)
+    fewest, most, limit, nobody_asks = run.runtime.all_reduce(numbers, op="min").tolist()
     run.train.agree_on_limit(limit)
     run.stop.granted = nobody_asks < 0
     run.take_agreement()
@@ -58,23 +58,23 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
     try:
         while True:
             batch, is_last = next(batches, (_END, False))
-            mine = _NONE if batch is _END else _LAST if is_last else _MORE
-            said = torch.tensor(mine)
+            state = _NONE if batch is _END else _LAST if is_last else _MORE
+            worst = torch.tensor(state)
             # Between the hosts: no device is waited for.
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
-            if said.item() != _MORE:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+            if worst.item() != _MORE:
                 everybody: list[Any] = [None] * run.runtime.world_size
-                dist.all_gather_object(everybody, mine, group=group)
+                dist.all_gather_object(everybody, state, group=group)
                 if len(set(everybody)) > 1:
                     first = everybody.index(max(everybody))
                     _warn(
                         first,
-                        f"has no more batches after {run.progress.batch + (mine != _NONE)}, and others have",
+                        f"has no more batches after {run.progress.batch + (state != _NONE)}, and others have",
                     )
-            if said.item() == _NONE:
+            if worst.item() == _NONE:
                 return
-            yield batch, said.item() == _LAST
-            if said.item() == _LAST:
+            yield batch, worst.item() == _LAST
+            if worst.item() == _LAST:
                 return
     finally:
         batches.close()  # type: ignore[attr-defined]
@@ -93,8 +93,8 @@ def host_group(run: Run) -> Any:
 def agree_after_batch(run: Run, *, validated: bool = False) -> int | None:
     """Return the signal that arrived at any process, after a batch; ``should_stop`` is that of all, or put off.
 
-    Where all processes ask to stop after the same batch, they stop there. A process that asks alone goes on until the
-    next agreement, about a second later, and then all stop.
+    Where all processes ask to stop after the same batch, they stop there. Where one process wants to stop alone,
+    all stop at the next agreement, about a second later.
     """
     stop, progress, number = run.stop, run.progress, None
     if not validated and stop.due(progress.total_batches):
@@ -110,7 +110,7 @@ def agree_after_batch(run: Run, *, validated: bool = False) -> int | None:
 
 
 def skip_epoch(run: Run) -> None:
-    """Agree on leaving the epoch, which ``on_train_batch_start`` asked for by returning -1.
+    """Check that all processes leave the epoch, as ``on_train_batch_start`` returned -1.
 
     Raises:
         RuntimeError: not all processes leave it here.
@@ -139,7 +139,7 @@ def exchange_without_loss(run: Run) -> None:
     loss.backward()
     if run.runtime.device.type == "cuda":
         torch.cuda.synchronize(run.runtime.device)
-    # All have said so by now: their gradients are here.
+    # All processes have counted by now: their gradients are here.
     if agreement.count(place) == run.runtime.world_size:
         for parameter in trained:
             parameter.grad = None

@@ -1,0 +1,882 @@
+"""State of a run saved in memory: what a step, or a trial of a few steps, changes and how it is restored in place.
+
+``SavedObjects`` saves objects of the user's, with all inside them. ``StepState`` saves what a training step changes
+besides the weights: for a step that is tried again after running out of memory (``micro_batches.py``), one that is
+left out because of its loss (``bad_loss.py``), and a checkpoint saved inside a batch (``resume.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+import sys
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.out_of_memory import is_out_of_memory
+from hasten.logged_value import LoggedValue, is_metric
+from hasten.loops.run import Run
+from hasten.memory import may_have_changed
+from hasten.module import LightningModule
+from hasten.seed import generator_state, set_generator_state
+
+# How many levels of objects and containers inside one another may belong to a step.
+_DEPTH = 8
+_ATTRIBUTE_DEPTH = 2
+# Containers with more items are not searched: names of files, or what was gathered over many steps.
+_MOST_ITEMS = 100_000
+_MOST_ITEMS_OF_A_STEP = 1000
+# Tensors that a step may change are copied, up to this size, until the first steps have shown which it does change.
+_COPIED_BYTES = 1 << 26
+
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device,
+           types.FunctionType, types.MethodType, types.ModuleType)  # fmt: skip
+_TRAINING_OBJECTS = (nn.Module, Optimizer, LRScheduler, DataLoader, Dataset, Sampler)
+# Packages whose objects are not searched, and those whose subclasses are neither: handles of processes and files.
+_FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "hasten"}
+_FOREIGN_BASES = {"hasten", "torch", "enum", "io", "logging", "multiprocessing", "threading"}
+_BACK_REFERENCES = ("_trainer", "trainer", "_logged")
+# What torch keeps in each module: parameters, sub-modules, buffers, hooks.
+_TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
+_ABSENT = object()
+
+
+class _SavedContents(NamedTuple):
+    """A container, an object or a generator, and what it held."""
+
+    thing: Any
+    before: Any
+    changed: Callable[[Any, Any], bool]
+    put_back: Callable[[Any, Any], None]
+    root: int
+
+    def restore(self) -> None:
+        if self.changed(self.thing, self.before):
+            self.put_back(self.thing, self.before)
+
+
+@dataclass(slots=True)
+class _SavedTensor:
+    """A tensor or a NumPy array, and what it takes to restore it."""
+
+    where: str
+    tensor: Any
+    version: int | None
+    root: int
+    copy: Any = None
+    # Another name for the memory of a parameter: a step may give the parameter other memory.
+    memory: Tensor | None = None
+    required: bool = False
+    owns_gradient: bool = False
+    gradient: Tensor | None = None
+
+    def was_written(self) -> bool:
+        """Return whether the tensor's version shows a write; NumPy and ``.data`` write past it."""
+        return self.version is not None and self.tensor._version != self.version
+
+    def restore(self) -> None:
+        tensor = self.tensor
+        if not isinstance(tensor, Tensor):
+            if tensor.flags.writeable:
+                tensor[...] = self.copy
+            return
+        if self.memory is not None:
+            tensor.data = self.memory
+        if self.copy is not None:
+            self._restore_values()
+        elif self.was_written():
+            raise RuntimeError(
+                f"{self.where} was changed in place by the attempt that ran out of memory, and has no copy, so the "
+                "step cannot begin again.\nMake a new tensor instead (x = x * 2, not x.mul_(2)), register "
+                "what belongs to the module with register_buffer, or give micro_batch a number that fits."
+            )
+        may_have_gradient = tensor.requires_grad or self.required or tensor.grad is not self.gradient
+        if self.owns_gradient and tensor.is_leaf and may_have_gradient:
+            tensor.grad = self.gradient
+            tensor.requires_grad_(self.required)
+
+    def _restore_values(self) -> None:
+        tensor, copy = self.tensor, self.copy
+        with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+            if tensor.grad_fn is not None and not self.required:
+                if tensor._is_view():
+                    raise RuntimeError(
+                        f"{self.where} is a view and became part of the graph in the attempt that ran out of memory, "
+                        "so the step cannot begin again.\nMake a new tensor instead of changing it in place, or give "
+                        "micro_batch a number that fits."
+                    )
+                tensor.detach_()
+            values = tensor.detach()
+            if values.shape == copy.shape and values.dtype == copy.dtype:
+                values.copy_(copy)
+            else:
+                tensor.data = copy.to(values.device, copy=True)
+        if self.version is not None:
+            self.version = tensor._version
+
+
+class SavedObjects:
+    """What objects hold, with all inside them, saved to be restored in place.
+
+    Attributes, lists, dicts and sets get their former contents, tensors their former values, generators of random
+    numbers their former states. Whoever else holds one of these objects sees it restored.
+
+    Example::
+
+        >>> losses, weights = [1.0], torch.zeros(2)
+        >>> saved = SavedObjects()
+        >>> saved.save([losses, weights])
+        >>> losses.append(2.0)
+        >>> _ = weights.add_(1)
+        >>> saved.restore()
+        >>> losses, weights
+        ([1.0], tensor([0., 0.]))
+
+    """
+
+    _most_items = _MOST_ITEMS
+
+    def __init__(self) -> None:
+        self._contents: list[_SavedContents] = []
+        self._tensors: list[_SavedTensor] = []
+        # The objects themselves: an id is theirs only as long as they live.
+        self._seen: dict[int, Any] = {}
+        self._root = 0
+
+    def save(self, thing: Any, *, values: bool = True) -> None:
+        """Save ``thing``, and what it leads to.
+
+        Args:
+            thing: a module, a loader, an optimizer, a container, or any object of the user's.
+            values: also the values of tensors; False where they are data, which may be large.
+
+        Raises:
+            MisconfigurationException: a module does not have its parameters yet.
+
+        """
+        if isinstance(thing, _SIMPLE):
+            return
+        if isinstance(thing, (Tensor, list, dict, set, deque, tuple)):
+            self._visit(thing, "", _DEPTH, values)
+        elif not self._was_seen(thing):
+            self._visit_attributes(thing, "", _DEPTH, values)
+
+    def restore(self) -> None:
+        """Restore everything; as often as needed."""
+        with torch.inference_mode(False), torch.no_grad():
+            for saved in reversed(self._contents):
+                saved.restore()
+            for tensor in self._tensors:
+                tensor.restore()
+
+    def _was_seen(self, thing: Any) -> bool:
+        seen = id(thing) in self._seen
+        self._seen[id(thing)] = thing
+        return seen
+
+    def _note(
+        self, thing: Any, before: Any, changed: Callable[..., bool], put_back: Callable[..., None]
+    ) -> None:
+        self._contents.append(_SavedContents(thing, before, changed, put_back, self._root))
+
+    def _visit(self, thing: Any, where: str, depth: int, values: bool) -> None:
+        if isinstance(thing, _SIMPLE) or depth < 0 or self._was_seen(thing):
+            return
+        if isinstance(thing, Tensor):
+            self._save_tensor(thing, where, values)
+        elif isinstance(thing, (tuple, frozenset)):
+            names = getattr(thing, "_fields", None)
+            for index, each in enumerate(thing):
+                place = f"{where}.{names[index]}" if names else f"{where}[{index}]"
+                self._visit(each, place, depth - 1, values)
+        elif isinstance(thing, (list, dict, set, deque)):
+            self._save_container(thing, where, depth, values)
+        elif _is_generator(thing):
+            # Comparing states costs more than restoring one.
+            self._note(thing, _state_of(thing), lambda *_: True, _set_state)
+        elif _is_array(thing):
+            self._save_array(thing, where, values)
+        elif isinstance(thing, _TRAINING_OBJECTS):
+            self._save_training_object(thing, where, depth, values)
+        elif self._searches(thing):
+            self._visit_attributes(thing, where, depth, values)
+
+    def _save_container(self, thing: Any, where: str, depth: int, values: bool) -> None:
+        if isinstance(thing, dict):
+            self._note(thing, dict(thing), _dict_changed, _fill_dict)
+            items: Iterable[tuple[Any, Any]] = thing.items()
+            if type(thing) is not dict:
+                self._visit_attributes(thing, where, depth, values)
+        else:
+            before = list(thing)
+            self._note(thing, before, _items_changed, _fill_items)
+            items = enumerate(before)
+        if len(thing) <= self._most_items:
+            for key, each in items:
+                self._visit(each, f"{where}[{key!r}]", depth - 1, values)
+
+    def _save_training_object(self, thing: Any, where: str, depth: int, values: bool) -> None:
+        # The sub-modules of a module are parts of it, however deep they are.
+        self._visit_attributes(thing, where, _DEPTH if isinstance(thing, nn.Module) else depth, values)
+
+    def _searches(self, thing: Any) -> bool:
+        """Return whether an object is of a class that the user wrote: what it holds may be part of a step."""
+        return _is_user_defined(_class_of(thing))
+
+    def _visit_attributes(self, thing: Any, where: str, depth: int, values: bool) -> None:
+        held = _attributes(thing)
+        if not held and not hasattr(thing, "__dict__"):
+            return
+        self._note(thing, held, _attributes_changed, _put_attributes_back)
+        # What a dataset holds is data, whoever has it.
+        values = values and not isinstance(thing, Dataset)
+        for key, each in held.items():
+            if key not in _BACK_REFERENCES:
+                self._visit(each, f"{where}.{key}", depth - 1, values)
+
+    def _save_tensor(self, tensor: Tensor, where: str, values: bool) -> None:
+        if not values:
+            return
+        if isinstance(tensor, (nn.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+            raise MisconfigurationException(
+                "The tuner cannot put a lazy layer back to what it was before it had parameters. Run one batch through "
+                "the module first: model(batch)."
+            )
+        saved = _SavedTensor(where, tensor, None, self._root, required=tensor.requires_grad)
+        with torch.inference_mode(False), torch.no_grad():
+            if isinstance(tensor, nn.Parameter):
+                saved.memory = tensor.detach()
+            if tensor.device.type != "meta" and not _is_expanded(tensor):
+                # In main memory: the memory of a device is what is being measured.
+                saved.copy = tensor.detach().to("cpu", copy=True)
+        if tensor.is_leaf:
+            saved.owns_gradient, saved.gradient = True, tensor.grad
+            if tensor.grad is not None:
+                self._visit(tensor.grad, f"{where}.grad", 0, values)
+        self._tensors.append(saved)
+
+    def _save_array(self, array: Any, where: str, values: bool) -> None:
+        if values:
+            self._tensors.append(_SavedTensor(where, array, None, self._root, copy=array.copy()))
+
+
+class LearningObjects(SavedObjects):
+    """Objects saved before each attempt at a step, which learns which of their tensors a step changes.
+
+    A write shows in a tensor's version. Values are copied only until an attempt that succeeded has shown which tensors
+    a step changes, and from then on those alone.
+
+    Args:
+        most_bytes: of all tensors that are copied before they are known to change; None for a batch, whose tensors are
+            all copied and whose objects are searched, whatever their class.
+
+    """
+
+    _most_items = _MOST_ITEMS_OF_A_STEP
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        super().__init__()
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        # By the place of a tensor: what successful attempts have shown.
+        self._changing: set[str] = set()
+        self._constant: set[str] = set()
+        self._compared: _Comparison | None = None
+
+    def save_batch(self, batch: Any) -> None:
+        """Save a batch, whatever classes it is made of."""
+        self._start()
+        self._visit(batch, "batch", _DEPTH, True)
+
+    def save_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Save the attributes that the user gave each of these modules, and look at their parameters."""
+        self._start()
+        for self._root, (name, module) in enumerate(modules):
+            own = _own_attributes(module)
+            self._note(module, own, _attributes_changed, _put_attributes_back)
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._save_tensor(parameter, f"{name}.{key}", True)
+            for key, value in own.items():
+                if key not in _BACK_REFERENCES:
+                    self._visit(value, f"{name}.{key}", _ATTRIBUTE_DEPTH, True)
+
+    def learn(self) -> set[int]:
+        """After an attempt that succeeded, return the numbers of the modules that may have changed."""
+        if self._compared is not None and (differs := self._compared.results()) is not None:
+            self._compared = None
+            for where, changed in differs.items():
+                (self._changing if changed else self._constant).add(where)
+        roots = {saved.root for saved in self._contents if saved.changed(saved.thing, saved.before)}
+        flags: dict[str, Tensor] = {}
+        for saved in self._tensors:
+            where = saved.where
+            if where not in self._changing and saved.was_written():
+                self._changing.add(where)
+                self._constant.discard(where)
+            elif where not in self._changing and where not in self._constant:
+                differs_now: Any = False if saved.copy is None else _differs(saved.tensor, saved.copy)
+                if not isinstance(differs_now, Tensor):
+                    (self._changing if differs_now else self._constant).add(where)
+                elif self._compared is None:
+                    flags[where] = differs_now
+            if where not in self._constant:
+                roots.add(saved.root)
+        if flags:
+            self._compared = _Comparison(flags)
+        self._start()
+        return roots
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the device has reported which tensors the first step changed past their version."""
+        return self._compared is None
+
+    def _start(self) -> None:
+        self._contents, self._tensors, self._seen = [], [], {}
+        self._root = self._bytes = 0
+
+    def _save_container(self, thing: Any, where: str, depth: int, values: bool) -> None:
+        if len(thing) <= self._most_items:
+            super()._save_container(thing, where, depth, values)
+        elif isinstance(thing, list):
+            # It grows; copying it in each step would cost more than the step.
+            self._note(thing, len(thing), _length_changed, _shorten)
+
+    def _save_training_object(self, thing: Any, where: str, depth: int, values: bool) -> None:
+        """Leave them alone: each module is saved by itself, and loaders do not change in a step."""
+
+    def _searches(self, thing: Any) -> bool:
+        return self._most_bytes is None or super()._searches(thing)
+
+    def _save_tensor(self, tensor: Tensor, where: str, values: bool) -> None:
+        if isinstance(tensor, (nn.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+            return
+        version = None if tensor.is_inference() else tensor._version
+        saved = _SavedTensor(where, tensor, version, self._root, required=tensor.requires_grad)
+        copies = version is None or self._copies(tensor, where)
+        if copies and tensor.device.type != "meta" and not _is_expanded(tensor):
+            saved.copy = _copy_of(tensor)
+        if tensor.is_leaf and not isinstance(tensor, nn.Parameter):
+            # The gradients of parameters are saved by StepState, if they are part of an accumulation.
+            saved.owns_gradient = True
+            saved.gradient = tensor.grad if tensor.requires_grad else None
+        self._tensors.append(saved)
+
+    def _save_array(self, array: Any, where: str, values: bool) -> None:
+        if self._copies(array, where):
+            super()._save_array(array, where, values)
+
+    def _copies(self, thing: Any, where: str) -> bool:
+        """Return whether to copy a tensor: it is known to change, or may turn out to."""
+        if where in self._changing:
+            return True
+        if where in self._constant:
+            return False
+        self._bytes += thing.nbytes
+        return self._most_bytes is None or self._bytes <= self._most_bytes
+
+
+class _Comparison:
+    """Flags on their way from a device, without waiting for it."""
+
+    def __init__(self, flags: dict[str, Tensor]) -> None:
+        self._names = list(flags)
+        values = list(flags.values())
+        self._arrived: torch.cuda.Event | None = None
+        if values[0].is_cuda and len({value.device for value in values}) == 1:
+            self._host = torch.empty(len(values), dtype=torch.bool, pin_memory=True)
+            self._host.copy_(torch.stack(values), non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(values[0].device))
+        else:
+            self._host = torch.stack([value.cpu() for value in values])
+
+    def results(self) -> dict[str, bool] | None:
+        """Return the flags by name; None if they have not arrived."""
+        if self._arrived is not None and not self._arrived.query():
+            return None
+        return dict(zip(self._names, self._host.tolist(), strict=True))
+
+
+# -- tensors and arrays
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    try:
+        return tensor.detach().clone()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error) or tensor.device.type == "cpu":
+            raise
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _differs(one: Any, other: Any) -> bool | Tensor:
+    """Return whether values differ; for tensors on another device a flag there, which is not waited for."""
+    if not isinstance(one, Tensor):
+        return bool(one.dtype != other.dtype or one.shape != other.shape or one.tobytes() != other.tobytes())
+    one = one.detach()
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return True
+    if type(one) is Tensor and one.layout is torch.strided and one.device.type == other.device.type == "cpu":
+        one, other = one.contiguous(), other.contiguous()
+        return ctypes.string_at(one.data_ptr(), one.nbytes) != ctypes.string_at(
+            other.data_ptr(), other.nbytes
+        )
+    try:
+        flag: Tensor = (one != other.to(one.device)).any()
+        return flag
+    except (RuntimeError, NotImplementedError):
+        # A layout without comparison: copying it each time is slower, and right.
+        return True
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Return whether several elements share one place in memory: nothing can be written there."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _is_array(thing: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(thing, numpy.ndarray)
+
+
+# -- containers and objects: whether they changed, and what restores them
+
+
+def _items_changed(thing: Any, before: list[Any]) -> bool:
+    return len(thing) != len(before) or any(a is not b for a, b in zip(thing, before, strict=True))
+
+
+def _fill_items(thing: Any, before: list[Any]) -> None:
+    if isinstance(thing, list):
+        list.__setitem__(thing, slice(None), before)
+        return
+    thing.clear()
+    (thing.extend if isinstance(thing, deque) else thing.update)(before)
+
+
+def _length_changed(thing: Any, before: int) -> bool:
+    return len(thing) != before
+
+
+def _shorten(thing: Any, before: int) -> None:
+    list.__delitem__(thing, slice(before, None))
+
+
+def _dict_changed(thing: Any, before: dict[Any, Any]) -> bool:
+    return len(thing) != len(before) or any(
+        a is not b or dict.__getitem__(thing, a) is not before[b] for a, b in zip(thing, before, strict=True)
+    )
+
+
+def _fill_dict(thing: Any, before: dict[Any, Any]) -> None:
+    # Past what a subclass allows: outputs of transformers refuse to be changed.
+    kind = OrderedDict if isinstance(thing, OrderedDict) else dict
+    kind.clear(thing)
+    for key, value in before.items():
+        kind.__setitem__(thing, key, value)
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    slots = {
+        name: value
+        for name in _slots_of(_class_of(thing))
+        if (value := getattr(thing, name, _ABSENT)) is not _ABSENT
+    }
+    return {**getattr(thing, "__dict__", {}), **slots}
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are the user's."""
+    return {key: value for key, value in module.__dict__.items() if key not in _TORCH_ATTRIBUTES}
+
+
+def _present_like(thing: Any, before: dict[str, Any]) -> dict[str, Any]:
+    """Return the present attributes of which ``before`` are the former ones."""
+    is_part = isinstance(thing, nn.Module) and "_parameters" not in before
+    return _own_attributes(thing) if is_part else _attributes(thing)
+
+
+def _attributes_changed(thing: Any, before: dict[str, Any]) -> bool:
+    present = _present_like(thing, before)
+    return len(present) != len(before) or any(present.get(k, _ABSENT) is not v for k, v in before.items())
+
+
+def _put_attributes_back(thing: Any, before: dict[str, Any]) -> None:
+    present = _present_like(thing, before)
+    own = getattr(thing, "__dict__", {})
+    for key in present.keys() - before.keys():
+        if key in own:
+            del own[key]
+        else:
+            object.__delattr__(thing, key)
+    for key, value in before.items():
+        if present.get(key, _ABSENT) is value:
+            continue
+        if key in _slots_of(_class_of(thing)):
+            # Past a frozen dataclass.
+            object.__setattr__(thing, key, value)
+        else:
+            own[key] = value
+
+
+def _class_of(thing: Any) -> Any:
+    return type(thing)
+
+
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    # Slots of torch's and Python's own classes are none of the user's.
+    return tuple(
+        name
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] not in _FOREIGN
+        for name, value in vars(base).items()
+        if isinstance(value, types.MemberDescriptorType)
+    )
+
+
+@functools.cache
+def _is_user_defined(kind: type) -> bool:
+    packages = [base.__module__.partition(".")[0] for base in kind.__mro__]
+    return packages[0] not in _FOREIGN and _FOREIGN_BASES.isdisjoint(packages)
+
+
+# -- generators of random numbers
+
+
+def _is_generator(thing: Any) -> bool:
+    if isinstance(thing, (torch.Generator, random.Random)):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(thing, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator_state(generator)
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = getattr(generator, "bit_generator", None)
+    return generator.get_state(legacy=True) if bits is None else bits.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        set_generator_state(generator, state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of all global generators as they come: as plain data they take four times as long."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def set_generators(states: dict[str, Any]) -> None:
+    """Restore what ``generator_states`` returned."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+    if "mps" in states:
+        torch.mps.set_rng_state(states["mps"])
+
+
+# -- a step
+
+
+class StepObjects:
+    """The batch and the user's attributes of a module, as the steps of a run have shown what they change of them."""
+
+    def __init__(self) -> None:
+        self.batch = LearningObjects()
+        self.module = LearningObjects(most_bytes=_COPIED_BYTES)
+        # Modules whose attributes the first steps left alone; not those of the user's training_step.
+        self.constant: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._is_sure = False
+
+    def parts_of(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return the parts of a module that may change, with their names."""
+        owner = type(module).__name__
+        parts = [(f"{owner}.{name}" if name else owner, part) for name, part in module.named_modules()]
+        return [(name, part) for name, part in parts if part not in self.constant]
+
+    def learn(self, parts: list[tuple[str, nn.Module]]) -> None:
+        """After a step that succeeded, see what it changed: the next ones keep copies of that alone."""
+        self.batch.learn()
+        changed = self.module.learn()
+        if self._is_sure:
+            return
+        self._changing.update(parts[index][1] for index in changed)
+        if self.module.is_sure:
+            self._is_sure = True
+            self.constant.update(
+                part
+                for _, part in parts
+                if part not in self._changing and not isinstance(part, LightningModule)
+            )
+
+
+class _SavedBuffer(NamedTuple):
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+    copy: Tensor
+
+    def was_written(self) -> bool:
+        return may_have_changed(self.owner, self.tensor, self.version)
+
+
+class StepState:
+    """What a training step changes besides the weights, saved between two batches.
+
+    Random generators, buffers, values logged, torchmetrics, the counts of the open accumulation; on request its
+    gradients, and the objects of the user's. Kept on the device, without waiting for it.
+
+    Args:
+        run: whose state.
+        objects: what earlier steps have shown of the batch and the module, to save these as well.
+
+    """
+
+    def __init__(self, run: Run, objects: StepObjects | None = None) -> None:
+        self._run = run
+        self._objects = objects
+        self._parts = [] if objects is None else objects.parts_of(run.module)
+        self._owners = [part for part in run.module.modules() if part._buffers]
+        self._metrics = [part for part in run.module.modules() if is_metric(part)]
+        self._buffers: dict[tuple[int, str], _SavedBuffer] = {}
+        self._empty: list[tuple[nn.Module, str]] = []
+        self._gradients: list[tuple[Tensor, Tensor | None]] | None = None
+
+    def save(self, batch: Any = None, *, gradients: bool = False) -> None:
+        """Save the present state.
+
+        Args:
+            batch: the batch of the step, where objects are saved.
+            gradients: save the gradients, which are those of earlier batches of an accumulation; else the step begins
+                with none.
+
+        """
+        run = self._run
+        if self._objects is not None:
+            self._objects.batch.save_batch(batch)
+            self._objects.module.save_modules(self._parts)
+        self._random = generator_states()
+        self._save_buffers()
+        self._values = {logged: _logged_state(logged) for logged in run.logged.of_stage("train")}
+        self._metric_states = [(metric, _metric_state(metric)) for metric in self._metrics]
+        self._counts = run.window_weight, run.skipped_batches
+        self._gradients = None
+        if gradients:
+            self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in _parameters(run)]
+
+    def restore(self) -> None:
+        """Restore the saved state; as often as needed.
+
+        Raises:
+            RuntimeError: a tensor was changed in place of which there is no copy; the message names it.
+
+        """
+        run = self._run
+        if self._objects is not None:
+            self._objects.batch.restore()
+            self._objects.module.restore()
+        self.restore_random()
+        self._restore_buffers()
+        for logged in run.logged.of_stage("train"):
+            # A name logged for the first time since then has accumulated nothing.
+            for name, value in self._values.get(logged, _NOTHING_LOGGED).items():
+                setattr(logged, name, _copied(value) if name in _ADDED_TO else value)
+        self._restore_metrics()
+        run.window_weight, run.skipped_batches = self._counts
+        if self._gradients is None:
+            # Those of the attempt: the step begins with none.
+            _set_gradients([(parameter, None) for parameter in _trained(run) or run.module.parameters()])
+        else:
+            _set_gradients([(p, None if g is None else g.clone()) for p, g in self._gradients])
+
+    def restore_random(self) -> None:
+        """Have the random generators draw again what they drew after ``save``."""
+        set_generators(self._random)
+
+    def undo_statistics(self) -> None:
+        """Undo what the batches since ``save`` added to buffers, metrics and the means over the epoch.
+
+        Random numbers go on, and the latest values stay: they are what happened.
+        """
+        self._restore_buffers()
+        for logged in self._run.logged.of_stage("train"):
+            before = self._values.get(logged, _NOTHING_LOGGED)
+            logged.total, logged.weight = _copied(before["total"]), before["weight"]
+            if logged.metric is not None:
+                logged.value = before["value"]
+        self._restore_metrics()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Have the run look as it was saved, and then as it does now; no tensor is written to."""
+        run = self._run
+        random = generator_states()
+        places = [(saved.owner, saved.name) for saved in self._buffers.values()] + self._empty
+        buffers = [(owner, name, owner._buffers[name]) for owner, name in places]
+        values = {
+            logged: {name: getattr(logged, name) for name in _NOTHING_LOGGED}
+            for logged in run.logged.of_stage("train")
+        }
+        counts = run.window_weight, run.skipped_batches
+        gradients = [(p, p.grad) for p, _ in self._gradients or ()]
+        self.restore_random()
+        for saved in self._buffers.values():
+            saved.owner._buffers[saved.name] = saved.copy if saved.was_written() else saved.tensor
+        for owner, name in self._empty:
+            owner._buffers[name] = None
+        _set_logged({logged: self._values.get(logged, _NOTHING_LOGGED) for logged in values})
+        run.window_weight, run.skipped_batches = self._counts
+        _set_gradients(self._gradients or [])
+        try:
+            yield
+        finally:
+            set_generators(random)
+            for owner, name, present in buffers:
+                owner._buffers[name] = present
+            _set_logged(values)
+            run.window_weight, run.skipped_batches = counts
+            _set_gradients(gradients)
+
+    # -- where objects are saved
+
+    def module_was_changed(self) -> None:
+        """Save the module as it is now, after ``restore``: recomputing replaces the forward of its blocks."""
+        if self._objects is not None:
+            self._objects.module.save_modules(self._parts)
+
+    def step_succeeded(self) -> None:
+        """Learn what the step changed of the batch and the module."""
+        if self._objects is not None:
+            constant = len(self._objects.constant)
+            self._objects.learn(self._parts)
+            if len(self._objects.constant) != constant:
+                self._parts = self._objects.parts_of(self._run.module)
+
+    # -- buffers
+
+    def changed_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that changed since ``save`` as they were then, by their names in the module."""
+        paths = {id(part): path for path, part in self._run.module.named_modules()}
+        return {
+            f"{paths[id(saved.owner)]}.{saved.name}".lstrip("."): saved.copy
+            for saved in self._buffers.values()
+            if saved.was_written()
+        }
+
+    def use_buffers(self, copies: dict[str, Tensor]) -> None:
+        """Restore other values of some buffers than they had at ``save``, by their names in the module."""
+        for path, owner in self._run.module.named_modules():
+            for name in owner._buffers:
+                copy = copies.get(f"{path}.{name}".lstrip("."))
+                if copy is not None:
+                    saved = self._buffers[id(owner), name]
+                    # A version it never has: to be restored in any case.
+                    saved = saved._replace(version=-1, copy=copy.to(saved.tensor))
+                    self._buffers[id(owner), name] = saved
+
+    def _save_buffers(self) -> None:
+        # A copy stays good as long as nobody writes to its buffer: large ones that never change are copied once.
+        before, self._buffers, self._empty = self._buffers, {}, []
+        for owner in self._owners:
+            for name, tensor in owner._buffers.items():
+                if tensor is None:
+                    self._empty.append((owner, name))
+                    continue
+                saved = before.get((id(owner), name))
+                if saved is None or saved.tensor is not tensor or saved.was_written():
+                    saved = _SavedBuffer(owner, name, tensor, tensor._version, tensor.detach().clone())
+                self._buffers[id(owner), name] = saved
+
+    def _restore_buffers(self) -> None:
+        for saved in self._buffers.values():
+            if saved.was_written():
+                saved.tensor.detach().copy_(saved.copy)
+            saved.owner._buffers[saved.name] = saved.tensor
+        for owner, name in self._empty:
+            owner._buffers[name] = None
+
+    def _restore_metrics(self) -> None:
+        for metric, state in self._metric_states:
+            for name, value in state.items():
+                setattr(metric, name, _copied(value))
+
+
+def _trained(run: Run) -> list[Tensor]:
+    return [p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _parameters(run: Run) -> list[Tensor]:
+    """Return all parameters of module and optimizers, each once."""
+    return list({id(p): p for p in (*_trained(run), *run.module.parameters())}.values())
+
+
+_NOTHING_LOGGED = {"value": None, "total": None, "weight": 0, "metric": None}
+# Values are added to these in place.
+_ADDED_TO = ("total", "weight")
+
+
+def _logged_state(logged: LoggedValue) -> dict[str, Any]:
+    state = {name: getattr(logged, name) for name in _NOTHING_LOGGED}
+    return {**state, **{name: _copied(state[name]) for name in _ADDED_TO}}
+
+
+def _set_logged(values: dict[LoggedValue, dict[str, Any]]) -> None:
+    for logged, state in values.items():
+        for name, value in state.items():
+            setattr(logged, name, value)
+
+
+def _set_gradients(gradients: list[tuple[Tensor, Tensor | None]]) -> None:
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
+def _metric_state(metric: Any) -> dict[str, Any]:
+    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
+    return {name: _copied(getattr(metric, name)) for name in names}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    # The tensors in a list are never written to, but the list grows.
+    return list(value) if isinstance(value, list) else value

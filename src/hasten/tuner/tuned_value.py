@@ -1,0 +1,73 @@
+"""A value that is tuned, wherever module, datamodule or their hyper-parameters keep it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import did_you_mean
+
+
+class TunedValue:
+    """A value by its name in the module, its hyper-parameters, the datamodule and its hyper-parameters."""
+
+    def __init__(self, module: Any, datamodule: Any, name: str) -> None:
+        self.name = name
+        self._owners = [owner for owner in (module, datamodule) if owner is not None]
+
+    def holders(self) -> list[Any]:
+        """Return everything that has the attribute or hyper-parameter."""
+        candidates = [each for owner in self._owners for each in (owner, getattr(owner, "hparams", {}))]
+        return [
+            each
+            for each in candidates
+            if (self.name in each if isinstance(each, dict) else hasattr(each, self.name))
+        ]
+
+    def get(self) -> Any:
+        """Return the value.
+
+        Raises:
+            MisconfigurationException: nothing has it.
+
+        """
+        found = self.holders()
+        if not found:
+            known = [key for owner in self._owners for key in vars(owner) if key[0] != "_"]
+            known += [key for owner in self._owners for key in getattr(owner, "hparams", {})]
+            raise MisconfigurationException(
+                f"Field {self.name!r} not found: neither {type(self._owners[0]).__name__} nor the datamodule nor their "
+                f"hparams have it.{did_you_mean(self.name, known)} Set self.{self.name} in __init__ and use it."
+            )
+        return self._read(found[0])
+
+    def set(self, value: Any) -> None:
+        """Set the value in all holders."""
+        for holder in self.holders():
+            self._write(holder, value)
+
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Restore the value of each holder if the block raises."""
+        before = [(holder, self._read(holder)) for holder in self.holders()]
+        try:
+            yield
+        except BaseException:
+            for holder, value in before:
+                self._write(holder, value)
+            raise
+
+    def _read(self, holder: Any) -> Any:
+        return holder[self.name] if isinstance(holder, dict) else getattr(holder, self.name)
+
+    def _write(self, holder: Any, value: Any) -> None:
+        if isinstance(holder, dict):
+            holder[self.name] = value
+            return
+        try:
+            setattr(holder, self.name, value)
+        except AttributeError as error:
+            raise MisconfigurationException(
+                f"{type(holder).__name__}.{self.name} cannot be set ({error}). Make it a plain attribute."
+            ) from error
