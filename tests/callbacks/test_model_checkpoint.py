@@ -162,7 +162,7 @@ def test_each_file_is_removed_once(tmp_path: Path) -> None:
     checkpoint = Notes(tmp_path, "{step}")
     run(Scripted(), checkpoint, max_epochs=4)
     assert checkpoint.removed == ["step=4.ckpt", "step=8.ckpt", "step=12.ckpt"]
-    assert checkpoint.state_dict()["replaced_files"] == []
+    assert checkpoint.state_dict()["books"]["unwanted"] == []
 
 
 def test_last_does_not_stand_for_the_ranked_file_of_its_step(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_resumed_run_compares_with_the_losses_before(tmp_path: Path) -> None:
     assert resumed.state_dict()["recent"] == [[1.0, 1.0, 3.25, 1.0]]
     with pytest.raises(TrainingSpikeException):
         fit(ckpt_path=saver.path, rtol=0.7, warmup=2, window=2)
-    fresh = {"seen": 0, "last": [], "recent": [], "pending": [], "bad_batches": []}
+    fresh = {"seen": 0, "last": [], "recent": [], "waiting": [], "bad_batches": []}
     assert SpikeDetection().state_dict() == fresh
     # A new fit begins anew, but keeps what was found bad.
     whole.bad_batches = [7]
@@ -189,7 +189,7 @@ def test_losses_that_are_on_their_way_are_not_forgotten(tmp_path: Path) -> None:
     callback._pending.append((3, send_to_host([1.5, 1.0])))
     callback._pending.append((4, send_to_host([9.0, 1.0])))
     state = callback.state_dict()
-    assert state["pending"] == [[3, [1.5, 1.0]], [4, [9.0, 1.0]]]
+    assert state["waiting"] == [[3, [1.5, 1.0]], [4, [9.0, 1.0]]]
     again = SpikeDetection(exclude_batches_path=tmp_path)
     again.load_state_dict(state)
     trainer = quiet(callbacks=[again])

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import proxy
@@ -68,6 +68,16 @@ class Ranking:
     last_saved_at: tuple[int, int] | None = None
     # To be removed once their replacement is complete; stored, so that a resumed run removes them too.
     replaced_files: list[str] = field(default_factory=list)
+
+
+_STORED_BY_NAME = (
+    "best_model_score",
+    "best_model_path",
+    "current_score",
+    "kth_best_model_path",
+    "kth_value",
+    "last_model_path",
+)
 
 
 def _ranked(name: str) -> Any:
@@ -203,12 +213,23 @@ class ModelCheckpoint(Checkpoint):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the files and their scores."""
+        ranking = self._ranking
+        # The keys are part of the file format, also where an attribute has another name.
         return {
             "monitor": self.monitor,
             "dirpath": self.dirpath,
-            "deferred": self._deferred,
-            "metric_source": self._source.stage,
-            **{each.name: getattr(self._ranking, each.name) for each in fields(Ranking)},
+            **{name: getattr(ranking, name) for name in _STORED_BY_NAME},
+            "best_k_models": dict(ranking.best_k_models),
+            "books": {
+                "last_checkpoint_saved": ranking.last_checkpoint_saved,
+                "last_global_step_saved": ranking.last_global_step_saved,
+                "ranked_step": ranking.ranked_step,
+                "saved_at": None if ranking.saved_at is None else list(ranking.saved_at),
+                "last_at": None if ranking.last_saved_at is None else list(ranking.last_saved_at),
+                "unwanted": list(ranking.replaced_files),
+                "deferred": self._deferred,
+                "origin": self._source.stage,
+            },
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -223,12 +244,21 @@ class ModelCheckpoint(Checkpoint):
                 )
             return
         self._resumed = True
-        self._deferred = state_dict.get("deferred", False)
-        self._source.stage = state_dict.get("metric_source")
-        for each in fields(Ranking):
-            if each.name in state_dict:
-                setattr(self._ranking, each.name, state_dict[each.name])
-        self.kth_value = torch.as_tensor(self.kth_value)
+        ranking = self._ranking
+        for name in _STORED_BY_NAME:
+            setattr(ranking, name, state_dict.get(name, getattr(ranking, name)))
+        ranking.best_k_models = dict(state_dict.get("best_k_models", ranking.best_k_models))
+        ranking.kth_value = torch.as_tensor(ranking.kth_value)
+        stored = state_dict.get("books")
+        if stored is None:
+            return
+        ranking.last_checkpoint_saved = stored["last_checkpoint_saved"]
+        ranking.last_global_step_saved = stored["last_global_step_saved"]
+        ranking.ranked_step = stored["ranked_step"]
+        ranking.saved_at = None if stored["saved_at"] is None else tuple(stored["saved_at"])
+        ranking.last_saved_at = None if stored["last_at"] is None else tuple(stored["last_at"])
+        ranking.replaced_files = list(stored["unwanted"])
+        self._deferred, self._source.stage = stored["deferred"], stored["origin"]
 
     # -- when to save
 
@@ -329,7 +359,7 @@ class ModelCheckpoint(Checkpoint):
                 self._save_stopped(trainer)
         elif self.save_on_exception and ranking.saved_at != position:
             candidates = self._monitor_candidates(trainer)
-            path = self._free_name(trainer, candidates)
+            path = self._get_metric_interpolated_filepath_name(candidates, trainer)
             self._save_checkpoint(trainer, path)
             self._save_last_checkpoint(trainer, candidates)
             rank_zero_info(f"{type(exception).__name__}: {exception}. Saved the run as {path}.")
@@ -357,14 +387,16 @@ class ModelCheckpoint(Checkpoint):
 
     def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
         """Return whether to save when a training epoch ends, not when a validation ends."""
-        source = self._source.stage
         # A value not seen yet may be logged at the end of the epoch, if it has one.
-        may_come = self.monitor is not None and self.save_top_k != 0 and source is None
+        may_come = self.monitor is not None and self.save_top_k != 0 and self._source.stage is None
         if may_come and trainer.num_training_batches != float("inf"):
             return True
+        return self._should_save_on_train_epoch_end(trainer)
+
+    def _should_save_on_train_epoch_end(self, trainer: Trainer) -> bool:
         if self._save_on_train_epoch_end is not None:
             return self._save_on_train_epoch_end
-        if source == "epoch" or not validates(trainer):
+        if self._source.stage == "epoch" or not validates(trainer):
             return True
         return bool(trainer.check_val_every_n_epoch == 1 and trainer.val_check_interval == 1.0)
 
@@ -399,13 +431,20 @@ class ModelCheckpoint(Checkpoint):
             self._deferred = False
             return
         if self.monitor is None:
-            # With save_top_k=-1 all files are kept: none may be overwritten.
-            previous = self.best_model_path if self.save_top_k == 1 else ""
-            path = self._free_name(trainer, monitor_candidates, previous=previous)
-            with self._undo_on_failure():
-                self.best_model_path = path
-                self._save_ranked(trainer, path, previous)
-            return
+            self._save_none_monitor_checkpoint(trainer, monitor_candidates)
+        else:
+            self._save_monitor_checkpoint(trainer, monitor_candidates)
+
+    def _save_none_monitor_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        # With save_top_k=-1 all files are kept: none may be overwritten.
+        previous = self.best_model_path if self.save_top_k == 1 else ""
+        path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, previous)
+        with self._undo_on_failure():
+            self.best_model_path = path
+            self._save_ranked(trainer, path, previous)
+
+    def _save_monitor_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        assert self.monitor is not None
         if self.monitor not in monitor_candidates:
             if not self._source.validations and validates(trainer):
                 return  # the first validation is still to come
@@ -437,7 +476,7 @@ class ModelCheckpoint(Checkpoint):
         if torch.isnan(current):
             # NaN cannot be compared; as the worst value it is replaced by the first number.
             current = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
-        path = self._free_name(trainer, monitor_candidates, previous=replaced)
+        path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, replaced)
         with self._undo_on_failure():
             scores = {name: score for name, score in self.best_k_models.items() if name != replaced}
             scores[path] = current
@@ -473,11 +512,15 @@ class ModelCheckpoint(Checkpoint):
             ranking.last_model_path, ranking.last_saved_at = path, position
             self._replace(trainer, previous, path)
             if self.save_last == "link" and just_saved:
-                if trainer.is_global_zero:
-                    checkpoint_folder.link(just_saved, path)
-                trainer.strategy.barrier()
+                self._link_checkpoint(trainer, just_saved, path)
             else:
                 self._save_checkpoint(trainer, path)
+
+    @staticmethod
+    def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if trainer.is_global_zero:
+            checkpoint_folder.link(filepath, linkpath)
+        trainer.strategy.barrier()
 
     def _save_stopped(self, trainer: Trainer) -> None:
         """Save a run that was stopped from outside, so that it can be resumed."""
@@ -531,6 +574,18 @@ class ModelCheckpoint(Checkpoint):
 
     # -- names
 
+    def _format_checkpoint_name(
+        self,
+        filename: str | None,
+        metrics: dict[str, Any],
+        prefix: str | None = None,
+        auto_insert_metric_name: bool = True,
+    ) -> str:
+        template = filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
+        equals = self.CHECKPOINT_EQUALS_CHAR
+        name = format_name(template, metrics, equals=equals, insert_names=auto_insert_metric_name)
+        return name if prefix is None else self.CHECKPOINT_JOIN_CHAR.join([prefix, name])
+
     def format_checkpoint_name(
         self,
         metrics: dict[str, Any],
@@ -553,15 +608,17 @@ class ModelCheckpoint(Checkpoint):
             'epoch=005-v1.ckpt'
 
         """
-        template = filename or self.filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
-        equals, insert_names = self.CHECKPOINT_EQUALS_CHAR, self.auto_insert_metric_name
-        name = format_name(template, metrics, equals=equals, insert_names=insert_names)
-        if prefix is not None:
-            name = self.CHECKPOINT_JOIN_CHAR.join([prefix, name])
+        filename = filename or self.filename
+        name = self._format_checkpoint_name(filename, metrics, prefix, self.auto_insert_metric_name)
         if ver is not None:
             name = self.CHECKPOINT_JOIN_CHAR.join([name, f"v{ver}"])
         name += self.FILE_EXTENSION
         return os.path.join(self.dirpath, name) if self.dirpath else name
+
+    def _get_metric_interpolated_filepath_name(
+        self, monitor_candidates: dict[str, Tensor], trainer: Trainer, del_filepath: str | None = None
+    ) -> str:
+        return self._free_name(trainer, monitor_candidates, previous=del_filepath or "")
 
     def _free_name(
         self, trainer: Trainer, candidates: dict[str, Tensor], template: str | None = None, previous: str = ""

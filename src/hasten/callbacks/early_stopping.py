@@ -140,7 +140,7 @@ class EarlyStopping(Callback):
             "patience": self.patience,
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
-            "metric_source": self._source.stage,
+            "origin": self._source.stage,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class EarlyStopping(Callback):
         self.patience = state_dict["patience"]
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
-        self._source.stage = state_dict.get("metric_source")
+        self._source.stage = state_dict.get("origin")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start watching the value."""

@@ -282,8 +282,8 @@ class ModelPruning(Callback):
         for index, ((module, name), path) in enumerate(
             zip(self._parameters_to_prune, self._paths, strict=True)
         ):
-            if path in loaded["initial_values"] and self._initial_values:
-                self._initial_values[index] = loaded["initial_values"][path]
+            if path in loaded["first_values"] and self._initial_values:
+                self._initial_values[index] = loaded["first_values"][path]
             if path not in loaded["masks"]:
                 continue
             original = _original(module, name)
@@ -345,7 +345,7 @@ class ModelPruning(Callback):
         return {
             "masks": masks,
             "hidden": hidden,
-            "initial_values": dict(zip(self._paths, self._initial_values, strict=False)),
+            "first_values": dict(zip(self._paths, self._initial_values, strict=False)),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

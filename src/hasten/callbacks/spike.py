@@ -134,7 +134,7 @@ class SpikeDetection(Callback):
             "seen": self._seen,
             "last": list(self._last),
             "recent": [list(losses) for losses in self._recent],
-            "pending": [[batch_idx, arrival.values()] for batch_idx, arrival in self._pending],
+            "waiting": [[batch_idx, arrival.values()] for batch_idx, arrival in self._pending],
             "bad_batches": list(self.bad_batches),
         }
 
@@ -144,7 +144,7 @@ class SpikeDetection(Callback):
         self._last = list(state_dict.get("last", []))
         self._recent = [deque(losses, self.window) for losses in state_dict.get("recent", [])]
         self._pending = deque(
-            (batch_idx, send_to_host(values)) for batch_idx, values in state_dict.get("pending", [])
+            (batch_idx, send_to_host(values)) for batch_idx, values in state_dict.get("waiting", [])
         )
         self.bad_batches = list(state_dict.get("bad_batches", []))
 

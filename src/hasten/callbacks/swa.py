@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,10 @@ class StochasticWeightAveraging(WeightAveraging):
 
     """
 
+    runs_last: ClassVar[bool] = False
+    # The averages of all parameters, whose names are in ``_names``.
+    _average_model: nn.ParameterList | None  # type: ignore[assignment]
+
     def __init__(
         self,
         swa_lrs: float | list[float],
@@ -104,8 +108,6 @@ class StochasticWeightAveraging(WeightAveraging):
         self._swa_lrs = swa_lrs
         self._swa_epoch_start = swa_epoch_start
         self._max_epochs: int | None = None
-        # The averages of all parameters, and their names.
-        self._averages: nn.ParameterList | None = None
         self._names: list[str] = []
         self._initialized = False
         self.n_averaged = torch.tensor(0)
@@ -132,7 +134,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return whether to average the weights after this epoch."""
-        is_active = self._averages is not None and epoch_idx is not None
+        is_active = self._average_model is not None and epoch_idx is not None
         return is_active and self.swa_start <= epoch_idx <= self.swa_end  # type: ignore[operator]
 
     # -- during a run
@@ -147,7 +149,7 @@ class StochasticWeightAveraging(WeightAveraging):
         """Forget the previous fit."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._averages, self._initialized, self._latest_update_epoch = None, False, -1
+            self._initialized, self._latest_update_epoch = False, -1
             self.n_averaged = torch.tensor(0)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -157,9 +159,9 @@ class StochasticWeightAveraging(WeightAveraging):
         self._names = [name for name, _ in pl_module.named_parameters()]
         if self._initialized:
             self._begin(trainer, pl_module)
-        if self._averages is not None and self._loaded is not None:
+        if self._average_model is not None and self._loaded is not None:
             with torch.no_grad():
-                for name, average in zip(self._names, self._averages, strict=True):
+                for name, average in zip(self._names, self._average_model, strict=True):
                     average.copy_(self._loaded[name])
             self._loaded = None
 
@@ -172,7 +174,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average and its progress; the learning rate is stored with the schedulers."""
-        averages = self._averages
+        averages = self._average_model
         return {
             "initialized": self._initialized,
             "n_averaged": int(self.n_averaged),
@@ -279,7 +281,7 @@ class StochasticWeightAveraging(WeightAveraging):
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the average, and replace the scheduler."""
         self._initialized = True
-        self._averages = nn.ParameterList(
+        self._average_model = nn.ParameterList(
             nn.Parameter(
                 parameter.detach().to(self._device or parameter.device, copy=True), requires_grad=False
             )
@@ -301,16 +303,16 @@ class StochasticWeightAveraging(WeightAveraging):
 
     @property
     def _has_average(self) -> bool:
-        return self._averages is not None and bool(self.n_averaged)
+        return self._average_model is not None and bool(self.n_averaged)
 
     def _update(self, pl_module: LightningModule) -> None:
-        assert self._averages is not None
+        assert self._average_model is not None
         assert self._avg_fn is not None
-        self.update_parameters(self._averages, pl_module, self.n_averaged, self._avg_fn)
+        self.update_parameters(self._average_model, pl_module, self.n_averaged, self._avg_fn)
 
     def _load_average(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._averages is not None
-        self.transfer_weights(self._averages, pl_module)
+        assert self._average_model is not None
+        self.transfer_weights(self._average_model, pl_module)
         self.reset_batch_norm_and_save_state(pl_module)
         if not self.momenta:
             return

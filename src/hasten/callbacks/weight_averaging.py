@@ -237,9 +237,10 @@ class WeightAveraging(Callback):
     # -- inside
 
     def _catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_train_batch_end(trainer, pl_module, None, None, 0)
+        # Not the hooks of a subclass: no batch and no epoch ends here.
+        WeightAveraging.on_train_batch_end(self, trainer, pl_module, None, None, 0)
         if trainer.progress.epoch_ended:
-            self.on_train_epoch_end(trainer, pl_module)
+            WeightAveraging.on_train_epoch_end(self, trainer, pl_module)
 
     @property
     def _has_average(self) -> bool:
@@ -329,6 +330,10 @@ class WeightAveraging(Callback):
         self._load_average(trainer, pl_module)
 
     def _load_average(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._copy_average_to_current(pl_module)
+
+    @torch.no_grad()
+    def _copy_average_to_current(self, pl_module: nn.Module) -> None:
         for current, averaged, _ in self._pairs():
             current.copy_(averaged)
 

@@ -1,0 +1,215 @@
+"""The states that callbacks store in checkpoints: their form is that of files written earlier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hasten as L
+from hasten.callbacks import EarlyStopping, ModelCheckpoint, ModelPruning, SpikeDetection
+from hasten.callbacks.spike import TrainingSpikeException
+from hasten.checkpoint import files
+from tests.callbacks.resuming import SaveAt, assert_same, fitted, weights
+from tests.callbacks.scripted import Scripted, names, run
+from tests.models import Classifier, quiet
+
+
+def rewritten(path: Path, callback: L.Callback, state: dict[str, Any]) -> Path:
+    """Return a copy of a checkpoint in which the state of a callback is replaced."""
+    checkpoint = files.load(path)
+    assert callback.state_key in checkpoint["callbacks"]
+    checkpoint["callbacks"][callback.state_key] = state
+    copy = path.with_name("rewritten.ckpt")
+    torch.save(checkpoint, copy)
+    return copy
+
+
+def test_the_ranking_of_a_model_checkpoint(tmp_path: Path) -> None:
+    folder, apart = tmp_path / "run", tmp_path / "apart"
+    values = [3.0, 1.0, 2.0, 4.0]
+
+    def parts(folder: Path) -> tuple[Scripted, ModelCheckpoint]:
+        checkpoint = ModelCheckpoint(folder, "{epoch}", "val_loss", save_last=True, save_top_k=2)
+        return Scripted(val=values), checkpoint
+
+    whole = parts(apart)[1]
+    run(Scripted(val=values), whole, max_epochs=4)
+    module, killed = parts(folder)
+    run(module, killed, max_epochs=2)
+    first, second, last = (str(folder / f"{name}.ckpt") for name in ("epoch=0", "epoch=1", "last"))
+    state: dict[str, Any] = {
+        "monitor": "val_loss",
+        "best_model_score": torch.tensor(1.0),
+        "best_model_path": second,
+        "current_score": torch.tensor(1.0),
+        "dirpath": str(folder),
+        "best_k_models": {first: torch.tensor(3.0), second: torch.tensor(1.0)},
+        "kth_best_model_path": first,
+        "kth_value": torch.tensor(3.0),
+        "last_model_path": last,
+        "books": {
+            "last_checkpoint_saved": last,
+            "last_global_step_saved": 8,
+            "ranked_step": 8,
+            "saved_at": [8, 7],
+            "last_at": [8, 7],
+            "unwanted": [],
+            "deferred": False,
+            "origin": "validate",
+        },
+    }
+    assert_same(killed.state_dict(), state)
+    # A process that was killed before it removed a file: the resumed one removes it.
+    leftover = folder / "leftover.ckpt"
+    leftover.touch()
+    state["books"]["unwanted"] = [str(leftover)]
+    start = rewritten(folder / "last.ckpt", killed, state).rename(tmp_path / "start.ckpt")
+    module, resumed = parts(folder)
+    run(module, resumed, max_epochs=4, ckpt_path=start)
+    assert names(folder) == names(apart) == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
+    assert len(resumed.best_k_models) == 2
+    for mine, other in zip(resumed.best_k_models.items(), whole.best_k_models.items(), strict=True):
+        assert (Path(mine[0]).name, mine[1]) == (Path(other[0]).name, other[1])
+    deferred = {**state, "books": {**state["books"], "deferred": True, "origin": "epoch", "saved_at": None}}
+    again = parts(folder)[1]
+    again.load_state_dict(deferred)
+    assert_same(again.state_dict(), deferred)
+
+
+def test_the_state_of_early_stopping(tmp_path: Path) -> None:
+    values = [5.0, 4.0, 4.5, 4.5, 4.5, 4.5]
+    saver = ModelCheckpoint(tmp_path, save_last=True)
+    stopper = EarlyStopping("val_loss", patience=3)
+    run(Scripted(val=values), stopper, saver, max_epochs=3)
+    state = {
+        "wait_count": 1,
+        "stopped_epoch": 0,
+        "best_score": torch.tensor(4.0),
+        "patience": 3,
+        "stopping_reason": 0,
+        "stopping_reason_message": None,
+        "origin": "validate",
+    }
+    assert_same(stopper.state_dict(), state)
+    start = rewritten(tmp_path / "last.ckpt", stopper, {**state, "wait_count": 2})
+    stopper = EarlyStopping("val_loss", patience=3)
+    run(Scripted(val=values), stopper, max_epochs=6, ckpt_path=start, enable_checkpointing=False)
+    assert (stopper.wait_count, stopper.stopped_epoch) == (3, 3)
+    assert stopper.state_dict()["origin"] == "validate"
+
+
+def test_the_state_of_spike_detection() -> None:
+    state = {
+        "seen": 5,
+        "last": [1.0],
+        "recent": [[1.0, 1.0]],
+        "waiting": [[3, [1.5, 1.0]], [4, [9.0, 1.0]]],
+        "bad_batches": [1],
+    }
+    callback = SpikeDetection()
+    callback.load_state_dict(state)
+    assert_same(callback.state_dict(), state)
+
+
+def test_a_spike_that_waited_to_be_read_is_found_in_the_resumed_run(tmp_path: Path) -> None:
+    callback = SpikeDetection(exclude_batches_path=tmp_path)
+    waiting = [[3, [1.5, 1.0]], [4, [9.0, 1.0]]]
+    callback.load_state_dict(
+        {"seen": 5, "last": [1.0], "recent": [[1.0]], "waiting": waiting, "bad_batches": []}
+    )
+    with pytest.raises(TrainingSpikeException, match="batch 4"):
+        callback.on_train_epoch_end(quiet(callbacks=[callback]), None)  # type: ignore[arg-type]
+
+
+def test_the_state_of_pruning(tmp_path: Path) -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            seen.append(weights(trainer))
+
+    def callbacks() -> list[L.Callback]:
+        return [
+            ModelPruning(
+                "l1_unstructured",
+                parameter_names=["weight"],
+                amount=lambda epoch: 0.3 if epoch == 0 else 0,
+                use_lottery_ticket_hypothesis=lambda epoch: epoch == 2,
+            )
+        ]
+
+    saver = SaveAt(tmp_path / "a.ckpt", 8)
+    fitted(Classifier, callbacks, saver, max_epochs=2)
+    pruning = callbacks()[0]
+    names = ["layers.0.weight", "layers.3.weight"]
+    shapes = {name: value.shape for name, value in Classifier().state_dict().items() if name in names}
+    stored = files.load(saver.path)["callbacks"][pruning.state_key]
+    assert {key: list(values) for key, values in stored.items()} == dict.fromkeys(
+        ("masks", "hidden", "first_values"), names
+    )
+    masks = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes.items()}
+    for mask in masks.values():
+        mask[0] = False
+    state = {
+        "masks": masks,
+        "hidden": {name: torch.full((shape[1],), 7.0) for name, shape in shapes.items()},
+        "first_values": {name: torch.full(shape, 2.0) for name, shape in shapes.items()},
+    }
+    start = rewritten(saver.path, pruning, state)
+    resumed = fitted(Classifier, lambda: [*callbacks(), Look()], ckpt_path=start, seed=99, max_epochs=2)
+    for name in names:
+        assert (seen[0][f"{name}_mask"] == masks[name]).all()
+        assert (seen[0][f"{name}_orig"][0] == 7.0).all()
+        assert (weights(resumed)[name][0] == 0.0).all()
+    callback = resumed.callbacks[0]
+    assert isinstance(callback, ModelPruning)
+    assert_same(callback.state_dict()["first_values"], state["first_values"])
+
+
+class Named(ModelCheckpoint):
+    """Notes which of the methods that programs override are called."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.called: set[str] = set()
+
+    def _format_checkpoint_name(
+        self, filename: Any, metrics: Any, prefix: Any = None, auto_insert_metric_name: bool = True
+    ) -> str:
+        name = super()._format_checkpoint_name(filename, metrics, prefix, auto_insert_metric_name)
+        return f"my-{name}"
+
+    def _get_metric_interpolated_filepath_name(
+        self, monitor_candidates: Any, trainer: L.Trainer, del_filepath: str | None = None
+    ) -> str:
+        path = super()._get_metric_interpolated_filepath_name(monitor_candidates, trainer, del_filepath)
+        return path.replace("my-", "our-")
+
+    def _save_none_monitor_checkpoint(self, trainer: L.Trainer, monitor_candidates: Any) -> None:
+        self.called.add("none")
+        super()._save_none_monitor_checkpoint(trainer, monitor_candidates)
+
+    def _save_monitor_checkpoint(self, trainer: L.Trainer, monitor_candidates: Any) -> None:
+        self.called.add("monitor")
+        super()._save_monitor_checkpoint(trainer, monitor_candidates)
+
+    def _should_save_on_train_epoch_end(self, trainer: L.Trainer) -> bool:
+        self.called.add("when")
+        return super()._should_save_on_train_epoch_end(trainer)
+
+    @staticmethod
+    def _link_checkpoint(trainer: L.Trainer, filepath: str, linkpath: str) -> None:
+        Path(linkpath).write_text(Path(filepath).name)
+
+
+@pytest.mark.parametrize("monitor", [None, "val_loss"])
+def test_methods_that_programs_override_take_effect(tmp_path: Path, monitor: str | None) -> None:
+    checkpoint = Named(tmp_path, "{epoch}", monitor, save_last="link")
+    run(Scripted(val=[2.0, 1.0]), checkpoint, max_epochs=2)
+    assert names(tmp_path) == ["my-last.ckpt", "our-epoch=1.ckpt"]
+    assert (tmp_path / "my-last.ckpt").read_text() == "our-epoch=1.ckpt"
+    assert checkpoint.called == {"when", "none" if monitor is None else "monitor"}
+    assert checkpoint._format_checkpoint_name(None, {"epoch": 1, "step": 2}, "p", False) == "my-p-1-2"
