@@ -27,7 +27,12 @@ Check = Callable[[str, str, Any], Any]
 # -- checks of one argument
 
 _optional_boolean = partial(check.boolean, allow_none=True)
-_deterministic = partial(check.one_of, allowed=(True, False, "warn"), allow_none=True)
+
+
+def _deterministic(owner: str, name: str, value: Any) -> Any:
+    """Check ``deterministic``; 0 and 1, as from a command line, are False and True."""
+    value = bool(value) if type(value) is int and value in (0, 1) else value
+    return check.one_of(owner, name, value, (True, False, "warn"), allow_none=True)
 
 
 def _number(

@@ -202,6 +202,7 @@ def test_deterministic_and_benchmark_are_torchs_own_settings() -> None:
     assert settings() == (True, False, False, ":4096:8")
     assert settings(deterministic="warn", benchmark=True) == (True, True, True, ":4096:8")
     assert settings(deterministic=False, benchmark=False)[:3] == (False, False, False)
+    assert settings(deterministic=0, benchmark=False)[:3] == (False, False, False)  # As from a command line.
 
 
 @pytest.mark.filterwarnings("ignore:overfit_batches reads the same")
