@@ -93,11 +93,11 @@ def test_help_comes_without_loading_torch(arguments: list[str], shown: str) -> N
     ("option", "tasks"),
     [
         ("--data=x", "the imdb task and the vit task"),
-        ("--limit=100", "the imdb task and the vit task"),
-        ("--model=minilm", "the imdb task"),
-        ("--random-weights", "the imdb task"),
+        ("--task=digits --limit=100", "the docstrings task and the imdb task and the vit task"),
+        ("--task=digits --model=minilm", "the docstrings task and the imdb task"),
+        ("--task=digits --random-weights", "the docstrings task and the imdb task"),
         ("--pretrained", "the vit task"),
-        ("--task=vit --max-length=64", "the imdb task"),
+        ("--task=vit --max-length=64", "the docstrings task and the imdb task"),
         ("--task=imdb --side=64", "the vit task"),
     ],
 )

@@ -32,8 +32,8 @@ def run(name: str, folder: Path, *arguments: str) -> str:
 
 def test_finetuning(tmp_path: Path) -> None:
     printed = run("finetuning.py", tmp_path)
-    assert re.search(r"Epoch 2: learning rate 0.003, of the backbone 0.0003", printed)
-    assert re.search(r"Epoch 3: learning rate 0.003, of the backbone 0.0006", printed)
+    assert re.search(r"Epoch 2: learning rate 0.003, backbone 0.0003", printed)
+    assert re.search(r"Epoch 3: learning rate 0.003, backbone 0.0006", printed)
     found = re.search(r"digits 5-9: accuracy (\S+), 2 parameter groups", printed)
     assert found is not None
     assert float(found[1]) > 0.85

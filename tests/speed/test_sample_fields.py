@@ -258,7 +258,7 @@ def test_joined_loaders() -> None:
         (MicroBatch(0), ValueError, "at least 1"),
         (MicroBatch("atuo"), ValueError, "Did you mean 'auto'"),
         (MicroBatch(2, shared="w"), TypeError, r"shared='w'\)\): use a list"),
-        (MicroBatch(None), TypeError, "number of samples or 'auto'"),
+        (MicroBatch(None), TypeError, "number of samples, at least 1, or 'auto'"),
     ],
 )
 def test_wrong_arguments(value: Any, kind: type[Exception], said: str) -> None:
