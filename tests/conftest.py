@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -27,7 +28,10 @@ multiprocessing.set_forkserver_preload(
 # Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_OF_A_RUN = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+_OF_A_RUN = (
+    "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
+    "MLFLOW_TRACKING_URI",  # mlflow.set_tracking_uri sets it.
+)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,6 +86,10 @@ def _no_traces_of_a_run(request: pytest.FixtureRequest) -> Iterator[Any]:
         else:
             os.environ[name] = value
     rank_zero_only.rank = 0  # type: ignore[attr-defined]
+    # The migrations of an mlflow database disable every logger of the process.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "hasten" and isinstance(logger, logging.Logger):
+            logger.disabled = False
     import torch
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():

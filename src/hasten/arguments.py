@@ -295,9 +295,7 @@ class Arguments:
     accumulate_grad_batches: int = field(metadata=_by(_accumulation))
     gradient_clip_val: float | None = field(metadata=_by(_clip_value))
     gradient_clip_algorithm: str | None = field(metadata=_by(_clip_algorithm))
-    deterministic: bool | str | None = field(
-        metadata=_by(partial(check.one_of, allowed=(True, False, "warn"), allow_none=True))
-    )
+    deterministic: bool | str | None = field(metadata=_by(_deterministic))
     benchmark: bool | None = field(metadata=_by(_optional_boolean))
     inference_mode: bool = field(metadata=_by(check.boolean))
     use_distributed_sampler: bool = field(metadata=_by(check.boolean))
