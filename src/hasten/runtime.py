@@ -332,10 +332,10 @@ class Runtime:
                 f"in_backward({optimizer_name}) and {owner}(precision={self.precision.precision!r}): whether a scaled "
                 "gradient is finite is known when backward is over. Use precision='bf16-mixed', which scales nothing."
             )
-        if self.syncs_gradients:
+        if self.world_size > 1 and not self.strategy.steps_in_backward:
             raise ValueError(
                 f"in_backward({optimizer_name}) and {self.world_size} processes: each parameter would step before its "
-                f"gradients are averaged over them. Use torch.optim.{optimizer_name} as it is."
+                f"gradients are averaged over them. Use one process, or torch.optim.{optimizer_name} as it is."
             )
 
     def make_zero_grad(self, optimizer: Optimizer) -> Callable[[], None]:

@@ -274,7 +274,7 @@ def _check_in_backward(run: Run, optimizer: InBackward) -> None:
         ValueError: something does.
 
     """
-    arguments, speed, runtime = run.arguments, run.arguments.speed, run.runtime
+    arguments, speed = run.arguments, run.arguments.speed
     name = optimizer.optimizer_class.__name__
     instead = f"use torch.optim.{name} as it is."
     reason = None
@@ -309,18 +309,9 @@ def _check_in_backward(run: Run, optimizer: InBackward) -> None:
             f"{type(run.module).__name__}.configure_gradient_clipping(): there are no gradients left to clip after "
             f"backward. Leave it out, or {instead}"
         )
-    elif runtime.scaler is not None:
-        reason = (
-            f"Trainer(precision={runtime.precision.precision!r}): whether a scaled gradient is finite is known when "
-            "backward is over. Use precision='bf16-mixed', which scales nothing."
-        )
-    elif runtime.world_size > 1 and not runtime.strategy.steps_in_backward:
-        reason = (
-            f"Trainer(devices=...): with {runtime.world_size} processes each parameter would step before its gradients "
-            f"are averaged over them. Use one process, or {instead}"
-        )
     if reason is not None:
         raise ValueError(f"in_backward({name}) and {reason}")
+    run.runtime.check_in_backward("Trainer", name)
     for hook in ("on_after_backward", "on_before_optimizer_step"):
         if overrides(run.module, LightningModule, hook):
             warn_once(
