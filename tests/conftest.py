@@ -75,8 +75,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def _no_traces_of_a_run(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Leave neither a process group nor the variables of a run to the next test."""
+    """Leave no process group, variable or logger setting of a run to the next test."""
     before = {name: os.environ.get(name) for name in _OF_A_RUN}
+    logger = logging.getLogger("hasten")
+    logger.setLevel(logging.INFO)
+    logger.propagate = True
     yield
     from hasten._lib.rank_zero import rank_zero_only
 
@@ -86,10 +89,6 @@ def _no_traces_of_a_run(request: pytest.FixtureRequest) -> Iterator[Any]:
         else:
             os.environ[name] = value
     rank_zero_only.rank = 0  # type: ignore[attr-defined]
-    # The migrations of an mlflow database disable every logger of the process.
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.partition(".")[0] == "hasten" and isinstance(logger, logging.Logger):
-            logger.disabled = False
     import torch
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():

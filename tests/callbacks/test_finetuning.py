@@ -272,9 +272,7 @@ def test_only_fit_freezes() -> None:
 
 
 def test_a_late_start_unfreezes_at_once_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    import logging
 
-    logging.getLogger("hasten").propagate = True
     with caplog.at_level("INFO"):
         trainer = fitted(Model, lambda: [BackboneFinetuning(0, verbose=True, rounding=3)], max_epochs=1)
     assert trainer.lightning_module.rates == [[0.1, 0.01]]  # type: ignore[union-attr]

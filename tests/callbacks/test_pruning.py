@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +290,6 @@ def test_chosen_parameters_and_own_methods() -> None:
 
 
 def test_what_is_pruned_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("hasten").propagate = True
     with caplog.at_level("INFO"):
         fitted(
             make,
