@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from hasten._lib import VERSION
 from hasten._lib.lazy import attach
-from hasten._lib.version import VERSION
 
 __version__ = VERSION
 

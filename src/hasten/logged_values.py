@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.host import Arrival, send_to_host
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten._lib.tree import batch_size_of
+from hasten._lib.tree import Arrival, batch_size_of, send_to_host
 from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, describe, is_metric, reduction
 from hasten.machine import agreement
 

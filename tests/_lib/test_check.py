@@ -39,67 +39,34 @@ def test_whole_numbers_of_numpy_become_those_of_python() -> None:
 
 
 REFUSED: list[tuple[Callable[..., Any], Any, dict[str, Any], type[Exception], str]] = [
-    (check.whole, True, {}, TypeError, "Owner(x=True): use a whole number, not bool."),
-    (
-        check.whole,
-        2.0,
-        {"at_least": 1},
-        TypeError,
-        "Owner(x=2.0): use a whole number of at least 1, for instance x=2.",
-    ),
-    (check.whole, "2", {}, TypeError, "Owner(x='2'): use a whole number, not str."),
-    (check.whole, None, {}, TypeError, "Owner(x=None): use a whole number."),
-    (check.whole, -1, {"at_least": 0}, ValueError, "Owner(x=-1): use a whole number of at least 0."),
-    (
-        check.whole,
-        9,
-        {"at_least": 1, "at_most": 8},
-        ValueError,
-        "Owner(x=9): use a whole number from 1 to 8.",
-    ),
-    (
-        check.whole,
-        -1,
-        {"at_least": 0, "unit": "steps", "allow_none": True},
-        ValueError,
-        "Owner(x=-1): use a whole number of steps, at least 0, or None.",
-    ),
-    (check.number, math.nan, {}, ValueError, "Owner(x=nan): use a number."),
-    (check.number, 0, {"above": 0}, ValueError, "Owner(x=0): use a number above 0."),
-    (
-        check.number,
-        2,
-        {"at_least": 0, "below": 1},
-        ValueError,
-        "Owner(x=2): use a number of at least 0 and below 1.",
-    ),
-    (check.share, 1.5, {}, ValueError, "Owner(x=1.5): use a number from 0 to 1."),
-    (check.boolean, 1, {}, TypeError, "Owner(x=1): use True or False."),
-    (check.boolean, 1, {"allow_none": True}, TypeError, "Owner(x=1): use True, False or None."),
-    (check.one_of, 1, {"allowed": (True, "a")}, ValueError, "Owner(x=1): use one of True, 'a'."),
-    (
-        check.one_of,
-        "nrom",
-        {"allowed": ("norm", "value")},
-        ValueError,
-        "Owner(x='nrom'): use one of 'norm', 'value'. Did you mean 'norm'?",
-    ),
-    (check.path, 3, {}, TypeError, "Owner(x=3): use a path, not int."),
-    (check.callable_, 3, {"allow_none": True}, TypeError, "Owner(x=3): use a function, or None, not int."),
-    (
-        check.whole,
-        0,
-        {"at_least": 1, "allowed": "a size", "error": MisconfigurationException},
-        MisconfigurationException,
-        "Owner(x=0): use a size.",
-    ),
-]
+    (check.whole, True, {}, TypeError, "a whole number, not bool"),
+    (check.whole, 2.0, {"at_least": 1}, TypeError, "a whole number of at least 1, for instance x=2"),
+    (check.whole, "2", {}, TypeError, "a whole number, not str"),
+    (check.whole, None, {}, TypeError, "a whole number"),
+    (check.whole, -1, {"at_least": 0}, ValueError, "a whole number of at least 0"),
+    (check.whole, 9, {"at_least": 1, "at_most": 8}, ValueError, "a whole number from 1 to 8"),
+    (check.whole, -1, {"at_least": 0, "unit": "steps", "allow_none": True}, ValueError,
+     "a whole number of steps, at least 0, or None"),
+    (check.number, math.nan, {}, ValueError, "a number"),
+    (check.number, 0, {"above": 0}, ValueError, "a number above 0"),
+    (check.number, 2, {"at_least": 0, "below": 1}, ValueError, "a number of at least 0 and below 1"),
+    (check.share, 1.5, {}, ValueError, "a number from 0 to 1"),
+    (check.boolean, 1, {}, TypeError, "True or False"),
+    (check.boolean, 1, {"allow_none": True}, TypeError, "True, False or None"),
+    (check.one_of, 1, {"allowed": (True, "a")}, ValueError, "one of True, 'a'"),
+    (check.one_of, "nrom", {"allowed": ("norm", "value")}, ValueError,
+     "one of 'norm', 'value'. Did you mean 'norm'?"),
+    (check.path, 3, {}, TypeError, "a path, not int"),
+    (check.callable_, 3, {"allow_none": True}, TypeError, "a function, or None, not int"),
+    (check.whole, 0, {"allowed": "a size", "at_least": 1, "error": MisconfigurationException},
+     MisconfigurationException, "a size"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("guard", "value", "options", "error", "message"), REFUSED)
+@pytest.mark.parametrize(("guard", "value", "options", "error", "allowed"), REFUSED)
 def test_the_rest_is_refused_by_name(
-    guard: Callable[..., Any], value: Any, options: dict[str, Any], error: type[Exception], message: str
+    guard: Callable[..., Any], value: Any, options: dict[str, Any], error: type[Exception], allowed: str
 ) -> None:
     with pytest.raises(error) as caught:
         guard("Owner", "x", value, **options)
-    assert str(caught.value) == message
+    assert str(caught.value) == f"Owner(x={value!r}): use {allowed}" + ("" if allowed.endswith("?") else ".")

@@ -184,7 +184,7 @@ def test_a_resumed_run_compares_with_the_losses_before(tmp_path: Path) -> None:
 def test_losses_that_are_on_their_way_are_not_forgotten(tmp_path: Path) -> None:
     callback = SpikeDetection(exclude_batches_path=tmp_path)
     callback._recent, callback._last, callback._seen = [__import__("collections").deque([1.0], 10)], [1.0], 5
-    from hasten._lib.host import send_to_host
+    from hasten._lib.tree import send_to_host
 
     callback._pending.append((3, send_to_host([1.5, 1.0])))
     callback._pending.append((4, send_to_host([9.0, 1.0])))

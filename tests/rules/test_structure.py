@@ -17,10 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES_PER_FILE = 900
 MOST_FILES_PER_PACKAGE = 14
 ONE_FILE_EACH = {"callbacks", "loggers"}  # One file for each callback and for each logger.
-# Packages that are still above the limit, with the files they may have.
-LARGE_PACKAGES = {
-    "_lib": 19,
-}
 
 # Uses of a private name of another package.
 MOST_PRIVATE_ACCESSES = 7
@@ -85,11 +81,9 @@ def test_no_package_has_too_many_files(sources: list[Any]) -> None:
     too_many = {
         name: count
         for name, count in counts.items()
-        if name not in ONE_FILE_EACH and count > LARGE_PACKAGES.get(name, MOST_FILES_PER_PACKAGE)
+        if name not in ONE_FILE_EACH and count > MOST_FILES_PER_PACKAGE
     }
     assert too_many == {}, f"a package has at most {MOST_FILES_PER_PACKAGE} files"
-    small_now = [name for name in LARGE_PACKAGES if counts[name] <= MOST_FILES_PER_PACKAGE]
-    assert small_now == [], "take these out of LARGE_PACKAGES"
 
 
 def test_packages_do_not_use_the_private_names_of_others(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import TypeVar
 
@@ -54,7 +54,7 @@ def whole(
     """
     if value is None and allow_none:
         return value
-    allowed = allowed or _described("a whole number", unit, at_least, at_most, None, None, allow_none)
+    allowed = allowed or _described("a whole number", unit, allow_none, at_least=at_least, at_most=at_most)
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -95,7 +95,9 @@ def number(
     """
     if value is None and allow_none:
         return value
-    allowed = allowed or _described("a number", unit, at_least, at_most, above, below, allow_none)
+    allowed = allowed or _described(
+        "a number", unit, allow_none, at_least=at_least, at_most=at_most, above=above, below=below
+    )
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _wrong_type(owner, name, value, allowed, error)
     given = float(value)
@@ -187,9 +189,7 @@ def callable_(
     error: _Error = None,
 ) -> _T:
     """Return ``value`` if it can be called. See ``whole`` for the arguments."""
-    if callable(value) or (value is None and allow_none):
-        return value
-    raise _wrong_type(owner, name, value, allowed + (", or None" if allow_none else ""), error)
+    return instance(owner, name, value, Callable, allowed, allow_none=allow_none, error=error)  # type: ignore[arg-type]
 
 
 def wrong(
@@ -211,31 +211,20 @@ def _wrong_type(owner: str, name: str, value: object, allowed: str, error: _Erro
     return (error or TypeError)(f"{owner}({name}={value!r}): use {allowed}{given}.")
 
 
-def _described(
-    what: str,
-    unit: str,
-    at_least: float | None,
-    at_most: float | None,
-    above: float | None,
-    below: float | None,
-    allow_none: bool,
-) -> str:
+def _described(what: str, unit: str, allow_none: bool, **bounds: float | None) -> str:
+    """Return what is allowed; ``bounds`` are called as the arguments of ``number``."""
+    given = {name: bound for name, bound in bounds.items() if bound is not None and not math.isinf(bound)}
     if unit:
         what += f" of {unit}"
-    if at_least is not None and at_most is not None:
-        what += f" from {at_least} to {at_most}"
+    if {"at_least", "at_most"} <= given.keys():
+        what += f" from {given['at_least']} to {given['at_most']}"
     else:
-        bounds: list[str] = []
-        if at_least is not None:
-            bounds.append(f"{', ' if unit else ' of '}at least {at_least}")
-        if at_most is not None:
-            bounds.append(f"{', ' if unit else ' of '}at most {at_most}")
-        bounds += [
-            f" {word} {bound}" for word, bound in (("above", above), ("below", below)) if _is_finite(bound)
-        ]
-        what += " and".join(bounds)
+        of = "," if unit else " of"
+        texts = {
+            "at_least": f"{of} at least",
+            "at_most": f"{of} at most",
+            "above": " above",
+            "below": " below",
+        }
+        what += " and".join(f"{texts[name]} {bound}" for name, bound in given.items())
     return what + (", or None" if allow_none else "")
-
-
-def _is_finite(bound: float | None) -> bool:
-    return bound is not None and not math.isinf(bound)

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+# A unit is one letter, a word, or "sec" and "min".
 _UNITS = {
-    "s": "seconds", "sec": "seconds", "second": "seconds", "seconds": "seconds",
-    "m": "minutes", "min": "minutes", "minute": "minutes", "minutes": "minutes",
-    "h": "hours", "hour": "hours", "hours": "hours",
-    "d": "days", "day": "days", "days": "days",
-    "w": "weeks", "week": "weeks", "weeks": "weeks",
-}  # fmt: skip
-
+    name: unit
+    for unit in ("seconds", "minutes", "hours", "days", "weeks")
+    for name in (unit, unit[:-1], unit[:1], *({"sec", "min"} & {unit[:3]}))
+}
 _COUNTS = {
-    "ep": "epochs", "epoch": "epochs", "epochs": "epochs",
-    "st": "steps", "step": "steps", "steps": "steps",
-}  # fmt: skip
+    "ep": "epochs",
+    "epoch": "epochs",
+    "epochs": "epochs",
+    "st": "steps",
+    "step": "steps",
+    "steps": "steps",
+}
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,9 @@ def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) ->
     if count is None or count.group(2) not in _COUNTS:
         return Interval(time=parse_duration(value, argument=argument))
     number = int(count.group(1))
-    interval = Interval(epochs=number) if _COUNTS[count.group(2)] == "epochs" else Interval(steps=number)
-    if not interval.epochs and not interval.steps:
+    if number == 0:
         raise ValueError(f"{argument} got {value!r}: it must be more than zero.")
-    return interval
+    return Interval(epochs=number) if _COUNTS[count.group(2)] == "epochs" else Interval(steps=number)
 
 
 def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) -> timedelta:

@@ -48,17 +48,14 @@ def collect_earlier_models(module: nn.Module) -> None:
 
     A module and its Trainer refer to each other, so those of an earlier training stay in memory until a full pass.
     """
-    size_bytes = sum(_size_bytes(ref(), unless=module) for ref in _trained)
+    earlier = [model for ref in _trained if (model := ref()) is not None and model is not module]
+    size_bytes = sum(
+        p.numel() * p.element_size() for model in earlier for p in model.parameters() if not is_lazy(p)
+    )
     _trained[:] = [weakref.ref(module)]
     if size_bytes >= _LARGE_BYTES:
+        del earlier
         collect_all()
-
-
-def _size_bytes(module: nn.Module | None, *, unless: nn.Module) -> int:
-    """Return the size of the parameters; 0 for a module that is gone or is ``unless``."""
-    if module is None or module is unless:
-        return 0
-    return sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
 
 
 def _after_pass(phase: str, info: dict[str, int]) -> None:
@@ -75,6 +72,19 @@ def _thaw() -> None:
         gc.unfreeze()
 
 
+# Libraries have their own messages.
+_OF_DEVICE = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "MPS backend out of memory",
+)
+_OF_HOST = ("DefaultCPUAllocator: can't allocate memory",)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception means that memory ran out, on a device or on the host."""
     return is_out_of_device_memory(error) or is_out_of_host_memory(error)
@@ -82,27 +92,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_out_of_device_memory(error: BaseException) -> bool:
     """Return whether an exception means that the memory of a device ran out."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    text = str(error)
-    # Libraries have their own messages.
-    known = (
-        "CUDA out of memory",
-        "CUDA error: out of memory",
-        "CUDA driver error: out of memory",
-        "Triton Error [CUDA]: out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "CUDNN_STATUS_NOT_SUPPORTED",
-        "MPS backend out of memory",
-    )
-    return isinstance(error, RuntimeError) and any(words in text for words in known)
+    return isinstance(error, torch.OutOfMemoryError) or _says(error, _OF_DEVICE)
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:
     """Return whether an exception means that the memory of the host ran out."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-    )
+    return isinstance(error, MemoryError) or _says(error, _OF_HOST)
+
+
+def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def free_cached_memory() -> None:

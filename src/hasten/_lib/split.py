@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 import sys
-from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from hasten._lib.tree import children, rebuilt
+
 # "['x'][0].y": the steps of a place.
-_STEP = re.compile(r"(\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.(\w+))")
+_STEP = re.compile(r"\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.(\w+)")
 
 _ADVICE = (
     "micro_batch splits a batch along the first dimension of each of its tensors. What is not one a sample belongs "
@@ -111,21 +112,21 @@ def compare(many: Any, fewer: Any, count: int, fewer_count: int) -> Fields:
             if (len(one), len(other)) == (count, fewer_count) and not hasattr(one, "_fields"):
                 over.add(where)
             elif len(one) == len(other) and _is_collection(one):
-                children(one, other, where)
+                inside(one, other, where)
             elif len(one) == len(other):
                 shared.add(where)
             else:
                 refused[where] = "has neither one element a sample nor as many for any samples"
         elif _is_collection(one):
-            children(one, other, where)
+            inside(one, other, where)
         elif _holds_tensors_inside(one):
             over.add(where)  # Refused by its kind.
         else:
             shared.add(where)
 
-    def children(one: Any, other: Any, where: str) -> None:
-        others = dict(_children(other))
-        for step, child in _children(one):
+    def inside(one: Any, other: Any, where: str) -> None:
+        others = dict(children(other))
+        for step, child in children(one):
             if step in others:
                 visit(child, others[step], where + step)
 
@@ -187,9 +188,7 @@ def _samples_by(fields: Fields, batch: Any) -> int:
         if own is None:
             raise ValueError(f"batch{where} has no rows, and the samples of other batches had. {_ADVICE}.")
         if size not in (-1, own):
-            raise ValueError(
-                f"batch{where}: its first dimension is {own}, and that of batch{found} is {size}. {_ADVICE}."
-            )
+            raise _unequal(where, own, found, size)
         if any(element.shape[dim] == own > 1 for dim in fields.pairs.get(where, ())):
             raise ValueError(
                 f"batch{where} has a value for each pair of samples, which parts do not have. {_ADVICE}."
@@ -197,23 +196,33 @@ def _samples_by(fields: Fields, batch: Any) -> int:
         found, size = where, own
     if doubtful and size != 1:
         raise _doubt(doubtful)
+    return _at_least_one(size, batch)
+
+
+def _unequal(where: str, own: int, other: str, size: int) -> ValueError:
+    return ValueError(
+        f"batch{where}: its first dimension is {own}, and that of batch{other} is {size}. {_ADVICE}."
+    )
+
+
+def _at_least_one(size: int, batch: Any) -> int:
     if size == -1:
         raise ValueError(f"the batch, a {type(batch).__name__}, holds no tensor to split. {_ADVICE}.")
     return size
 
 
-def _elements(data: Any, fields: Fields, where: str = "") -> Iterator[tuple[str, Any]]:
+def _elements(data: Any, fields: Fields = Fields(), where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield what is split or not as a whole: a list of samples is one element."""
     if where in fields.over or where in fields.refused or not _is_collection(data):
         yield where, data
         return
-    for step, child in _children(data):
+    for step, child in children(data):
         yield from _elements(child, fields, where + step)
 
 
 def _refuse_doubtful(batch: Any, samples: int) -> None:
     """Refuse several tensors of as many rows as there are samples: nothing tells which of them run over samples."""
-    rows = [(where, leaf) for where, leaf in _leaves(batch, "") if _first_dimension(leaf, where) == samples]
+    rows = [(where, leaf) for where, leaf in _elements(batch) if _first_dimension(leaf, where) == samples]
     # A pair is inputs and labels, unless the second one has a value for each pair of samples.
     is_square = any(
         getattr(leaf, "ndim", 0) > 1 and leaf.shape[1] == samples and samples > 1 for _, leaf in rows[1:]
@@ -235,7 +244,7 @@ def _doubt(places: Sequence[str]) -> ValueError:
 
 def _samples_in(batch: Any, names: frozenset[Any]) -> int:
     found, size = "", -1
-    for where, leaf in _leaves(batch, ""):
+    for where, leaf in _elements(batch):
         if names and _is_named(where, names):
             continue
         own = _first_dimension(leaf, where)
@@ -244,20 +253,14 @@ def _samples_in(batch: Any, names: frozenset[Any]) -> int:
         if size in (-1, 1):
             found, size = where, own
         elif own != size:
-            raise ValueError(
-                f"batch{where}: its first dimension is {own}, and that of batch{found} is {size}. {_ADVICE}."
-            )
-    if size == -1:
-        raise ValueError(f"the batch, a {type(batch).__name__}, holds no tensor to split. {_ADVICE}.")
-    return size
+            raise _unequal(where, own, found, size)
+    return _at_least_one(size, batch)
 
 
 def _is_named(where: str, names: frozenset[Any]) -> bool:
-    steps = _STEP.findall(where)
     return any(
-        text in names or (index and int(index) in names and place == 0)
-        for place, (_, quoted, index, attribute) in enumerate(steps)
-        for text in (quoted or attribute,)
+        (quoted or attribute) in names or (index and place == 0 and int(index) in names)
+        for place, (quoted, index, attribute) in enumerate(_STEP.findall(where))
     )
 
 
@@ -318,9 +321,8 @@ def join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         keys = [key for key in first if all(key in part for part in parts)]
         return {key: join([part[key] for part in parts], sizes) for key in keys}
     if isinstance(first, (list, tuple)):
-        if all(len(part) == size for part, size in zip(parts, sizes, strict=True)) and not _holds_tensors(
-            first
-        ):
+        holds_tensors = any(isinstance(item, Tensor) for item in first)
+        if not holds_tensors and [len(part) for part in parts] == list(sizes):
             return type(first)(item for part in parts for item in part)
         if all(len(part) == len(first) for part in parts):
             items = [join(column, sizes) for column in zip(*parts, strict=True)]
@@ -334,9 +336,7 @@ def _join_tensors(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = tensors[0]
     if first.dim() and all(tensor.shape[0] == size for tensor, size in zip(tensors, sizes, strict=True)):
         return torch.cat(tensors) if all(t.shape[1:] == first.shape[1:] for t in tensors) else tensors[-1]
-    if any(tensor.shape != first.shape for tensor in tensors):
-        return tensors[-1]
-    if first.dtype == torch.bool:
+    if first.dtype == torch.bool or any(tensor.shape != first.shape for tensor in tensors):
         return tensors[-1]
     if not first.is_floating_point():
         return torch.stack(tensors).sum(0)
@@ -345,44 +345,16 @@ def _join_tensors(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     return torch.tensordot(weights.to(wide), wide, dims=1).to(first.dtype)
 
 
-def _holds_tensors(items: Any) -> bool:
-    return any(isinstance(item, Tensor) for item in items)
-
-
 # -- one element
 
 
-def _leaves(data: Any, where: str) -> Iterator[tuple[str, Any]]:
-    for step, child in _children(data):
-        if _is_collection(child):
-            yield from _leaves(child, where + step)
-        else:
-            yield where + step, child
-    if not _is_collection(data):
-        yield where, data
-
-
-def _children(data: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(data, (Mapping, UserDict)):
-        yield from ((f"[{key!r}]", value) for key, value in data.items())
-    elif isinstance(data, (list, tuple)) and not isinstance(data, PackedSequence):
-        fields = getattr(data, "_fields", None)
-        yield from (
-            (f".{fields[index]}" if fields else f"[{index}]", value) for index, value in enumerate(data)
-        )
-    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
-        yield from ((f".{field.name}", getattr(data, field.name, None)) for field in dataclasses.fields(data))
-
-
 def _is_collection(data: Any) -> bool:
-    if isinstance(data, (Tensor, PackedSequence)):
+    if isinstance(data, (Tensor, PackedSequence, type)):
         return False
     if isinstance(data, (list, tuple)):
         # Words and numbers of a list are its samples: it is split itself.
         return not (data and all(isinstance(item, (str, bytes, int, float)) for item in data))
-    return isinstance(data, (Mapping, UserDict)) or (
-        dataclasses.is_dataclass(data) and not isinstance(data, type)
-    )
+    return isinstance(data, Mapping) or dataclasses.is_dataclass(data)
 
 
 def _first_dimension(leaf: Any, where: str) -> int | None:
@@ -396,11 +368,7 @@ def _first_dimension(leaf: Any, where: str) -> int | None:
         return int(leaf.shape[0]) if leaf.ndim else None
     if isinstance(leaf, (list, tuple)) and not isinstance(leaf, PackedSequence):
         return len(leaf)
-    if (
-        isinstance(leaf, PackedSequence)
-        or (hasattr(leaf, "to") and not isinstance(leaf, type))
-        or _holds_tensors_inside(leaf)
-    ):
+    if (hasattr(leaf, "to") and not isinstance(leaf, type)) or _holds_tensors_inside(leaf):
         raise ValueError(f"batch{where} is a {type(leaf).__name__}, which cannot be split. {_ADVICE}.")
     return None
 
@@ -412,17 +380,14 @@ def _holds_tensors_inside(leaf: Any, depth: int = 2) -> bool:
     if isinstance(leaf, Tensor) or _is_array(leaf):
         return True
     held: list[Any] = list(getattr(leaf, "__dict__", {}).values())
-    held += [getattr(leaf, name, None) for kind in type(leaf).__mro__ for name in _slots(kind)]
+    slots = [vars(kind).get("__slots__", ()) for kind in type(leaf).__mro__]
+    names = [name for own in slots for name in ([own] if isinstance(own, str) else own)]
+    held += [getattr(leaf, name, None) for name in names]
     if isinstance(leaf, (set, frozenset, list, tuple, deque)):
         held += leaf
     elif isinstance(leaf, Mapping):
         held += leaf.values()
     return depth > 0 and any(_holds_tensors_inside(each, depth - 1) for each in held[:100])
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -442,46 +407,28 @@ def _lists(batch: Any) -> list[Any] | None:
 
 def _alike(items: Sequence[Any]) -> bool:
     """Return whether the elements of a list may be samples of one kind, and not inputs and labels."""
-    kinds = {(type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)) for item in items}
-    return len(kinds) == 1
+    return (
+        len({(type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)) for item in items}) == 1
+    )
 
 
 def _part(
     data: Any, start: int, stop: int, samples: int, listed: bool, fields: Fields, where: str = ""
 ) -> Any:
     if listed:
-        return _rebuilt(data, lambda step, value: value[start:stop])
+        return rebuilt(data, [value[start:stop] for _, value in children(data)])
     if where in fields.over:
         return data[start:stop]
     if fields.shared_names and _is_named(where, fields.shared_names):
         return data
     if _is_collection(data):
-        return _rebuilt(
-            data, lambda step, value: _part(value, start, stop, samples, False, fields, where + step)
+        return rebuilt(
+            data,
+            [
+                _part(value, start, stop, samples, False, fields, where + step)
+                for step, value in children(data)
+            ],
         )
     # A first dimension of 1 is one for all.
     is_split = fields.all_over and _first_dimension(data, where) == samples
     return data[start:stop] if is_split else data
-
-
-def _rebuilt(data: Any, function: Callable[[str, Any], Any]) -> Any:
-    """Return a collection of the same kind; ``function`` is given each step into it and what is there."""
-    children = [function(step, child) for step, child in _children(data)]
-    if isinstance(data, (Mapping, UserDict)):
-        items = dict(zip(data, children, strict=True))
-        if type(data) is dict:
-            return items
-        if isinstance(data, (dict, UserDict)):
-            # A copy keeps what a subclass has beside its items: a default factory, the encodings of a tokenizer.
-            new = copy.copy(data)
-            for key, value in items.items():
-                new[key] = value
-            return new
-        return type(data)(items)  # type: ignore[call-arg]
-    if isinstance(data, (list, tuple)):
-        return type(data)(*children) if hasattr(data, "_fields") else type(data)(children)
-    new = copy.copy(data)
-    for field, value in zip(dataclasses.fields(data), children, strict=True):
-        # Past a frozen dataclass, whose copy is ours.
-        object.__setattr__(new, field.name, value)
-    return new

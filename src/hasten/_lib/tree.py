@@ -1,15 +1,16 @@
-"""Nested collections of tensors."""
+"""Nested collections of tensors: change, move and measure them; and the modes of nested modules."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _ATOMS: frozenset[type] = frozenset({str, int, float, bool, bytes, complex, type(None)})
 
@@ -100,49 +101,48 @@ def _map(function: Callable[[Any], Any], data: Any, unchanged: frozenset[type] =
     if kind in unchanged:
         return data
     if kind is tuple or kind is list:
-        items = [_map(function, item, unchanged) for item in data]
-        same = all(new is old for new, old in zip(items, data, strict=True))
-        return data if same else kind(items)
-    if isinstance(data, (dict, UserDict)):
-        changed = {}
-        for key, value in data.items():
-            if (new := _map(function, value, unchanged)) is not value:
-                changed[key] = new
-        return _with_items(data, changed) if changed else data
-    if isinstance(data, Tensor) or hasattr(data, "to"):
+        values = [_map(function, item, unchanged) for item in data]
+        return data if all(new is old for new, old in zip(values, data, strict=True)) else kind(values)
+    if not isinstance(data, (dict, UserDict)) and (isinstance(data, (Tensor, type)) or hasattr(data, "to")):
         return function(data)
+    if not isinstance(data, (Mapping, list, tuple)) and not dataclasses.is_dataclass(data):
+        return function(data)
+    before = [child for _, child in children(data)]
+    values = [_map(function, child, unchanged) for child in before]
+    same = all(new is old for new, old in zip(values, before, strict=True))
+    return data if same else rebuilt(data, values)
+
+
+def children(data: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a mapping, list, tuple or dataclass holds, with the step that leads there: "['x']", "[0]", ".x"."""
     if isinstance(data, Mapping):
-        items_by_key = {key: _map(function, value, unchanged) for key, value in data.items()}
-        same = all(items_by_key[key] is value for key, value in data.items())
-        return data if same else kind(items_by_key)
+        yield from ((f"[{key!r}]", value) for key, value in data.items())
+    elif isinstance(data, (list, tuple)):
+        names = getattr(data, "_fields", None)
+        yield from ((f".{names[i]}" if names else f"[{i}]", value) for i, value in enumerate(data))
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        yield from ((f".{field.name}", getattr(data, field.name, None)) for field in dataclasses.fields(data))
+
+
+def rebuilt(data: Any, values: list[Any]) -> Any:
+    """Return a collection of the same kind with other values, in the order of ``children``."""
     if isinstance(data, (list, tuple)):
-        items = [_map(function, item, unchanged) for item in data]
-        if all(new is old for new, old in zip(items, data, strict=True)):
-            return data
-        return kind(*items) if hasattr(data, "_fields") else kind(items)
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        changed = {}
-        for field in dataclasses.fields(data):
-            value = getattr(data, field.name, None)
-            if (new := _map(function, value, unchanged)) is not value:
-                changed[field.name] = new
-        return _with_fields(data, changed) if changed else data
-    return function(data)
-
-
-def _with_items(data: Any, changed: dict[Any, Any]) -> Any:
-    # A copy keeps the attributes of a subclass, such as a default factory or the encodings of a tokenizer.
-    new = dict(data) if type(data) is dict else copy.copy(data)
-    for key, value in changed.items():
-        new[key] = value
-    return new
-
-
-def _with_fields(data: Any, changed: dict[str, Any]) -> Any:
+        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+    if isinstance(data, Mapping):
+        items = dict(zip(data, values, strict=True))
+        if type(data) is dict:
+            return items
+        if not isinstance(data, (dict, UserDict)):
+            return type(data)(items)  # type: ignore[call-arg]
+        # A copy keeps what a subclass has beside its items: a default factory, the encodings of a tokenizer.
+        new: Any = copy.copy(data)
+        for key, value in items.items():
+            new[key] = value
+        return new
     new = copy.copy(data)
-    for name, value in changed.items():
-        # The dataclass may be frozen.
-        object.__setattr__(new, name, value)
+    for field, value in zip(dataclasses.fields(data), values, strict=True):
+        if value is not getattr(data, field.name, None):
+            object.__setattr__(new, field.name, value)  # The dataclass may be frozen.
     return new
 
 
@@ -177,18 +177,11 @@ def _sizes(data: Any) -> Iterator[int]:
     if isinstance(data, Tensor):
         if data.dim():
             yield data.shape[0]
-    elif isinstance(data, Mapping):
-        for value in data.values():
-            yield from _sizes(value)
-    elif isinstance(data, (list, tuple)):
-        if data and all(isinstance(item, (str, int, float)) for item in data):
-            yield len(data)
-        else:
-            for item in data:
-                yield from _sizes(item)
-    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
-        for field in dataclasses.fields(data):
-            yield from _sizes(getattr(data, field.name))
+    elif isinstance(data, (list, tuple)) and data and all(isinstance(one, (str, int, float)) for one in data):
+        yield len(data)
+    else:
+        for _, child in children(data):
+            yield from _sizes(child)
 
 
 _Item = TypeVar("_Item")
@@ -213,3 +206,94 @@ def by_kind(items: Iterable[_Item], tensor_of: Callable[[_Item], Any] | None = N
         tensor: Tensor = item if tensor_of is None else tensor_of(item)  # type: ignore[assignment]
         kinds.setdefault((tensor.device, tensor.dtype), []).append(item)
     return list(kinds.values())
+
+
+# -- values on their way to the host
+
+
+class Arrival:
+    """Scalars on their way to the host."""
+
+    def __init__(
+        self, scalars: list[Any], places: list[int], buffer: Tensor | None, event: torch.cuda.Event | None
+    ) -> None:
+        self._scalars = scalars
+        self._places = places
+        self._buffer = buffer
+        self._event = event
+
+    def ready(self) -> bool:
+        """Return whether ``values`` would return at once; never waits."""
+        return self._event is None or self._event.query()
+
+    def values(self) -> list[float]:
+        """Return the values as floats, in the order given. This is a sync point if not ``ready``."""
+        if self._buffer is not None:
+            if self._event is not None:
+                self._event.synchronize()
+            for place, value in zip(self._places, self._buffer.tolist(), strict=True):
+                self._scalars[place] = value
+            self._buffer = None
+        return [float(value) for value in self._scalars]
+
+
+def send_to_host(values: Sequence[Any]) -> Arrival:
+    """Start moving 0-d tensors (numbers pass through) to the host with one copy a device."""
+    scalars = list(values)
+    places = [i for i, value in enumerate(scalars) if isinstance(value, Tensor)]
+    if not places:
+        return Arrival(scalars, [], None, None)
+    devices = {scalars[i].device for i in places}
+    if len(devices) > 1:
+        # Rare: metrics kept on the CPU beside losses on the device. The few CPU ones are read at once.
+        for i in [i for i in places if scalars[i].device.type == "cpu"]:
+            scalars[i] = float(scalars[i])
+        if len(devices) > 2:
+            return Arrival([float(value) for value in scalars], [], None, None)
+        return send_to_host(scalars)
+    (device,) = devices
+    # Doubles hold every float and every count below 2**53; MPS has none.
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    stacked = torch.stack([scalars[i].detach().reshape(()).to(wide) for i in places])
+    if device.type != "cuda":
+        return Arrival(scalars, places, stacked.cpu(), None)
+    buffer = torch.empty(len(places), dtype=wide, pin_memory=True)
+    buffer.copy_(stacked, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return Arrival(scalars, places, buffer, event)
+
+
+# -- modules
+
+
+def remember_modes(module: nn.Module) -> Callable[[], None]:
+    """Return a function that gives each part of ``module`` the mode (train or eval) it has now.
+
+    Example::
+
+        >>> model = nn.Sequential(nn.Dropout().eval(), nn.Linear(1, 1))
+        >>> restore = remember_modes(model)
+        >>> _ = model.train()
+        >>> restore()
+        >>> model[0].training
+        False
+
+    """
+    modes = [(part, part.training) for part in module.modules()]
+
+    def restore() -> None:
+        for part, training in modes:
+            part.training = training
+
+    return restore
+
+
+@contextmanager
+def preserve_modes(module: nn.Module) -> Iterator[None]:
+    """Give each part of ``module`` the mode it has now back when the block ends."""
+    restore = remember_modes(module)
+    try:
+        yield
+    finally:
+        restore()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.host import Arrival, send_to_host
+from hasten._lib.tree import Arrival, send_to_host
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hasten._lib import FIELD_FORMAT, VERSION
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
-from hasten._lib.version import FIELD_FORMAT, VERSION
 
 
 class Phase(Enum):

@@ -12,9 +12,9 @@ import docstring_parser
 from jsonargparse import ActionConfigFile, Namespace, class_from_function
 from torch.optim import Optimizer
 
+from hasten._lib import VERSION
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten._lib.version import VERSION
 from hasten.cli import arguments
 from hasten.cli.hyperparameters import FromConfig
 from hasten.cli.optimizers import (

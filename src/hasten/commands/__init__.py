@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.wrong_choice("command", name, COMMANDS)
     own = parser.parse(given[: split + 1])
     if own.version:
-        from hasten._lib.version import VERSION
+        from hasten._lib import VERSION
 
         print(f"hasten {VERSION}")
         return 0

@@ -1,6 +1,6 @@
 """Keep compiled code for the next run of the same program: torch's cache artifacts, one file per model.
 
-Files are in the folder ``compile`` of ``hasten._lib.cache``. Artifacts contain pickles, as torch's own cache folder
+Files are in the folder ``compile`` of ``hasten._lib.files``. Artifacts contain pickles, as torch's own cache folder
 does, so a file is read only if it is complete and only this user can write to it and its folder.
 """
 
@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten._lib.cache import cache_folder
-from hasten._lib.files import write_atomically
+from hasten._lib.files import cache_folder, write_atomically
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.compile.settings import CompileSettings
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hasten._lib import check
-from hasten._lib.cache import cache_folder, read_json, remember_json
+from hasten._lib.files import cache_folder, read_json, remember_json
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.data.loader_parts import (
     check_dataloader,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 
-from hasten._lib.cache import cache_folder
+from hasten._lib.files import cache_folder
 from hasten.checkpoint import files
 from hasten.demo.download import Remote, download
 from hasten.demo.task import DemoError, LadderRow, Say, Settings, first_rows, lever_rows, plural

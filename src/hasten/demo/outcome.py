@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from hasten._lib import VERSION
 from hasten._lib.optional import need
-from hasten._lib.version import VERSION
 from hasten.demo.cumulative import Result
 from hasten.demo.task import RowVariant, Task, code_of, plural
 from hasten.machine.host import cpu_name, usable_cores

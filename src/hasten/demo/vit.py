@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from hasten._lib.cache import cache_folder
+from hasten._lib.files import cache_folder
 from hasten._lib.optional import need
 from hasten.demo.digits import VisionTransformer
 from hasten.demo.download import Remote, download

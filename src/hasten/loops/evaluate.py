@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from hasten._lib.modes import remember_modes
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
-from hasten._lib.tree import move_to
+from hasten._lib.tree import move_to, remember_modes
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops.prepare import compiled_step, recorded_steps
 from hasten.loops.progress import RunningStage, TrainerFn

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from hasten._lib.tracebacks import shorten
+from hasten._lib.errors import shorten
 from hasten.machine import collectives, job, launch
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.signals import handled_signals

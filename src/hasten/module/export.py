@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.modes import preserve_modes
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
-from hasten._lib.tree import move_to
+from hasten._lib.tree import move_to, preserve_modes
 
 if TYPE_CHECKING:
     from hasten.types import PathLike, Tensors

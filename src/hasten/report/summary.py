@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from hasten._lib.modes import preserve_modes
-from hasten._lib.tree import map_tensors
+from hasten._lib.tree import map_tensors, preserve_modes
 from hasten.module.module import trainer_of
 
 UNKNOWN_SIZE = "?"

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hasten._lib.cache import cache_folder, remember_json
+from hasten._lib.files import cache_folder, remember_json
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.speed.engine import Turn

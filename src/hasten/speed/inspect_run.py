@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
+from hasten._lib import VERSION
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.tree import batch_size_of, leaves
-from hasten._lib.version import VERSION
 from hasten.arguments import SPEED_NAMES
 from hasten.data.memory.read import is_random
 from hasten.machine.host import available_memory_bytes, cpu_name, process_memory_bytes, usable_cores

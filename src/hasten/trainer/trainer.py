@@ -13,9 +13,9 @@ import torch
 from torch.optim import Optimizer
 
 from hasten._lib.argument_names import refuse_unknown
+from hasten._lib.errors import shorten
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info
-from hasten._lib.tracebacks import shorten
 from hasten.arguments import check_arguments
 from hasten.batching.rebatch import LengthBatching
 from hasten.batching.sample_fields import MicroBatch

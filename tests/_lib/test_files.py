@@ -7,8 +7,15 @@ from typing import IO
 
 import pytest
 
-from hasten._lib.cache import cache_folder, read_json, remember_json
-from hasten._lib.files import TEMPORARY, remove_abandoned, replacing, write_atomically
+from hasten._lib.files import (
+    TEMPORARY,
+    cache_folder,
+    read_json,
+    remember_json,
+    remove_abandoned,
+    replacing,
+    write_atomically,
+)
 
 
 @pytest.mark.parametrize("data", ["héllo", "héllo".encode(), lambda file: file.write("héllo".encode())])
