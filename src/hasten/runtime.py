@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,50 +29,41 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+if TYPE_CHECKING:
+
+    class ReadOnly(Generic[T]):
+        """A property that shows an attribute of a part, for instance ``"_runtime.device"``."""
+
+        def __init__(self, path: str | Callable[[Any], T], doc: str) -> None: ...
+        def __get__(self, instance: object, owner: type) -> T: ...
+
+else:
+
+    class ReadOnly(property):
+        """A property that shows an attribute of a part, for instance ``"_runtime.device"``."""
+
+        def __init__(self, path: str | Callable[[Any], T], doc: str) -> None:
+            super().__init__(operator.attrgetter(path) if isinstance(path, str) else path, doc=doc)
+
+        def __class_getitem__(cls, kind: object) -> type:
+            return cls
+
+
 class RuntimeView:
     """Properties of a run that Trainer and Fabric share."""
 
     _runtime: Runtime
 
-    @property
-    def runtime(self) -> Runtime:
-        """Device, strategy, precision and checkpoint files of this run."""
-        return self._runtime
-
-    @property
-    def accelerator(self) -> Accelerator:
-        """The kind of device."""
-        return self._runtime.accelerator
-
-    @property
-    def strategy(self) -> Strategy:
-        """How the model lives on the devices."""
-        return self._runtime.strategy
-
-    @property
-    def global_rank(self) -> int:
-        """Index of this process among all, from 0."""
-        return self._runtime.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """Index of this process on its machine, from 0."""
-        return self._runtime.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """Index of this machine, from 0."""
-        return self._runtime.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self._runtime.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the first process."""
-        return self._runtime.is_global_zero
+    runtime = ReadOnly["Runtime"]("_runtime", "Device, strategy, precision and checkpoint files of this run.")
+    accelerator = ReadOnly["Accelerator"]("_runtime.accelerator", "The kind of device.")
+    strategy = ReadOnly["Strategy"]("_runtime.strategy", "How the model lives on the devices.")
+    global_rank = ReadOnly[int]("_runtime.strategy.global_rank", "Index of this process among all, from 0.")
+    local_rank = ReadOnly[int](
+        "_runtime.strategy.local_rank", "Index of this process on its machine, from 0."
+    )
+    node_rank = ReadOnly[int]("_runtime.strategy.node_rank", "Index of this machine, from 0.")
+    world_size = ReadOnly[int]("_runtime.strategy.world_size", "Number of processes.")
+    is_global_zero = ReadOnly[bool]("_runtime.strategy.is_global_zero", "Whether this is the first process.")
 
 
 class Runtime:
@@ -139,50 +131,18 @@ class Runtime:
 
     # -- facts
 
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self.strategy.root_device
-
-    @property
-    def global_rank(self) -> int:
-        """Index of this process among all, from 0."""
-        return self.strategy.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """Index of this process on its machine, from 0."""
-        return self.strategy.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """Index of this machine, from 0."""
-        return self.strategy.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.strategy.world_size
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self.strategy.num_nodes
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices of this machine."""
-        return self.strategy.num_processes
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the first process."""
-        return self.strategy.is_global_zero
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """``num_replicas`` and ``rank`` where each process reads its own part of the data, else None."""
-        return self.strategy.distributed_sampler_kwargs
+    device = ReadOnly[torch.device]("strategy.root_device", "The device of this process.")
+    global_rank = ReadOnly[int]("strategy.global_rank", "Index of this process among all, from 0.")
+    local_rank = ReadOnly[int]("strategy.local_rank", "Index of this process on its machine, from 0.")
+    node_rank = ReadOnly[int]("strategy.node_rank", "Index of this machine, from 0.")
+    world_size = ReadOnly[int]("strategy.world_size", "Number of processes.")
+    num_nodes = ReadOnly[int]("strategy.num_nodes", "Number of machines.")
+    num_devices = ReadOnly[int]("strategy.num_processes", "Number of devices of this machine.")
+    is_global_zero = ReadOnly[bool]("strategy.is_global_zero", "Whether this is the first process.")
+    distributed_sampler_kwargs = ReadOnly["dict[str, int] | None"](
+        "strategy.distributed_sampler_kwargs",
+        "``num_replicas`` and ``rank`` where each process reads its own part of the data, else None.",
+    )
 
     # -- once
 

@@ -221,7 +221,7 @@ def test_all_is_put_back() -> None:
         assert watched == []
     assert trainer._hooks is not None
     assert trainer._hooks.watch is None
-    assert trainer.profiler._lightning_module is None
+    assert trainer.profiler.lightning_module is None
 
 
 def test_an_error_ends_the_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,10 +265,10 @@ def test_names_of_files_hold_nothing_strange() -> None:
 
 def test_a_profiler_travels_to_another_process() -> None:
     profiler = SimpleProfiler(filename="times")
-    profiler._lightning_module = lambda: None  # cannot be sent
+    profiler.lightning_module = lambda: None  # cannot be sent
     copy = pickle.loads(pickle.dumps(profiler))
     assert copy.filename == "times"
-    assert copy._lightning_module is None
+    assert copy.lightning_module is None
 
 
 def test_what_may_be_asked_for() -> None:

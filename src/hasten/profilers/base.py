@@ -52,7 +52,7 @@ class Profiler(ABC):
         self._write_stream: Callable[[str], Any] | None = None
         self._local_rank: int | None = None
         self._stage: str | None = None
-        self._lightning_module: Any = None
+        self.lightning_module: Any = None
 
     @abstractmethod
     def start(self, action_name: str) -> None:
@@ -122,7 +122,7 @@ class Profiler(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to a run cannot be sent to another process.
-        return {**self.__dict__, "_output_file": None, "_write_stream": None, "_lightning_module": None}
+        return {**self.__dict__, "_output_file": None, "_write_stream": None, "lightning_module": None}
 
     # -- third-party profilers use these too
 

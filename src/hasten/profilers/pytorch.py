@@ -151,8 +151,8 @@ class PyTorchProfiler(Profiler):
             return
         if self.profiler is None:
             self._begin()
-        if self._register is None and self._record_module_names and self._lightning_module is not None:
-            self._register = RegisterRecordFunction(self._lightning_module)
+        if self._register is None and self._record_module_names and self.lightning_module is not None:
+            self._register = RegisterRecordFunction(self.lightning_module)
             self._register.__enter__()
         if _stage_of(action_name) is not None:
             self._step_name = action_name
@@ -237,7 +237,7 @@ class PyTorchProfiler(Profiler):
         self.profiler.step()
 
     def _records_all(self) -> bool:
-        return self._schedule_of_user is None and (not self._by_default or self._lightning_module is None)
+        return self._schedule_of_user is None and (not self._by_default or self.lightning_module is None)
 
     def _begin_a_short_stage(self, action_name: str) -> None:
         """Record from the first batch on where the default schedule would not come to its end."""
@@ -259,8 +259,8 @@ class PyTorchProfiler(Profiler):
             self._go_to(stage, self._schedule(stage, 0))
 
     def _trainer(self) -> Any:
-        return getattr(self._lightning_module, "_trainer", None) or getattr(
-            self._lightning_module, "trainer", None
+        return getattr(self.lightning_module, "_trainer", None) or getattr(
+            self.lightning_module, "trainer", None
         )
 
     def _trace_ready(self, profiler: Any) -> None:

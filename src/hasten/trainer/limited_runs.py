@@ -33,14 +33,27 @@ Stage = Literal["fit", "validate", "test", "predict"]
 
 
 def prepared_run(
-    trainer: Trainer,
+    self: Trainer,
     stage: Stage,
     model: LightningModule,
     data: Mapping[str, Any],
     datamodule: LightningDataModule | None,
     body: Callable[[Run], Result],
 ) -> Result:
-    """See ``Trainer.prepared_run``."""
+    """Set up a run without callbacks and loggers, and return ``body(run)``.
+
+    Afterwards module, datamodule, optimizers, loaders, counters and random numbers are restored, even after an
+    error.
+
+    Args:
+        stage: the call that the run is like.
+        model: the module.
+        data: the loaders by stage ("train", "validate", "test", "predict"), as passed to a call.
+        datamodule: provides the data instead.
+        body: called in each process; ``limited_run`` works inside it.
+
+    """
+    trainer = self
     check_call(trainer._arguments, stage, model, datamodule, *data.values())
     with _restored_afterwards(trainer, model, datamodule or trainer._datamodule):
         speed = trainer._arguments.speed
@@ -48,21 +61,37 @@ def prepared_run(
             # A few steps do not pay for holding all data in memory.
             speed = dataclasses.replace(speed, resident=False)
             trainer._arguments = dataclasses.replace(trainer._arguments, speed=speed)
-        result: Result = trainer._call(TrainerFn(stage), model, datamodule, dict(data), None, None, body)
-        return result
+        return trainer._call(TrainerFn(stage), model, datamodule, dict(data), None, None, body)
 
 
 @contextmanager
 def limited_run(
-    trainer: Trainer,
+    self: Trainer,
     stage: Stage,
     steps: int,
-    callbacks: Iterable[Callback],
-    exchange_gradients: bool,
-    keep_limit: bool,
-    batch_size: int | None,
+    *,
+    callbacks: Iterable[Callback] = (),
+    exchange_gradients: bool = True,
+    keep_limit: bool = False,
+    batch_size: int | None = None,
 ) -> Iterator[Run]:
-    """See ``Trainer.limited_run``."""
+    """Return a context with a run of a few steps inside the present run; afterwards all is as before.
+
+    The steps use the module, optimizers, epoch and data of the present run, without its callbacks and loggers.
+
+    Args:
+        stage: what to run.
+        steps: optimizer steps, or batches of each loader of an evaluation.
+        callbacks: what watches the steps.
+        exchange_gradients: False to train each process alone: one that fails leaves no other waiting.
+        keep_limit: read as many batches of an epoch as ``limit_train_batches`` says; all of them by default.
+        batch_size: samples of a batch; that of the present run by default.
+
+    Raises:
+        RuntimeError: there is no run.
+
+    """
+    trainer = self
     outer, fits = trainer._run, stage == "fit"
     if outer is None:
         raise RuntimeError(

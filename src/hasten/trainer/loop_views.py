@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hasten.runtime import ReadOnly
 from hasten.trainer.settings import Setting
 
 if TYPE_CHECKING:
@@ -42,12 +43,41 @@ class LoopView:
     def __init__(self, trainer: TrainerView) -> None:
         self._trainer = trainer
 
-    @property
-    def _arguments(self) -> Arguments:
-        return self._trainer._arguments
+    _arguments = ReadOnly["Arguments"]("_trainer._arguments", "The arguments of the Trainer.")
 
     def _change(self, name: str, value: Any) -> None:
         self._trainer._change(name, value)
+
+
+class TrainingEpochLoop(LoopView):
+    """``trainer.fit_loop.epoch_loop``."""
+
+    max_steps = Setting[int](_MAX_STEPS)
+    min_steps = Setting[int | None](_MIN_STEPS)
+
+    def __init__(self, trainer: TrainerView) -> None:
+        super().__init__(trainer)
+        self.val_loop = EvaluationLoop(trainer, "validation")
+
+    global_step = ReadOnly[int]("_trainer.global_step", "Optimizer steps done in the run.")
+    total_batch_idx = ReadOnly[int](
+        "_trainer.total_batch_idx", "Index of the last batch completed in the run; -1 before the first."
+    )
+    # The x axis of loggers: packages pass it to ``logger.log_metrics``.
+    _batches_that_stepped = ReadOnly[int](
+        "_trainer._progress.logged_step", "Steps at which values are logged."
+    )
+
+    @property
+    def batch_idx(self) -> int:
+        """Index of the last batch completed in this epoch; -1 before the first."""
+        return self._trainer.progress.batch - 1
+
+    @property
+    def batch_progress(self) -> Counts:
+        """The batches done in the run and in this epoch."""
+        progress = self._trainer.progress
+        return Counts(total=Count(*[progress.total_batches] * 4), current=Count(*[progress.batch] * 4))
 
 
 class FitLoop(LoopView):
@@ -72,20 +102,13 @@ class FitLoop(LoopView):
         super().__init__(trainer)
         self.epoch_loop = TrainingEpochLoop(trainer)
 
-    @property
-    def max_batches(self) -> float:
-        """Batches of an epoch."""
-        return self._trainer.num_training_batches
-
-    @property
-    def batch_idx(self) -> int:
-        """Index of the last batch completed in this epoch; -1 before the first."""
-        return self.epoch_loop.batch_idx
-
-    @property
-    def total_batch_idx(self) -> int:
-        """Index of the last batch completed in the run; -1 before the first."""
-        return self.epoch_loop.total_batch_idx
+    max_batches = ReadOnly[float]("_trainer.num_training_batches", "Batches of an epoch.")
+    batch_idx = ReadOnly[int](
+        "epoch_loop.batch_idx", "Index of the last batch completed in this epoch; -1 before the first."
+    )
+    total_batch_idx = ReadOnly[int](
+        "_trainer.total_batch_idx", "Index of the last batch completed in the run; -1 before the first."
+    )
 
     @property
     def epoch_progress(self) -> Counts:
@@ -109,46 +132,8 @@ class FitLoop(LoopView):
 
     def setup_data(self) -> None:
         """Load the training data now."""
-        source = self._trainer._source("train")
-        if source is not None:
+        if (source := self._trainer._source("train")) is not None:
             source.load()
-
-
-class TrainingEpochLoop(LoopView):
-    """``trainer.fit_loop.epoch_loop``."""
-
-    max_steps = Setting[int](_MAX_STEPS)
-    min_steps = Setting[int | None](_MIN_STEPS)
-
-    def __init__(self, trainer: TrainerView) -> None:
-        super().__init__(trainer)
-        self.val_loop = EvaluationLoop(trainer, "validation")
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps done in the run."""
-        return self._trainer.global_step
-
-    @property
-    def batch_idx(self) -> int:
-        """Index of the last batch completed in this epoch; -1 before the first."""
-        return self._trainer.progress.batch - 1
-
-    @property
-    def total_batch_idx(self) -> int:
-        """Index of the last batch completed in the run; -1 before the first."""
-        return self._trainer.progress.total_batches - 1
-
-    @property
-    def batch_progress(self) -> Counts:
-        """The batches done in the run and in this epoch."""
-        progress = self._trainer.progress
-        return Counts(total=Count(*[progress.total_batches] * 4), current=Count(*[progress.batch] * 4))
-
-    @property
-    def _batches_that_stepped(self) -> int:
-        # The x axis of loggers: packages pass it to ``logger.log_metrics``.
-        return self._trainer.progress.logged_step
 
 
 class EvaluationLoop(LoopView):
@@ -171,16 +156,12 @@ class EvaluationLoop(LoopView):
     @property
     def skip(self) -> bool:
         """Whether there is nothing to do."""
-        source = self._source
+        source = self._trainer._source(self._name)
         return source is None or source.is_off()
 
     @property
-    def _source(self) -> StageData | None:
-        return self._trainer._source(self._name)
-
-    @property
     def _data_source(self) -> DataSource:
-        return DataSource(self._source)
+        return DataSource(self._trainer._source(self._name))
 
 
 class DataSource:
@@ -206,7 +187,7 @@ class PredictionLoop(EvaluationLoop):
     def predictions(self) -> list[Any]:
         """The predictions by batch; with several loaders by loader and batch."""
         run = self._trainer._run
-        return [] if run is None or run.kept_predictions is None else run.kept_predictions
+        return [] if run is None else run.kept_predictions or []
 
     @property
     def epoch_batch_indices(self) -> list[list[list[int]]]:

@@ -1,4 +1,4 @@
-"""Parts of a Trainer: its loggers and callbacks, and what is attached to it for a run."""
+"""Parts of a Trainer: its loggers and callbacks, what is attached to it for a run, and results of its copies."""
 
 from __future__ import annotations
 
@@ -66,7 +66,12 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     if added:
         check_signatures(module, datamodule, added)
         kinds = tuple(type(callback) for callback in added)
-        kept = [callback for callback in trainer.callbacks if not _replaced_by(type(callback), kinds)]
+        # One that is of the same class, or of a derived one, replaces a callback of the Trainer.
+        kept = [
+            callback
+            for callback in trainer.callbacks
+            if type(callback) is Callback or not any(issubclass(kind, type(callback)) for kind in kinds)
+        ]
         trainer.callbacks[:] = last_ones_last(kept + added)
     let_log(trainer.callbacks, module)
 
@@ -124,6 +129,40 @@ def leave_program(signal_number: int, error: BaseException) -> NoReturn:
     raise SystemExit(128 + signal_number) from None
 
 
-def _replaced_by(kind: type[Callback], kinds: Iterable[type[Callback]]) -> bool:
-    """Return whether one of ``kinds`` is ``kind`` or derived from it, and so replaces it."""
-    return kind is not Callback and any(issubclass(other, kind) for other in kinds)
+# -- results of a Trainer's copies in other processes (``strategy="ddp_spawn"`` and similar)
+
+_PATHS = ("best_model_path", "best_model_score", "best_k_models", "last_model_path", "dirpath")
+
+
+def export_results(self: Trainer) -> dict[str, Any]:
+    """Return the results of the run for the process that started the copies."""
+    assert self._module is not None
+    logged = self._logged
+    return {
+        "weights": {key: value.cpu() for key, value in self._module.state_dict().items()},
+        "progress": self._progress.state_dict(),
+        "callbacks": [
+            (
+                move_to(callback.state_dict(), "cpu"),
+                {name: getattr(callback, name) for name in _PATHS if hasattr(callback, name)},
+            )
+            for callback in self._callbacks
+        ],
+        "values": (logged.callback_values, logged.logger_values, logged.bar_values),
+        "state": self.state,
+        "should_stop": self.should_stop,
+    }
+
+
+def import_results(self: Trainer, results: dict[str, Any]) -> None:
+    """Restore what ``export_results`` returned in the first copy."""
+    assert self._module is not None
+    self._module.load_state_dict(results["weights"])
+    self._progress.load_state_dict(results["progress"])
+    for callback, (state, paths) in zip(self._callbacks, results["callbacks"], strict=False):
+        callback.load_state_dict(state)
+        for name, value in paths.items():
+            setattr(callback, name, value)
+    logged = self._logged
+    logged.callback_values, logged.logger_values, logged.bar_values = results["values"]
+    self.state, self._should_stop = results["state"], results["should_stop"]

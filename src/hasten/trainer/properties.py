@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hasten import callbacks
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.observers import WatchedList
 from hasten.loops.progress import RunningStage, TrainerState, TrainerStatus
 from hasten.module.callback import Callback
-from hasten.runtime import RuntimeView
+from hasten.runtime import ReadOnly, RuntimeView
 from hasten.trainer.loop_views import EvaluationLoop, FitLoop, PredictionLoop
 from hasten.trainer.settings import TrainerSettings
 
@@ -28,6 +29,26 @@ if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.module.datamodule import LightningDataModule
     from hasten.optim import LRSchedulerConfig
+    from hasten.precision.base import Precision
+
+
+def _in_stage(stage: RunningStage, doc: str) -> ReadOnly[bool]:
+    return ReadOnly(lambda trainer: trainer.state.stage == stage, doc)
+
+
+def _loaders(source_name: str, doc: str) -> ReadOnly[Any]:
+    def loaders(trainer: TrainerView) -> Any:
+        source = trainer._source(source_name)
+        if source is None or not source.loaded:
+            return None
+        found = source.loaders
+        return found[0] if source_name == "train" or len(found) == 1 else found
+
+    return ReadOnly(loaders, doc)
+
+
+def _limits(source_name: str, doc: str) -> ReadOnly[list[float]]:
+    return ReadOnly(lambda trainer: trainer._limits(source_name), doc)
 
 
 class TrainerView(RuntimeView, TrainerSettings):
@@ -47,10 +68,7 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     # -- for callbacks and tools
 
-    @property
-    def progress(self) -> Progress:
-        """The counters of training."""
-        return self._progress
+    progress = ReadOnly["Progress"]("_progress", "The counters of training.")
 
     @property
     def current_run(self) -> Run:
@@ -66,15 +84,11 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     # -- progress
 
-    @property
-    def current_epoch(self) -> int:
-        """Index of the current epoch, from 0; between epochs and after fit, the number of epochs done."""
-        return self._progress.current_epoch
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps done in the whole run."""
-        return self._progress.global_step
+    current_epoch = ReadOnly[int](
+        "_progress.current_epoch",
+        "Index of the current epoch, from 0; between epochs and after fit, the number of epochs done.",
+    )
+    global_step = ReadOnly[int]("_progress.global_step", "Optimizer steps done in the whole run.")
 
     @property
     def total_batch_idx(self) -> int:
@@ -89,8 +103,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     @property
     def should_stop(self) -> bool:
         """Whether the run was asked to stop; assign True to end it after this batch."""
-        agreed = self._run is not None and self._run.stop_agreed
-        return self._should_stop or agreed
+        return self._should_stop or (self._run is not None and self._run.stop_agreed)
 
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
@@ -102,30 +115,15 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     # -- state
 
-    @property
-    def training(self) -> bool:
-        """Whether training steps run."""
-        return self.state.stage == RunningStage.TRAINING
-
-    @property
-    def validating(self) -> bool:
-        """Whether validation steps run."""
-        return self.state.stage == RunningStage.VALIDATING
-
-    @property
-    def testing(self) -> bool:
-        """Whether test steps run."""
-        return self.state.stage == RunningStage.TESTING
-
-    @property
-    def predicting(self) -> bool:
-        """Whether prediction steps run."""
-        return self.state.stage == RunningStage.PREDICTING
-
-    @property
-    def sanity_checking(self) -> bool:
-        """Whether the validation sanity check runs."""
-        return self.state.stage == RunningStage.SANITY_CHECKING
+    training = _in_stage(RunningStage.TRAINING, "Whether training steps run.")
+    validating = _in_stage(RunningStage.VALIDATING, "Whether validation steps run.")
+    testing = _in_stage(RunningStage.TESTING, "Whether test steps run.")
+    predicting = _in_stage(RunningStage.PREDICTING, "Whether prediction steps run.")
+    sanity_checking = _in_stage(RunningStage.SANITY_CHECKING, "Whether the validation sanity check runs.")
+    received_sigterm = ReadOnly[bool]("_received_sigterm", "Whether SIGTERM ended the run.")
+    between_batches = ReadOnly[bool](
+        "_between_batches", "Whether no batch is in progress, so that the state can be saved."
+    )
 
     @property
     def evaluating(self) -> bool:
@@ -137,91 +135,47 @@ class TrainerView(RuntimeView, TrainerSettings):
         """Whether the last call was ended by an exception or a signal."""
         return self.state.status == TrainerStatus.INTERRUPTED
 
-    @property
-    def received_sigterm(self) -> bool:
-        """Whether SIGTERM ended the run."""
-        return self._received_sigterm
-
-    @property
-    def between_batches(self) -> bool:
-        """Whether no batch is in progress, so that the state can be saved."""
-        return self._between_batches
-
     # -- the loops
 
-    @property
-    def fit_loop(self) -> FitLoop:
-        """Limits and counters of training."""
-        return FitLoop(self)
-
-    @property
-    def validate_loop(self) -> EvaluationLoop:
-        """The batches of ``validate``."""
-        return EvaluationLoop(self, "validation")
-
-    @property
-    def test_loop(self) -> EvaluationLoop:
-        """The batches of ``test``."""
-        return EvaluationLoop(self, "test")
-
-    @property
-    def predict_loop(self) -> PredictionLoop:
-        """The batches and outputs of ``predict``."""
-        return PredictionLoop(self, "predict")
+    fit_loop = ReadOnly[FitLoop](FitLoop, "Limits and counters of training.")
+    validate_loop = ReadOnly[EvaluationLoop](
+        lambda trainer: EvaluationLoop(trainer, "validation"), "The batches of ``validate``."
+    )
+    test_loop = ReadOnly[EvaluationLoop](
+        lambda trainer: EvaluationLoop(trainer, "test"), "The batches of ``test``."
+    )
+    predict_loop = ReadOnly[PredictionLoop](
+        lambda trainer: PredictionLoop(trainer, "predict"), "The batches and outputs of ``predict``."
+    )
 
     # -- the machine
 
-    @property
-    def precision(self) -> Any:
-        """The precision in use, for instance "32-true"."""
-        return self._runtime.precision.precision
-
-    @property
-    def precision_plugin(self) -> Any:
-        """The object behind ``precision``."""
-        return self._runtime.precision
-
-    @property
-    def scaler(self) -> Any:
-        """The GradScaler of fp16 training, or None."""
-        return self._runtime.scaler
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self._runtime.num_nodes
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices on this machine."""
-        return self._runtime.num_devices
+    precision = ReadOnly[str]("_runtime.precision.precision", 'The precision in use, for instance "32-true".')
+    precision_plugin = ReadOnly["Precision"]("_runtime.precision", "The object behind ``precision``.")
+    scaler = ReadOnly["torch.amp.GradScaler | None"](
+        "_runtime.scaler", "The GradScaler of fp16 training, or None."
+    )
+    num_nodes = ReadOnly[int]("_runtime.num_nodes", "Number of machines.")
+    num_devices = ReadOnly[int]("_runtime.num_devices", "Number of devices on this machine.")
+    distributed_sampler_kwargs = ReadOnly["dict[str, int] | None"](
+        "_runtime.distributed_sampler_kwargs",
+        "``num_replicas`` and ``rank`` for a distributed sampler, or None.",
+    )
 
     @property
     def device_ids(self) -> list[int]:
         """Indices of the devices on this machine."""
         return list(self._runtime.device_ids)
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """``num_replicas`` and ``rank`` for a distributed sampler, or None."""
-        return self._runtime.distributed_sampler_kwargs
-
     # -- module, data, optimizers
 
-    @property
-    def lightning_module(self) -> LightningModule | None:
-        """The module."""
-        return self._module
+    lightning_module = ReadOnly["LightningModule | None"]("_module", "The module.")
+    datamodule = ReadOnly["LightningDataModule | None"]("_datamodule", "The datamodule of the last call.")
 
     @property
     def model(self) -> torch.nn.Module | None:
         """The module as the strategy wraps it."""
         return self._module if self._run is None else self._run.wrapped
-
-    @property
-    def datamodule(self) -> LightningDataModule | None:
-        """The datamodule of the last call."""
-        return self._datamodule
 
     @property
     def optimizers(self) -> list[Any]:
@@ -243,25 +197,13 @@ class TrainerView(RuntimeView, TrainerSettings):
         """The learning-rate schedulers and when they step."""
         return [] if self._run is None else self._run.schedulers
 
-    @property
-    def train_dataloader(self) -> Any:
-        """The training loader as it is read, or None before it was loaded."""
-        return self._loaders("train", single=True)
-
-    @property
-    def val_dataloaders(self) -> Any:
-        """The validation loader, or a list of several."""
-        return self._loaders("validation")
-
-    @property
-    def test_dataloaders(self) -> Any:
-        """The test loader, or a list of several."""
-        return self._loaders("test")
-
-    @property
-    def predict_dataloaders(self) -> Any:
-        """The prediction loader, or a list of several."""
-        return self._loaders("predict")
+    train_dataloader = _loaders("train", "The training loader as it is read, or None before it was loaded.")
+    val_dataloaders = _loaders("validation", "The validation loader, or a list of several.")
+    test_dataloaders = _loaders("test", "The test loader, or a list of several.")
+    predict_dataloaders = _loaders("predict", "The prediction loader, or a list of several.")
+    num_val_batches = _limits("validation", "Batches of each validation loader.")
+    num_test_batches = _limits("test", "Batches of each test loader.")
+    num_predict_batches = _limits("predict", "Batches of each prediction loader.")
 
     @property
     def num_training_batches(self) -> float:
@@ -270,30 +212,9 @@ class TrainerView(RuntimeView, TrainerSettings):
         return _whole(source.limit) if source is not None and source.loaded else math.inf
 
     @property
-    def num_val_batches(self) -> list[float]:
-        """Batches of each validation loader."""
-        return self._limits("validation")
-
-    @property
     def num_sanity_val_batches(self) -> list[float]:
         """Batches of each validation loader in the sanity check."""
-        return [min(self.num_sanity_val_steps, limit) for limit in self._limits("validation")]
-
-    @property
-    def num_test_batches(self) -> list[float]:
-        """Batches of each test loader."""
-        return self._limits("test")
-
-    @property
-    def compile_report(self) -> CompileReport | None:
-        """Graphs, seconds, breaks and recompiles of ``compile`` in the last run; None where it is off."""
-        run = self._run
-        return None if run is None or run.compiled is None else run.compiled.report()
-
-    @property
-    def num_predict_batches(self) -> list[float]:
-        """Batches of each prediction loader."""
-        return self._limits("predict")
+        return [min(self.num_sanity_val_steps, limit) for limit in self.num_val_batches]
 
     @property
     def enable_validation(self) -> bool:
@@ -302,30 +223,31 @@ class TrainerView(RuntimeView, TrainerSettings):
         return source is not None and not source.is_off()
 
     @property
+    def compile_report(self) -> CompileReport | None:
+        """Graphs, seconds, breaks and recompiles of ``compile`` in the last run; None where it is off."""
+        run = self._run
+        return None if run is None or run.compiled is None else run.compiled.report()
+
+    @property
     def estimated_stepping_batches(self) -> float:
         """Number of optimizer steps of the whole fit; infinite when nothing limits it.
 
         Example: a scheduler's ``total_steps=self.trainer.estimated_stepping_batches``.
         """
-        run, arguments = self._run, self._arguments
-        max_steps = math.inf if arguments.max_steps in (-1, None) else arguments.max_steps
+        run, max_steps = self._run, self._arguments.max_steps
         if run is None:
             raise MisconfigurationException(
                 "Trainer.estimated_stepping_batches: known during fit only, for instance in configure_optimizers."
             )
-        if math.isinf(run.max_epochs):
-            return _whole(max_steps)
-        run.train.load()
-        if math.isinf(run.train.limit):
-            return _whole(max_steps)
-        from hasten.callbacks.accumulation import GradientAccumulationScheduler
-
-        for callback in self._callbacks:
-            if isinstance(callback, GradientAccumulationScheduler):
-                windows = map(callback.get_accumulate_grad_batches, range(int(run.max_epochs)))
-                return _whole(min(sum(math.ceil(run.train.limit / window) for window in windows), max_steps))
-        an_epoch = math.ceil(run.train.limit / run.accumulate_grad_batches)
-        return _whole(min(an_epoch * run.max_epochs, max_steps))
+        steps = math.inf
+        if not math.isinf(run.max_epochs):
+            run.train.load()
+            if not math.isinf(limit := run.train.limit):
+                steps = run.max_epochs * math.ceil(limit / run.accumulate_grad_batches)
+                for schedule in self._callbacks_of(callbacks.GradientAccumulationScheduler)[:1]:
+                    windows = map(schedule.get_accumulate_grad_batches, range(int(run.max_epochs)))
+                    steps = sum(math.ceil(limit / window) for window in windows)
+        return _whole(steps if max_steps == -1 else min(steps, max_steps))
 
     # -- logging
 
@@ -351,11 +273,10 @@ class TrainerView(RuntimeView, TrainerSettings):
     @property
     def log_dir(self) -> str | None:
         """The folder for the logs of this run, the same on all processes."""
+        folder: Any = self.default_root_dir
         if self._loggers:
             logger = self._loggers[0]
             folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
-        else:
-            folder = self.default_root_dir
         folder = self._runtime.broadcast(folder)
         return None if folder is None else os.fspath(folder)
 
@@ -399,9 +320,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     @property
     def checkpoint_callbacks(self) -> list[Any]:
         """All callbacks that save checkpoints."""
-        from hasten.callbacks.checkpoint import Checkpoint
-
-        return [callback for callback in self._callbacks if isinstance(callback, Checkpoint)]
+        return self._callbacks_of(callbacks.Checkpoint)
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -411,9 +330,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     @property
     def early_stopping_callbacks(self) -> list[Any]:
         """All EarlyStopping callbacks."""
-        from hasten.callbacks.early_stopping import EarlyStopping
-
-        return [callback for callback in self._callbacks if isinstance(callback, EarlyStopping)]
+        return self._callbacks_of(callbacks.EarlyStopping)
 
     @property
     def early_stopping_callback(self) -> Any:
@@ -423,32 +340,21 @@ class TrainerView(RuntimeView, TrainerSettings):
     @property
     def progress_bar_callback(self) -> Any:
         """The progress bar, or None."""
-        from hasten.callbacks.progress import ProgressBar
+        return next(iter(self._callbacks_of(callbacks.ProgressBar)), None)
 
-        return next((callback for callback in self._callbacks if isinstance(callback, ProgressBar)), None)
-
-    @property
-    def ckpt_path(self) -> str | None:
-        """The checkpoint the last call started from."""
-        return self._ckpt_path
+    ckpt_path = ReadOnly["str | None"]("_ckpt_path", "The checkpoint the last call started from.")
 
     # -- inside
+
+    def _callbacks_of(self, kind: type) -> list[Any]:
+        return [callback for callback in self._callbacks if isinstance(callback, kind)]
 
     def _source(self, name: str) -> StageData | None:
         return None if self._run is None else getattr(self._run, name)
 
-    def _loaders(self, name: str, *, single: bool = False) -> Any:
-        source = self._source(name)
-        if source is None or not source.loaded:
-            return None
-        loaders = source.loaders
-        return loaders[0] if single or len(loaders) == 1 else loaders
-
     def _limits(self, name: str) -> list[float]:
         source = self._source(name)
-        if source is None or source.is_off():
-            return []
-        return [_whole(limit) for limit in source.limits]
+        return [] if source is None or source.is_off() else [_whole(limit) for limit in source.limits]
 
 
 def _whole(value: float) -> float:

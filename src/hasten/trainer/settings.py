@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from hasten import arguments as table
 from hasten._lib.durations import Interval
@@ -15,20 +15,10 @@ if TYPE_CHECKING:
     from hasten.loops.run import Run
 
 T = TypeVar("T")
-Owner = TypeVar("Owner")
-
-
-class HasArguments(Protocol):
-    """A Trainer, or a view of one."""
-
-    @property
-    def _arguments(self) -> Arguments: ...
-
-    def _change(self, name: str, value: Any) -> None: ...
 
 
 class Setting(Generic[T]):
-    """An argument as an attribute. What is assigned is checked as in ``Trainer(...)``.
+    """An argument as an attribute of a Trainer or one of its loops; what is assigned is checked as in ``Trainer(...)``.
 
     Args:
         doc: what the argument means.
@@ -57,7 +47,7 @@ class Setting(Generic[T]):
         value = getattr(instance._arguments, self._name)
         return value if self._convert is None else self._convert(value)
 
-    def __set__(self, instance: HasArguments, value: Any) -> None:
+    def __set__(self, instance: Any, value: Any) -> None:
         if not self._settable:
             raise AttributeError(f"{type(instance).__name__}.{self._name} cannot be assigned.")
         instance._change(self._name, value)

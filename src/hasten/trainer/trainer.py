@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import signal as signals
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
@@ -42,7 +42,6 @@ from hasten.profilers.base import resolve as resolve_profiler
 from hasten.resolve import runtime as resolve_runtime
 from hasten.speed.auto import advise, choose_speed
 from hasten.trainer import limited_runs, parts
-from hasten.trainer import spawned as copies
 from hasten.trainer.profiling import LOOP, profiled
 from hasten.trainer.properties import TrainerView
 from hasten.types import (
@@ -223,7 +222,7 @@ class Trainer(TrainerView):
         self._given = {name: value for name, value in given.items() if name not in ("self", "unknown")}
         self._arguments = check_arguments(self._given)
         self.profiler = resolve_profiler(profiler)
-        self._runtime: Runtime = _runtime_for(self._given)
+        self._runtime = _runtime_for(self._given)
         set_deterministic(deterministic, benchmark=benchmark)
         self.state = TrainerState()
         self._progress = Progress()
@@ -442,10 +441,7 @@ class Trainer(TrainerView):
         path = parts.weights_for(self, TrainerFn.PREDICTING, model, ckpt_path)
         body = functools.partial(predict, return_predictions=return_predictions is not False)
         given = {"predict": dataloaders}
-        result: list[Any] | None = self._call(
-            TrainerFn.PREDICTING, module, datamodule, given, path, weights_only, body
-        )
-        return result
+        return self._call(TrainerFn.PREDICTING, module, datamodule, given, path, weights_only, body)
 
     def save_checkpoint(
         self, filepath: PathLike, weights_only: bool | None = None, storage_options: object = None
@@ -477,60 +473,9 @@ class Trainer(TrainerView):
             checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
             self._runtime.save(filepath, checkpoint, storage_options=storage_options)
 
-    # -- a few steps, to try something out
-
-    def prepared_run(
-        self,
-        stage: Literal["fit", "validate", "test", "predict"],
-        model: LightningModule,
-        data: Mapping[str, Any],
-        datamodule: LightningDataModule | None,
-        body: Callable[[Run], Result],
-    ) -> Result:
-        """Set up a run without callbacks and loggers, and return ``body(run)``.
-
-        Afterwards module, datamodule, optimizers, loaders, counters and random numbers are restored, even after an
-        error.
-
-        Args:
-            stage: the call that the run is like.
-            model: the module.
-            data: the loaders by stage ("train", "validate", "test", "predict"), as passed to a call.
-            datamodule: provides the data instead.
-            body: called in each process; ``limited_run`` works inside it.
-
-        """
-        return limited_runs.prepared_run(self, stage, model, data, datamodule, body)
-
-    def limited_run(
-        self,
-        stage: Literal["fit", "validate", "test", "predict"],
-        steps: int,
-        *,
-        callbacks: Iterable[Callback] = (),
-        exchange_gradients: bool = True,
-        keep_limit: bool = False,
-        batch_size: int | None = None,
-    ) -> AbstractContextManager[Run]:
-        """Return a context with a run of a few steps inside the present run; afterwards all is as before.
-
-        The steps use the module, optimizers, epoch and data of the present run, without its callbacks and loggers.
-
-        Args:
-            stage: what to run.
-            steps: optimizer steps, or batches of each loader of an evaluation.
-            callbacks: what watches the steps.
-            exchange_gradients: False to train each process alone: one that fails leaves no other waiting.
-            keep_limit: read as many batches of an epoch as ``limit_train_batches`` says; all of them by default.
-            batch_size: samples of a batch; that of the present run by default.
-
-        Raises:
-            RuntimeError: there is no run.
-
-        """
-        return limited_runs.limited_run(
-            self, stage, steps, callbacks, exchange_gradients, keep_limit, batch_size
-        )
+    # To try something out.
+    prepared_run = limited_runs.prepared_run
+    limited_run = limited_runs.limited_run
 
     # -- one call, from beginning to end
 
@@ -558,8 +503,8 @@ class Trainer(TrainerView):
         given: dict[str, Any],
         ckpt_path: PathLike | None,
         weights_only: bool | None,
-        body: Callable[[Run], Any],
-    ) -> Any:
+        body: Callable[[Run], Result],
+    ) -> Result:
         """Start the other processes if there are any, prepare the run and call ``body`` with it."""
         check_signatures(module, datamodule, self._callbacks)
         self.state = TrainerState(TrainerStatus.RUNNING, fn, FIRST_STAGE[fn])
@@ -570,7 +515,10 @@ class Trainer(TrainerView):
         # Before launch: copies of this process inherit it, and the program continues with it.
         parts.settle_loggers(self._loggers, self._runtime)
         try:
-            return self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
+            result: Result = self._runtime.launch(
+                self._in_process, given, ckpt_path, weights_only, body, trainer=self
+            )
+            return result
         except BaseException as error:
             shorten(error)
             raise
@@ -580,23 +528,22 @@ class Trainer(TrainerView):
         given: dict[str, Any],
         ckpt_path: PathLike | None,
         weights_only: bool | None,
-        body: Callable[[Run], Any],
-    ) -> Any:
+        body: Callable[[Run], Result],
+    ) -> Result:
         module, runtime = self._module, self._runtime
         assert module is not None
         parts.attach(self, module, self._datamodule)
         runtime.strategy._trainer = self
         self._logged.forget_callback_values()
-        several = runtime.world_size > 1
         parts.settle_loggers(self._loggers, runtime)
-        with StopRequests(runtime.all_reduce if several else None) as stop:
+        with StopRequests(runtime.all_reduce if runtime.world_size > 1 else None) as stop:
             run = self._run = self._make_run(module, given, stop)
             try:
                 self._between_batches = True
                 checkpoint = functools.partial(self._read_checkpoint, ckpt_path, weights_only)
                 with profiled(run, self.profiler, lambda: self.log_dir):
                     prepare(run, self._callbacks, self._datamodule, checkpoint)
-                    result = run.watch(LOOP, body)(run)
+                    result: Result = run.watch(LOOP, body)(run)
                     self._finish(run)
             except Stopped as stopped:
                 self._leave(run, stopped.signal_number)
@@ -678,10 +625,7 @@ class Trainer(TrainerView):
         check_call(self._arguments, stage, module, datamodule, dataloaders, None)
         path = parts.weights_for(self, fn, model, ckpt_path)
         body = functools.partial(evaluate_and_print, testing=fn == TrainerFn.TESTING, verbose=verbose)
-        results: list[dict[str, float]] = self._call(
-            fn, module, datamodule, {stage: dataloaders}, path, weights_only, body
-        )
-        return results
+        return self._call(fn, module, datamodule, {stage: dataloaders}, path, weights_only, body)
 
     def _finish(self, run: Run) -> None:
         """End a run: on_fit_end, teardown, close loggers and loaders."""
@@ -737,13 +681,8 @@ class Trainer(TrainerView):
         self.__dict__.update(state)
         self._callbacks = WatchedList(self._callbacks, self._callbacks_changed)
 
-    def export_results(self) -> dict[str, Any]:
-        """Return the results of the run for the process that started the copies."""
-        return copies.export_results(self)
-
-    def import_results(self, results: dict[str, Any]) -> None:
-        """Restore what ``export_results`` returned in the first copy."""
-        copies.import_results(self, results)
+    export_results = parts.export_results
+    import_results = parts.import_results
 
     # -- checkpoints
 
