@@ -1,4 +1,4 @@
-"""A GAN with manual optimisation: two optimizers, gradient accumulation, and only the gradients that are needed."""
+"""A GAN with manual optimization: two optimizers, gradient accumulation, and only the gradients that are needed."""
 
 import math
 
