@@ -14,8 +14,8 @@ from hasten._lib import check
 from hasten._lib.durations import Interval, parse_interval
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
+from hasten.batching.fields import MicroBatch
 from hasten.batching.rebatch import LengthBatching, as_batching
-from hasten.batching.sample_fields import MicroBatch
 from hasten.compile.settings import CompileSettings, as_compile
 from hasten.loggers.base import DummyLogger, Logger
 from hasten.module.callback import Callback

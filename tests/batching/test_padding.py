@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.batching.token_fields import FitWidth
+from hasten.batching.fields import FitWidth
 from hasten.data import PadCollator, pad_collate
 
 IDS = [torch.tensor([5, 6, 7]), torch.tensor([8]), torch.tensor([9, 9])]

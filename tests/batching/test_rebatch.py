@@ -28,7 +28,6 @@ from hasten.data import (
     PadCollator,
     pad_collate,
     rebatch,
-    resident,
 )
 from tests.batching.sequences import LONGEST, Padded, Reader, Sequences, lengths_of
 from tests.models import quiet, same_weights
@@ -150,12 +149,12 @@ def test_fields_that_end_where_the_mask_ends_are_cut_by_position(kind: Any) -> N
     ids = torch.randint(1, 9, (8, 16)) * mask
     no_class = torch.where(masks_of(2, 3, 1, 5, 7, 12, 8, 9) != 0, 0, -100)  # Special tokens have no label.
     vectors = torch.rand(8, 16, 16) * mask[..., None] + mask[..., None]
-    fields = (ids, mask, torch.zeros_like(ids), no_class, vectors, torch.arange(8))
+    fields = (ids, mask, no_class, vectors, torch.arange(8))
     shapes = [
         [tuple(field.shape[1:]) for field in batch]
         for batch in rebatch(DataLoader(kind(*fields), 2), LengthBatching())
     ]
-    assert [(8,), (8,), (8,), (8,), (8, 16), ()] in shapes
+    assert [(8,), (8,), (8,), (8, 16), ()] in shapes
 
 
 def test_what_a_collate_function_puts_where_the_mask_was_is_no_mask() -> None:
@@ -190,20 +189,6 @@ def test_samples_that_are_padded_already_keep_fields_of_one_width() -> None:
     for collator in (PadCollator(), PadCollator(multiple_of=8)):
         for batch in rebatch(DataLoader(data, 1, collate_fn=collator), LengthBatching()):
             assert len({field.shape for field in batch.values()}) == 1
-
-
-def test_a_field_of_one_value_is_cut_only_if_it_has_it_in_all_samples() -> None:
-    mask = masks_of(*([3, 5, 7, 16] * 100))
-    kinds, rare = torch.zeros_like(mask), torch.zeros_like(mask)
-    order = mask.sum(1).argsort(stable=True)
-    rare[order[1], 1] = 1  # Not among the samples looked at first.
-    for loaded in (lambda given: given, resident):
-        for field, widths in ((kinds, {8, 16}), (rare, {16})):
-            given = loaded(DataLoader(TensorDataset(mask * 7, mask, field), 2))
-            batches = list(rebatch(given, LengthBatching()))
-            assert (
-                {batch[2].shape[1] for batch in batches} == {batch[0].shape[1] for batch in batches} == widths
-            )
 
 
 def test_which_fields_are_cut_or_padded_is_said(monkeypatch: Any) -> None:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from hasten._lib import check
-from hasten.batching.pad import IGNORED_LABEL, MASK_KEY, default_padding, is_sequence, sequence_key
+from hasten.batching.pad import (
+    IGNORED_LABEL,
+    MASK_KEY,
+    default_padding,
+    is_sequence,
+    rounded_up,
+    sequence_key,
+)
 from hasten.batching.samplers import rows_of
 from hasten.packed.document_attention import document_mask
 
@@ -37,7 +44,7 @@ def pack(
             sample has none, and the first of each document is -100, so that no loss crosses from one to the next
             (the model shifts labels against its outputs, as Hugging Face models do). False leaves labels unchanged.
         padding: what a row's end is filled with, by field; by default -100 for labels, else 0.
-        multiple_of: without ``max_length``, tokens of the row are a multiple of this.
+        multiple_of: without ``max_length``, the tokens of the row are a multiple of this.
 
     Returns:
         A dict with
@@ -78,38 +85,31 @@ def pack(
     lengths = [len(each[main]) for each in documents]
     layout, width = _layout(lengths, max_length, rows, multiple_of)
     order = [place for row in layout for place in row]
-    packed_keys = [
-        key
-        for key in documents[0]
-        if key != MASK_KEY
-        and all(
-            is_sequence(each[key]) and len(each[key]) == length
-            for each, length in zip(documents, lengths, strict=True)
-        )
-    ]
     batch: dict[str, Any] = {}
-    for key in packed_keys:
-        value = (padding or {}).get(key, default_padding(key))
-        batch[key] = _laid_out([each[key] for each in documents], layout, width, value)
+    packed_keys = []
     for key in documents[0]:
-        if key not in packed_keys and key != MASK_KEY:
-            batch[key] = torch.stack([documents[place][key] for place in order])
-    positions = [torch.arange(length) for length in lengths]
-    batch["position_ids"] = _laid_out(positions, layout, width, 0)
-    place_of = {place: number for number, place in enumerate(order)}
-    numbers = [torch.full((length,), place_of[place]) for place, length in enumerate(lengths)]
+        values = [each[key] for each in documents]
+        if key == MASK_KEY:
+            continue
+        if all(
+            is_sequence(value) and len(value) == length for value, length in zip(values, lengths, strict=True)
+        ):
+            packed_keys.append(key)
+            batch[key] = _laid_out(values, layout, width, (padding or {}).get(key, default_padding(key)))
+        else:
+            batch[key] = torch.stack([values[place] for place in order])
+    batch["position_ids"] = _laid_out([torch.arange(length) for length in lengths], layout, width, 0)
+    numbers = {place: torch.full((lengths[place],), number) for number, place in enumerate(order)}
     batch["document_ids"] = _laid_out(numbers, layout, width, -1)
     if next_token:
         _cut_labels(batch, main, packed_keys)
     starts, ends = [], [0]
-    for number, row in enumerate(layout):
-        begin = number * width
+    for number, row in enumerate(layout, 1):
         for place in row:
-            starts.append(begin)
-            begin += lengths[place]
-            ends.append(begin)
-        if begin < (number + 1) * width:
-            ends.append((number + 1) * width)
+            starts.append(ends[-1])
+            ends.append(ends[-1] + lengths[place])
+        if ends[-1] < number * width:
+            ends.append(number * width)
     batch["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32)
     batch["max_seqlen"] = max(after - before for before, after in pairwise(ends))
     batch["document_starts"] = torch.tensor(starts, dtype=torch.int64)
@@ -158,19 +158,17 @@ class PackCollator:
         multiple_of: int | None = None,
         mask: Literal["auto", "causal", "full"] | None = "auto",
     ) -> None:
-        for name, value, unit in (
-            ("max_length", max_length, "tokens"),
-            ("rows", rows, "rows"),
-            ("multiple_of", multiple_of, "tokens"),
-        ):
-            check.whole("PackCollator", name, value, at_least=1, unit=unit, allow_none=True)
-        check.one_of("PackCollator", "mask", mask, ("auto", "causal", "full"), allow_none=True)
-        self.max_length = max_length
-        self.rows = rows
+        owner = "PackCollator"
+        self.max_length = check.whole(
+            owner, "max_length", max_length, at_least=1, unit="tokens", allow_none=True
+        )
+        self.rows = check.whole(owner, "rows", rows, at_least=1, unit="rows", allow_none=True)
         self.next_token = next_token
         self.padding = padding
-        self.multiple_of = multiple_of
-        self.mask = mask
+        self.multiple_of = check.whole(
+            owner, "multiple_of", multiple_of, at_least=1, unit="tokens", allow_none=True
+        )
+        self.mask = check.one_of(owner, "mask", mask, ("auto", "causal", "full"), allow_none=True)
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
         """Return the packed batch of ``samples``."""
@@ -182,20 +180,19 @@ class PackCollator:
             padding=self.padding,
             multiple_of=self.multiple_of,
         )
-        if self.mask is not None:
-            batch[MASK_KEY] = document_mask(batch["document_ids"], causal=self._is_causal(batch))
+        if self.mask is None:
+            return batch
+        ids = batch["document_ids"]
+        is_auto = self.mask == "auto" and self.next_token
+        for key in ("label", "labels"):
+            if is_auto and key in batch and batch[key].shape[:2] != ids.shape:
+                # A classifier may be of either kind, and the wrong mask would only show in worse results.
+                raise ValueError(
+                    f"PackCollator: {key!r} has one value for each document, so the model predicts no next tokens. "
+                    "Use next_token=False, with mask='full' for a bidirectional model or 'causal' for a causal one."
+                )
+        batch[MASK_KEY] = document_mask(ids, causal=is_auto or self.mask == "causal")
         return batch
-
-    def _is_causal(self, batch: dict[str, Any]) -> bool:
-        if self.mask == "auto" and self.next_token:
-            for key in ("label", "labels"):
-                if key in batch and batch[key].shape[:2] != batch["document_ids"].shape:
-                    # A classifier may be of either kind, and the wrong mask would only show in worse results.
-                    raise ValueError(
-                        f"PackCollator: {key!r} has one value for each document, so the model predicts no next tokens. "
-                        "Use next_token=False, with mask='full' for a bidirectional model or 'causal' for a causal one."
-                    )
-        return self.mask == "causal" or (self.mask == "auto" and self.next_token)
 
 
 def _layout(
@@ -203,11 +200,16 @@ def _layout(
 ) -> tuple[list[list[int]], int]:
     """Return which samples lie in which row, in their order, and the tokens of a row."""
     if max_length is None:
-        total = max(1, sum(lengths))
-        width = total if multiple_of is None else -(-total // multiple_of) * multiple_of
-        layout = [list(range(len(lengths)))]
+        width, layout = rounded_up(max(1, sum(lengths)), multiple_of), [list(range(len(lengths)))]
     else:
-        width, layout = max_length, _in_order(lengths, max_length)
+        width, layout = max_length, []
+        left = -1
+        for place, length in enumerate(lengths):
+            if length > left:
+                layout.append([])
+                left = max_length
+            layout[-1].append(place)
+            left -= length
         best = rows_of(lengths, max_length)
         if len(best) < len(layout):
             layout = [sorted(row) for row in best]
@@ -231,20 +233,9 @@ def _tensor(key: Any, value: Any, place: int) -> Tensor:
         ) from error
 
 
-def _in_order(lengths: list[int], max_length: int) -> list[list[int]]:
-    """Return the fewest rows that keep the samples' order."""
-    rows: list[list[int]] = []
-    left = -1
-    for place, length in enumerate(lengths):
-        if length > left:
-            rows.append([])
-            left = max_length
-        rows[-1].append(place)
-        left -= length
-    return rows
-
-
-def _laid_out(documents: list[Tensor], layout: list[list[int]], width: int, value: Any) -> Tensor:
+def _laid_out(
+    documents: Sequence[Tensor] | dict[int, Tensor], layout: list[list[int]], width: int, value: Any
+) -> Tensor:
     """Return the documents in their rows, ``(rows, width, ...)``, the rest filled with ``value``."""
     first = documents[0]
     whole = first.new_full((len(layout), width, *first.shape[1:]), value)
@@ -259,10 +250,10 @@ def _cut_labels(batch: dict[str, Any], main: str, packed_keys: list[Any]) -> Non
     """Make labels in which no document's first token is predicted from the document before it."""
     if "labels" not in packed_keys and "labels" in batch:
         return  # One for each document.
-    padded = batch["document_ids"] < 0
     labels = batch.get("labels")
     if labels is None:
         if batch[main].is_floating_point() or batch[main].dim() > 2:
             return
         labels = batch[main].long()
-    batch["labels"] = labels.masked_fill(padded | (batch["position_ids"] == 0), IGNORED_LABEL)
+    # Position 0 is the first of a document, and padding.
+    batch["labels"] = labels.masked_fill(batch["position_ids"] == 0, IGNORED_LABEL)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ KNOWN_KEYS = ("input_ids", "token_type_ids", "labels")
 CANDIDATES = 1024
 # torch.nn.functional.cross_entropy ignores this label.
 IGNORED_LABEL = -100
+
+_T = TypeVar("_T")
 
 
 class PadCollator:
@@ -72,7 +74,7 @@ class PadCollator:
 
     def __init__(
         self,
-        tokenizer: Any = None,
+        tokenizer: object = None,
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         keys: Sequence[Any] | None = None,
@@ -93,7 +95,7 @@ class PadCollator:
             raise TypeError(f"PadCollator(keys={keys!r}): give a list of fields: keys=[{keys!r}].")
         check.one_of("PadCollator", "side", side, ("right", "left"))
         check_multiple_of("PadCollator", multiple_of)
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self.collate_fn = collate_fn
         self.keys = None if keys is None else tuple(keys)
         self.padding = dict(padding or {})
@@ -125,23 +127,19 @@ class PadCollator:
                     f"PadCollator: sample {place} of the batch has {list(row)} and sample 0 has {list(rows[0])}. "
                     "Give all samples of a dataset the same fields."
                 )
-        is_mapping = isinstance(samples[0], Mapping)
-        if is_mapping and self.tokenizer is not None:
+        if not isinstance(samples[0], Mapping):
+            padded = self._padded(rows)
+            return join([like(sample, row) for sample, row in zip(samples, padded, strict=True)])
+        if self.tokenizer is not None:
             rows = [{_hugging_face_name(key): value for key, value in row.items()} for row in rows]
-        rows = self._padded_rows(rows, adds_mask=is_mapping and self.mask_key is not None)
-        if is_mapping:
-            return join(rows)
-        return join([like(sample, row) for sample, row in zip(samples, rows, strict=True)])
+        if self.mask_key is not None and self.mask_key not in rows[0]:
+            main = sequence_key(rows[0], self.keys)
+            rows = [{**row, self.mask_key: torch.ones(len(row[main]), dtype=torch.int64)} for row in rows]
+        return join(self._padded(rows))
 
-    def _padded_rows(self, rows: list[dict[Any, Any]], *, adds_mask: bool) -> list[dict[Any, Any]]:
-        """Return the samples with all their sequences padded, and their mask."""
+    def _padded(self, rows: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
         main = sequence_key(rows[0], self.keys)
         lengths = [len(row[main]) for row in rows]
-        if adds_mask and self.mask_key not in rows[0]:
-            rows = [
-                {**row, self.mask_key: torch.ones(length, dtype=torch.int64)}
-                for row, length in zip(rows, lengths, strict=True)
-            ]
         is_padded = {key: self._is_padded(key, main, lengths, rows) for key in rows[0]}
         # If a field may or may not run over tokens, widening could separate it from its tokens, or spoil it.
         multiple_of = None if None in is_padded.values() else self.multiple_of
@@ -180,30 +178,24 @@ class PadCollator:
             return key in self._ragged
         if sizes != lengths or rounded_up(sizes[0], self.multiple_of) == sizes[0]:
             return False
-        known = key in KNOWN_KEYS and not _tensor(rows[0][key]).is_floating_point()
+        known = key in KNOWN_KEYS and not torch.as_tensor(rows[0][key]).is_floating_point()
         return True if known else None
 
     def _padded_by_tokenizer(
         self, rows: list[dict[Any, Any]], keys: list[Any], width: int
     ) -> dict[Any, list[Tensor]]:
-        """Return the fields that the tokenizer pads, padded; none without a tokenizer."""
         names = getattr(self.tokenizer, "model_input_names", None) or (MASK_KEY,)
         keys = [key for key in keys if key == self.mask_key or key in names]
         if self.tokenizer is None or not keys:
             return {}
         # Fast tokenizers warn once that padding while tokenising would be faster, which does not apply here.
-        warned = getattr(self.tokenizer, "deprecation_warnings", {})
-        before = warned.get("Asking-to-pad-a-fast-tokenizer", False)
-        warned["Asking-to-pad-a-fast-tokenizer"] = True
+        warned, name = getattr(self.tokenizer, "deprecation_warnings", {}), "Asking-to-pad-a-fast-tokenizer"
+        before, warned[name] = warned.get(name, False), True
+        values = {key: [torch.as_tensor(row[key]).tolist() for row in rows] for key in keys}
         try:
-            batch = self.tokenizer.pad(
-                {key: [_tensor(row[key]).tolist() for row in rows] for key in keys},
-                padding="max_length",
-                max_length=width,
-                return_tensors="pt",
-            )
+            batch = self.tokenizer.pad(values, padding="max_length", max_length=width, return_tensors="pt")
         finally:
-            warned["Asking-to-pad-a-fast-tokenizer"] = before
+            warned[name] = before
         return {key: list(batch[key]) for key in keys if key in batch}
 
     def _pad_field(
@@ -212,7 +204,7 @@ class PadCollator:
         tensors = []
         for place, row in enumerate(rows):
             try:
-                tensors.append(_tensor(row[key]))
+                tensors.append(torch.as_tensor(row[key]))
             except (TypeError, ValueError, RuntimeError) as error:
                 where = "" if key is None else f"[{key!r}]"
                 raise TypeError(
@@ -241,26 +233,24 @@ def pad_collate(samples: Sequence[Any]) -> Any:
     return PadCollator()(samples)
 
 
-def with_multiple_of(collate_fn: Any, multiple_of: int | Sequence[int] | None) -> Any:
+def with_multiple_of(collate_fn: _T, multiple_of: int | Sequence[int] | None) -> _T:
     """Return ``collate_fn`` padding to ``multiple_of`` if it has such an option that is not set, else itself."""
-    if isinstance(collate_fn, PadCollator) and collate_fn.multiple_of is None:
+    if isinstance(collate_fn, PadCollator):
+        name, is_free = "multiple_of", collate_fn.multiple_of is None
+    else:  # Of transformers.
+        name, is_free = "pad_to_multiple_of", getattr(collate_fn, "pad_to_multiple_of", 0) is None
+        pads = getattr(collate_fn, "padding", None) in (True, "longest")
+        is_free = is_free and pads and isinstance(multiple_of, int) and dataclasses.is_dataclass(collate_fn)
+    if is_free:
         collate_fn = copy.copy(collate_fn)
-        collate_fn.multiple_of = multiple_of
-    elif (
-        isinstance(multiple_of, int)
-        and dataclasses.is_dataclass(collate_fn)
-        and getattr(collate_fn, "pad_to_multiple_of", 0) is None
-        and getattr(collate_fn, "padding", None) in (True, "longest")
-    ):
-        collate_fn = copy.copy(collate_fn)
-        collate_fn.pad_to_multiple_of = multiple_of
+        setattr(collate_fn, name, multiple_of)
     return collate_fn
 
 
 # -- fields of samples
 
 
-def fields_of(sample: Any) -> dict[Any, Any] | None:
+def fields_of(sample: object) -> dict[Any, Any] | None:
     """Return a sample's fields by key or position; None if it is a sequence itself."""
     if isinstance(sample, Mapping):
         return dict(sample)
@@ -269,57 +259,58 @@ def fields_of(sample: Any) -> dict[Any, Any] | None:
     return None
 
 
-def like(sample: Any, fields: dict[Any, Any]) -> Any:
+def like(sample: _T, fields: Mapping[Any, object]) -> _T:
     """Return a tuple or list of the same type as ``sample``, named or not."""
-    values = list(fields.values())
-    return type(sample)(*values) if hasattr(sample, "_fields") else type(sample)(values)
+    kind = cast(Any, type(sample))
+    made: _T = kind(*fields.values()) if hasattr(sample, "_fields") else kind(fields.values())
+    return made
 
 
-def is_sequence(value: Any) -> bool:
+def is_sequence(value: object) -> bool:
     """Return whether a value has a length in tokens."""
     if hasattr(value, "shape"):
         return len(value.shape) > 0
     return isinstance(value, (list, tuple)) and all(isinstance(each, (int, float, bool)) for each in value)
 
 
-def sequence_key(sample: Any, keys: Sequence[Any] | None = None) -> Any:
+def sequence_key(sample: object, keys: Sequence[Hashable] | None = None) -> Any:
     """Return where the sequence of a sample is: a key, a position, or None for the sample itself."""
     fields = fields_of(sample)
     if fields is None:
         return None
-    if keys is not None:
-        for key in keys:
-            if key in fields:
-                return key
-        raise KeyError(f"a sample has {list(fields)} and none of {list(keys)}")
-    for key in (*SEQUENCE_KEYS, *fields):
-        if key in fields and is_sequence(fields[key]):
+    given = (
+        [key for key in (*SEQUENCE_KEYS, *fields) if is_sequence(fields.get(key))] if keys is None else keys
+    )
+    for key in given:
+        if key in fields:
             return key
+    if keys is not None:
+        raise KeyError(f"a sample has {list(fields)} and none of {list(keys)}")
     raise TypeError(f"a sample with {list(fields)} has no sequence: all its values are single ones")
 
 
-def default_padding(key: Any) -> int:
+def default_padding(key: object) -> int:
     """Return what a field is padded with: -100 for labels, 0 for masks, positions, token types and the rest."""
     return IGNORED_LABEL if isinstance(key, str) and key.startswith("label") else 0
 
 
-def may_be_classes(key: Any, values: Sequence[Any]) -> bool:
+def may_be_classes(key: object, values: Sequence[Any]) -> bool:
     """Return whether a field could be labels of tokens, for which 0 is a class and not padding."""
     if isinstance(key, str):
         # "decoder_input_ids", "special_tokens_mask" and the like.
         known = key in (*KNOWN_KEYS, *REBUILT_KEYS, *SEQUENCE_KEYS) or key.startswith("label")
         if known or "mask" in key or key.endswith(("input_ids", "position_ids", "token_type_ids")):
             return False
-    tensors = [_tensor(value) for value in values]
+    tensors = [torch.as_tensor(value) for value in values]
     return not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors if tensor.numel())
 
 
-def shown(*keys: Any) -> str:
+def shown(*keys: object) -> str:
     """Return fields as a message names them."""
     return ", ".join(repr(key) if isinstance(key, str) else f"field {key}" for key in keys)
 
 
-def pad_to(tensor: Tensor, width: int, value: Any, *, dim: int, side: str = "right") -> Tensor:
+def pad_to(tensor: Tensor, width: int, value: float, *, dim: int, side: str = "right") -> Tensor:
     """Return ``tensor`` with ``dim`` filled up to ``width`` with ``value``."""
     more = width - tensor.size(dim)
     if more <= 0:
@@ -357,14 +348,10 @@ def _hugging_face_name(key: Any) -> Any:
     return "labels" if key in ("label", "label_ids") else key
 
 
-def _tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.as_tensor(value)
-
-
 # -- widths: to how many tokens batches are padded; few widths keep compiled programs and CUDA graphs usable
 
 
-def check_lengths(owner: str, lengths: Any) -> Tensor:
+def check_lengths(owner: str, lengths: Sequence[int] | Tensor) -> Tensor:
     """Return the lengths of all samples as an int64 tensor."""
     allowed = "give whole numbers, the tokens of every sample, (samples,), and at least one"
     try:
@@ -413,16 +400,11 @@ def rounded_up(length: int, multiple_of: int | Sequence[int] | None) -> int:
 
 def all_rounded_up(lengths: Tensor, multiple_of: int | Sequence[int] | None) -> Tensor:
     """Return ``rounded_up`` of each length."""
-    if multiple_of is None:
-        return lengths
-    if isinstance(multiple_of, int):
-        return (lengths + multiple_of - 1).div(multiple_of, rounding_mode="floor") * multiple_of
-    widths = torch.tensor(sorted(multiple_of))
-    places = torch.searchsorted(widths, lengths)
-    return torch.where(places < len(widths), widths[places.clamp(max=len(widths) - 1)], lengths)
+    distinct, places = lengths.unique(return_inverse=True)
+    return torch.tensor([rounded_up(length, multiple_of) for length in distinct.tolist()])[places]
 
 
-def widths_for(lengths: Any, count: int = 8, *, multiple_of: int = 8) -> tuple[int, ...]:
+def widths_for(lengths: Sequence[int] | Tensor, count: int = 8, *, multiple_of: int = 8) -> tuple[int, ...]:
     """Return the few widths that leave the least padding when each sample is padded to the next of them.
 
     Args:

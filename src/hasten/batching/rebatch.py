@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, default_collate
 
 from hasten._lib import check
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
+from hasten.batching.fields import FitWidth, ragged_fields, spread, token_fields
 from hasten.batching.pad import (
     IGNORED_LABEL,
     MASK_KEY,
@@ -27,13 +29,7 @@ from hasten.batching.pad import (
 )
 from hasten.batching.sample_lengths import LengthsNotFoundError, SampleLengths, sample_lengths
 from hasten.batching.samplers import LengthBatchSampler, PlannedBatches, TokenBatchSampler
-from hasten.batching.token_fields import FitWidth, ragged_fields, spread, token_fields
-from hasten.data.loader_parts import (
-    check_dataloader,
-    is_plain_shuffle,
-    required_in_training,
-    with_attributes,
-)
+from hasten.data.loader_parts import check_dataloader, is_plain_shuffle, required_in_training, with_attributes
 from hasten.seed import isolate_rng
 
 # Without a compiler, shapes cost nothing, and 8 tokens is what tensor cores and vector units like.
@@ -81,7 +77,7 @@ class LengthBatching:
     max_tokens: int | None = None
     window: int = 50
     multiple_of: int | Sequence[int] | None = None
-    key: Any = None
+    key: Hashable = None
     reorder: Collection[Literal["train", "validate", "test"]] = ("train", "validate")
     over_tokens: Collection[Any] | None = None
 
@@ -151,95 +147,112 @@ def rebatch(
 
     """
     name = name or f"the {stage} dataloader"
-    return required_in_training(
-        lambda: _rebatched(loader, batching, stage, name, few_shapes),
-        loader,
-        stage,
-        name,
-        always=(CannotJoinError,),
-    )
+
+    def change() -> Any:
+        return _rebatched(loader, batching, stage, name, few_shapes)
+
+    return required_in_training(change, loader, stage, name, always=(CannotJoinError,))
 
 
-def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few_shapes: bool) -> Any:
+def _rebatched(
+    loader: DataLoader[Any], batching: LengthBatching, stage: str, name: str, few_shapes: bool
+) -> DataLoader[Any]:
     if isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, PlannedBatches):
         return loader
     check_dataloader(loader, "batching", name, iteration=False, numbered=True)
-    kind = type(loader.dataset).__name__
+    dataset: Any = loader.dataset
+    shown_data = f"{name} ({type(dataset).__name__})"
     if type(loader.batch_sampler) is not BatchSampler:
         raise TypeError(
             f"batching: {name} has a batch_sampler of its own, {type(loader.batch_sampler).__name__}. Give "
             "DataLoader(batch_size=..., shuffle=True) instead of it, or leave batching out."
         )
-    found = _lengths(loader, batching, name)
+    try:
+        found = sample_lengths(dataset, batching.key, name=name)
+    except LengthsNotFoundError as error:
+        raise ValueError(
+            f"batching: the lengths of {shown_data} are not found: {error}. Give the dataset an attribute `lengths` "
+            "(tokens of each sample), or name the field: batching=hasten.data.LengthBatching(key=...)."
+        ) from error
     lengths = found.lengths
+    if batching.max_tokens is not None and not found.in_tokens:
+        raise ValueError(
+            f"batching: {shown_data} gives text, whose tokens are not known yet. Use batching='length', which sorts "
+            "by characters, or tokenise in the dataset."
+        )
     if not len(lengths):
         return loader  # An empty dataset is reported later.
     if int(lengths.min()) == int(lengths.max()):
         raise ValueError(
-            f"batching: every sample of {name} ({kind}) has the length {int(lengths[0])}"
+            f"batching: every sample of {shown_data} has the length {int(lengths[0])}"
             f"{'' if found.in_tokens else ' (characters)'}, so there is nothing to gain. Leave batching out, give "
-            "padded samples an attention_mask, or name the field with their length: "
-            "batching=hasten.data.LengthBatching(key=...)."
+            "padded samples an attention_mask, or name their length: LengthBatching(key=...)."
         )
     multiple_of = batching.multiple_of
     if multiple_of is None:
         # A budget of tokens has few widths anyhow.
         few = few_shapes or batching.max_tokens is not None
         multiple_of = widths_for(lengths, FEW_WIDTHS, multiple_of=FINE) if few else FINE
-    changed: dict[str, Any] = {"collate_fn": _collate_fn(loader, batching, found, multiple_of, name)}
-    if stage in batching.reorder:
-        changed |= _batched(loader, batching, lengths, multiple_of if few_shapes else None, stage, name)
-    return with_attributes(loader, **changed)
-
-
-def _lengths(loader: DataLoader[Any], batching: LengthBatching, name: str) -> SampleLengths:
-    kind = type(loader.dataset).__name__
-    try:
-        found = sample_lengths(loader.dataset, batching.key, name=name)
-    except LengthsNotFoundError as error:
-        raise ValueError(
-            f"batching: the lengths of {name} are not found: {kind}: {error}. Give the dataset an attribute `lengths` "
-            "(tokens of each sample), or name the field: batching=hasten.data.LengthBatching(key=...)."
-        ) from error
-    if batching.max_tokens is not None and not found.in_tokens:
-        raise ValueError(
-            f"batching: {name} ({kind}) gives text, whose tokens are not known yet. Use batching='length', which sorts "
-            "by characters, or tokenise in the dataset."
-        )
-    return found
-
-
-def _collate_fn(
-    loader: DataLoader[Any],
-    batching: LengthBatching,
-    found: SampleLengths,
-    multiple_of: int | Sequence[int],
-    name: str,
-) -> FitWidth:
-    """Return the loader's collate function, or one that pads if it has none, followed by ``FitWidth``."""
-    dataset, lengths, collate_fn = loader.dataset, found.lengths, cast(Any, loader.collate_fn)
-    if collate_fn is default_collate or isinstance(collate_fn, PadCollator):
-        with isolate_rng(include_cuda=False):
-            samples = [dataset[index] for index in spread(lengths, FEW_SAMPLES)]
-        if collate_fn is default_collate and _differ_in_size(samples):
-            # torch's own cannot join them: without this, there would be no batch of more than one sample.
-            collate_fn = _padding_for(samples, found, name)
-        if isinstance(collate_fn, PadCollator):
-            collate_fn = collate_fn.decided(ragged_fields(samples))
-    collate_fn = with_multiple_of(collate_fn, multiple_of)
-    over_tokens = batching.over_tokens
+    collate_fn = with_multiple_of(_joining(loader, found, name), multiple_of)
     # Only a mask shows what may be cut; a batch without one stays as wide as the collate function makes it.
-    return FitWidth(
+    fitting = FitWidth(
         collate_fn,
         mask_key=found.mask_key,
         multiple_of=multiple_of,
         limit=int(lengths.max()) if found.in_tokens else None,
-        over_tokens=_over_tokens(loader, found, collate_fn, name) if over_tokens is None else over_tokens,
+        over_tokens=_over_tokens(loader, found, collate_fn, name)
+        if batching.over_tokens is None
+        else batching.over_tokens,
     )
+    new = with_attributes(loader, collate_fn=fitting)
+    if stage not in batching.reorder:
+        return new
+    return _reordered(new, batching, lengths, multiple_of if few_shapes else None, stage, name)
+
+
+def _joining(loader: DataLoader[Any], found: SampleLengths, name: str) -> Callable[[list[Any]], Any]:
+    """Return the loader's collate function, or one that pads if it has none."""
+    collate_fn: Any = loader.collate_fn
+    if collate_fn is not default_collate and not isinstance(collate_fn, PadCollator):
+        return collate_fn  # type: ignore[no-any-return]
+    with isolate_rng(include_cuda=False):
+        samples = [loader.dataset[index] for index in spread(found.lengths, FEW_SAMPLES)]
+    if collate_fn is default_collate:
+        # If torch cannot join them, there would be no batch of more than one sample without padding.
+        try:
+            default_collate(samples)
+        except (RuntimeError, TypeError):
+            collate_fn = _padding_for(samples, found, name)
+    return collate_fn.decided(ragged_fields(samples)) if isinstance(collate_fn, PadCollator) else collate_fn
+
+
+def _padding_for(samples: list[Any], found: SampleLengths, name: str) -> PadCollator:
+    """Return a collate function for samples of different sizes, and log how it pads them."""
+    for key, (one, other) in found.mixed.items():
+        raise CannotJoinError(
+            f"batching: {shown(key)} is a sequence in sample {one} of {name} and a single value in sample {other}. "
+            "Give every sample the same kind of value, or the loader a collate_fn that joins them."
+        )
+    ragged = ragged_fields(samples)
+    rows = [fields_of(sample) or {} for sample in samples]
+    for key in ragged - {sequence_key(samples[0]), MASK_KEY}:
+        values = [row[key] for row in rows]
+        if may_be_classes(key, values):
+            kind = torch.as_tensor(max(values, key=len)).dtype
+            raise CannotJoinError(
+                f"batching: nothing defines what pads {shown(key)} ({kind}) of {name}. If these are labels of tokens, "
+                f"use collate_fn=hasten.data.PadCollator(padding={{{key!r}: {IGNORED_LABEL}}}); if they are ids, 0."
+            )
+    padding = ", ".join(f"{shown(key)} with {default_padding(key)}" for key in rows[0] if key in ragged)
+    rank_zero_info(
+        f"batching: the samples of {name} differ in size and are padded{f': {padding}' if padding else ''}. For other "
+        "values, give the loader collate_fn=hasten.data.PadCollator(padding={...})."
+    )
+    return PadCollator()
 
 
 def _over_tokens(
-    loader: DataLoader[Any], found: SampleLengths, collate_fn: Any, name: str
+    loader: DataLoader[Any], found: SampleLengths, collate_fn: Callable[[list[Any]], Any], name: str
 ) -> Collection[Any]:
     """Return the fields off which padding may be cut, and log which they are."""
     advice = "Name the fields that run over tokens: batching=hasten.data.LengthBatching"
@@ -258,9 +271,8 @@ def _over_tokens(
             f"batching: no padding is cut off {name}: {shown(*fields.doubtful)} is as wide as the mask, and nothing "
             f"shows whether it runs over tokens. {advice}(over_tokens={named!r})."
         )
+    if fields.doubtful or not named:
         return ()
-    if not named:
-        return ()  # Nothing goes with the mask.
     if not isinstance(collate_fn, PadCollator):  # Its batches are as narrow as possible.
         rank_zero_info(
             f"batching: columns that are padding for a whole batch of {name} are cut off {shown(*fields.over_tokens)}."
@@ -268,84 +280,43 @@ def _over_tokens(
     return fields.over_tokens
 
 
-def _differ_in_size(samples: list[Any]) -> bool:
-    """Return whether samples have tensors of different sizes, which torch does not join."""
-    try:
-        default_collate(samples)
-    except (RuntimeError, TypeError):
-        return True
-    return False
-
-
-def _padding_for(samples: list[Any], found: SampleLengths, name: str) -> PadCollator:
-    """Return a collate function for samples of different sizes, and log how it pads them."""
-    for key, (one, other) in found.mixed.items():
-        raise CannotJoinError(
-            f"batching: {shown(key)} is a sequence in sample {one} of {name} and a single value in sample {other}. "
-            "Give every sample the same kind of value, or the loader a collate_fn that joins them."
-        )
-    ragged = ragged_fields(samples)
-    rows = [fields_of(sample) or {} for sample in samples]
-    for key in ragged - {sequence_key(samples[0]), MASK_KEY}:
-        values = [row[key] for row in rows]
-        if may_be_classes(key, values):
-            kind = torch.as_tensor(max(values, key=len)).dtype
-            raise CannotJoinError(
-                f"batching: the samples of {name} differ in size, and nothing defines what pads {shown(key)} ({kind}). "
-                "If these are labels of tokens, give the loader "
-                f"collate_fn=hasten.data.PadCollator(padding={{{key!r}: {IGNORED_LABEL}}}); if they are ids, 0 or "
-                "another value."
-            )
-    padding = ", ".join(f"{shown(key)} with {default_padding(key)}" for key in rows[0] if key in ragged)
-    rank_zero_info(
-        f"batching: the samples of {name} differ in size and are padded{f': {padding}' if padding else ''}. For other "
-        "values, give the loader collate_fn=hasten.data.PadCollator(padding={...})."
-    )
-    return PadCollator()
-
-
-def _batched(
+def _reordered(
     loader: DataLoader[Any],
     batching: LengthBatching,
-    lengths: torch.Tensor,
+    lengths: Tensor,
     widths: int | Sequence[int] | None,
     stage: str,
     name: str,
-) -> dict[str, Any]:
-    """Return the loader's attributes that make its batches."""
+) -> DataLoader[Any]:
+    """Return the loader with batches of samples of like length."""
     sampler, batches = loader.sampler, cast(Any, loader.batch_sampler)
     in_order = type(sampler) is SequentialSampler
     plain = in_order or is_plain_shuffle(sampler)
-    generator = getattr(sampler, "generator", None) if plain else None
-    # The loader does not keep the user's sampler, which could be taken for the order of its samples.
-    changed: dict[str, Any] = {"sampler": SequentialSampler(cast(Any, loader.dataset)) if plain else sampler}
-    if batching.max_tokens is not None:
-        longest = int(lengths.max())
-        if not plain:
-            raise ValueError(
-                f"batching: {name} has a {type(sampler).__name__}, and batches of so many tokens take every sample "
-                "once. Use batching='length', which keeps the sampler, or shuffle=True instead of it."
-            )
-        if longest > batching.max_tokens:
-            raise ValueError(
-                f"batching='tokens:{batching.max_tokens}': sample {int(lengths.argmax())} of {name} has {longest} "
-                f"tokens. Use 'tokens:{longest}' or more, or truncate."
-            )
-        planned: PlannedBatches = TokenBatchSampler(
-            lengths, batching.max_tokens, not in_order, drop_last=batches.drop_last, generator=generator
+    options: dict[str, Any] = {
+        "drop_last": batches.drop_last,
+        "generator": getattr(sampler, "generator", None) if plain else None,
+    }
+    if plain:
+        # The loader does not keep the user's sampler, which could be taken for the order of its samples.
+        loader = with_attributes(loader, sampler=SequentialSampler(cast(Any, loader.dataset)))
+    most = batching.max_tokens
+    if most is None:
+        window = batching.window
+        if in_order and stage != "train":
+            window = -(-len(lengths) // batches.batch_size)
+        options |= {"window": window, "multiple_of": widths, "sampler": None if plain else sampler}
+        by_length = LengthBatchSampler(lengths, batches.batch_size, not in_order, **options)
+        return with_attributes(loader, batch_sampler=by_length)
+    if not plain:
+        raise ValueError(
+            f"batching: {name} has a {type(sampler).__name__}, and batches of so many tokens take every sample "
+            "once. Use batching='length', which keeps the sampler, or shuffle=True instead of it."
         )
-        return {**changed, "batch_sampler": planned, "batch_size": None}
-    window = batching.window
-    if in_order and stage != "train":
-        window = -(-len(lengths) // batches.batch_size)
-    planned = LengthBatchSampler(
-        lengths,
-        batches.batch_size,
-        not in_order,
-        window=window,
-        multiple_of=widths,
-        drop_last=batches.drop_last,
-        generator=generator,
-        sampler=None if plain else sampler,
-    )
-    return {**changed, "batch_sampler": planned}
+    longest = int(lengths.max())
+    if longest > most:
+        raise ValueError(
+            f"batching='tokens:{most}': sample {int(lengths.argmax())} of {name} has {longest} tokens. Use "
+            f"'tokens:{longest}' or more, or truncate."
+        )
+    by_tokens = TokenBatchSampler(lengths, most, not in_order, **options)
+    return with_attributes(loader, batch_sampler=by_tokens, batch_size=None)

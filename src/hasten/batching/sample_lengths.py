@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,14 +32,14 @@ class SampleLengths:
     # Tokens of every sample without padding, int64 (samples,).
     lengths: Tensor
     # The key or position of the mask in a sample.
-    mask_key: Any = MASK_KEY
+    mask_key: Hashable = MASK_KEY
     # False for characters of a text, say, that has not been tokenised.
     in_tokens: bool = True
     # Fields that are a sequence in some samples and a single value in others, with a sample of each kind.
     mixed: Mapping[Any, tuple[int, int]] = field(default_factory=dict)
 
 
-def sample_lengths(dataset: Any, key: Any = None, *, name: str = "the dataset") -> SampleLengths:
+def sample_lengths(dataset: object, key: Hashable = None, *, name: str = "the dataset") -> SampleLengths:
     """Return the length of every sample of a map-style dataset.
 
     Looked for in this order: the result of an earlier call; an attribute ``lengths`` of the dataset; tensors of a
@@ -56,33 +56,33 @@ def sample_lengths(dataset: Any, key: Any = None, *, name: str = "the dataset") 
         tensor([3, 1])
 
     """
-    dataset = users_dataset(dataset)
-    if isinstance(dataset, Subset):
-        found = sample_lengths(dataset.dataset, key, name=name)
-        chosen = torch.as_tensor(dataset.indices, dtype=torch.int64)
+    data: Any = users_dataset(dataset)
+    if isinstance(data, Subset):
+        found = sample_lengths(data.dataset, key, name=name)
+        chosen = torch.as_tensor(data.indices, dtype=torch.int64)
         return SampleLengths(found.lengths[chosen], found.mask_key, found.in_tokens)
-    if isinstance(dataset, ConcatDataset):
-        parts = [sample_lengths(each, key, name=name) for each in dataset.datasets]
+    if isinstance(data, ConcatDataset):
+        parts = [sample_lengths(each, key, name=name) for each in data.datasets]
         lengths = torch.cat([part.lengths for part in parts])
         return SampleLengths(lengths, parts[0].mask_key, all(part.in_tokens for part in parts))
     try:
-        known = _KNOWN.setdefault(dataset, {})
+        known = _KNOWN.setdefault(data, {})
     except TypeError:  # No hash, or no weak references: a list, say.
         known = {}
-    if key not in known or len(known[key].lengths) != len(dataset):
+    if key not in known or len(known[key].lengths) != len(data):
         known[key] = (
-            (_in_attribute(dataset) if key is None else None)
-            or _in_tensors(dataset, key)
-            or _in_columns(dataset, key)
-            or _in_samples(dataset, key, name)
+            (_in_attribute(data) if key is None else None)
+            or _in_tensors(data, key)
+            or _in_columns(data, key)
+            or _in_samples(data, key, name)
         )
     return known[key]
 
 
 def _in_attribute(dataset: Any) -> SampleLengths | None:
     """Look for an attribute ``lengths`` with a number for each sample."""
-    values = getattr(dataset, "lengths", None)
-    if values is None or callable(values) or not hasattr(values, "__len__") or len(values) != len(dataset):
+    values: Any = getattr(dataset, "lengths", None)
+    if callable(values) or not hasattr(values, "__len__") or len(values) != len(dataset):
         return None
     try:
         lengths = torch.as_tensor(values)
@@ -133,7 +133,7 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
     lengths: list[int] = []
     in_tokens = True
     # Fields that were masks in all samples so far, and the length of each mask.
-    masks: dict[Any, list[int]] | None = None
+    masks: dict[Any, list[int]] = {}
     # For each field, a sample in which it is a sequence (True) or a single value (False).
     kinds: dict[Any, dict[bool, int]] = {}
     with isolate_rng(include_cuda=False):
@@ -146,7 +146,7 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
             lengths.append(length)
             in_tokens = in_tokens and is_tokens
             fields = fields_of(sample) or {}
-            if masks is None:
+            if not index:
                 masks = {place: [] for place in (fields if key is None else [key])}
             for place in list(masks):
                 extent = _mask_extent(place, fields.get(place))
@@ -163,47 +163,40 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
             "`lengths` of the dataset, with a number for each sample, avoids it."
         )
     mixed = {place: (seen[True], seen[False]) for place, seen in kinds.items() if len(seen) > 1}
-    masks = masks or {}
-    place = next((place for place in (key, MASK_KEY) if place in masks), None)
-    if place is None and key is None and len(set(lengths)) == 1:
+    found = [place for place in (key, MASK_KEY) if place in masks]
+    if not found and key is None and len(set(lengths)) == 1:
         # A sample's own ones and zeros may be its content: only samples of one size need a mask.
-        found = [place for place in masks if isinstance(place, int) or "mask" in str(place)]
-        place = min(found, key=str, default=None)
-    if place is not None:
-        return SampleLengths(torch.tensor(masks[place], dtype=torch.int64), mask_key=place, mixed=mixed)
-    return SampleLengths(
-        torch.tensor(lengths, dtype=torch.int64), mask_key=MASK_KEY, in_tokens=in_tokens, mixed=mixed
-    )
+        found = sorted((each for each in masks if isinstance(each, int) or "mask" in str(each)), key=str)
+    if found:
+        return SampleLengths(torch.tensor(masks[found[0]]), mask_key=found[0], mixed=mixed)
+    return SampleLengths(torch.tensor(lengths, dtype=torch.int64), in_tokens=in_tokens, mixed=mixed)
 
 
 def _length(sample: Any, key: Any) -> tuple[int, bool]:
     """Return the length of a sample, and whether it is in tokens."""
-    if isinstance(sample, str):
-        return len(sample), False
     fields = fields_of(sample)
     if fields is None:
-        if not is_sequence(sample):
-            raise TypeError(f"it is a single {type(sample).__name__}")
-        return len(sample), True
-    if key is None:
-        try:
-            key = sequence_key(sample)
-        except TypeError:
-            text = next((value for value in fields.values() if isinstance(value, str)), None)
-            if text is None:
-                raise
-            return len(text), False
-    if key not in fields:
-        raise KeyError(f"it has {list(fields)} and no {key!r}")
-    value = fields[key]
+        value = sample
+    else:
+        if key is None:
+            text = next((each for each in fields.values() if isinstance(each, str)), None)
+            try:
+                key = sequence_key(sample)
+            except TypeError:
+                if text is None:
+                    raise
+                return len(text), False
+        if key not in fields:
+            raise KeyError(f"it has {list(fields)} and no {key!r}")
+        value = fields[key]
     if isinstance(value, str):
         return len(value), False
     if is_sequence(value):
         return len(value), True
     number = value.item() if hasattr(value, "item") else value
-    if isinstance(number, int) and not isinstance(number, bool):
+    if fields is not None and isinstance(number, int) and not isinstance(number, bool):
         return number, True  # A field that is the length itself.
-    raise TypeError(f"its {key!r} is a single {type(value).__name__}")
+    raise TypeError(f"{'it' if fields is None else f'its {key!r}'} is a single {type(value).__name__}")
 
 
 def _mask_extent(place: Any, value: Any) -> int | None:

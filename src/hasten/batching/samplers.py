@@ -6,9 +6,9 @@ import copy
 import os
 from abc import abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from hasten._lib import check
 from hasten.batching.pad import all_rounded_up, check_lengths, check_multiple_of, widths_for
-from hasten.data.samplers import SharedSeed
+from hasten.data.samplers import SharedSeed, drawn_generator
 
 # Samples of a packed row take one another's place if their lengths, rounded up to this share of the mean, are equal.
 GRAIN = 32
@@ -36,7 +36,7 @@ class PlannedBatches(Sampler[list[int]]):
 
     def __init__(
         self,
-        lengths: Any,
+        lengths: Sequence[int] | Tensor,
         shuffle: bool,
         drop_last: bool,
         seed: int | None,
@@ -48,20 +48,14 @@ class PlannedBatches(Sampler[list[int]]):
         owner = type(self).__name__
         self.lengths = check_lengths(owner, lengths)
         if num_replicas is not None and rank is not None:
-            if not 0 <= rank < num_replicas:
-                raise ValueError(
-                    f"{owner}(rank={rank}): use 0 to {num_replicas - 1} with num_replicas={num_replicas}."
-                )
+            check.whole(owner, "rank", rank, at_least=0, at_most=num_replicas - 1)
             self.num_replicas, self.rank = num_replicas, rank
         elif (num_replicas is None) != (rank is None):
             raise ValueError(f"{owner}(num_replicas={num_replicas!r}, rank={rank!r}): give both or neither.")
         if seed is not None and generator is not None:
             raise ValueError(f"{owner}: seed and generator both define how to shuffle. Give one of them.")
-        self.shuffle = shuffle
-        self.seed = seed
-        self.generator = generator
-        self.drop_last = drop_last
-        self.repeat = repeat
+        self.shuffle, self.drop_last, self.repeat = shuffle, drop_last, repeat
+        self.seed, self.generator = seed, generator
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -72,7 +66,8 @@ class PlannedBatches(Sampler[list[int]]):
         """Return a copy that gives one process's part."""
         new = copy.copy(self)
         new.num_replicas, new.rank, new.repeat = num_replicas, rank, repeat
-        new.seed = seed if self.seed is None and self.generator is None else self.seed
+        if self.seed is None and self.generator is None:
+            new.seed = seed
         return new
 
     def unshuffled(self) -> Self:
@@ -112,8 +107,7 @@ class PlannedBatches(Sampler[list[int]]):
             return self.generator
         if self.seed is not None or self._replicas > 1:
             return torch.Generator().manual_seed(self._seed() + self.epoch)
-        # As RandomSampler does: one draw to seed a new generator.
-        return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        return drawn_generator()
 
     def _number_of_batches(self, items: int, size: int, full: int = 0) -> int:
         """Return in how many batches of ``size`` for each process ``items`` come, besides ``full`` others."""
@@ -142,7 +136,6 @@ class PlannedBatches(Sampler[list[int]]):
         """Return this process's part of each group, the groups in random order; none is empty.
 
         A group has the samples of all processes for one step. Every ``replicas``-th of them has about the same length.
-
         """
         replicas = self._replicas
         if generator is not None:
@@ -198,7 +191,7 @@ class LengthBatchSampler(PlannedBatches):
 
     def __init__(
         self,
-        lengths: Any,
+        lengths: Sequence[int] | Tensor,
         batch_size: int,
         shuffle: bool = True,
         *,
@@ -207,7 +200,7 @@ class LengthBatchSampler(PlannedBatches):
         drop_last: bool = False,
         seed: int | None = None,
         generator: torch.Generator | None = None,
-        sampler: Any = None,
+        sampler: Iterable[int] | None = None,
         num_replicas: int | None = None,
         rank: int | None = None,
         repeat: bool = True,
@@ -226,21 +219,19 @@ class LengthBatchSampler(PlannedBatches):
         self._keys = all_rounded_up(self.lengths, multiple_of)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw another order in another epoch, if ``seed`` or several processes make it depend on that."""
         super().set_epoch(epoch)
-        if hasattr(self.sampler, "set_epoch"):
+        if self.sampler is not None and hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
     def unshuffled(self) -> LengthBatchSampler:
-        """Return a copy that gives the same batches every epoch."""
         new = super().unshuffled()
         if isinstance(self.sampler, RandomSampler):
             new.sampler = SequentialSampler(self.sampler.data_source)
         return new
 
     def __len__(self) -> int:
-        samples = len(self.lengths) if self.sampler is None else len(self.sampler)
-        return self._number_of_batches(samples, self.batch_size)
+        order = cast("Sequence[int] | Tensor", self.lengths if self.sampler is None else self.sampler)
+        return self._number_of_batches(len(order), self.batch_size)
 
     def _plan(self, generator: torch.Generator | None) -> list[Tensor]:
         order = self._order(generator)
@@ -282,12 +273,7 @@ class TokenBatchSampler(PlannedBatches):
         shapes: widths at most.
         multiple_of: the widths are multiples of it, in tokens.
         max_batch_size: samples of a batch at most; None for what fits.
-        drop_last: leave out the last batch if it is not full.
-        seed: see :class:`LengthBatchSampler`.
-        generator: see :class:`LengthBatchSampler`.
-        num_replicas: the number of processes that share the data. The Trainer and Fabric set it themselves.
-        rank: which of them this is, from 0.
-        repeat: see :class:`LengthBatchSampler`.
+        drop_last: leave out the last batch if it is not full. This and all else as in :class:`LengthBatchSampler`.
 
     Raises:
         TypeError: the lengths are not whole numbers.
@@ -307,7 +293,7 @@ class TokenBatchSampler(PlannedBatches):
 
     def __init__(
         self,
-        lengths: Any,
+        lengths: Sequence[int] | Tensor,
         max_tokens: int,
         shuffle: bool = True,
         *,
@@ -371,12 +357,7 @@ class PackedBatchSampler(PlannedBatches):
         max_length: tokens of a row; no sample is longer.
         rows: rows of a batch.
         shuffle: another order each epoch.
-        drop_last: leave out the last batch if it has fewer rows.
-        seed: see :class:`LengthBatchSampler`.
-        generator: see :class:`LengthBatchSampler`.
-        num_replicas: the number of processes that share the data. The Trainer and Fabric set it themselves.
-        rank: which of them this is, from 0.
-        repeat: see :class:`LengthBatchSampler`.
+        drop_last: leave out the last batch if it has fewer rows. This and all else as in :class:`LengthBatchSampler`.
 
     Raises:
         TypeError: the lengths are not whole numbers.
@@ -392,7 +373,7 @@ class PackedBatchSampler(PlannedBatches):
 
     def __init__(
         self,
-        lengths: Any,
+        lengths: Sequence[int] | Tensor,
         max_length: int,
         rows: int = 1,
         shuffle: bool = True,
@@ -426,10 +407,9 @@ class PackedBatchSampler(PlannedBatches):
         batches = []
         for begin in range(0, len(rows), group):
             step = rows[begin : begin + group]
-            if len(step) == group or not self.drop_last:
-                part = self._part_of(step)
-                if part:
-                    batches.append(torch.tensor([place for row in part for place in row]))
+            part = self._part_of(step) if len(step) == group or not self.drop_last else []
+            if part:
+                batches.append(torch.tensor([place for row in part for place in row]))
         return batches
 
     def _drawn_places(self, generator: torch.Generator) -> list[int]:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from hasten._lib.lazy import attach
 
 if TYPE_CHECKING:
+    from hasten.batching.fields import MicroBatch as MicroBatch
     from hasten.batching.packing import PackCollator as PackCollator
     from hasten.batching.packing import pack as pack
     from hasten.batching.pad import PadCollator as PadCollator
     from hasten.batching.pad import pad_collate as pad_collate
     from hasten.batching.rebatch import LengthBatching as LengthBatching
     from hasten.batching.rebatch import rebatch as rebatch
-    from hasten.batching.sample_fields import MicroBatch as MicroBatch
     from hasten.batching.samplers import LengthBatchSampler as LengthBatchSampler
     from hasten.batching.samplers import PackedBatchSampler as PackedBatchSampler
     from hasten.batching.samplers import TokenBatchSampler as TokenBatchSampler
@@ -37,7 +37,7 @@ __getattr__, __dir__, __all__ = attach(
         "hasten.batching.packing": ("PackCollator", "pack"),
         "hasten.batching.pad": ("PadCollator", "pad_collate"),
         "hasten.batching.rebatch": ("LengthBatching", "rebatch"),
-        "hasten.batching.sample_fields": ("MicroBatch",),
+        "hasten.batching.fields": ("MicroBatch",),
         "hasten.batching.samplers": ("LengthBatchSampler", "PackedBatchSampler", "TokenBatchSampler"),
         "hasten.data.combined": ("CombinedLoader",),
         "hasten.data.memory.resident": ("ResidentLoader", "resident"),

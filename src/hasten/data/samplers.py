@@ -109,3 +109,8 @@ class SharedSeed:
             self._state = collect_rng_state(cuda=False)
         finally:
             restore_rng_state(outside)
+
+
+def drawn_generator() -> torch.Generator:
+    """Return a new generator, seeded by one draw from torch's as ``RandomSampler`` does."""
+    return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))

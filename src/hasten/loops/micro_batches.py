@@ -17,7 +17,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import free_cached_memory, is_out_of_memory
 from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info, warn_once
 from hasten._lib.split import Fields, join, measure, split
-from hasten.batching.sample_fields import fields_of
+from hasten.batching.fields import sample_fields
 from hasten.data.loader_parts import with_attributes
 from hasten.hooks import overrides
 from hasten.logged_value import LoggedValue, extreme
@@ -555,7 +555,7 @@ class MemoryPlan:
         loaders = source.streams()
         known = self._fields
         if known is None or [id(loader) for loader in known[0]] != [id(loader) for loader in loaders]:
-            known = self._fields = loaders, fields_of(source.loaders[0], changed_later=changed_later)
+            known = self._fields = loaders, sample_fields(source.loaders[0], changed_later=changed_later)
         return known[1]
 
     @property

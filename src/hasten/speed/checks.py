@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hasten._lib.split import measure, split
-from hasten.batching.token_fields import named_time_dims
+from hasten.batching.fields import named_time_dims
 from hasten.seed import isolate_rng
 from hasten.speed.inspect_run import mask_of
 from hasten.speed.safety import Safety

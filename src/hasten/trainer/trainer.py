@@ -17,8 +17,8 @@ from hasten._lib.errors import shorten
 from hasten._lib.observers import WatchedList
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import check_arguments
+from hasten.batching.fields import MicroBatch
 from hasten.batching.rebatch import LengthBatching
-from hasten.batching.sample_fields import MicroBatch
 from hasten.checkpoint.entries import check_entries, from_lightning
 from hasten.hooks import Hooks, nothing, overrides
 from hasten.logged_values import LoggedValues

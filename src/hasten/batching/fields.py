@@ -1,4 +1,4 @@
-"""Which fields of batches run over tokens, decided once from the data; and padding cut off them.
+"""Which fields of a loader's batches run over tokens and which over samples, decided once from the data.
 
 One batch cannot show it: six features beside texts that happen to have six tokens look like a sequence.
 """
@@ -6,15 +6,16 @@ One batch cannot show it: six features beside texts that happen to have six toke
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from hasten._lib.rank_zero import warn_once
+from hasten._lib.split import STACKED, Fields, compare, joined
 from hasten.batching.pad import (
     IGNORED_LABEL,
     KNOWN_KEYS,
@@ -29,17 +30,17 @@ from hasten.batching.pad import (
     pad_to,
     rounded_up,
 )
-from hasten.data.memory.resident import gives_batches
+from hasten.data.loader_parts import is_iterable, overrides_iter
+from hasten.data.memory.dataset_parts import preserve
+from hasten.data.memory.resident import HeldDataset
 from hasten.seed import isolate_rng
 
 # Fields of these names are (batch, time, ...); "input_features" may have its time elsewhere.
 SURE_KEYS = ("input_ids", "tokens", "token_ids", "ids", "input_values", "inputs_embeds")
-# Samples that are looked at: enough for independent values never to follow a mask by chance.
-SAMPLES = 256
-# Samples of a batch that is made only to look at its fields.
-BATCH_SIZE = 32
-# Rows of whole tensors that are compared at once, so that no copy of a large dataset is made.
-ROWS = 4096
+# Samples that are looked at, enough for independent values never to follow a mask by chance; and those of one batch.
+SAMPLES, BATCH_SIZE = 256, 32
+# Samples that are joined to see which fields run over samples; even numbers, for functions that make pairs.
+MANY, FEW = 4, 2
 
 
 class TokenFields(NamedTuple):
@@ -54,7 +55,9 @@ class TokenFields(NamedTuple):
     doubtful: tuple[Any, ...] = ()
 
 
-def token_fields(loader: DataLoader[Any], lengths: Tensor, collate_fn: Any, mask_key: Any) -> TokenFields:
+def token_fields(
+    loader: DataLoader[Any], lengths: Tensor, collate_fn: Callable[[list[Any]], Any], mask_key: Hashable
+) -> TokenFields:
     """Return which fields of the batches that ``collate_fn`` makes run over tokens.
 
     A field does so if its name says so; if it is as wide as the mask in batches of several widths; or if, like
@@ -63,28 +66,33 @@ def token_fields(loader: DataLoader[Any], lengths: Tensor, collate_fn: Any, mask
     Example::
 
         >>> mask = torch.ones(4, 5).tril(1).long()
-        >>> loader = DataLoader(TensorDataset(mask * 7, mask, torch.rand(4, 5)), 2)
+        >>> loader = DataLoader(torch.utils.data.TensorDataset(mask * 7, mask, torch.rand(4, 5)), 2)
         >>> token_fields(loader, mask.sum(1), default_collate, 1)
         TokenFields(over_tokens=(0, 1), doubtful=(2,))
 
     """
-    seen, size = _Seen(mask_key), min(loader.batch_size or 1, BATCH_SIZE)
-    order = lengths.argsort(stable=True)
+    found: dict[Any, _Evidence] = {}
+    widths: set[int] = set()
+
+    def look_at(batches: Iterable[Any]) -> None:
+        for batch in batches:
+            fields = fields_of(batch) or {}
+            mask = mask_in(fields, mask_key)
+            if mask is not None:
+                widths.add(mask.size(1))
+                for key, value in fields.items():
+                    found.setdefault(key, _Evidence()).add(key, value, mask, is_mask=key == mask_key)
+
+    size, order = min(loader.batch_size or 1, BATCH_SIZE), lengths.argsort(stable=True)
     # The longest and the shortest show which fields are as wide as the mask; mostly their names decide the rest.
-    seen.add(_batches(loader, collate_fn, [order[-size:].tolist(), order[:size].tolist()]))
-    if seen.candidates:
+    look_at(_batches(loader, collate_fn, [order[-size:].tolist(), order[:size].tolist()]))
+    if any(each.is_open for each in found.values()):
         chosen = spread(lengths, SAMPLES)
-        seen.add(_batches(loader, collate_fn, [chosen[at : at + size] for at in range(0, len(chosen), size)]))
-        seen.has_all = len(chosen) == len(lengths)
-    if not seen.has_all and any(len(each.values) == 1 for each in seen.candidates.values()):
-        # One value in these samples; whether in all is checked where that is cheap.
-        everything = _everything(loader.dataset, collate_fn)
-        seen.has_all = everything is not None
-        seen.add(everything or ())
-    over_tokens = {key for key, each in seen.candidates.items() if seen.runs_over_tokens(each)} | seen.named
+        look_at(_batches(loader, collate_fn, [chosen[at : at + size] for at in range(0, len(chosen), size)]))
+    sure = [each.is_open and (len(widths) > 1 or each.ends_with_the_mask()) for each in found.values()]
     return TokenFields(
-        tuple(key for key in seen.order if key in over_tokens),
-        tuple(key for key in seen.candidates if key not in over_tokens),
+        tuple(key for (key, each), yes in zip(found.items(), sure, strict=True) if yes or each.is_named),
+        tuple(key for (key, each), yes in zip(found.items(), sure, strict=True) if each.is_open and not yes),
     )
 
 
@@ -106,7 +114,7 @@ def ragged_fields(samples: Sequence[Any]) -> frozenset[Any]:
     )
 
 
-def named_time_dims(key: Any, value: Any, mask: Tensor) -> tuple[int, ...]:
+def named_time_dims(key: Hashable, value: Tensor, mask: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a field that run over the mask's columns according to its name."""
     if not isinstance(key, str):
         return ()
@@ -118,7 +126,7 @@ def named_time_dims(key: Any, value: Any, mask: Tensor) -> tuple[int, ...]:
     return dims if is_sure or (key in KNOWN_KEYS and not value.is_floating_point()) else ()
 
 
-def time_dims(value: Any, mask: Tensor) -> tuple[int, ...]:
+def time_dims(value: object, mask: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a field that are as wide as the mask; masks of pairs of tokens have two."""
     rows, time = mask.shape
     if not isinstance(value, Tensor) or value.dim() < 2 or value.size(0) != rows:
@@ -142,98 +150,43 @@ def _batches(loader: DataLoader[Any], collate_fn: Any, parts: list[list[int]]) -
         )
 
 
-def _everything(dataset: Any, collate_fn: Any) -> Iterator[Any] | None:
-    """Return all samples as joined rows if they are in memory as whole tensors, else None."""
-    starts = range(0, len(dataset), ROWS)
-    if type(dataset) is TensorDataset and collate_fn is default_collate:
-        return ([tensor[start : start + ROWS] for tensor in dataset.tensors] for start in starts)
-    if gives_batches(dataset):
-        return (dataset.__getitems__(list(range(start, min(start + ROWS, len(dataset))))) for start in starts)
-    return None
-
-
 @dataclass
-class _Candidate:
-    """What batches have shown of a field that is as wide as the mask."""
+class _Evidence:
+    """What batches have shown of one field."""
 
-    ends: set[int] = field(default_factory=set)  # Columns between the end of its values and that of the mask.
+    is_named: bool = False  # Its name says that it runs over tokens.
+    is_other: bool = False  # It is not as wide as the mask in some batch.
     mask_ends: set[int] = field(default_factory=set)
+    gaps: set[int] = field(default_factory=set)  # Columns between the end of its values and that of the mask.
     behind: set[float] = field(default_factory=set)  # Values behind the mask.
-    values: set[float] = field(default_factory=set)  # Two at most: whether it is one value throughout.
 
-    def add(self, value: Tensor, mask: Tensor) -> None:
-        flat = value.detach().flatten(2) if value.dim() > 2 else value.detach()[..., None]
-        if not flat.numel() or flat.is_complex():
-            return
-        if len(self.values) < 2:
-            self.values |= _range(flat)
+    @property
+    def is_open(self) -> bool:
+        return not (self.is_named or self.is_other)
+
+    def add(self, key: Hashable, value: Any, mask: Tensor, *, is_mask: bool) -> None:
+        dims = time_dims(value, mask)
+        self.is_named |= is_mask or bool(named_time_dims(key, value, mask))
+        self.is_other |= not dims
         ends = extents(mask)
         short = ends < mask.size(1)
-        if not bool(short.any()):
+        if not self.is_open or value.is_complex() or not value.numel() or not bool(short.any()):
             return
-        flat, ends = flat[short], ends[short]
-        behind = flat[torch.arange(mask.size(1), device=mask.device) >= ends[:, None]]
-        self.behind |= _range(behind)
+        ends, values = ends[short], value.detach().movedim(dims[-1], 1)[short].unsqueeze(2).flatten(2)
+        behind = values[torch.arange(mask.size(1), device=mask.device) >= ends[:, None]]
+        self.behind |= set(torch.stack([behind.min(), behind.max()]).double().tolist())
         if len(self.behind) == 1:
-            used = (flat != behind.flatten()[0]).any(2)
-            self.ends |= set((ends - extents(used)).tolist())
+            used = (values != behind.flatten()[0]).any(2)
+            self.gaps |= set((ends - extents(used)).tolist())
             self.mask_ends |= set(ends.tolist())
 
-
-def _range(values: Tensor) -> set[float]:
-    return set(torch.stack([values.min(), values.max()]).double().tolist())
-
-
-class _Seen:
-    """What batches have shown of all their fields."""
-
-    def __init__(self, mask_key: Any) -> None:
-        self.mask_key = mask_key
-        self.has_all = False
-        self.widths: set[int] = set()
-        self.named: set[Any] = set()
-        self.order: dict[Any, None] = {}
-        self.candidates: dict[Any, _Candidate] = {}
-        self._ruled_out: set[Any] = set()
-
-    def add(self, batches: Iterable[Any]) -> None:
-        for batch in batches:
-            fields = fields_of_batch(batch)
-            mask = mask_in(fields, self.mask_key)
-            if mask is None:
-                continue
-            self.widths.add(mask.size(1))
-            self.order |= dict.fromkeys(fields)
-            for key, value in fields.items():
-                dims = time_dims(value, mask)
-                if key == self.mask_key or named_time_dims(key, value, mask):
-                    self.named.add(key)
-                elif not dims:
-                    self._ruled_out.add(key)
-                    self.candidates.pop(key, None)
-                elif key not in self._ruled_out:
-                    self.candidates.setdefault(key, _Candidate()).add(value.movedim(dims[-1], 1), mask)
-
-    def runs_over_tokens(self, candidate: _Candidate) -> bool:
-        """Return whether a field runs over tokens beyond doubt."""
-        if len(self.widths) > 1 or (self.has_all and len(candidate.values) == 1):
-            return True  # As wide as the mask at several widths; or one value in all samples, as token types are.
-        if len(candidate.behind) != 1:
-            return False
-        # Labels that no loss counts: other fields have no such value.
-        return candidate.behind == {IGNORED_LABEL} or (
-            len(candidate.ends) == 1 and len(candidate.mask_ends) > 1
-        )
+    def ends_with_the_mask(self) -> bool:
+        # Labels that no loss counts end where they like: other fields have no such value.
+        is_aligned = len(self.gaps) == 1 and len(self.mask_ends) > 1
+        return len(self.behind) == 1 and (self.behind == {IGNORED_LABEL} or is_aligned)
 
 
-def fields_of_batch(batch: Any) -> dict[Any, Any]:
-    """Return a batch's fields by key or position; none if it is something else."""
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    return dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {}
-
-
-def mask_in(fields: dict[Any, Any], key: Any) -> Tensor | None:
+def mask_in(fields: Mapping[Any, object], key: Hashable) -> Tensor | None:
     """Return the mask ``(batch, time)`` of a batch; None if it has none."""
     mask = fields.get(key)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not mask.numel():
@@ -264,7 +217,7 @@ class FitWidth:
         self,
         collate_fn: Callable[[list[Any]], Any],
         *,
-        mask_key: Any = MASK_KEY,
+        mask_key: Hashable = MASK_KEY,
         multiple_of: int | Sequence[int] | None = None,
         limit: int | None = None,
         over_tokens: Collection[Any] | None = None,
@@ -278,7 +231,7 @@ class FitWidth:
     def __call__(self, samples: list[Any]) -> Any:
         """Return the batch that ``collate_fn`` makes, fitted."""
         batch = self.collate_fn(samples)
-        fields = fields_of_batch(batch)
+        fields = fields_of(batch) or {}
         mask = mask_in(fields, self.mask_key)
         if mask is None or (self.over_tokens is not None and not self.over_tokens):
             return batch
@@ -301,8 +254,7 @@ class FitWidth:
         if not isinstance(batch, Mapping):
             return like(batch, {**fields, **changed})
         new: Any = copy.copy(batch)
-        for key, value in changed.items():
-            new[key] = value
+        new.update(changed)
         return new
 
     def _dims(self, key: Any, value: Any, mask: Tensor) -> tuple[int, ...]:
@@ -338,12 +290,88 @@ class FitWidth:
     def _fill_of(self, key: Any, value: Tensor, dims: tuple[int, ...], mask: Tensor) -> Any:
         """Return what a field is filled up with: its padding, or a known value; None if there is none."""
         if len(dims) > 1:
-            return (
-                None  # Which tokens see each other cannot be made up: a row in which none is seen gives NaN.
-            )
+            # Which tokens see each other cannot be made up: a row in which none is seen gives NaN.
+            return None
         if key == self.mask_key or key in REBUILT_KEYS:
             return 0
         padded = value[mask == 0]
         if padded.numel() and bool((padded == padded.flatten()[0]).all()):
             return padded.flatten()[0].item()
         return default_padding(key) if key in KNOWN_KEYS else None
+
+
+# -- fields that run over samples
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """How a batch is split into parts, for ``Trainer(micro_batch=...)`` if the data does not show it.
+
+    Args:
+        samples: samples computed at once: a number, or "auto".
+        shared: the fields of a batch that belong to all samples and go to each part as a whole: keys, names of
+            attributes, or positions. All others run over samples if their first dimension is that long.
+
+    Example::
+
+        >>> import hasten as L
+        >>> trainer = L.Trainer(micro_batch=MicroBatch("auto", shared=("class_weights",)))
+
+    """
+
+    samples: int | Literal["auto"]
+    shared: Collection[Any] = ()
+
+
+def sample_fields(loaders: object, *, changed_later: bool = False) -> Fields | None:
+    """Return which fields run over samples in the batches of a loader, or of several read as one; None if unknown.
+
+    torch's ``default_collate`` stacks samples, so all of its tensors do. With another ``collate_fn``, or if batches
+    are ``changed_later``, four samples are joined, and two: what runs over samples has four rows and two. The dataset,
+    the function and the random generators are restored afterwards.
+
+    Example::
+
+        >>> data = [torch.zeros(3)] * 8
+        >>> def join(samples):
+        ...     return {"x": torch.stack(samples), "weight_of_class": torch.ones(8)}
+        >>> fields = sample_fields(DataLoader(data, batch_size=8, collate_fn=join))
+        >>> sorted(fields.over), sorted(fields.shared)
+        (["['x']"], ["['weight_of_class']"])
+
+    """
+    if isinstance(loaders, (Mapping, list, tuple)):
+        inside = []
+        for key, loader in loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders):
+            fields = sample_fields(loader, changed_later=True)
+            if fields is None:
+                return None
+            inside.append(fields.inside(f"[{key!r}]"))
+        return joined(inside)
+    loader = loaders
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None or overrides_iter(loader):
+        return None  # What a loader with its own iteration yields need not be what it joins.
+    dataset: Any = loader.dataset
+    collate: Any = loader.collate_fn
+    if collate is default_collate and not isinstance(dataset, HeldDataset) and not changed_later:
+        return STACKED
+    if is_iterable(loader):
+        return None
+    try:
+        with isolate_rng(), preserve(dataset, collate, containers=True):
+            chosen = getattr(getattr(loader.batch_sampler, "sampler", None), "indices", None)
+            numbers = list(range(min(MANY, len(dataset))) if chosen is None else chosen[:MANY])
+            few = min(FEW, len(numbers) // 2)
+            if not few:
+                return None
+            many, fewer = (collate(_samples(dataset, numbers[:count])) for count in (len(numbers), few))
+    except Exception:
+        # A function that needs as many samples as a batch has, or a dataset that is read in its own order.
+        return None
+    return compare(many, fewer, len(numbers), few)
+
+
+def _samples(dataset: Any, numbers: list[Any]) -> Any:
+    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
+        return dataset.__getitems__(numbers)
+    return [dataset[number] for number in numbers]

@@ -1,0 +1,130 @@
+"""Attention over packed documents: the results of masked attention, on every kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hasten.data import document_block_mask, document_mask, packed_attention
+
+LENGTHS = [3, 5, 5, 1, 0, 7]
+
+
+def cu_seqlens(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def projections(tokens: int, key_heads: int = 4) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(tokens, heads, 8, requires_grad=True) for heads in (4, key_heads, key_heads)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_packed_attention_and_its_gradients_are_those_of_masked_attention(
+    causal: bool, key_heads: int
+) -> None:
+    q, k, v = projections(sum(LENGTHS), key_heads)
+    ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    packed = packed_attention(q, k, v, cu_seqlens(LENGTHS), 7, causal=causal, scale=0.3)
+    masked = functional.scaled_dot_product_attention(
+        *(each.transpose(0, 1)[None] for each in (q, k, v)),
+        attn_mask=document_mask(ids, causal),
+        scale=0.3,
+        enable_gqa=True,
+    )[0].transpose(0, 1)
+    assert torch.allclose(packed, masked, atol=1e-5)
+    weight = torch.randn_like(packed)
+    for mine, theirs in zip(
+        torch.autograd.grad((packed * weight).sum(), (q, k, v)),
+        torch.autograd.grad((masked * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+def test_dropout_drops_attention_weights() -> None:
+    q, k, v = projections(20)
+    torch.manual_seed(3)
+    dropped = packed_attention(q, k, torch.ones_like(v), cu_seqlens([20]), 20, dropout_p=0.5)
+    assert not torch.allclose(dropped, torch.ones_like(dropped))
+    assert abs(dropped.mean().item() - 1) < 0.3
+    assert torch.allclose(
+        packed_attention(q, k, torch.ones_like(v), cu_seqlens([20]), 20), torch.ones_like(v)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "dropout_p"),
+    [(torch.bfloat16, 0.0), (torch.float32, 0.0), (torch.bfloat16, 0.1), (torch.float32, 0.1)],
+)
+def test_packed_attention_on_a_gpu(causal: bool, dtype: torch.dtype, dropout_p: float) -> None:
+    q, k, v = (each.detach().cuda().to(dtype).requires_grad_() for each in projections(21))
+    places = cu_seqlens([3, 5, 5, 1, 7])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        device_places = places.cuda(non_blocking=True)
+        packed = packed_attention(q, k, v, device_places, 7, causal=causal, dropout_p=dropout_p)
+        packed.float().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = packed_attention(
+        *(each.detach().cpu().float() for each in (q, k, v)), places, 7, causal=causal
+    )
+    assert packed.shape == expected.shape
+    assert packed.isfinite().all()
+    if not dropout_p:
+        assert torch.allclose(packed.cpu().float(), expected, atol=3e-2 if dtype == torch.bfloat16 else 1e-4)
+    assert q.grad is not None
+    assert q.grad.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [20, 64])
+def test_dropout_of_packed_attention_on_a_gpu_keeps_the_mean(dtype: torch.dtype, head_dim: int) -> None:
+    q, k = torch.randn(2, 512, 4, head_dim, device="cuda", dtype=dtype).unbind()
+    ones = torch.ones_like(q)
+    places = cu_seqlens([200, 312]).cuda()
+    dropped = packed_attention(q, k, ones, places, 312, dropout_p=0.5).float()
+    assert dropped.std() > 0.01
+    assert abs(dropped.mean().item() - 1) < 0.05
+
+
+@pytest.mark.parametrize(("dtype", "flash"), [(torch.bfloat16, True), (torch.float32, False)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(4, 64), (2, 20)])
+def test_the_kernels_of_a_gpu_are_given_what_they_take(
+    dtype: torch.dtype, flash: bool, heads: int, head_dim: int
+) -> None:
+    """On the meta device: shapes, types and gradients, as far as they are known without one."""
+    from hasten.packed import document_attention
+
+    assert document_attention._kernels_are_known()
+    q, k, v = (
+        torch.empty(9, heads, head_dim, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)
+    )
+    places = cu_seqlens([4, 5]).to("meta")
+    attended = document_attention._by_kernel(q, k, v, places, 5, True, 0.1, None, flash=flash)
+    assert (attended.shape, attended.dtype) == (q.shape, dtype)
+    if flash:
+        # The other one's gradient has no shapes to be told by without a device.
+        attended.sum().backward()
+        assert q.grad is not None
+        assert q.grad.shape == q.shape
+
+
+def test_the_block_mask_is_the_same_mask() -> None:
+    from torch.nn.attention.flex_attention import create_mask
+
+    ids = torch.stack([torch.arange(256) // 70, torch.arange(256) // 128])
+    for causal in (False, True):
+        blocks = document_block_mask(ids, causal)
+        dense = document_mask(ids, causal)
+        assert torch.equal(create_mask(blocks.mask_mod, 2, 1, 256, 256, device="cpu"), dense)
+        # Blocks of 128 that no token sees are left out.
+        assert blocks.sparsity() > 0
