@@ -210,21 +210,6 @@ def test_copies_go_on_with_the_same_experiment(monkeypatch: pytest.MonkeyPatch) 
     assert twin.experiment.options["experiment_key"] == KEY
 
 
-def test_other_processes_than_the_first_log_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hasten._lib.rank_zero import rank_zero_only
-
-    monkeypatch.setattr(rank_zero_only, "rank", 1)
-    logger = offline(tmp_path / "runs")
-    logger.log_metrics({"loss": 1.0}, step=0)
-    logger.log_hyperparams({"lr": 1.0})
-    logger.log_graph(torch.nn.Linear(1, 1))
-    logger.experiment.log_image("x")
-    logger.finalize("success")
-    assert logger.version is None
-    assert not (tmp_path / "runs").exists()
-    assert logger._experiment is None
-
-
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"CometLogger\(offline_directory='.*runs'\) cannot write to"):

@@ -118,25 +118,6 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
     assert [row["loss"] for row in table(logger)] == ["1.0", "0.123", "2.0"]
 
 
-def long_run(folder: Path, rows: int, new_name_every: int) -> tuple[CSVLogger, dict[int, int]]:
-    """Log ``rows`` rows; return the logger and the bytes written by each row with a new name and some others."""
-    logger = CSVLogger(folder, flush_logs_every_n_steps=1)
-    written = {}
-    for step in range(rows):
-        row = {"train_loss": step * 0.001, "learning_rate": 0.1, "epoch": step // 1000}
-        new = step % new_name_every == new_name_every - 1
-        if new:
-            row[f"value_{step}"] = 1.5
-        if new or step % 50 == 0:
-            before = bytes_written_by_this_process()
-            logger.log_metrics(row, step=step)
-            written[step] = bytes_written_by_this_process() - before
-        else:
-            logger.log_metrics(row, step=step)
-    logger.finalize("success")
-    return logger, written
-
-
 def test_a_row_costs_the_same_however_long_the_file(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     written = []
@@ -180,7 +161,7 @@ def write_for_ever(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
-@pytest.mark.parametrize("seconds", [0.003, 0.02, 0.1, 0.3])
+@pytest.mark.parametrize("seconds", [0.02, 0.2])
 def test_a_killed_writer_leaves_whole_rows_in_order(tmp_path: Path, seconds: float) -> None:
     child = os.fork()
     if child == 0:

@@ -274,24 +274,11 @@ def test_another_process_goes_on_with_the_run(store: Path) -> None:
     logger = MLFlowLogger(save_dir=store)
     logger.log_metrics({"loss": 1.0}, step=0)
     state = pickle.loads(pickle.dumps(logger)).__dict__
-    assert (state["_client"], state["_run_id"]) == (None, logger.run_id)
+    assert (state["_experiment"], state["_run_id"]) == (None, logger.run_id)
     logger.finalize()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(log_elsewhere, (logger,)) == logger.run_id
     assert values(store, logger.run_id, "loss") == [(0, 1.0), (1, 0.5)]
-
-
-def test_other_processes_than_the_first_log_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hasten._lib.rank_zero import rank_zero_only
-
-    monkeypatch.setattr(rank_zero_only, "rank", 1)
-    logger = MLFlowLogger(save_dir=tmp_path / "runs")
-    logger.log_metrics({"loss": 1.0}, step=0)
-    logger.log_hyperparams({"lr": 1.0})
-    logger.experiment.log_metric("x", "y", 1.0)
-    logger.finalize("success")
-    assert (logger.run_id, logger.name) == (None, None)
-    assert not (tmp_path / "runs").exists()
 
 
 def test_where_the_store_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import csv
 import os
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,16 @@ import pytest
 import torch
 
 import hasten as L
+from hasten._lib.rank_zero import rank_zero_only
 from hasten.callbacks import ModelCheckpoint
 from hasten.fabric import loggers as fabric_loggers
 from hasten.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from hasten.loggers.artifacts import CheckpointUploads
+from hasten.loggers.artifacts import SavedCheckpoint, UploadingLogger
 from hasten.loggers.base import DummyExperiment, DummyLogger
+from hasten.strategies import DDPStrategy
 from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
+from tests.programs import run_python
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -230,7 +232,7 @@ def test_a_csv_file_behind_a_url_goes_back_too() -> None:
 # -- other processes than the first
 
 
-def test_a_dummy_experiment_takes_anything() -> None:
+def test_dummies_take_anything() -> None:
     experiment = DummyExperiment()
     experiment.config["lr"] = 0.1
     experiment.name = "x"
@@ -243,9 +245,6 @@ def test_a_dummy_experiment_takes_anything() -> None:
     assert experiment.nop(1, key=2) is None
     assert isinstance(pickle.loads(pickle.dumps(experiment)), DummyExperiment)
     assert isinstance(copy.deepcopy(experiment), DummyExperiment)
-
-
-def test_a_dummy_logger_takes_anything() -> None:
     logger = DummyLogger()
     logger.log_metrics({"loss": 1.0}, step=3)
     logger.log_hyperparams({"lr": 1.0})
@@ -256,21 +255,27 @@ def test_a_dummy_logger_takes_anything() -> None:
     assert isinstance(logger.experiment, DummyExperiment)
 
 
-@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger])
 def test_other_processes_than_the_first_write_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
-    from hasten._lib.rank_zero import rank_zero_only
-
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    logger = kind(tmp_path)
+    comet = kind is CometLogger
+    folder = {"online": False, "offline_directory": str(tmp_path / "runs")} if comet else {}
+    logger = kind(**(folder or {"save_dir": tmp_path / "runs"}))
     logger.log_metrics({"loss": 1.0}, step=0)
     logger.log_hyperparams({"lr": 1.0})
+    logger.log_graph(torch.nn.Linear(1, 1))
+    if kind is WandbLogger:
+        logger.log_image("image", [torch.zeros(3, 2, 2)])
+        logger.watch(torch.nn.Linear(1, 1))
+    logger.experiment.anything["at all"] = 1
     logger.save()
     logger.finalize("success")
     assert isinstance(logger.experiment, DummyExperiment)
     assert logger.state_dict() == {}
-    assert list(tmp_path.iterdir()) == []
+    assert logger.version == (0 if kind in (CSVLogger, TensorBoardLogger) else None)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.world_size(2)
@@ -311,35 +316,32 @@ def test_processes_report_one_folder_also_where_they_would_have_named_it_differe
 
 
 ENDS_LIKE_A_TUTORIAL = """
-import os, hasten as L
-from tests.models import Classifier, loader
+import os, sys
+from tests.models import Classifier, loader, quiet
 
-if __name__ == "__main__":
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=STRATEGY, enable_progress_bar=False, max_epochs=1,
-                        enable_model_summary=False, enable_checkpointing=False, default_root_dir=FOLDER)
-    trainer.fit(Classifier(), loader(16))
-    trainer.test(Classifier(), loader(16))
-    with open(os.path.join(trainer.logger.log_dir, f"outputs_{trainer.global_rank}.txt"), "w") as file:
-        file.write(trainer.logger.log_dir)
+trainer = quiet(devices=2, strategy="ddp", logger=True, default_root_dir=sys.argv[1], limit_train_batches=1)
+trainer.fit(Classifier(), loader(16))
+trainer.test(Classifier(), loader(16))
+with open(os.path.join(trainer.logger.log_dir, f"outputs_{trainer.global_rank}.txt"), "w") as file:
+    file.write(trainer.logger.log_dir)
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
-def test_a_program_writes_beside_its_logs_on_every_process(strategy: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        ENDS_LIKE_A_TUTORIAL.replace("STRATEGY", repr(strategy)).replace("FOLDER", repr(str(tmp_path)))
-    )
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=100
-    )
+def test_a_program_writes_beside_its_logs_on_every_process(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(ENDS_LIKE_A_TUTORIAL)
+    done = run_python(tmp_path / "program.py", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     [run] = (tmp_path / "lightning_logs").iterdir()
-    written = sorted(path.name for path in run.glob("outputs_*.txt"))
-    assert written == (["outputs_0.txt", "outputs_1.txt"] if strategy == "ddp" else ["outputs_0.txt"])
-    assert (run / "outputs_0.txt").read_text() == str(run)
+    assert [(run / f"outputs_{rank}.txt").read_text() for rank in (0, 1)] == [str(run)] * 2
+
+
+def test_the_process_that_starts_others_knows_where_they_wrote(tmp_path: Path) -> None:
+    strategy = DDPStrategy(start_method="forkserver")
+    trainer = quiet(devices=2, strategy=strategy, logger=CSVLogger(tmp_path), limit_train_batches=1)
+    trainer.fit(Classifier(), loader(16))
+    assert trainer.logger is not None
+    [run] = (tmp_path / "lightning_logs").iterdir()
+    assert trainer.logger.log_dir == str(run)
 
 
 # -- Fabric
@@ -373,6 +375,36 @@ def test_fabric_s_tensorboard_logger_draws_graphs_when_asked(tmp_path: Path) -> 
 # -- which checkpoints are handed to a service
 
 
+class Uploads(UploadingLogger):
+    """Keeps what it is to upload."""
+
+    name, version = "uploads", 0
+
+    def __init__(self, log_model: Any) -> None:
+        super().__init__(log_model)
+        self.sent: list[SavedCheckpoint] = []
+
+    def _start(self) -> None:
+        return None
+
+    def _log_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
+        self.sent.append(checkpoint)
+
+    def after(self, callback: Any) -> list[SavedCheckpoint]:
+        """Return what is uploaded after ``callback`` has written."""
+        self.sent.clear()
+        self.after_save_checkpoint(callback)
+        return list(self.sent)
+
+    def at_end(self) -> list[SavedCheckpoint]:
+        """Return what is uploaded when the run has ended."""
+        self.sent.clear()
+        self._log_remaining_checkpoints()
+        return list(self.sent)
+
+    log_metrics = log_hyperparams = lambda *_, **__: None
+
+
 class Callback:
     """The attributes of a ModelCheckpoint that uploads read."""
 
@@ -385,8 +417,6 @@ class Callback:
         self.best_k_models: dict[str, Any] = {}
 
     def write(self, name: str, score: float, *, best: bool, at: float) -> None:
-        import os
-
         path = self.folder / name
         path.write_text(str(score))
         os.utime(path, (at, at))
@@ -396,50 +426,43 @@ class Callback:
 
 
 def test_each_written_checkpoint_is_uploaded_once(tmp_path: Path) -> None:
-    uploads, callback = CheckpointUploads("A", "all"), Callback(tmp_path)
+    uploads, callback = Uploads("all"), Callback(tmp_path)
     callback.write("a.ckpt", 0.75, best=True, at=1000.0)
-    (first,) = uploads.after_save(callback)
-    assert (first.path, first.aliases, first.is_folder) == (
-        str(tmp_path / "a.ckpt"),
-        ["latest", "best"],
-        False,
-    )
+    (first,) = uploads.after(callback)
+    assert (first.path, first.is_folder) == (str(tmp_path / "a.ckpt"), False)
+    assert first.aliases == ["latest", "best"]
     assert first.metadata == {
         "score": 0.75,
         "original_filename": "a.ckpt",
         "ModelCheckpoint": {"monitor": "val_loss", "mode": "min", "save_top_k": 2},
     }
-    assert list(uploads.after_save(callback)) == []
+    assert uploads.after(callback) == []
     callback.write("b.ckpt", 0.5, best=False, at=1001.0)
-    (second,) = uploads.after_save(callback)
+    (second,) = uploads.after(callback)
     assert (second.aliases, second.metadata["score"]) == (["latest"], 0.5)
     callback.write("a.ckpt", 0.25, best=True, at=1002.0)  # written again under its name
-    assert [checkpoint.metadata["score"] for checkpoint in uploads.after_save(callback)] == [0.25]
-    assert list(uploads.at_end()) == []
+    assert [checkpoint.metadata["score"] for checkpoint in uploads.after(callback)] == [0.25]
+    assert uploads.at_end() == []
+    assert Uploads(False).after(callback) == []
 
 
 def test_remaining_checkpoints_are_uploaded_in_the_order_of_writing(tmp_path: Path) -> None:
-    uploads, callback = CheckpointUploads("A", True), Callback(tmp_path)
+    uploads, callback = Uploads(True), Callback(tmp_path)
     callback.write("late.ckpt", 0.5, best=True, at=1002.0)
     callback.write("early.ckpt", 0.75, best=False, at=1001.0)
     callback.write("gone.ckpt", 0.9, best=False, at=1000.0)
     (tmp_path / "gone.ckpt").unlink()
     (tmp_path / "folder.ckpt").mkdir()
     callback.last_model_path, callback.current_score = str(tmp_path / "folder.ckpt"), torch.tensor(0.1)  # type: ignore[assignment]
-    assert list(uploads.after_save(callback)) == []
-    assert list(uploads.after_save(callback)) == []
-    left = list(uploads.at_end())
+    assert uploads.after(callback) == uploads.after(callback) == []
+    left = uploads.at_end()
     assert [Path(checkpoint.path).name for checkpoint in left] == ["early.ckpt", "late.ckpt", "folder.ckpt"]
     assert [checkpoint.is_folder for checkpoint in left] == [False, False, True]
     assert left[2].metadata["score"] == pytest.approx(0.1)
-    assert list(uploads.at_end()) == []
+    assert uploads.at_end() == []
     callback.write("late.ckpt", 0.4, best=True, at=1003.0)
-    list(uploads.after_save(callback))
-    assert list(pickle.loads(pickle.dumps(uploads)).at_end()) == []  # callbacks stay in their process
-
-
-def test_nothing_is_uploaded_when_it_is_off() -> None:
-    assert list(CheckpointUploads("A", False).after_save(Callback(Path()))) == []
+    uploads.after(callback)
+    assert pickle.loads(pickle.dumps(uploads)).at_end() == []  # callbacks stay in their process
 
 
 # -- what all refuse, by name

@@ -306,23 +306,6 @@ def test_pickling_starts_the_run_and_leaves_it_here(tmp_path: Path) -> None:
     assert state["_init"]["id"] == logger.version
 
 
-def test_other_processes_than_the_first_log_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hasten._lib.rank_zero import rank_zero_only
-
-    monkeypatch.setattr(rank_zero_only, "rank", 1)
-    logger = WandbLogger(save_dir=tmp_path, id="abc")
-    logger.log_metrics({"loss": 1.0}, step=0)
-    logger.log_hyperparams({"lr": 1.0})
-    logger.log_image("image", [torch.zeros(3, 2, 2)])
-    logger.watch(torch.nn.Linear(1, 1))
-    logger.experiment.anything["at all"] = 1
-    logger.experiment.log({"x": 1})
-    logger.finalize("success")
-    assert pickle.loads(pickle.dumps(logger)).version == "abc"
-    assert wandb.run is None
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_no_key_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: Any) -> None:
         raise wandb.errors.UsageError("api_key not configured (no-tty).")

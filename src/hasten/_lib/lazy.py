@@ -10,7 +10,7 @@ from typing import Any
 
 def attach(
     package: str,
-    homes: Mapping[str, Sequence[str]],
+    homes: Mapping[str, str | Sequence[str]],
     *,
     also: Sequence[str] = (),
     hidden: Sequence[str] = (),
@@ -20,8 +20,8 @@ def attach(
 
     Args:
         package: the package's ``__name__``.
-        homes: the names of each module, ``{"hasten.callbacks.timer": ("Timer",)}``. ``"Name=other"`` is called
-            ``other`` there.
+        homes: the names of each module, ``{"hasten.callbacks.timer": "Interval Timer"}``, or a sequence of them.
+            ``"Name=other"`` is called ``other`` there.
         also: names that the package defines itself, for ``__all__``.
         hidden: names of ``homes`` to leave out of ``__all__``.
         submodules: subpackages that are imported when they are used as attributes of the package.
@@ -33,7 +33,7 @@ def attach(
     """
     names: dict[str, tuple[str, str]] = {}
     for module, members in homes.items():
-        for member in members:
+        for member in members.split() if isinstance(members, str) else members:
             name, _, other = member.partition("=")
             names[name] = (module, other or name)
     public = sorted({*names, *also}.difference(hidden))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hasten._lib import check
-from hasten.loggers.base import Logger
+from hasten.loggers.base import StartedLogger
 
 if TYPE_CHECKING:
     from hasten.callbacks.checkpoint import Checkpoint
@@ -31,7 +30,7 @@ class SavedCheckpoint:
 
     path: str
     aliases: list[str]
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any]
 
     @property
     def is_folder(self) -> bool:
@@ -39,11 +38,10 @@ class SavedCheckpoint:
         return os.path.isdir(self.path)
 
 
-class CheckpointUploads:
-    """Remembers which checkpoints were uploaded already.
+class UploadingLogger(StartedLogger[Any]):
+    """Base of the loggers that upload checkpoints, each once.
 
     Args:
-        owner: the logger, for messages.
         log_model: "all" uploads each checkpoint when it is written; True those that are left when the run ends, or
             each one if the callback keeps all of them; False none.
 
@@ -52,25 +50,25 @@ class CheckpointUploads:
 
     """
 
-    def __init__(self, owner: str, log_model: Literal["all"] | bool) -> None:
-        self.log_model = check.one_of(owner, "log_model", log_model, (True, False, "all"))
+    def __init__(self, log_model: Literal["all"] | bool) -> None:
+        self._log_model = check.one_of(type(self).__name__, "log_model", log_model, (True, False, "all"))
         self._written_at: dict[str, float] = {}
-        self._waiting: list[Any] = []
+        self._waiting: list[Checkpoint] = []
 
-    def after_save(self, callback: Checkpoint) -> Iterator[SavedCheckpoint]:
-        """Yield the checkpoints to upload now, after ``callback`` has written one."""
-        if self.log_model == "all" or (self.log_model and getattr(callback, "save_top_k", None) == -1):
-            yield from self._new(callback)
-        elif self.log_model and not any(callback is other for other in self._waiting):
-            self._waiting.append(callback)
+    def after_save_checkpoint(self, checkpoint_callback: Checkpoint) -> None:
+        """Upload the checkpoint if ``log_model`` says so."""
+        keeps_all = getattr(checkpoint_callback, "save_top_k", None) == -1
+        if self._log_model == "all" or (self._log_model and keeps_all):
+            self._log_new_checkpoints(checkpoint_callback)
+        elif self._log_model and not any(checkpoint_callback is other for other in self._waiting):
+            self._waiting.append(checkpoint_callback)
 
-    def at_end(self) -> Iterator[SavedCheckpoint]:
-        """Yield the checkpoints to upload when a run has ended."""
+    def _log_remaining_checkpoints(self) -> None:
         waiting, self._waiting = self._waiting, []
         for callback in waiting:
-            yield from self._new(callback)
+            self._log_new_checkpoints(callback)
 
-    def _new(self, callback: Any) -> Iterator[SavedCheckpoint]:
+    def _log_new_checkpoints(self, callback: Checkpoint) -> None:
         best = str(getattr(callback, "best_model_path", ""))
         scores: dict[str, Any] = {
             str(getattr(callback, "last_model_path", "")): getattr(callback, "current_score", None),
@@ -78,43 +76,25 @@ class CheckpointUploads:
         }
         scores |= {str(path): score for path, score in getattr(callback, "best_k_models", {}).items()}
         found = [(os.path.getmtime(path), path) for path in scores if path and os.path.exists(path)]
+        options = {name: getattr(callback, name) for name in _DESCRIBING if hasattr(callback, name)}
         for written_at, path in sorted(found):
             # A file may be written again under its name, as last.ckpt is.
             if written_at <= self._written_at.get(path, -1.0):
                 continue
+            score = scores[path]
+            metadata = {
+                "score": score.item() if hasattr(score, "item") else score,
+                "original_filename": os.path.basename(path),
+                "ModelCheckpoint": options,
+            }
             aliases = ["latest", "best"] if path == best else ["latest"]
-            yield SavedCheckpoint(path, aliases, _describe(callback, path, scores[path]))
+            self._log_checkpoint(SavedCheckpoint(path, aliases, metadata))
             self._written_at[path] = written_at
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The callbacks of a run stay in this process.
-        return {**self.__dict__, "_waiting": []}
-
-
-def _describe(callback: Any, path: str, score: Any) -> dict[str, Any]:
-    options = {name: getattr(callback, name) for name in _DESCRIBING if hasattr(callback, name)}
-    return {
-        "score": score.item() if hasattr(score, "item") else score,
-        "original_filename": os.path.basename(path),
-        "ModelCheckpoint": options,
-    }
-
-
-class UploadingLogger(Logger):
-    """Base of the loggers that upload checkpoints: override ``_log_checkpoint``."""
-
-    def __init__(self, log_model: Literal["all"] | bool) -> None:
-        self._uploads = CheckpointUploads(type(self).__name__, log_model)
-
-    def after_save_checkpoint(self, checkpoint_callback: Checkpoint) -> None:
-        """Upload the checkpoint if ``log_model`` says so."""
-        for checkpoint in self._uploads.after_save(checkpoint_callback):
-            self._log_checkpoint(checkpoint)
-
-    def _log_remaining_checkpoints(self) -> None:
-        for checkpoint in self._uploads.at_end():
-            self._log_checkpoint(checkpoint)
 
     @abstractmethod
     def _log_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
         """Upload a checkpoint."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The callbacks of a run stay in this process.
+        return {**super().__getstate__(), "_waiting": []}

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from hasten.callbacks.checkpoint import Checkpoint
+
+T = TypeVar("T")
 
 
 class Logger(ABC):
@@ -124,7 +126,7 @@ class DummyExperiment:
 
     """
 
-    def nop(self, *_: Any, **__: Any) -> None:
+    def nop(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
     def __getattr__(self, name: str) -> DummyExperiment:
@@ -132,17 +134,11 @@ class DummyExperiment:
             raise AttributeError(name)
         return self
 
-    def __call__(self, *_: Any, **__: Any) -> DummyExperiment:
+    def __call__(self, *_: object, **__: object) -> DummyExperiment:
         return self
 
-    def __getitem__(self, _: Any) -> DummyExperiment:
-        return self
-
-    def __setitem__(self, *_: Any) -> None:
-        pass
-
-    def __setattr__(self, *_: Any) -> None:
-        pass
+    __getitem__ = __enter__ = __call__
+    __setitem__ = __setattr__ = __exit__ = nop
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -153,41 +149,21 @@ class DummyExperiment:
     def __bool__(self) -> bool:
         return True
 
-    def __enter__(self) -> DummyExperiment:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
 
 class DummyLogger(Logger):
     """Accepts every call of a logger and does nothing."""
 
+    name = version = ""
+
     def __init__(self) -> None:
-        self._experiment = DummyExperiment()
+        self.experiment = DummyExperiment()
 
-    @property
-    def name(self) -> str:
-        """The empty string."""
-        return ""
-
-    @property
-    def version(self) -> str:
-        """The empty string."""
-        return ""
-
-    @property
-    def experiment(self) -> DummyExperiment:
-        """An object whose every method does nothing."""
-        return self._experiment
-
-    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+    def log_metrics(self, *args: object, **kwargs: object) -> None:
         """Do nothing."""
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+    log_hyperparams = log_metrics
 
-    def __getitem__(self, _: Any) -> DummyLogger:
+    def __getitem__(self, _: object) -> DummyLogger:
         return self
 
     def __iter__(self) -> Iterator[Any]:
@@ -209,23 +185,49 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
     return experiment
 
 
+class StartedLogger(Logger, Generic[T]):
+    """Base of loggers that write through an object of type ``T``, started when it is first needed."""
+
+    _experiment: T | None = None
+
+    @property
+    def experiment(self) -> T:
+        """The object that writes this run, started when it is first read; a ``DummyExperiment`` on other processes."""
+        if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+            return DummyExperiment()  # type: ignore[return-value]
+        if self._experiment is None:
+            self._experiment = self._start()
+        return self._experiment
+
+    @abstractmethod
+    def _start(self) -> T:
+        """Return the object, with the run open."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Open files, connections, threads and rows that are not written yet stay with this process.
+        return {**self.__dict__, "_experiment": None}
+
+
 def with_prefix(metrics: Mapping[str, Any], prefix: str, separator: str) -> Mapping[str, Any]:
     """Return ``metrics`` with ``prefix`` before every name."""
     return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else metrics
 
 
-def as_dict(params: Any) -> dict[str, Any]:
+def as_dict(params: object) -> dict[str, Any]:
     """Return hyper-parameters as a dict, whatever holds them."""
     if params is None:
         return {}
     if isinstance(params, Namespace):
         return vars(params)
     if dataclasses.is_dataclass(params) and not isinstance(params, type):
-        return dataclasses.asdict(params)
-    return dict(params)
+        return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    return dict(params)  # type: ignore[call-overload, no-any-return]
 
 
-def plain(value: Any) -> Any:
+_PLAIN = (bool, int, float, str)
+
+
+def plain(value: object) -> Any:
     """Return a hyper-parameter as what YAML can hold: numbers, strings, lists and dicts of them.
 
     Example::
@@ -235,18 +237,14 @@ def plain(value: Any) -> Any:
         {'path': 'data', 'layers': [1, 2], 'activation': 'len'}
 
     """
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping):
-        return {
-            key if type(key) in (bool, int, float, str) else str(key): plain(v) for key, v in value.items()
-        }
+        return {key if type(key) in _PLAIN else str(key): plain(v) for key, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item) for item in value]
-    if isinstance(value, Namespace):
-        return plain(vars(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    if isinstance(value, Namespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return plain(as_dict(value))
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Enum):

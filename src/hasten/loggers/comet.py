@@ -13,13 +13,13 @@ from hasten._lib import check
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 from hasten.loggers.artifacts import SavedCheckpoint, UploadingLogger
-from hasten.loggers.base import as_dict, plain, rank_zero_experiment
+from hasten.loggers.base import as_dict, plain
 from hasten.loggers.folders import make_writable
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
-_MODES = ("get_or_create", "get", "create")
+# Names that older versions of Comet used -> names of today; "offline" is the opposite of "online".
 _OLDER_NAMES = {
     "experiment_name": "name",
     "project_name": "project",
@@ -81,31 +81,22 @@ class CometLogger(UploadingLogger):
         # Comet records torch and other libraries unless this is set before it is imported.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         comet = need("comet_ml", purpose="CometLogger")
-        check.one_of("CometLogger", "mode", mode, _MODES, allow_none=True)
-        arguments: dict[str, Any] = {"project": project, "online": online}
-        _take_older_names(kwargs, arguments)
+        check.one_of("CometLogger", "mode", mode, ("get_or_create", "get", "create"), allow_none=True)
+        given: dict[str, Any] = {**kwargs, "project": project, "online": online}
+        for old, new in _OLDER_NAMES.items():
+            if old in given:
+                rank_zero_warn(f"CometLogger({old}=...) is an older name. Write {new}=.", DeprecationWarning)
+                value = given.pop(old)
+                if given.get(new) is None:
+                    given[new] = not value if old == "offline" else value
+        project, online = given.pop("project"), given.pop("online")
         super().__init__(log_model)
-        self._prefix = prefix
-        self._experiment_key = experiment_key
-        self._start_with = {
-            "api_key": api_key,
-            "workspace": workspace,
-            "mode": mode,
-            "online": arguments["online"],
-        }
-        self._project: str | None = arguments["project"]
-        self._options = kwargs
-        self._save_dir = _offline_folder(comet, kwargs)
-        self._experiment: Any = None
+        self._prefix, self._project, self._experiment_key = prefix, project, experiment_key
+        self._start_with = {"api_key": api_key, "workspace": workspace, "mode": mode, "online": online}
+        self._options = given
+        folder = comet.ExperimentConfig(**given).offline_directory
+        self._save_dir = None if folder is None else os.fspath(folder)
         self.experiment  # noqa: B018 - a key that is missing is an error here, not after the data is loaded
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """The Comet experiment."""
-        if self._experiment is None:
-            self._experiment = self._start()
-        return self._experiment
 
     def _start(self) -> Any:
         comet = need("comet_ml", purpose="CometLogger")
@@ -147,21 +138,10 @@ class CometLogger(UploadingLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values.
-
-        Args:
-            metrics: numbers by name; "epoch" is logged as the epoch of the others.
-            step: index of the optimizer step.
-
-        """
-        row = {
-            name: value.detach().cpu() if isinstance(value, Tensor) else value
-            for name, value in metrics.items()
-        }
-        epoch = row.pop("epoch", None)
-        self.experiment.log_metrics(
-            row, prefix=self._prefix, step=step, epoch=None if epoch is None else int(epoch)
-        )
+        """Log values at an index of the optimizer step; "epoch" is logged as the epoch of the others."""
+        row = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in metrics.items()}
+        epoch = int(row.pop("epoch")) if "epoch" in row else None
+        self.experiment.log_metrics(row, prefix=self._prefix, step=step, epoch=epoch)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
@@ -169,41 +149,19 @@ class CometLogger(UploadingLogger):
         self.experiment.log_parameters(plain(as_dict(params)), nested_support=True)
 
     @rank_zero_only
-    def log_graph(self, model: Module, input_array: Any = None) -> None:
+    def log_graph(self, model: Module, input_array: object = None) -> None:
         """Log the modules that ``model`` is made of."""
         self.experiment.set_model_graph(model, overwrite=True)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Send buffered values and the remaining checkpoints. The experiment stays open."""
-        if self._experiment is None:
-            return
-        if status == "success":
-            self._log_remaining_checkpoints()
-        self._experiment.flush()
+        if self._experiment is not None:
+            if status == "success":
+                self._log_remaining_checkpoints()
+            self._experiment.flush()
 
     def _log_checkpoint(self, checkpoint: SavedCheckpoint) -> None:
         metadata = {**checkpoint.metadata, "aliases": checkpoint.aliases}
         name = os.path.splitext(os.path.basename(checkpoint.path))[0]
         self.experiment.log_model(name, checkpoint.path, metadata=plain(metadata), overwrite=True)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Connections stay with this process; another one continues the experiment by its key.
-        return {**self.__dict__, "_experiment": None}
-
-
-def _take_older_names(options: dict[str, Any], arguments: dict[str, Any]) -> None:
-    """Rename arguments that older versions of Comet used."""
-    for old, new in _OLDER_NAMES.items():
-        if old not in options:
-            continue
-        value = options.pop(old)
-        rank_zero_warn(f"CometLogger({old}=...) is an older name. Write {new}=.", DeprecationWarning)
-        place = arguments if new in arguments else options
-        if place.get(new) is None:
-            place[new] = not value if old == "offline" else value
-
-
-def _offline_folder(comet: Any, options: dict[str, Any]) -> str | None:
-    folder = comet.ExperimentConfig(**options).offline_directory
-    return None if folder is None else os.fspath(folder)

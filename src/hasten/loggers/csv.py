@@ -2,18 +2,133 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import io
+import itertools
 import os
+import tempfile
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from hasten._lib import check
+from hasten._lib.files import file_system, remove_abandoned, replacing
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
-from hasten.loggers.base import as_dict, rank_zero_experiment, with_prefix
-from hasten.loggers.csv_table import LocalTable, RemoteTable
-from hasten.loggers.folders import FolderLogger, entries, is_url, make_writable, write_hparams
+from hasten.loggers.base import as_dict, with_prefix
+from hasten.loggers.folders import FolderLogger, entries, exists, is_url, make_writable, write_hparams
+
+# A file behind a URL is written when it has grown by a quarter; a shorter one for each append.
+_SMALL_BYTES = 64 * 1024
+
+
+class _Table:
+    """A CSV file on a local disk. At any moment it is one table, but for an unfinished last line after a kill."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.columns: list[str] = []
+        self.rows = self.size_bytes = 0
+        remove_abandoned(os.path.dirname(path))
+        if os.path.exists(path):
+            self.size_bytes = _cut_unfinished_line(path)
+            table = self._read()
+            self.columns = next(table, [])
+            self.rows = sum(1 for _ in table)
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows at the end; a new name rewrites the file with a further column, in alphabetical order.
+
+        Raises:
+            OSError: the disk is full or the file cannot be written; the rows before are kept.
+
+        """
+        columns = sorted({*self.columns, *(name for row in rows for name in row)})
+        if columns != sorted(self.columns):
+            self._rewrite(columns, self.rows)
+        self._write_at_end(_encode((row.get(name) for name in self.columns) for row in rows))
+        self.rows += len(rows)
+
+    def keep(self, rows: int) -> None:
+        """Drop all but the first ``rows`` rows."""
+        if rows < self.rows:
+            self._rewrite(self.columns, rows)
+
+    def close(self) -> None:
+        """Do nothing: every row is in the file."""
+
+    def _rewrite(self, columns: list[str], rows: int) -> None:
+        before = itertools.islice(self._read(), 1, rows + 1) if self.rows else ()
+        with replacing(self.path, durable=False) as file:
+            file.write(_encode([columns]))
+            for old in before:
+                values = dict(zip(self.columns, old, strict=False))
+                file.write(_encode([[values.get(name, "") for name in columns]]))
+            size_bytes = file.tell()
+        self.columns, self.rows, self.size_bytes = columns, min(rows, self.rows), size_bytes
+
+    def _write_at_end(self, data: bytes) -> None:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(descriptor, data[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, self.size_bytes)
+            raise OSError(error.errno, f"{error.strerror}; the rows before are whole", self.path) from error
+        finally:
+            os.close(descriptor)
+        self.size_bytes += len(data)
+
+    def _read(self) -> Iterator[list[str]]:
+        with open(self.path, newline="", encoding="utf-8") as file:
+            yield from (row for row in csv.reader(file) if row)
+
+
+class _RemoteTable(_Table):
+    """A CSV file behind a URL, where files cannot grow: a local copy, written whole now and then."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._system = url, file_system(url)
+        self._folder = tempfile.TemporaryDirectory(prefix="hasten-csv-")
+        copy = os.path.join(self._folder.name, "metrics.csv")
+        if exists(url):
+            self._system.get_file(url, copy)
+        super().__init__(copy)
+        self._sent_bytes = self.size_bytes
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows; they are sent when the file has grown by a quarter, or on ``close``."""
+        super().append(rows)
+        if self.size_bytes <= _SMALL_BYTES or self.size_bytes > 1.25 * self._sent_bytes:
+            self.close()
+
+    def keep(self, rows: int) -> None:
+        super().keep(rows)
+        self.close()
+
+    def close(self) -> None:
+        """Send what was not sent yet."""
+        if self.size_bytes != self._sent_bytes:
+            self._system.put_file(self.path, self._url)
+            self._sent_bytes = self.size_bytes
+
+
+def _encode(rows: Iterable[Iterable[Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
+
+
+def _cut_unfinished_line(path: str) -> int:
+    """Cut off an unfinished last line, left by a killed process; return the size in bytes."""
+    with open(path, "r+b") as file:
+        size_bytes = sum(len(line) for line in file if line.endswith(b"\n"))
+        file.truncate(size_bytes)
+    return size_bytes
 
 
 class ExperimentWriter:
@@ -38,21 +153,19 @@ class ExperimentWriter:
                 f"{self.NAME_METRICS_FILE}; give another version= to keep runs apart."
             )
         make_writable("CSVLogger", f"save_dir={log_dir!r}", log_dir)
-        table = RemoteTable if is_url(log_dir) else LocalTable
-        self._table = table(self.metrics_file_path)
+        self.table = (_RemoteTable if is_url(log_dir) else _Table)(self.metrics_file_path)
 
     @property
     def metrics_keys(self) -> list[str]:
         """The columns of the file so far."""
-        return self._table.columns
+        return self.table.columns
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row, to be written by the next ``save``; ``step`` is the number of buffered rows by default."""
         row = {
             name: value.item() if isinstance(value, Tensor) else value for name, value in metrics_dict.items()
         }
-        row["step"] = len(self.metrics) if step is None else step
-        self.metrics.append(row)
+        self.metrics.append({**row, "step": len(self.metrics) if step is None else step})
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
         """Add hyper-parameters and write all of them."""
@@ -62,26 +175,11 @@ class ExperimentWriter:
     def save(self) -> None:
         """Append the buffered rows to the file."""
         if self.metrics:
-            self._table.append(self.metrics)
+            self.table.append(self.metrics)
             self.metrics = []
 
-    def rows(self) -> int:
-        """Write buffered rows and return the number of rows in the file."""
-        self.save()
-        return self._table.count()
 
-    def keep(self, rows: int) -> None:
-        """Drop all but the first ``rows`` rows."""
-        self.save()
-        self._table.keep(rows)
-
-    def close(self) -> None:
-        """Write buffered rows and close the file."""
-        self.save()
-        self._table.close()
-
-
-class CSVLogger(FolderLogger):
+class CSVLogger(FolderLogger[ExperimentWriter]):
     """Write values to ``<save_dir>/<name>/version_<N>/metrics.csv``, one row each time something is logged.
 
     Rows are appended; a name that was not logged before rewrites the file once, with a further column.
@@ -100,7 +198,6 @@ class CSVLogger(FolderLogger):
 
     Example::
 
-        >>> import tempfile
         >>> logger = CSVLogger(tempfile.mkdtemp(), name="digits")
         >>> logger.log_metrics({"loss": 0.25}, step=0)
         >>> logger.finalize("success")
@@ -121,36 +218,21 @@ class CSVLogger(FolderLogger):
         self._flush_logs_every_n_steps = check.whole(
             "CSVLogger", "flush_logs_every_n_steps", flush_logs_every_n_steps, at_least=1
         )
-        self._rows_since_flush = 0
         self._flushed_at_step = 0
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> ExperimentWriter:
-        """The writer of this run's files; made when it is first read."""
-        if self._experiment is None:
-            self._experiment = ExperimentWriter(self.log_dir)
-        writer: ExperimentWriter = self._experiment
-        return writer
+    def _start(self) -> ExperimentWriter:
+        return ExperimentWriter(self.log_dir)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row.
-
-        Args:
-            metrics: numbers by name; a name not logged before becomes a new column.
-            step: index of the optimizer step; the number of buffered rows by default.
-
-        """
-        experiment = self.experiment
+        """Add a row; ``step`` is the number of buffered rows by default, and a new name becomes a new column."""
+        buffered = self.experiment.metrics
         if step is None:
-            step = len(experiment.metrics)
-        experiment.log_metrics(with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR), step)
-        self._rows_since_flush += 1
+            step = len(buffered)
+        self.experiment.log_metrics(with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR), step)
         every = self._flush_logs_every_n_steps
-        if self._rows_since_flush >= every or step + 1 - self._flushed_at_step >= every:
+        if len(buffered) >= every or step + 1 - self._flushed_at_step >= every:
             self._flushed_at_step = step + 1
-            self._rows_since_flush = 0
             self.save()
 
     @rank_zero_only
@@ -171,19 +253,22 @@ class CSVLogger(FolderLogger):
     def finalize(self, status: str) -> None:
         """Write buffered rows and close the file."""
         if self._experiment is not None:
-            self._experiment.close()
+            self._experiment.save()
+            self._experiment.table.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of rows written, and where."""
         if self._experiment is None:
             return {}
-        return {"file": _place(self._experiment.metrics_file_path), "rows": self._experiment.rows()}
+        self._experiment.save()
+        return {"file": _place(self._experiment.metrics_file_path), "rows": self._experiment.table.rows}
 
     @rank_zero_only
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Drop the rows after the checkpoint if the run continues in the same file: they will be logged again."""
         if state and state["file"] == _place(self.experiment.metrics_file_path):
-            self.experiment.keep(state["rows"])
+            self.experiment.save()
+            self.experiment.table.keep(state["rows"])
 
 
 def _place(path: str) -> str:

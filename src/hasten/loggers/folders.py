@@ -12,21 +12,11 @@ from hasten._lib.files import file_system as file_system
 from hasten._lib.files import is_url as is_url
 from hasten._lib.files import local as local
 from hasten._lib.files import write_atomically
-from hasten.loggers.base import Logger, plain
+from hasten.loggers.base import StartedLogger, T, plain
 
 
 def make_writable(owner: str, argument: str, path: str) -> None:
-    """Make a folder that ``owner`` writes to.
-
-    Args:
-        owner: the logger, for the message.
-        argument: the argument that names the folder, with its value.
-        path: the folder; URLs are left to their file system.
-
-    Raises:
-        OSError: the folder cannot be made or written to; of the type of the cause, such as PermissionError.
-
-    """
+    """Make a folder, or raise an ``OSError`` of the type of its cause that names the logger and its argument."""
     if is_url(path):
         file_system(path).makedirs(path, exist_ok=True)
         return
@@ -60,14 +50,7 @@ def entries(path: str) -> list[str]:
 
 
 def next_version(root: str) -> int:
-    """Return the number after the largest of the folders ``version_N`` in ``root``.
-
-    Example::
-
-        >>> next_version("no_such_folder")
-        0
-
-    """
+    """Return the number after the largest of the folders ``version_N`` in ``root``; 0 without one."""
     numbers = [name.removeprefix("version_") for name in entries(root) if name.startswith("version_")]
     return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
 
@@ -94,19 +77,8 @@ def write_hparams(path: str, params: Mapping[str, Any]) -> None:
     write_whole(path, text.encode())
 
 
-class FolderLogger(Logger):
-    """Base of the loggers that write a run to the folder ``<save_dir>/<name>/version_<N>``.
-
-    Args:
-        save_dir: folder under which the runs are kept, or a URL for fsspec.
-        name: name of the experiment, a folder; None or "" for none.
-        version: N for ``version_N``, or a folder name; the next free N by default.
-        prefix: put before the name of every value, with "-" between.
-
-    Raises:
-        ValueError: ``name`` or ``version`` would leave ``save_dir``.
-
-    """
+class FolderLogger(StartedLogger[T]):
+    """Base of the loggers that write a run to the folder ``<save_dir>/<name>/version_<N>``; see ``CSVLogger``."""
 
     LOGGER_JOIN_CHAR = "-"
 
@@ -127,7 +99,6 @@ class FolderLogger(Logger):
             if isinstance(text, str) and _leaves_folder(text):
                 raise check.wrong(owner, argument, text, "a folder name below save_dir")
         self._prefix = prefix
-        self._experiment: Any = None
 
     @property
     def name(self) -> str:
@@ -138,7 +109,7 @@ class FolderLogger(Logger):
     def version(self) -> int | str:
         """Which run of the experiment this is; the next free number is taken when it is first read."""
         if self._version is None:
-            self._version = next_version(self._experiment_dir)
+            self._version = next_version(os.path.join(self.save_dir, self.name))
         return self._version
 
     @property
@@ -149,16 +120,12 @@ class FolderLogger(Logger):
     @property
     def root_dir(self) -> str:
         """Folder of the experiment: ``save_dir/name``."""
-        return self._experiment_dir
-
-    @property
-    def _experiment_dir(self) -> str:
         return os.path.join(self.save_dir, self.name)
 
     @property
     def log_dir(self) -> str:
         """Folder of this run: ``save_dir/name/version_N``."""
-        return os.path.join(self._experiment_dir, version_folder(self.version))
+        return os.path.join(self.save_dir, self.name, version_folder(self.version))
 
     def identity(self) -> dict[str, Any]:
         """Return the folder, the name and the version of this run."""
@@ -168,10 +135,6 @@ class FolderLogger(Logger):
         """Take over the folder, the name and the version of another process' logger."""
         self._save_dir, self._name = identity["save_dir"], identity["name"]
         self._version = identity["version"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Open files, threads and rows that are not written yet stay with this process.
-        return {**self.__dict__, "_experiment": None}
 
 
 def _leaves_folder(text: str) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn, warn_once
 from hasten.loggers.artifacts import SavedCheckpoint, UploadingLogger
-from hasten.loggers.base import as_dict, flat, plain, rank_zero_experiment, with_prefix
+from hasten.loggers.base import as_dict, flat, plain, with_prefix
 from hasten.loggers.folders import local, make_writable
 
 # MLflow's limits for one call.
@@ -57,6 +57,8 @@ class MLFlowLogger(UploadingLogger):
     Raises:
         ModuleNotFoundError: ``mlflow`` is not installed.
         ValueError: ``log_model`` is not one of the above.
+        OSError: when the run starts: the local store cannot be written to.
+        RuntimeError: when the run starts: the store cannot be reached, or has no such run.
 
     Example::
 
@@ -89,9 +91,8 @@ class MLFlowLogger(UploadingLogger):
         self._folder = local(os.fspath(save_dir)) if save_dir is not None else "./mlruns"
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._is_own_store = not uri and not _holds_plain_files(self._folder)
-        self._tracking_uri = uri or (
-            _database(self._folder) if self._is_own_store else f"file:{self._folder}"
-        )
+        database = f"sqlite:///{Path(self._folder).absolute().as_posix()}/mlflow.db"
+        self._tracking_uri = uri or (database if self._is_own_store else f"file:{self._folder}")
         self.tags = tags
         super().__init__(log_model)
         self._prefix = prefix
@@ -99,24 +100,9 @@ class MLFlowLogger(UploadingLogger):
         self._run_id = run_id
         self._synchronous = synchronous
         self._experiment_id: str | None = None
-        self._client: Any = None
         self._is_running = False
         self._sender: ThreadPoolExecutor | None = None
         self._pending: deque[Future[Any]] = deque()
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """The ``mlflow.MlflowClient``; run and experiment are created when it is first read.
-
-        Raises:
-            OSError: the local store cannot be written to.
-            RuntimeError: the store cannot be reached, or has no such run.
-
-        """
-        if self._client is None:
-            self._client = self._start()
-        return self._client
 
     def _start(self) -> Any:
         mlflow = need("mlflow", purpose="MLFlowLogger")
@@ -126,7 +112,7 @@ class MLFlowLogger(UploadingLogger):
             mlflow.set_tracking_uri(self._tracking_uri)
             client = need("mlflow.tracking", purpose="MLFlowLogger").MlflowClient(self._tracking_uri)
             if self._run_id is None:
-                self._create_run(client)
+                self._run_id = self._new_run(client)
             else:
                 self._experiment_id = client.get_run(self._run_id).info.experiment_id
                 client.update_run(self._run_id, status="RUNNING")
@@ -134,30 +120,28 @@ class MLFlowLogger(UploadingLogger):
             asked = "" if self._run_id is None else f", run_id={self._run_id!r}"
             raise RuntimeError(
                 f"MLFlowLogger(tracking_uri={self._tracking_uri!r}{asked}): MLflow cannot use this store: {error}. "
-                "Check that the server runs and the run exists, or use a local database: "
-                'tracking_uri="sqlite:///mlflow.db".'
+                'Check the server and the run, or use a local database: tracking_uri="sqlite:///mlflow.db".'
             ) from error
         self._is_running = True
         return client
 
-    def _create_run(self, client: Any) -> None:
-        if self._experiment_id is None:
-            found = client.get_experiment_by_name(self._experiment_name)
-            if found is not None and found.lifecycle_stage != "deleted":
-                self._experiment_id = found.experiment_id
-            else:
-                rank_zero_info(f"MLflow: the experiment {self._experiment_name} is new and is created.")
-                location = self._artifact_location
-                if location is None and self._is_own_store:
-                    location = (Path(self._folder).absolute() / "artifacts").as_uri()
-                self._experiment_id = client.create_experiment(
-                    name=self._experiment_name, artifact_location=location
-                )
+    def _new_run(self, client: Any) -> str:
+        found = client.get_experiment_by_name(self._experiment_name)
+        if found is not None and found.lifecycle_stage != "deleted":
+            self._experiment_id = found.experiment_id
+        else:
+            rank_zero_info(f"MLflow: the experiment {self._experiment_name} is new and is created.")
+            location = self._artifact_location
+            if location is None and self._is_own_store:
+                location = (Path(self._folder).absolute() / "artifacts").as_uri()
+            self._experiment_id = client.create_experiment(
+                name=self._experiment_name, artifact_location=location
+            )
         if self._run_name is not None:
             self.tags = {**(self.tags or {}), "mlflow.runName": self._run_name}
         context = need("mlflow.tracking.context.registry", purpose="MLFlowLogger")
         run = client.create_run(experiment_id=self._experiment_id, tags=context.resolve_tags(self.tags))
-        self._run_id = run.info.run_id
+        return str(run.info.run_id)
 
     @property
     def run_id(self) -> str | None:
@@ -191,22 +175,18 @@ class MLFlowLogger(UploadingLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values; text is left out, and so are characters of names that MLflow does not take.
+        """Log values at an index of the optimizer step.
 
-        Args:
-            metrics: numbers by name.
-            step: index of the optimizer step; 0 by default.
-
+        Text is left out, and so are characters of names that MLflow does not take.
         """
         metric = need("mlflow.entities", purpose="MLFlowLogger").Metric
-        now_ms = int(time.time() * 1000)
-        row = []
+        now_ms, row = int(time.time() * 1000), []
         for name, value in with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR).items():
             if isinstance(value, str):
                 warn_once(
                     f"mlflow text {name}",
-                    f"MLFlowLogger: {name}={value!r} is text, which MLflow has no place for among values; it is left "
-                    "out. Use logger.experiment.set_tag(logger.run_id, ...).",
+                    f"MLFlowLogger: {name}={value!r} is text, which MLflow does not take as a value; it is left out. "
+                    "Use logger.experiment.set_tag(logger.run_id, ...).",
                 )
                 continue
             number = value.item() if isinstance(value, Tensor) else value
@@ -289,26 +269,18 @@ class MLFlowLogger(UploadingLogger):
     def finalize(self, status: str = "success") -> None:
         """Wait until all values have arrived, log the checkpoints that are left, and mark the run as ended.
 
-        Args:
-            status: "success" marks it FINISHED, "failed" FAILED, "aborted" KILLED.
-
+        "success" marks it FINISHED, "failed" FAILED, "aborted" KILLED.
         """
-        if self._client is None:
+        if self._experiment is None:
             return
         self._wait_for_rows(at_most=0)
         self._log_remaining_checkpoints()
-        self._client.set_terminated(self._run_id, _STATUS.get(status, status.upper()))
+        self._experiment.set_terminated(self._run_id, _STATUS.get(status, status.upper()))
         self._is_running = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # Connections and pending rows stay with this process; another one continues the run.
-        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-            self.experiment  # noqa: B018 - creates the run
-        return {**self.__dict__, "_client": None, "_sender": None, "_pending": deque()}
-
-
-def _database(folder: str) -> str:
-    return f"sqlite:///{Path(folder).absolute().as_posix()}/mlflow.db"
+        self.experiment  # noqa: B018 - creates the run, which another process continues
+        return {**super().__getstate__(), "_sender": None, "_pending": deque()}
 
 
 def _holds_plain_files(folder: str) -> bool:

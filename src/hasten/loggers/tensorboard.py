@@ -11,15 +11,18 @@ from torch import Tensor
 
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
-from hasten.loggers.base import as_dict, flat, plain, rank_zero_experiment, with_prefix
+from hasten._lib.tree import move_to
+from hasten.loggers.base import as_dict, flat, plain, with_prefix
 from hasten.loggers.folders import FolderLogger, exists, make_writable, write_hparams
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from torch.utils.tensorboard import SummaryWriter
 
+    from hasten.types import Tensors
 
-class TensorBoardLogger(FolderLogger):
+
+class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     """Write values for TensorBoard under ``<save_dir>/<name>/version_<N>``.
 
     View them with ``tensorboard --logdir <save_dir>``. Needs the package ``tensorboard``.
@@ -82,17 +85,12 @@ class TensorBoardLogger(FolderLogger):
         folder = os.path.join(super().log_dir, self._sub_dir or "")
         return os.path.expanduser(os.path.expandvars(folder))
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> SummaryWriter:
-        """The ``SummaryWriter`` of this run; made when it is first read."""
-        if self._experiment is None:
-            make_writable("TensorBoardLogger", f"save_dir={self._save_dir!r}", self.log_dir)
-            summaries = need("torch.utils.tensorboard", purpose="TensorBoardLogger")
-            self._experiment = summaries.SummaryWriter(
-                log_dir=self.log_dir, **{**self._purge, **self._kwargs}
-            )
-        writer: SummaryWriter = self._experiment
+    def _start(self) -> SummaryWriter:
+        make_writable("TensorBoardLogger", f"save_dir={self._save_dir!r}", self.log_dir)
+        summaries = need("torch.utils.tensorboard", purpose="TensorBoardLogger")
+        writer: SummaryWriter = summaries.SummaryWriter(
+            log_dir=self.log_dir, **{**self._purge, **self._kwargs}
+        )
         return writer
 
     @rank_zero_only
@@ -146,7 +144,7 @@ class TensorBoardLogger(FolderLogger):
             return
         self.log_metrics(metrics, step)
         shown = {
-            name: value if type(value) in (bool, int, float, str) else str(value)
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
             for name, value in flat(plain(values)).items()
         }
         summaries = need("torch.utils.tensorboard.summary", purpose="TensorBoardLogger")
@@ -155,29 +153,20 @@ class TensorBoardLogger(FolderLogger):
             writer.add_summary(part, step)
 
     @rank_zero_only
-    def log_graph(self, model: Module, input_array: Any = None) -> None:
+    def log_graph(self, model: Module, input_array: Tensors | None = None) -> None:
         """Write the graph of ``model`` if ``log_graph=True``; the input is its ``example_input_array``."""
         if not self._log_graph:
             return
-        if input_array is None:
-            input_array = getattr(model, "example_input_array", None)
-        if input_array is None:
-            rank_zero_warn(
-                f"TensorBoardLogger(log_graph=True): {type(model).__name__} has no example_input_array, so its "
-                "graph is not logged. Set self.example_input_array = torch.zeros(...) in its __init__."
-            )
-        elif not isinstance(input_array, (Tensor, tuple)):
-            rank_zero_warn(
-                f"TensorBoardLogger(log_graph=True): example_input_array is a {type(input_array).__name__}, which "
-                "cannot be traced. Make it a tensor, or a tuple of forward's positional arguments."
-            )
-        else:
-            from hasten._lib.tree import move_to
-
+        example = getattr(model, "example_input_array", None) if input_array is None else input_array
+        if isinstance(example, (Tensor, tuple)):
             device = getattr(model, "device", None)
-            if device is not None:
-                input_array = move_to(input_array, device, non_blocking=False)
-            self.experiment.add_graph(model, input_array)
+            self.experiment.add_graph(model, example if device is None else move_to(example, device))
+            return
+        found = "there is no example_input_array" if example is None else f"it is a {type(example).__name__}"
+        rank_zero_warn(
+            f"TensorBoardLogger(log_graph=True): the graph of {type(model).__name__} is not logged, {found}. Set "
+            "self.example_input_array in its __init__: a tensor, or a tuple of forward's positional arguments."
+        )
 
     @rank_zero_only
     def save(self) -> None:

@@ -12,7 +12,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 from hasten.loggers.artifacts import SavedCheckpoint, UploadingLogger
-from hasten.loggers.base import as_dict, plain, rank_zero_experiment, with_prefix
+from hasten.loggers.base import as_dict, plain, with_prefix
 from hasten.loggers.folders import local, make_writable
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class WandbLogger(UploadingLogger):
         ModuleNotFoundError: ``wandb`` is not installed.
         MisconfigurationException: ``log_model`` with ``offline=True``.
         ValueError: ``log_model`` or ``add_file_policy`` is not one of the above.
+        OSError: when the run starts: ``save_dir`` cannot be written to.
+        RuntimeError: when the run starts: W&B did not start it, for instance without an API key.
 
     Example::
 
@@ -110,34 +112,17 @@ class WandbLogger(UploadingLogger):
     @property
     def name(self) -> str | None:
         """Name of the project; the run's own is ``logger.experiment.name``."""
-        project: str | None = self._init["project"]
-        return project
+        return self._init["project"]  # type: ignore[no-any-return]
 
     @property
     def version(self) -> str | None:
         """Id of the run; None while none was given and the run has not started."""
-        run_id: str | None = self._init["id"] if self._experiment is None else self._experiment.id
-        return run_id
+        return self._init["id"] if self._experiment is None else self._experiment.id  # type: ignore[no-any-return]
 
     @property
     def save_dir(self) -> str | None:
         """Folder under which W&B keeps its files, and checkpoints are saved."""
-        folder: str | None = self._init["dir"]
-        return folder
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """The ``wandb.Run``; started when it is first read.
-
-        Raises:
-            OSError: ``save_dir`` cannot be written to.
-            RuntimeError: W&B did not start the run, for instance without an API key.
-
-        """
-        if self._experiment is None:
-            self._experiment = self._start()
-        return self._experiment
+        return self._init["dir"]  # type: ignore[no-any-return]
 
     def _start(self) -> Any:
         wandb = need("wandb", purpose="WandbLogger")
@@ -167,12 +152,9 @@ class WandbLogger(UploadingLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values.
+        """Log numbers, or any of W&B's media, by name.
 
-        Args:
-            metrics: numbers, or any of W&B's media, by name.
-            step: index of the optimizer step: the x axis, logged as "trainer/global_step".
-
+        ``step`` is the index of the optimizer step: the x axis, logged as "trainer/global_step".
         """
         row = dict(with_prefix(metrics, self._prefix, self.LOGGER_JOIN_CHAR))
         if step is not None and not self._init.get("sync_tensorboard"):
@@ -183,8 +165,6 @@ class WandbLogger(UploadingLogger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """Log hyper-parameters to the run's config; a value that was there is replaced."""
         self.experiment.config.update(plain(as_dict(params)), allow_val_change=True)
-
-    # -- media
 
     @rank_zero_only
     def log_table(
@@ -268,8 +248,6 @@ class WandbLogger(UploadingLogger):
         ]
         self.log_metrics({key: media}, step)
 
-    # -- the model
-
     @rank_zero_only
     def watch(
         self,
@@ -293,8 +271,6 @@ class WandbLogger(UploadingLogger):
     def unwatch(self, model: Module | None = None) -> None:
         """Undo ``watch`` for one module or for all."""
         self.experiment.unwatch(model)
-
-    # -- artifacts
 
     @staticmethod
     @rank_zero_only
@@ -338,17 +314,15 @@ class WandbLogger(UploadingLogger):
         artifact = need("wandb", purpose="WandbLogger").Artifact(
             name=self._checkpoint_name, type="model", metadata=plain(checkpoint.metadata)
         )
-        if checkpoint.is_folder:
-            artifact.add_dir(checkpoint.path, name="model.ckpt", policy=self.add_file_policy)
-        else:
-            artifact.add_file(checkpoint.path, name="model.ckpt", policy=self.add_file_policy)
+        add = artifact.add_dir if checkpoint.is_folder else artifact.add_file
+        add(checkpoint.path, name="model.ckpt", policy=self.add_file_policy)
         experiment.log_artifact(artifact, aliases=checkpoint.aliases)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A run belongs to W&B's own process: another process of ours attaches to it there. It must have begun.
-        run = self.experiment if rank_zero_only.rank == 0 else None  # type: ignore[attr-defined]
-        state = {**self.__dict__, "_experiment": None}
-        if run is not None:
+        state = super().__getstate__()
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            # A run belongs to W&B's own process: another process of ours attaches to it there. It must have begun.
+            run = self.experiment
             state["_attach_id"] = getattr(run, "_attach_id", None)
             state["_init"] = {**self._init, "id": run.id, "name": run.name}
         return state

@@ -55,43 +55,29 @@ FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = 2.0**-10, 2.0**-23, 2.0**-52
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "hasten._lib.errors": ("MisconfigurationException",),
+        "hasten._lib.errors": "MisconfigurationException",
         "hasten._lib.rank_zero": (
-            "rank_zero_debug",
-            "rank_zero_deprecation",
-            "rank_zero_info",
-            "rank_zero_only",
-            "rank_zero_warn",
+            "rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn"
         ),
-        "hasten.data.combined": ("CombinedLoader",),
-        "hasten.module.hparams": ("AttributeDict", "HyperparametersMixin"),
-        "hasten.loops.progress": ("RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"),
-        "hasten.optim": ("LRSchedulerConfig", "LightningOptimizer=HastenOptimizer"),
-        "hasten.report.summary": ("ModelSummary", "summarize"),
-        "hasten.report.throughput": ("Throughput", "measure_flops"),
-        "hasten.seed": ("isolate_rng",),
+        "hasten.data.combined": "CombinedLoader",
+        "hasten.module.hparams": "AttributeDict HyperparametersMixin",
+        "hasten.loops.progress": "RunningStage TrainerFn TrainerState TrainerStatus",
+        "hasten.optim": "LRSchedulerConfig LightningOptimizer=HastenOptimizer",
+        "hasten.report.summary": "ModelSummary summarize",
+        "hasten.report.throughput": "Throughput measure_flops",
+        "hasten.seed": "isolate_rng",
         "hasten.utilities.data": (
-            "apply_to_collection",
-            "is_shared_filesystem",
-            "move_data_to_device",
-            "suggested_max_num_workers",
+            "apply_to_collection is_shared_filesystem move_data_to_device suggested_max_num_workers"
         ),
-        "hasten.utilities.enums": ("GradClipAlgorithmType", "LightningEnum"),
+        "hasten.utilities.enums": "GradClipAlgorithmType LightningEnum",
         "hasten.utilities.model_helpers": (
-            "find_shared_parameters",
-            "grad_norm",
-            "is_overridden",
-            "set_shared_parameters",
+            "find_shared_parameters grad_norm is_overridden set_shared_parameters"
         ),
-        "hasten.utilities.parsing": ("is_picklable",),
+        "hasten.utilities.parsing": "is_picklable",
         "hasten.utilities.types": (
-            "EVAL_DATALOADERS",
-            "OptimizerLRScheduler",
-            "OptimizerLRSchedulerConfig",
-            "STEP_OUTPUT",
-            "TRAIN_DATALOADERS",
+            "EVAL_DATALOADERS OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS"
         ),
-        "hasten.utilities.warnings": ("PossibleUserWarning", "disable_possible_user_warnings"),
+        "hasten.utilities.warnings": "PossibleUserWarning disable_possible_user_warnings",
     },
     also=("FLOAT16_EPSILON", "FLOAT32_EPSILON", "FLOAT64_EPSILON"),
 )

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,18 +18,18 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import batch_size_of, map_tensors, move_to
-from hasten.loggers.base import plain as _plain
+from hasten.loggers.base import plain
 from hasten.machine.host import usable_cores
+
+if TYPE_CHECKING:
+    from hasten.strategies import Strategy
+    from hasten.types import Batch
 
 min_seed_value, max_seed_value = 0, 2**32 - 1
 
 
-def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
-    """Return a batch on a device.
-
-    Args:
-        batch: a tensor, a nested collection of tensors, or an object with a method ``to``.
-        device: the target.
+def move_data_to_device(batch: Batch, device: torch.device | str | int) -> Batch:
+    """Return a batch, or an object with a method ``to``, on a device.
 
     Example::
 
@@ -42,16 +42,15 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
 
 
 def apply_to_collection(
-    data: Any, dtype: type | tuple[type, ...] | Any, function: Callable[..., Any], *args: Any, **kwargs: Any
+    data: object,
+    dtype: type | tuple[type, ...] | Any,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Return ``data`` with ``function(leaf, *args, **kwargs)`` in place of each leaf of a type.
+    """Return ``data`` with ``function(leaf, *args, **kwargs)`` in place of each leaf of type ``dtype``.
 
-    Args:
-        data: a leaf, or a nested collection.
-        dtype: the type, or a tuple of types.
-        function: what is called.
-        args: for the function.
-        kwargs: for the function, or the options of ``lightning_utilities``, such as ``wrong_dtype``.
+    ``kwargs`` also takes the options of ``lightning_utilities``, such as ``wrong_dtype``.
 
     Example::
 
@@ -64,38 +63,19 @@ def apply_to_collection(
     return apply(data, dtype, function, *args, **kwargs)
 
 
-def convert_to_tensors(data: Any, device: torch.device) -> Any:
-    """Return ``data`` with its numbers and arrays as tensors on ``device``.
-
-    Args:
-        data: a nested collection.
-        device: the device of the tensors.
-
-    Example::
-
-        >>> convert_to_tensors({"a": 1}, torch.device("cpu"))
-        {'a': tensor(1)}
-
-    """
-    numbers = apply_to_collection(data, (bool, int, float), torch.tensor, device=device)
+def convert_to_tensors(data: object, device: torch.device) -> Any:
+    """Return ``data`` with its numbers and arrays as tensors on ``device``."""
     import numpy
 
+    numbers = apply_to_collection(data, (bool, int, float), torch.tensor, device=device)
     return move_data_to_device(apply_to_collection(numbers, numpy.ndarray, torch.from_numpy), device)
 
 
-def convert_tensors_to_scalars(data: Any) -> Any:
-    """Return ``data`` with each tensor of one element as a number. Waits for the device.
-
-    Args:
-        data: a nested collection.
+def convert_tensors_to_scalars(data: object) -> Any:
+    """Return ``data`` with each tensor of one element as a number; waits for the device.
 
     Raises:
         ValueError: a tensor has several elements.
-
-    Example::
-
-        >>> convert_tensors_to_scalars({"loss": torch.tensor(0.5)})
-        {'loss': 0.5}
 
     """
 
@@ -110,19 +90,11 @@ def convert_tensors_to_scalars(data: Any) -> Any:
     return map_tensors(number, data)
 
 
-def extract_batch_size(batch: Any) -> int:
+def extract_batch_size(batch: Batch) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor.
-
-    Args:
-        batch: a tensor or a nested collection.
 
     Raises:
         MisconfigurationException: its tensors do not agree.
-
-    Example::
-
-        >>> extract_batch_size([torch.zeros(4, 2), torch.zeros(4)])
-        4
 
     """
     size, known = batch_size_of(batch)
@@ -133,35 +105,21 @@ def extract_batch_size(batch: Any) -> int:
     return size
 
 
-def sized_len(data: Any) -> int | None:
-    """Return the length, or None without one.
-
-    Example::
-
-        >>> sized_len([1, 2]), sized_len(iter([1]))
-        (2, None)
-
-    """
+def sized_len(data: object) -> int | None:
+    """Return the length, or None without one."""
     try:
-        return len(data)
+        return len(data)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
 
 
-def has_iterable_dataset(dataloader: Any) -> bool:
+def has_iterable_dataset(dataloader: object) -> bool:
     """Return whether a loader reads an ``IterableDataset``."""
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 
-def has_len(dataloader: Any) -> bool:
-    """Return whether a loader has a length; warn if it is 0.
-
-    Example::
-
-        >>> has_len([1])
-        True
-
-    """
+def has_len(dataloader: object) -> bool:
+    """Return whether a loader has a length; warn if it is 0."""
     length = sized_len(dataloader)
     if length == 0:
         rank_zero_warn(f"the {type(dataloader).__name__} is empty: it has no batches.")
@@ -169,25 +127,17 @@ def has_len(dataloader: Any) -> bool:
 
 
 def has_len_all_ranks(
-    dataloader: Any, strategy: Any, allow_zero_length_dataloader_with_multiple_devices: bool = False
+    dataloader: object, strategy: object, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
     """Return whether a loader has a length; see ``has_len``."""
     return has_len(dataloader)
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return the largest sensible number of workers for the loader of each process.
-
-    Args:
-        local_world_size: processes on this machine.
+    """Return the largest sensible number of workers for each of the ``local_world_size`` processes of this machine.
 
     Raises:
-        ValueError: it is less than 1.
-
-    Example::
-
-        >>> suggested_max_num_workers(10_000)
-        1
+        ValueError: ``local_world_size`` is less than 1.
 
     """
     check.whole("suggested_max_num_workers", "local_world_size", local_world_size, at_least=1)
@@ -195,7 +145,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
 
 
 def is_shared_filesystem(
-    strategy: Any, path: str | os.PathLike[str] | None = None, timeout: float = 3
+    strategy: Strategy, path: str | os.PathLike[str] | None = None, timeout: float = 3
 ) -> bool:
     """Return whether all processes see the same files in a folder; all of them must call it.
 
@@ -203,6 +153,9 @@ def is_shared_filesystem(
         strategy: the strategy of the run.
         path: the folder; the working directory by default. URLs count as shared.
         timeout: seconds in which a file of the first process must appear on the others.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
 
     """
     folder = Path(os.getcwd() if path is None else path)
@@ -214,7 +167,7 @@ def is_shared_filesystem(
     if strategy.is_global_zero:
         handle, own = tempfile.mkstemp(prefix=".hasten-shared-", dir=folder)
         os.close(handle)
-    name = strategy.broadcast(own)
+    name: Any = strategy.broadcast(own)
     deadline = time.monotonic() + timeout
     while not (seen := os.path.exists(name)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -259,7 +212,7 @@ def merge_dicts(
 def as_text(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyper-parameters as numbers and texts, which loggers can write."""
     return {
-        key: value if isinstance(value, (bool, int, float, str)) else str(_plain(value))
+        key: value if isinstance(value, (bool, int, float, str)) else str(plain(value))
         for key, value in params.items()
     }
 
@@ -288,43 +241,20 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
         return iter(indices[self.rank : self.total_size : self.num_replicas])
 
 
-class _SampledIndices:
-    """The indices of a sampler as a dataset."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self._drawn: list[Any] = []
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def draw(self) -> None:
-        self._drawn = list(self._sampler)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._drawn[index]
-
-
 class DistributedSamplerWrapper(DistributedSampler[Any]):
     """Share the indices of another sampler between processes; it must draw the same ones on each."""
 
-    def __init__(self, sampler: Sampler[Any] | Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(_SampledIndices(sampler), *args, **kwargs)  # type: ignore[arg-type]
+    def __init__(self, sampler: Sampler[Any] | Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        # torch's sampler only takes the length of its dataset.
+        super().__init__(sampler, *args, **kwargs)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        assert isinstance(self.dataset, _SampledIndices)
-        self.dataset.draw()
-        return (self.dataset[index] for index in super().__iter__())
+        drawn = list(self.dataset)  # type: ignore[call-overload]
+        return (drawn[index] for index in super().__iter__())
 
 
 def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
-    """Seed Python, numpy and torch in a worker of a loader, differently in each.
-
-    Args:
-        worker_id: which worker.
-        rank: of the process; 0 by default.
-
-    """
+    """Seed Python, numpy and torch differently in each worker of a loader, and of each process ``rank``."""
     seed = (torch.initial_seed() + worker_id + 1_000_003 * (rank or 0)) % 2**32
     torch.manual_seed(seed)
     random.seed(seed)

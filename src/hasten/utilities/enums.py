@@ -33,11 +33,10 @@ class LightningEnum(StrEnum):
     @classmethod
     def from_str(cls, value: str, source: str = "key") -> Any:
         """Return the member with this name (``source="key"``), this value ("value"), or either ("any")."""
+        wanted = value.replace("-", "_").lower()
         for member in cls:
-            texts = {"key": [member.name], "value": [member.value], "any": [member.name, member.value]}[
-                source
-            ]
-            if value.replace("-", "_").lower() in [text.replace("-", "_").lower() for text in texts]:
+            texts = {"key": [member.name], "value": [member.value]}.get(source, [member.name, member.value])
+            if wanted in [text.replace("-", "_").lower() for text in texts]:
                 return member
         raise ValueError(
             f"{value!r} is not a {cls.__name__}: use one of {', '.join(repr(m.value) for m in cls)}."
@@ -53,7 +52,7 @@ class GradClipAlgorithmType(LightningEnum):
     @staticmethod
     def supported_type(value: str) -> bool:
         """Return whether ``value`` is one of them."""
-        return any(member == value for member in GradClipAlgorithmType)
+        return value in list(GradClipAlgorithmType)
 
     @staticmethod
     def supported_types() -> list[str]:
@@ -61,49 +60,32 @@ class GradClipAlgorithmType(LightningEnum):
         return [member.value for member in GradClipAlgorithmType]
 
 
-class Registry:
+class Registry(dict[str, None]):
     """The names that an argument accepts; other objects are passed without a name.
-
-    Args:
-        argument: the argument.
-        names: the names.
 
     Example::
 
-        >>> "ddp" in StrategyRegistry
-        True
-        >>> AcceleratorRegistry.available_accelerators()[0]
-        'cpu'
+        >>> "ddp" in StrategyRegistry, AcceleratorRegistry.available_accelerators()[0]
+        (True, 'cpu')
 
     """
 
-    def __init__(self, argument: str, names: list[str]) -> None:
-        self._argument, self._names = argument, names
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Any:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def keys(self) -> list[str]:
+    def available(self) -> list[str]:
         """Return all names."""
-        return list(self._names)
+        return list(self)
 
-    available_strategies = available_accelerators = keys
+    available_strategies = available_accelerators = available
 
     def register(self, name: str, *_: Any, **__: Any) -> NoReturn:
         """Raise: other classes are passed as objects."""
+        argument = "strategy" if self is StrategyRegistry else "accelerator"
         raise MisconfigurationException(
-            f"{name!r} cannot be registered as a name: pass the object, {self._argument}=..., instead."
+            f"{name!r} cannot be registered as a name: pass the object, {argument}=..., instead."
         )
 
 
-AcceleratorRegistry = Registry("accelerator", sorted(ACCELERATORS))
-StrategyRegistry = Registry("strategy", ["single_device", *STRATEGIES])
+AcceleratorRegistry = Registry.fromkeys(sorted(ACCELERATORS))
+StrategyRegistry = Registry.fromkeys(["single_device", *STRATEGIES])
 
 
 __all__ = ["GradClipAlgorithmType", "LightningEnum"]

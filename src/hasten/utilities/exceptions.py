@@ -1,7 +1,5 @@
 """Exceptions that programs written for Lightning catch by name."""
 
-from __future__ import annotations
-
 from hasten._lib.errors import MisconfigurationException
 
 # hasten ends a run with SystemExit(143) on SIGTERM.

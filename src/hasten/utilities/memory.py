@@ -20,20 +20,8 @@ __all__ = [
 ]
 
 
-def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """Return a nested collection with its tensors detached.
-
-    Args:
-        in_dict: a tensor or a collection.
-        to_cpu: also move them to the CPU.
-
-    Example::
-
-        >>> import torch
-        >>> recursive_detach({"a": torch.zeros(1, requires_grad=True)})["a"].requires_grad
-        False
-
-    """
+def recursive_detach(in_dict: object, to_cpu: bool = False) -> Any:
+    """Return a nested collection with its tensors detached, and on the CPU with ``to_cpu``."""
     return map_tensors(lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach(), in_dict)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,12 +26,12 @@ DeepSpeedSummary = absent(
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type | None = None) -> bool:
-    """Return whether an object overrides a method.
+    """Return whether ``instance`` overrides a method of ``parent``.
 
     Args:
         method_name: the method.
-        instance: the object.
-        parent: the base class to compare with; by default LightningModule, LightningDataModule or Callback.
+        instance: the object; without one the answer is False.
+        parent: the base class; by default LightningModule, LightningDataModule or Callback.
 
     Raises:
         ValueError: ``parent`` is needed, or does not have the method.
@@ -58,44 +58,21 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
 
 def get_torchvision_model(model_name: str, **kwargs: Any) -> Any:
-    """Return a model of torchvision.
-
-    Args:
-        model_name: its name there.
-        kwargs: for it, for instance ``weights``.
-
-    """
+    """Return a model of torchvision by name; ``kwargs`` are for the model, for instance ``weights``."""
     return need("torchvision.models", purpose="get_torchvision_model").get_model(model_name, **kwargs)
 
 
 def get_formatted_model_size(total_model_size: float) -> str:
-    """Return a size in MB as a text.
-
-    Example::
-
-        >>> get_formatted_model_size(12.345)
-        '12.345'
-
-    """
+    """Return a size in MB as a text with three decimals."""
     return f"{total_model_size:,.3f}"
 
 
 def is_param_in_hook_signature(
-    hook_fx: Any, param: str, explicit: bool = False, min_args: int | None = None
+    hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Return whether a function takes a parameter.
+    """Return whether a function takes a parameter: by name, or unless ``explicit`` as ``*args``.
 
-    Args:
-        hook_fx: the function.
-        param: the parameter.
-        explicit: only by its name; otherwise ``*args``, or ``min_args`` parameters, are enough.
-        min_args: a sufficient number of parameters.
-
-    Example::
-
-        >>> is_param_in_hook_signature(lambda batch, batch_idx: None, "batch_idx")
-        True
-
+    ``min_args`` is a number of parameters that is enough too.
     """
     parameters = inspect.signature(inspect.unwrap(hook_fx)).parameters
     names = [name for name in parameters if name != "self"]
@@ -120,30 +97,18 @@ def is_cuda_available() -> bool:
 
 
 class DeviceDtypeMixin(nn.Module):
-    """A module with the ``device`` and ``dtype`` of its first parameter or buffer.
-
-    Example::
-
-        >>> DeviceDtypeMixin().device
-        device(type='cpu')
-
-    """
+    """A module with the ``device`` and ``dtype`` of its first parameter or buffer."""
 
     @property
     def device(self) -> torch.device:
         """The device of the first parameter or buffer; the CPU without one."""
-        first = self._first()
-        return torch.device("cpu") if first is None else first.device
+        return next((t.device for t in (*self.parameters(), *self.buffers())), torch.device("cpu"))
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the first floating parameter or buffer; torch's default without one."""
-        first = self._first(floating=True)
-        return torch.get_default_dtype() if first is None else first.dtype
-
-    def _first(self, *, floating: bool = False) -> Any:
-        tensors = [*self.parameters(), *self.buffers()]
-        return next((tensor for tensor in tensors if not floating or tensor.is_floating_point()), None)
+        kinds = (t.dtype for t in (*self.parameters(), *self.buffers()) if t.is_floating_point())
+        return next(kinds, torch.get_default_dtype())
 
 
 def grad_norm(
@@ -187,10 +152,7 @@ def grad_norm(
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """Return the names under which each shared parameter appears, a list for each.
-
-    Args:
-        module: the module.
+    """Return the names under which each shared parameter of a module appears, a list for each.
 
     Example::
 
@@ -201,38 +163,19 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
     """
     names: dict[int, list[str]] = {}
-    for name, parameter in _all_parameters(module, "", set()):
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [found for found in names.values() if len(found) > 1]
 
 
 def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> nn.Module:
-    """Share parameters that ``find_shared_parameters`` found; return the module.
+    """Share the parameters in each list of names, of which the first is kept; return the module.
 
-    Args:
-        module: the module, which is changed.
-        shared_params: names, a list for each parameter; the first is kept.
-
+    The lists are those of ``find_shared_parameters``.
     """
     for first, *others in shared_params:
-        kept = _owner(module, first)
-        parameter = getattr(kept, first.rpartition(".")[2])
+        parameter = module.get_parameter(first)
         for name in others:
-            setattr(_owner(module, name), name.rpartition(".")[2], parameter)
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, parameter)
     return module
-
-
-def _owner(module: nn.Module, name: str) -> nn.Module:
-    return module.get_submodule(name.rpartition(".")[0])
-
-
-def _all_parameters(module: nn.Module, prefix: str, above: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    # named_parameters() of torch lists a shared parameter once. A module may contain itself.
-    if id(module) in above:
-        return
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield f"{prefix}{name}", parameter
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _all_parameters(child, f"{prefix}{name}.", above | {id(module)})

@@ -13,14 +13,7 @@ from hasten.module.module import trainer_of
 
 
 def is_picklable(obj: object) -> bool:
-    """Return whether an object can be pickled.
-
-    Example::
-
-        >>> is_picklable([1]), is_picklable(lambda: 1)
-        (True, False)
-
-    """
+    """Return whether an object can be pickled."""
     try:
         pickle.dumps(obj)
     except Exception:  # pickling runs the object's own code, which may fail in any way
@@ -35,14 +28,8 @@ def clean_namespace(hparams: MutableMapping[Any, Any]) -> None:
 
 
 def get_init_args(frame: types.FrameType) -> dict[str, Any]:
-    """Return the arguments with which the ``__init__`` of a frame was called.
-
-    Args:
-        frame: of an ``__init__``.
-
-    """
-    _, values = _owner_and_arguments(frame)
-    return values
+    """Return the arguments with which the ``__init__`` of a frame was called."""
+    return _owner_and_arguments(frame)[1]
 
 
 def collect_init_args(
@@ -80,59 +67,39 @@ def save_hyperparameters(
     obj.save_hyperparameters(*args, ignore=ignore, frame=frame or (here.f_back if here is not None else None))
 
 
-def lightning_hasattr(model: Any, attribute: str) -> bool:
+def lightning_hasattr(model: object, attribute: str) -> bool:
     """Return whether a module, its hyper-parameters or its datamodule have an attribute."""
     return bool(_holders(model, attribute))
 
 
-def lightning_getattr(model: Any, attribute: str) -> Any:
-    """Return an attribute of the last of module, hyper-parameters and datamodule that has it.
-
-    Raises:
-        AttributeError: none has it.
-
-    """
-    holder = _last_holder(model, attribute)
+def lightning_getattr(model: object, attribute: str) -> Any:
+    """Return an attribute of the last of module, hyper-parameters and datamodule that has it, or raise."""
+    holder = _holders(model, attribute, needed=True)[-1]
     return holder[attribute] if isinstance(holder, dict) else getattr(holder, attribute)
 
 
-def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
-    """Set an attribute wherever it is: in the module, its hyper-parameters, its datamodule.
-
-    Raises:
-        AttributeError: none has it.
-
-    """
-    _last_holder(model, attribute)
-    for holder in _holders(model, attribute):
+def lightning_setattr(model: object, attribute: str, value: object) -> None:
+    """Set an attribute wherever it is: in the module, its hyper-parameters, its datamodule; raise if nowhere."""
+    for holder in _holders(model, attribute, needed=True):
         if isinstance(holder, dict):
             holder[attribute] = value
         else:
             setattr(holder, attribute, value)
 
 
-def _holders(model: Any, attribute: str) -> list[Any]:
-    trainer = trainer_of(model)
-    owners = [model, getattr(trainer, "datamodule", None)]
+def _holders(model: Any, attribute: str, *, needed: bool = False) -> list[Any]:
     found: list[Any] = []
-    for owner in owners:
-        if owner is None:
-            continue
+    for owner in (model, getattr(trainer_of(model), "datamodule", None)):
         if hasattr(owner, attribute):
             found.append(owner)
         hparams = getattr(owner, "hparams", None)
         if hparams is not None and attribute in (hparams if isinstance(hparams, dict) else vars(hparams)):
             found.append(hparams)
-    return found
-
-
-def _last_holder(model: Any, attribute: str) -> Any:
-    found = _holders(model, attribute)
-    if not found:
+    if needed and not found:
         raise AttributeError(
             f"neither the {type(model).__name__} nor its hyper-parameters nor its datamodule have {attribute!r}."
         )
-    return found[-1]
+    return found
 
 
 def _owner_and_arguments(frame: types.FrameType) -> tuple[Any, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from hasten._lib.rank_zero import (
@@ -38,38 +39,29 @@ class WarningCache(set[str]):
 
     def warn(self, message: str, stacklevel: int | None = None, **kwargs: Any) -> None:
         """Warn of ``message``, unless this cache did before."""
-        if message not in self:
-            self.add(message)
-            rank_zero_warn(message, stacklevel=stacklevel, **kwargs)
+        self._once(rank_zero_warn, message, stacklevel=stacklevel, **kwargs)
 
     def deprecation(self, message: str, stacklevel: int = 5, **kwargs: Any) -> None:
         """Warn that ``message`` will go away, unless this cache did before."""
-        if message not in self:
-            self.add(message)
-            rank_zero_deprecation(message, stacklevel=stacklevel, **kwargs)
+        self._once(rank_zero_deprecation, message, stacklevel=stacklevel, **kwargs)
 
     def info(self, message: str, **kwargs: Any) -> None:
         """Log ``message``, unless this cache did before."""
+        self._once(rank_zero_info, message, **kwargs)
+
+    def _once(self, function: Callable[..., None], message: str, **kwargs: Any) -> None:
         if message not in self:
             self.add(message)
-            rank_zero_info(message, **kwargs)
+            function(message, **kwargs)
 
 
 def rank_prefixed_message(message: str, rank: int | None) -> str:
-    """Return ``message`` with the rank in front, if there is one.
-
-    Example::
-
-        >>> rank_prefixed_message("done", 1)
-        '[rank: 1] done'
-
-    """
+    """Return ``message`` with the rank in front, if there is one."""
     return message if rank is None else f"[rank: {rank}] {message}"
 
 
 def _get_rank() -> int | None:
-    rank: int | None = getattr(rank_zero_only, "rank", None)
-    return rank
+    return getattr(rank_zero_only, "rank", None)
 
 
 __all__ = [

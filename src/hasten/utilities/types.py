@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -12,15 +11,16 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from hasten.checkpoint.io import CheckpointIO
-from hasten.machine.cluster import ClusterEnvironment
 from hasten.optim import LRSchedulerConfig
-from hasten.precision.base import Precision
 from hasten.types import (
     LRSchedulerConfigType,
+    MapLocation,
     OptimizerConfig,
     OptimizerLRScheduler,
     OptimizerLRSchedulerConfig,
+    PathLike,
+    Plugin,
+    PrecisionName,
     Scheduler,
     StepOutput,
 )
@@ -38,43 +38,26 @@ _EVALUATE_OUTPUT = list[Mapping[str, float]]
 _PREDICT_OUTPUT = list[Any] | list[list[Any]]
 
 # Any iterable of batches, or a collection of them.
-TRAIN_DATALOADERS = Any
-EVAL_DATALOADERS = Any
+TRAIN_DATALOADERS = EVAL_DATALOADERS = Any
 
 # Learning-rate schedulers: objects, and classes.
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
-LRSchedulerTypeUnion = Scheduler
-LRSchedulerPLType = LRSchedulerTypeUnion
+LRSchedulerTypeUnion = LRSchedulerPLType = Scheduler
 LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
 
-# Places, devices, groups.
-_PATH = str | Path
-_DEVICE = torch.device | str | int
-_MAP_LOCATION_TYPE = (
-    _DEVICE
-    | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
-    | dict[_DEVICE, _DEVICE]
-    | None
-)
-_PARAMETERS = Iterator[torch.nn.Parameter]
-
 # Arguments of a Trainer and of Fabric.
+_PATH, _MAP_LOCATION_TYPE = PathLike, MapLocation
+_DEVICE = torch.device | str | int
+_PARAMETERS = Iterator[torch.nn.Parameter]
 _LITERAL_WARN = Literal["warn"]
-_PLUGIN_INPUT = Precision | CheckpointIO | ClusterEnvironment | str
+_PLUGIN_INPUT = Plugin | str
+_PRECISION_INPUT = PrecisionName
 _PRECISION_INPUT_INT = Literal[64, 32, 16]
-_PRECISION_INPUT_STR_ALIAS = Literal["64", "32", "16", "bf16"]
 _PRECISION_INPUT_STR = Literal[
-    "transformer-engine",
-    "transformer-engine-float16",
-    "fp8",
-    "16-true",
-    "16-mixed",
-    "bf16-true",
-    "bf16-mixed",
-    "32-true",
-    "64-true",
-]
-_PRECISION_INPUT = _PRECISION_INPUT_INT | _PRECISION_INPUT_STR | _PRECISION_INPUT_STR_ALIAS
+    "transformer-engine", "transformer-engine-float16", "fp8",
+    "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true", "64-true",
+]  # fmt: skip
+_PRECISION_INPUT_STR_ALIAS = Literal["64", "32", "16", "bf16"]
 _PRECISION_INPUT_STR_ALIAS_CONVERSION = {
     "64": "64-true",
     "32": "32-true",
