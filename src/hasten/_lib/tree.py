@@ -297,3 +297,8 @@ def preserve_modes(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+def parameters_of(*optimizers: Any) -> list[Any]:
+    """Return the parameters that optimizers train, in the order of their groups."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

@@ -186,12 +186,7 @@ class Guard:
         return guarded_finish
 
     def one_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
-        """Call ``step``, which calls a closure that may leave it by ``StepSkipped``.
-
-        Raises:
-            RuntimeError: it did, and by then the weights were changed.
-
-        """
+        """Call ``step``, which calls a closure that may leave it by ``StepSkipped``."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # Those with 16 bits are written back in between by what keeps their small updates.
         before = [(p, p._version) for p in parameters if p.dtype in (torch.float32, torch.float64)]
@@ -213,12 +208,7 @@ class Guard:
         self._judge(None)
 
     def check_manual(self, loss: Tensor) -> None:
-        """Raise before the backward of a loss that is not finite, where the user's own code steps.
-
-        Raises:
-            FloatingPointError: it is not finite, on any process.
-
-        """
+        """Raise before the backward of a loss that is not finite, where the user's own code steps."""
         run = self._run
         bad = torch.isfinite(loss.detach()).logical_not().any()
         if run.runtime.world_size > 1:
@@ -234,12 +224,7 @@ class Guard:
             )
 
     def after_batch(self) -> None:
-        """Do what is due between two batches.
-
-        Raises:
-            BadLossError: the run is to end.
-
-        """
+        """Do what is due between two batches."""
         if self._end is not None:
             raise self._end
         progress = self._run.progress
@@ -253,12 +238,7 @@ class Guard:
                     self.keep_state()
 
     def end_epoch(self) -> None:
-        """Report the skipped steps.
-
-        Raises:
-            BadLossError: every step of the run so far was skipped.
-
-        """
+        """Report the skipped steps."""
         self._report()
         if self._skipped and self._skipped >= self._windows:
             raise BadLossError(

@@ -424,9 +424,6 @@ def rebatched(loader: Any, batch_size: int, *, name: str = "the train dataloader
         batch_size: samples of a batch; the last one may have fewer, unless the loader drops it.
         name: what to call the loader in messages.
 
-    Raises:
-        MisconfigurationException: something else than the loader decides how large its batches are.
-
     Example::
 
         >>> import torch
@@ -448,12 +445,7 @@ def rebatched(loader: Any, batch_size: int, *, name: str = "the train dataloader
 
 
 def check_rebatched(loader: Any, batch_size: int | str, *, name: str) -> None:
-    """Check that a loader's batches can have another size.
-
-    Raises:
-        MisconfigurationException: something else than the loader decides how large its batches are.
-
-    """
+    """Check that a loader's batches can have another size."""
     if not isinstance(loader, DataLoader):
         raise MisconfigurationException(
             f"Trainer(batch_size={batch_size!r}): {name} is a {type(loader).__name__}, which makes its batches itself. "
@@ -469,13 +461,7 @@ def check_rebatched(loader: Any, batch_size: int | str, *, name: str) -> None:
 
 
 def prepare_module(run: Run) -> None:
-    """Check that micro-batches and recomputing are possible in this run, and recompute with ``memory=``.
-
-    Raises:
-        MisconfigurationException: they cannot; the message says why and what can.
-        ValueError: there is nothing to recompute.
-
-    """
+    """Check that micro-batches and recomputing are possible in this run, and recompute with ``memory=``."""
     speed, module = run.arguments.speed, run.module
     asked = [
         f"{name}={value!r}"

@@ -238,12 +238,7 @@ def set_matmul_precision(run: Run) -> None:
 
 
 def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
-    """Make optimizers fused, or step in backward, as the arguments say; return them.
-
-    Raises:
-        ValueError: an optimizer steps in backward, and something of the run needs all gradients at once.
-
-    """
+    """Make optimizers fused, or step in backward, as the arguments say; return them."""
     fused = run.arguments.speed.fused_optimizer
     for optimizer in optimizers:
         if fused is not None:
@@ -256,24 +251,14 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
 
 
 def follow_arguments(run: Run, optimizer: InBackward) -> None:
-    """Have an optimizer that steps in backward clip as the arguments say.
-
-    Raises:
-        ValueError: something of the run needs gradients after backward.
-
-    """
+    """Have an optimizer that steps in backward clip as the arguments say."""
     _check_in_backward(run, optimizer)
     clip_value = run.arguments.gradient_clip_val
     optimizer.clip_value = float(clip_value) if clip_value else None
 
 
 def _check_in_backward(run: Run, optimizer: InBackward) -> None:
-    """Check that nothing of the run needs gradients after backward.
-
-    Raises:
-        ValueError: something does.
-
-    """
+    """Check that nothing of the run needs gradients after backward."""
     arguments, speed = run.arguments, run.arguments.speed
     name = optimizer.optimizer_class.__name__
     instead = f"use torch.optim.{name} as it is."
@@ -371,12 +356,7 @@ def change_module(run: Run) -> None:
 
 
 def change_dropout(run: Run) -> None:
-    """Have the dropout layers draw their masks from random bytes.
-
-    Raises:
-        MisconfigurationException: this run is not on the CPU, or no layer drops anything.
-
-    """
+    """Have the dropout layers draw their masks from random bytes."""
     from hasten.packed.dropout import fast_dropout
 
     if run.runtime.device.type != "cpu":
@@ -408,12 +388,7 @@ def resume_batch_size(run: Run, checkpoint: dict[str, Any], datamodule: Any) -> 
 
 
 def check_compile(run: Run) -> None:
-    """Check that ``compile`` works on this machine.
-
-    Raises:
-        ValueError: it does not; the message names the nearest that does.
-
-    """
+    """Check that ``compile`` works on this machine."""
     settings = _settings(run)
     if settings is None:
         return

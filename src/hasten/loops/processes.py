@@ -110,12 +110,7 @@ def agree_after_batch(run: Run, *, validated: bool = False) -> int | None:
 
 
 def skip_epoch(run: Run) -> None:
-    """Check that all processes leave the epoch, as ``on_train_batch_start`` returned -1.
-
-    Raises:
-        RuntimeError: not all processes leave it here.
-
-    """
+    """Check that all processes leave the epoch, as ``on_train_batch_start`` returned -1."""
     progress = run.progress
     agreement.require_all(
         f"skip/{run.number}/{progress.epoch}/{progress.batch}",

@@ -6,16 +6,17 @@ import copy
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor
 
+from hasten._lib import FIELD_FORMAT, VERSION
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
-from hasten._lib.tree import move_to
+from hasten._lib.tree import move_to, parameters_of
 from hasten.arguments import Arguments
 from hasten.checkpoint import contents
 from hasten.checkpoint.allowed_types import objects_allowed
@@ -23,18 +24,22 @@ from hasten.checkpoint.contents import Phase
 from hasten.checkpoint.metrics import load_metric_states, metric_states
 from hasten.hooks import HOOKS, STEPS
 from hasten.loggers.base import Logger
-from hasten.loops.progress import Progress, TrainerFn
+from hasten.loops.progress import TrainerFn
 from hasten.loops.run import Run
 from hasten.loops.saved_state import StepState
-from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
 from hasten.module.hparams import pickled, storable_hparams
+from hasten.module.module import toggle_again, toggled_parameters
 from hasten.seed import collect_rng_state, restore_rng_state
+
+_SCALER_KEY = "MixedPrecision"
 
 
 class RunState:
-    """The parts of a run that a checkpoint holds; ``checkpoint/contents.py`` says which, and in which phase.
+    """What a checkpoint of a run holds: ``collect`` returns it, and ``restore`` restores it phase by phase.
+
+    The keys are those of Lightning's checkpoints, and ``"hasten"`` for what makes a resumed run exact.
 
     Args:
         run: the run.
@@ -43,86 +48,183 @@ class RunState:
 
     """
 
-    precision_name = "MixedPrecision"
-
     def __init__(
         self, run: Run, callbacks: Iterable[Callback], datamodule: LightningDataModule | None
     ) -> None:
-        self._run, self._runtime = run, run.runtime
-        self._callbacks = callbacks
-        self._datamodule = datamodule
-        self.module: LightningModule = run.module
-        self.scaler = run.runtime.scaler
-        self.progress: Progress = run.progress
-        self.epoch, self.global_step = run.progress.current_epoch, run.progress.global_step
-        self.rank, self.world_size = run.runtime.global_rank, run.runtime.world_size
+        self._run, self._callbacks, self._datamodule = run, callbacks, datamodule
 
     def collect(self, *, weights_only: bool) -> dict[str, Any]:
-        """Return a checkpoint; inside a batch, of the moment when the batch began.
+        """Return everything a run needs to continue exactly; all processes call it together.
 
-        Raises:
-            RuntimeError: a batch has begun, and a resumed run could not continue exactly.
+        Inside a batch that is the state in which the batch began, or a RuntimeError where it is not known.
+
+        Args:
+            weights_only: leave out what only training needs.
 
         """
-        with as_saved(self._run, weights_only=weights_only), self._run.averages.applied():
-            return contents.collect(self, weights_only=weights_only)
+        run = self._run
+        with _as_saved(run, weights_only=weights_only), run.averages.applied():
+            weights = run.runtime.state_dict(run.module)
+            if run.averages:
+                # The module's own tensors hold the weights of training again in a moment.
+                weights = {k: v.clone() if isinstance(v, Tensor) else v for k, v in weights.items()}
+            checkpoint: dict[str, Any] = {
+                "epoch": run.progress.current_epoch,
+                "global_step": run.progress.global_step,
+                "pytorch-lightning_version": FIELD_FORMAT,
+                "hasten_version": VERSION,
+                "state_dict": weights,
+                "loops": {"fit": run.progress.state_dict()},
+            }
+            if not weights_only:
+                states = {callback.state_key: callback.state_dict() for callback in self._callbacks}
+                checkpoint["callbacks"] = {key: state for key, state in states.items() if state}
+                checkpoint |= self._collect_training()
+            checkpoint |= self._hyper_parameters()
+            if self._datamodule is not None and (state := self._datamodule.state_dict()):
+                checkpoint[type(self._datamodule).__qualname__] = state
+            return checkpoint
 
     def restore(self, checkpoint: dict[str, Any], phase: Phase, source: str) -> None:
-        """Restore one phase of a checkpoint."""
-        contents.restore(self, checkpoint, phase, source=source)
+        """Restore one phase of a checkpoint whose entries ``check_entries`` has checked; ``source`` names its file."""
+        module, progress = self._run.module, self._run.progress
+        if phase is Phase.MODEL:
+            self._run.runtime.load_state_dict(
+                module, checkpoint["state_dict"], strict=module.strict_loading, source=source
+            )
+            name = type(self._datamodule).__qualname__
+            if self._datamodule is not None and name in checkpoint:
+                self._datamodule.load_state_dict(checkpoint[name])
+            self._restore_callbacks(checkpoint.get("callbacks") or {})
+        elif phase is Phase.POSITION:
+            if "fit" in checkpoint.get("loops", {}):
+                progress.load_state_dict(checkpoint["loops"]["fit"])
+        elif phase is Phase.TRAINING:
+            self._restore_training(checkpoint, source)
+        elif (state := self._of_this_process(checkpoint)) is not None:
+            restore_rng_state(state["random"])
 
-    # -- weights and optimizers
+    # -- optimizers, schedulers, gradients
 
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers; a run has them once ``configure_optimizers`` was called."""
-        return self._run.optimizers
+    def _collect_training(self) -> dict[str, Any]:
+        run, runtime = self._run, self._run.runtime
+        checkpoint: dict[str, Any] = {
+            "optimizer_states": [runtime.optimizer_state(run.module, one) for one in run.optimizers],
+            "lr_schedulers": [contents.scheduler_state(config.scheduler) for config in run.schedulers],
+        }
+        if runtime.scaler is not None:
+            checkpoint[_SCALER_KEY] = runtime.scaler.state_dict()
+        gradients = None
+        if run.gradients_may_count():
+            gradients = contents.collect_gradients(
+                run.module, run.optimizers, runtime.gather_objects, world_size=runtime.world_size
+            )
+        own: dict[str, Any] = {
+            "gradients": gradients,
+            "ranks": runtime.gather_objects(self._collect_process()),
+        }
+        # Where the weights are averages, those that training continues with.
+        if (training_weights := run.averages.training_weights()) is not None:
+            own["training_weights"] = training_weights
+        return {**checkpoint, "hasten": own}
 
-    @property
-    def schedulers(self) -> list[Any]:
-        """The schedulers and when they step."""
-        return self._run.schedulers
+    def _restore_training(self, checkpoint: dict[str, Any], source: str) -> None:
+        run, runtime = self._run, self._run.runtime
+        rank, world_size = runtime.global_rank, runtime.world_size
+        _check_number("optimizers", checkpoint["optimizer_states"], run.optimizers, source)
+        _check_number("lr_schedulers", checkpoint["lr_schedulers"], run.schedulers, source)
+        for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
+            runtime.load_optimizer_state(run.module, optimizer, state)
+        for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
+            contents.load_scheduler(config.scheduler, state)
+        if runtime.scaler is not None and _SCALER_KEY in checkpoint:
+            runtime.scaler.load_state_dict(checkpoint[_SCALER_KEY])
+        own = checkpoint.get("hasten") or {}
+        if own:
+            if own["gradients"] is not None:
+                contents.restore_gradients(
+                    run.module, run.optimizers, own["gradients"], rank=rank, world_size=world_size
+                )
+            ranks = own["ranks"]
+            # Files of earlier versions have the metrics of the first process, for all.
+            of_rank = ranks[rank if rank < len(ranks) else 0]
+            metrics = own["metric_states"] if "metric_states" in own else of_rank["metrics"]
+            load_metric_states(run.module, metrics)
+            process_state = self._of_this_process(checkpoint)
+            if process_state is not None:
+                self._restore_process(process_state)
+            else:
+                rank_zero_warn(
+                    f"{source} was written by {len(ranks)} process(es) and is resumed on {world_size}: the order of "
+                    "the data and random numbers start again. Weights and optimizer state are as saved."
+                )
+        run.averages.resume_with(own.get("training_weights"))
 
-    def weights(self) -> dict[str, Any]:
-        """Return the weights of the user's module, or their averages where optimizers train with others."""
-        state = self._runtime.state_dict(self.module)
-        if not self._run.averages:
-            return state
-        # The module's own tensors hold the weights of training again in a moment.
-        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+    # -- what differs between processes: data position, values logged, metrics, random states
 
-    def load_weights(self, weights: Mapping[str, Any], source: str) -> None:
-        """Restore the weights of the user's module."""
-        self._runtime.load_state_dict(self.module, weights, strict=self.module.strict_loading, source=source)
+    def _collect_process(self) -> dict[str, Any]:
+        run, progress = self._run, self._run.progress
+        names = {id(child): name for name, child in run.module.named_modules()}
+        # Values still on their way belong to the steps before this checkpoint.
+        run.logged.deliver(wait=True)
+        if run.guard is not None:
+            run.guard.keep_state()
+        metrics = run.metrics_before_validation
+        if metrics is None:
+            # An evaluation starts again when resumed: what its metrics accumulated would count twice.
+            metrics = metric_states(run.module, leave_out=run.logged.evaluation_metrics())
+        data = None
+        if run.train.loaded:
+            data = run.train.state_dict(progress.batch, again=progress.begun and is_inside(run))
+        return {
+            "random": run.random_before_validation or collect_rng_state(),
+            "data": data,
+            "values": run.logged.state_dict(lambda metric: names.get(id(metric))),
+            "window_weight": run.window_weight,
+            "window_divisor": run.accumulation_divisor(),
+            "toggled": toggled_parameters(run.module),
+            "metrics": move_to(metrics, "cpu") if run.runtime.world_size > 1 else metrics,
+            "guard": None if run.guard is None else run.guard.state_dict(),
+            "batch_size": run.arguments.speed.batch_size,
+            "fits": None if run.memory_plan is None else run.memory_plan.state_dict(),
+            "loggers": [
+                logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.logged.loggers
+            ],
+            "evaluations": {
+                source.stage: source.evaluations() for source in (run.validation,) if source.loaded
+            },
+        }
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of an optimizer."""
-        return self._runtime.optimizer_state(self.module, optimizer)
+    def _restore_process(self, state: dict[str, Any]) -> None:
+        run = self._run
+        if state["data"] is not None:
+            run.train.load_state_dict(state["data"])
+        rows = {row.name: row for row in HOOKS} | STEPS
+        run.logged.load_state_dict(state["values"], rows, run.module.get_submodule)
+        run.window_weight, run.resumed_divisor = state["window_weight"], state.get("window_divisor")
+        run.resumed_guard = state.get("guard")
+        toggle_again(run.module, state.get("toggled") or {})
+        if run.memory_plan is not None and state.get("fits") is not None:
+            run.memory_plan.load_state_dict(state["fits"])
+        for logger, kept in zip(run.logged.loggers, state.get("loggers", ()), strict=False):
+            if isinstance(logger, Logger):
+                logger.load_state_dict(kept)
+        if not run.validation.is_off():
+            for positions in state["evaluations"].values():
+                run.validation.load_evaluations(positions)
 
-    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Restore the state of an optimizer."""
-        self._runtime.load_optimizer_state(self.module, optimizer, state)
+    def _of_this_process(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what the checkpoint holds for this process; None if another number of processes wrote it."""
+        ranks = (checkpoint.get("hasten") or {}).get("ranks", ())
+        runtime = self._run.runtime
+        state: dict[str, Any] | None = (
+            ranks[runtime.global_rank] if len(ranks) == runtime.world_size else None
+        )
+        return state
 
-    def training_weights(self) -> list[Tensor] | None:
-        """Return the weights training continues with, where ``weights`` are their averages."""
-        return self._run.averages.training_weights()
+    # -- callbacks and hyper-parameters
 
-    def load_training_weights(self, weights: list[Tensor] | None) -> None:
-        """Put the weights training continues with into the module: these, or what the averages imply."""
-        self._run.averages.resume_with(weights)
-
-    def gradients_may_count(self) -> bool:
-        """Return whether present gradients may be part of an optimizer's next step."""
-        return self._run.gradients_may_count()
-
-    # -- callbacks, hyper-parameters, datamodule
-
-    def callback_states(self) -> dict[str, Any]:
-        """Return the state of each callback that has one."""
-        states = {callback.state_key: callback.state_dict() for callback in self._callbacks}
-        return {key: state for key, state in states.items() if state}
-
-    def load_callback_states(self, states: Mapping[str, Any]) -> None:
+    def _restore_callbacks(self, states: Mapping[str, Any]) -> None:
         """Restore the states of the callbacks; one with other arguments than in the checkpoint starts again."""
         unused = set(states)
         for callback in self._callbacks:
@@ -138,14 +240,15 @@ class RunState:
                 "Add them to Trainer(callbacks=[...]) to go on as before."
             )
 
-    def hyper_parameters(self) -> Iterable[tuple[str, Any]]:
+    def _hyper_parameters(self) -> dict[str, Any]:
         """Return the hyper-parameters of module and datamodule as plain data."""
-        for owner in (self.module, self._datamodule):
+        found: dict[str, Any] = {}
+        for owner in (self._run.module, self._datamodule):
             if owner is None or not owner.hparams:
                 continue
             kept, dropped = storable_hparams(owner.hparams)
             if dropped and objects_allowed():
-                yield f"{owner.CHECKPOINT_HYPER_PARAMS_KEY}_pickled", pickled(owner.hparams, dropped)
+                found[f"{owner.CHECKPOINT_HYPER_PARAMS_KEY}_pickled"] = pickled(owner.hparams, dropped)
             elif dropped:
                 name = type(owner).__name__
                 warn_once(
@@ -154,122 +257,25 @@ class RunState:
                     "(reading them would run code). Pass them to load_from_checkpoint(path, ...), or leave them out "
                     f"with save_hyperparameters(ignore={dropped}).",
                 )
-            yield owner.CHECKPOINT_HYPER_PARAMS_NAME, owner.__dict__.get("_hparams_name", "kwargs")
-            yield owner.CHECKPOINT_HYPER_PARAMS_KEY, kept
-
-    def datamodule_state(self) -> tuple[str, dict[str, Any]] | None:
-        """Return the datamodule's state, if it has one."""
-        state = {} if self._datamodule is None else self._datamodule.state_dict()
-        return (type(self._datamodule).__qualname__, state) if state else None
-
-    def load_datamodule_state(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the datamodule's state."""
-        if self._datamodule is not None and type(self._datamodule).__qualname__ in checkpoint:
-            self._datamodule.load_state_dict(checkpoint[type(self._datamodule).__qualname__])
-
-    # -- what each process has of its own
-
-    def process_state(self) -> dict[str, Any]:
-        """Return what differs between processes: data position, values logged, metrics, random states."""
-        run, progress = self._run, self.progress
-        names = {id(child): name for name, child in run.module.named_modules()}
-        # Values still on their way belong to the steps before this checkpoint.
-        run.logged.deliver(wait=True)
-        if run.guard is not None:
-            run.guard.keep_state()
-        data = None
-        if run.train.loaded:
-            data = run.train.state_dict(progress.batch, again=progress.begun and is_inside(run))
-        return {
-            "random": run.random_before_validation or collect_rng_state(),
-            "data": data,
-            "values": run.logged.state_dict(lambda metric: names.get(id(metric))),
-            "window_weight": run.window_weight,
-            "window_divisor": run.accumulation_divisor(),
-            "toggled": _toggled(run.module),
-            "metrics": self._metrics(),
-            "guard": None if run.guard is None else run.guard.state_dict(),
-            "batch_size": run.arguments.speed.batch_size,
-            "fits": None if run.memory_plan is None else run.memory_plan.state_dict(),
-            "loggers": [
-                logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.logged.loggers
-            ],
-            "evaluations": {
-                source.stage: source.evaluations() for source in (run.validation,) if source.loaded
-            },
-        }
-
-    def _metrics(self) -> dict[str, Any]:
-        run = self._run
-        states = run.metrics_before_validation
-        if states is None:
-            # An evaluation starts again when resumed: what its metrics accumulated would count twice.
-            states = metric_states(run.module, leave_out=run.logged.evaluation_metrics())
-        moved: dict[str, Any] = move_to(states, "cpu") if self.world_size > 1 else states
-        return moved
-
-    def load_metrics(self, state: dict[str, Any]) -> None:
-        """Restore what torchmetrics have accumulated."""
-        load_metric_states(self.module, state)
-
-    def load_process_state(self, state: dict[str, Any]) -> None:
-        """Restore this process's data position and values."""
-        run = self._run
-        if state["data"] is not None:
-            run.train.load_state_dict(state["data"])
-        rows = {row.name: row for row in HOOKS} | STEPS
-        run.logged.load_state_dict(state["values"], rows, run.module.get_submodule)
-        run.window_weight, run.resumed_divisor = state["window_weight"], state.get("window_divisor")
-        run.resumed_guard = state.get("guard")
-        _toggle_again(run.module, state.get("toggled") or {})
-        if run.memory_plan is not None and state.get("fits") is not None:
-            run.memory_plan.load_state_dict(state["fits"])
-        for logger, kept in zip(run.logged.loggers, state.get("loggers", ()), strict=False):
-            if isinstance(logger, Logger):
-                logger.load_state_dict(kept)
-        if not run.validation.is_off():
-            for positions in state["evaluations"].values():
-                run.validation.load_evaluations(positions)
-
-    def load_random_state(self, state: dict[str, Any]) -> None:
-        """Restore this process's random generators."""
-        restore_rng_state(state["random"])
-
-    def gather(self, data: Any) -> list[Any]:
-        """Return every process's ``data``."""
-        return self._runtime.gather_objects(data)
+            found[owner.CHECKPOINT_HYPER_PARAMS_NAME] = owner.__dict__.get("_hparams_name", "kwargs")
+            found[owner.CHECKPOINT_HYPER_PARAMS_KEY] = kept
+        return found
 
 
-def _toggled(module: LightningModule) -> dict[str, tuple[bool, bool]]:
-    """Return by name whether parameters require gradients now and before ``toggle_optimizer``, while it is active."""
-    before = module.__dict__.get("_before_toggle", {})
-    return {name: (p.requires_grad, before[p]) for name, p in module.named_parameters() if p in before}
-
-
-def _toggle_again(module: LightningModule, states: Mapping[str, tuple[bool, bool]]) -> None:
-    if not states:
-        return
-    module.__dict__["_before_toggle"] = before = {}
-    for name, parameter in module.named_parameters():
-        if name in states:
-            parameter.requires_grad, before[parameter] = states[name]
+def _check_number(what: str, stored: list[Any], present: list[Any], source: str) -> None:
+    if len(stored) != len(present):
+        raise ValueError(
+            f"{source} holds the state of {len(stored)} {what}, and configure_optimizers() gives {len(present)}. "
+            "Resume with the configure_optimizers() the run was started with, or load the weights alone: "
+            "Model.load_from_checkpoint(path)."
+        )
 
 
 # -- from which checkpoint a call starts
 
 
-def resolve_path(trainer: Any, ckpt_path: Any) -> str | None:
-    """Return the file that ``ckpt_path`` means; None to start from the beginning.
-
-    Args:
-        trainer: whose checkpoint callbacks know "best" and "last".
-        ckpt_path: a path, "best", "last" or None.
-
-    Raises:
-        ValueError: "best" is asked for and unknown.
-        FileNotFoundError: there is no such file.
-
-    """
+def resolve_path(trainer: Any, ckpt_path: str | os.PathLike[str] | None) -> str | None:
+    """Return the file that ``ckpt_path`` means: a path, or the "best" or "last" one of the trainer's callbacks."""
     if ckpt_path is None:
         return None
     text: str = os.fspath(ckpt_path)
@@ -311,17 +317,7 @@ def _not_found(path: str) -> str:
 
 
 def check_left_to_train(checkpoint: Mapping[str, Any], path: str, arguments: Arguments) -> None:
-    """Warn if a checkpoint leaves nothing to train.
-
-    Args:
-        checkpoint: what the file holds, with hasten's counters.
-        path: the file.
-        arguments: the Trainer's.
-
-    Raises:
-        MisconfigurationException: it has trained for more epochs than the Trainer is to train for.
-
-    """
+    """Warn if a checkpoint leaves nothing to train; refuse one that has trained for more epochs than asked for."""
     counters = (checkpoint.get("loops") or {}).get("fit")
     if counters is None:
         return
@@ -380,10 +376,6 @@ class BatchStart:
     """The state in which the current batch began, for runs whose hooks save checkpoints inside a batch.
 
     A resumed run computes that batch again from its beginning: the same weights, gradients and random numbers.
-
-    Args:
-        run: the run.
-
     """
 
     def __init__(self, run: Run) -> None:
@@ -422,8 +414,8 @@ class BatchStart:
                 run.metrics_before_validation, run.progress.begun = None, False
 
     def _weight_versions(self) -> list[int]:
-        trained = [p for o in self._run.optimizers for group in o.param_groups for p in group["params"]]
-        return [parameter._version for parameter in (*trained, *self._run.module.parameters())]
+        weights = (*parameters_of(*self._run.optimizers), *self._run.module.parameters())
+        return [parameter._version for parameter in weights]
 
 
 def batch_start(run: Run) -> BatchStart | None:
@@ -436,13 +428,8 @@ def batch_start(run: Run) -> BatchStart | None:
     return BatchStart(run) if any(_saves(owner, _CALLED_INSIDE, set()) for owner in owners) else None
 
 
-def as_saved(run: Run, *, weights_only: bool) -> Any:
-    """Return the context in which a checkpoint of the run is collected.
-
-    Raises:
-        RuntimeError: the batch in hand has begun, and the run could not go on exactly from there.
-
-    """
+def _as_saved(run: Run, *, weights_only: bool) -> AbstractContextManager[None]:
+    """Return the context in which a checkpoint is collected; refuse where a batch has begun and is lost."""
     if weights_only or not is_inside(run):
         return nullcontext() if weights_only else _failed_in_first_batch(run)
     if run.batch_start is None:
@@ -454,11 +441,9 @@ def as_saved(run: Run, *, weights_only: bool) -> Any:
 def _failed_in_first_batch(run: Run) -> Iterator[None]:
     """Mark an epoch as begun where an exception ended it in its first batch: it is not to begin once more."""
     progress = run.progress
-    failed = run.logged.context.row.name == "on_exception" and run.training and not run.is_last_batch
-    before, progress.begun = (
-        progress.begun,
-        progress.begun or (failed and run.train.is_in_hand(progress.batch)),
-    )
+    before = progress.begun
+    if run.logged.context.row.name == "on_exception" and run.training and not run.is_last_batch:
+        progress.begun = before or run.train.is_in_hand(progress.batch)
     try:
         yield
     finally:

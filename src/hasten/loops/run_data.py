@@ -114,12 +114,7 @@ class StageData:
         return all(limit == 0 for limit in self.limits)
 
     def require(self) -> None:
-        """Raise unless somebody provides the data.
-
-        Raises:
-            MisconfigurationException: nobody does.
-
-        """
+        """Raise unless somebody provides the data."""
         if self.has_data():
             return
         hook = HOOK_OF[self.stage]

@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import is_out_of_memory
+from hasten._lib.tree import parameters_of
 from hasten.logged_value import LoggedValue, is_metric
 from hasten.loops.run import Run
 from hasten.memory import may_have_changed
@@ -98,10 +100,8 @@ class _SavedTensor:
         if self.copy is not None:
             self._restore_values()
         elif self.was_written():
-            raise RuntimeError(
-                f"{self.where} was changed in place by the attempt that ran out of memory, and has no copy, so the "
-                "step cannot begin again.\nMake a new tensor instead (x = x * 2, not x.mul_(2)), register "
-                "what belongs to the module with register_buffer, or give micro_batch a number that fits."
+            raise self._lost(
+                "was changed in place by", "register what belongs to the module with register_buffer, "
             )
         may_have_gradient = tensor.requires_grad or self.required or tensor.grad is not self.gradient
         if self.owns_gradient and tensor.is_leaf and may_have_gradient:
@@ -113,11 +113,7 @@ class _SavedTensor:
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
             if tensor.grad_fn is not None and not self.required:
                 if tensor._is_view():
-                    raise RuntimeError(
-                        f"{self.where} is a view and became part of the graph in the attempt that ran out of memory, "
-                        "so the step cannot begin again.\nMake a new tensor instead of changing it in place, or give "
-                        "micro_batch a number that fits."
-                    )
+                    raise self._lost("is a view and became part of the graph in", "")
                 tensor.detach_()
             values = tensor.detach()
             if values.shape == copy.shape and values.dtype == copy.dtype:
@@ -126,6 +122,12 @@ class _SavedTensor:
                 tensor.data = copy.to(values.device, copy=True)
         if self.version is not None:
             self.version = tensor._version
+
+    def _lost(self, what: str, instead: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.where} {what} the attempt that ran out of memory, so the step cannot begin again.\n"
+            f"Make a new tensor instead (x = x * 2, not x.mul_(2)), {instead}or give micro_batch a number that fits."
+        )
 
 
 class SavedObjects:
@@ -157,19 +159,14 @@ class SavedObjects:
         self._root = 0
 
     def save(self, thing: Any, *, values: bool = True) -> None:
-        """Save ``thing``, and what it leads to.
+        """Save a module, a loader, an optimizer, a container, or any other object, and what it leads to.
 
         Args:
-            thing: a module, a loader, an optimizer, a container, or any object of the user's.
+            thing: the object. A module must have its parameters, else MisconfigurationException is raised.
             values: also the values of tensors; False where they are data, which may be large.
 
-        Raises:
-            MisconfigurationException: a module does not have its parameters yet.
-
         """
-        if isinstance(thing, _SIMPLE):
-            return
-        if isinstance(thing, (Tensor, list, dict, set, deque, tuple)):
+        if isinstance(thing, (*_SIMPLE, Tensor, list, dict, set, deque, tuple)):
             self._visit(thing, "", _DEPTH, values)
         elif not self._was_seen(thing):
             self._visit_attributes(thing, "", _DEPTH, values)
@@ -250,7 +247,7 @@ class SavedObjects:
     def _save_tensor(self, tensor: Tensor, where: str, values: bool) -> None:
         if not values:
             return
-        if isinstance(tensor, (nn.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+        if is_lazy(tensor):
             raise MisconfigurationException(
                 "The tuner cannot put a lazy layer back to what it was before it had parameters. Run one batch through "
                 "the module first: model(batch)."
@@ -354,7 +351,12 @@ class LearningObjects(SavedObjects):
             super()._save_container(thing, where, depth, values)
         elif isinstance(thing, list):
             # It grows; copying it in each step would cost more than the step.
-            self._note(thing, len(thing), _length_changed, _shorten)
+            self._note(
+                thing,
+                len(thing),
+                lambda thing, before: len(thing) != before,
+                lambda thing, before: list.__delitem__(thing, slice(before, None)),
+            )
 
     def _save_training_object(self, thing: Any, where: str, depth: int, values: bool) -> None:
         """Leave them alone: each module is saved by itself, and loaders do not change in a step."""
@@ -363,7 +365,7 @@ class LearningObjects(SavedObjects):
         return self._most_bytes is None or super()._searches(thing)
 
     def _save_tensor(self, tensor: Tensor, where: str, values: bool) -> None:
-        if isinstance(tensor, (nn.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+        if is_lazy(tensor):
             return
         version = None if tensor.is_inference() else tensor._version
         saved = _SavedTensor(where, tensor, version, self._root, required=tensor.requires_grad)
@@ -382,10 +384,8 @@ class LearningObjects(SavedObjects):
 
     def _copies(self, thing: Any, where: str) -> bool:
         """Return whether to copy a tensor: it is known to change, or may turn out to."""
-        if where in self._changing:
-            return True
-        if where in self._constant:
-            return False
+        if where in self._changing or where in self._constant:
+            return where in self._changing
         self._bytes += thing.nbytes
         return self._most_bytes is None or self._bytes <= self._most_bytes
 
@@ -469,14 +469,6 @@ def _fill_items(thing: Any, before: list[Any]) -> None:
         return
     thing.clear()
     (thing.extend if isinstance(thing, deque) else thing.update)(before)
-
-
-def _length_changed(thing: Any, before: int) -> bool:
-    return len(thing) != before
-
-
-def _shorten(thing: Any, before: int) -> None:
-    list.__delitem__(thing, slice(before, None))
 
 
 def _dict_changed(thing: Any, before: dict[Any, Any]) -> bool:
@@ -629,23 +621,24 @@ class StepObjects:
     def parts_of(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the parts of a module that may change, with their names."""
         owner = type(module).__name__
-        parts = [(f"{owner}.{name}" if name else owner, part) for name, part in module.named_modules()]
-        return [(name, part) for name, part in parts if part not in self.constant]
+        return [
+            (f"{owner}.{name}" if name else owner, part)
+            for name, part in module.named_modules()
+            if part not in self.constant
+        ]
 
-    def learn(self, parts: list[tuple[str, nn.Module]]) -> None:
-        """After a step that succeeded, see what it changed: the next ones keep copies of that alone."""
+    def learn(self, parts: list[tuple[str, nn.Module]]) -> bool:
+        """After a step that succeeded, see what it changed; return whether fewer parts may change from now on."""
         self.batch.learn()
         changed = self.module.learn()
         if self._is_sure:
-            return
+            return False
         self._changing.update(parts[index][1] for index in changed)
-        if self.module.is_sure:
-            self._is_sure = True
-            self.constant.update(
-                part
-                for _, part in parts
-                if part not in self._changing and not isinstance(part, LightningModule)
-            )
+        self._is_sure = self.module.is_sure
+        if self._is_sure:
+            steady = (part for _, part in parts if part not in self._changing)
+            self.constant.update(part for part in steady if not isinstance(part, LightningModule))
+        return self._is_sure
 
 
 class _SavedBuffer(NamedTuple):
@@ -686,8 +679,7 @@ class StepState:
 
         Args:
             batch: the batch of the step, where objects are saved.
-            gradients: save the gradients, which are those of earlier batches of an accumulation; else the step begins
-                with none.
+            gradients: save those of earlier batches of an accumulation; else the step begins with none.
 
         """
         run = self._run
@@ -701,20 +693,16 @@ class StepState:
         self._counts = run.window_weight, run.skipped_batches
         self._gradients = None
         if gradients:
-            self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in _parameters(run)]
+            parameters = {id(p): p for p in (*parameters_of(*run.optimizers), *run.module.parameters())}
+            self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in parameters.values()]
 
     def restore(self) -> None:
-        """Restore the saved state; as often as needed.
-
-        Raises:
-            RuntimeError: a tensor was changed in place of which there is no copy; the message names it.
-
-        """
+        """Restore the saved state, as often as needed; raise if a tensor of which there is no copy was changed."""
         run = self._run
         if self._objects is not None:
             self._objects.batch.restore()
             self._objects.module.restore()
-        self.restore_random()
+        set_generators(self._random)
         self._restore_buffers()
         for logged in run.logged.of_stage("train"):
             # A name logged for the first time since then has accumulated nothing.
@@ -724,7 +712,8 @@ class StepState:
         run.window_weight, run.skipped_batches = self._counts
         if self._gradients is None:
             # Those of the attempt: the step begins with none.
-            _set_gradients([(parameter, None) for parameter in _trained(run) or run.module.parameters()])
+            for parameter in parameters_of(*run.optimizers) or run.module.parameters():
+                parameter.grad = None
         else:
             _set_gradients([(p, None if g is None else g.clone()) for p, g in self._gradients])
 
@@ -758,7 +747,7 @@ class StepState:
         }
         counts = run.window_weight, run.skipped_batches
         gradients = [(p, p.grad) for p, _ in self._gradients or ()]
-        self.restore_random()
+        set_generators(self._random)
         for saved in self._buffers.values():
             saved.owner._buffers[saved.name] = saved.copy if saved.was_written() else saved.tensor
         for owner, name in self._empty:
@@ -785,11 +774,8 @@ class StepState:
 
     def step_succeeded(self) -> None:
         """Learn what the step changed of the batch and the module."""
-        if self._objects is not None:
-            constant = len(self._objects.constant)
-            self._objects.learn(self._parts)
-            if len(self._objects.constant) != constant:
-                self._parts = self._objects.parts_of(self._run.module)
+        if self._objects is not None and self._objects.learn(self._parts):
+            self._parts = self._objects.parts_of(self._run.module)
 
     # -- buffers
 
@@ -838,15 +824,6 @@ class StepState:
         for metric, state in self._metric_states:
             for name, value in state.items():
                 setattr(metric, name, _copied(value))
-
-
-def _trained(run: Run) -> list[Tensor]:
-    return [p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
-
-
-def _parameters(run: Run) -> list[Tensor]:
-    """Return all parameters of module and optimizers, each once."""
-    return list({id(p): p for p in (*_trained(run), *run.module.parameters())}.values())
 
 
 _NOTHING_LOGGED = {"value": None, "total": None, "weight": 0, "metric": None}

@@ -37,12 +37,7 @@ class ValidationSchedule:
         self.per_batch = isinstance(interval, Interval)
 
     def batches_between(self, length: float) -> float:
-        """Return the number of batches between validations, in an epoch of ``length`` batches.
-
-        Raises:
-            ValueError: the interval does not fit the length.
-
-        """
+        """Return the number of batches between validations, in an epoch of ``length`` batches."""
         interval = self._interval
         if isinstance(interval, Interval):
             return math.inf

@@ -24,6 +24,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean, nearest
 from hasten._lib.out_of_memory import is_out_of_memory
 from hasten._lib.rank_zero import rank_zero_warn
+from hasten._lib.tree import parameters_of
 from hasten.arguments import Arguments
 from hasten.hooks import overrides
 from hasten.module import LightningModule
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from hasten.loops.run import Run
     from hasten.loops.run_data import StageData
 
-
 # Hooks that Lightning removed: code in them would silently not run.
 _REMOVED_HOOKS = {
     "training_epoch_end": "on_train_epoch_end",
@@ -46,21 +46,38 @@ _REMOVED_HOOKS = {
     "validation_step_end": "on_validation_batch_end",
     "test_step_end": "on_test_batch_end",
 }
+# Hooks that Lightning renamed.
+_OLD_HOOKS = {
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+}
+# The steps, and the other methods whose base takes anything.
+_STEPS = {
+    "training_step": ("batch", "batch_idx"),
+    "validation_step": ("batch", "batch_idx", "dataloader_idx"),
+    "test_step": ("batch", "batch_idx", "dataloader_idx"),
+    "predict_step": ("batch", "batch_idx", "dataloader_idx"),
+}
+_MODULE_METHODS = (
+    "configure_optimizers", "configure_callbacks", "configure_model", "optimizer_step", "optimizer_zero_grad",
+    "lr_scheduler_step", "configure_gradient_clipping",
+)  # fmt: skip
+
+
+# -- a call and its arguments
 
 
 def check_call(arguments: Arguments, call: str, module: Any, datamodule: Any, *given: Any) -> None:
-    """Check what a call was given, before anything starts.
-
-    Raises:
-        TypeError: the model or datamodule is something else.
-        MisconfigurationException: a step, configure_optimizers or data is missing or given twice.
-
-    """
+    """Check what a call was given, before anything starts."""
     if not isinstance(module, LightningModule):
         hint = ""
         if isinstance(module, type) and issubclass(module, LightningModule):
             hint = f" That is the class: write {module.__name__}()."
-        elif isinstance(module, torch.nn.Module):
+        elif isinstance(module, nn.Module):
             hint = " Wrap it in a LightningModule with a training_step, or use hasten.Fabric."
         raise TypeError(
             f"Trainer.{call}(model=...): it must be a `LightningModule`, got {_name(module)}.{hint}"
@@ -73,64 +90,68 @@ def check_call(arguments: Arguments, call: str, module: Any, datamodule: Any, *g
         raise MisconfigurationException(
             f"Trainer.{call}(): data was given twice, as loaders and as a datamodule. Pass one of them."
         )
+    problem = _problem_of_methods(call, module)
+    if problem is not None:
+        raise MisconfigurationException(f"Trainer.{call}(): {problem}")
+    if call == "fit" and (problem := _problem_of_arguments(arguments, module)) is not None:
+        raise MisconfigurationException(f"Trainer({problem}")
+
+
+def _problem_of_methods(call: str, module: LightningModule) -> str | None:
+    owner = type(module).__name__
     for name, instead in _REMOVED_HOOKS.items():
         if hasattr(module, name):
-            raise MisconfigurationException(
-                f"Trainer.{call}(): {type(module).__name__}.{name}() would never be called. Rename it to "
-                f"{instead}(self), and keep what you need of the outputs in an attribute."
+            return (
+                f"{owner}.{name}() would never be called. Rename it to {instead}(self), and keep what you need of the "
+                "outputs in an attribute."
             )
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(call)
     if step is not None and not overrides(module, LightningModule, step):
-        near = _near_method(module, step)
-        raise MisconfigurationException(
-            f"Trainer.{call}(): {type(module).__name__} has no {step}(). Define it{near}."
-        )
-    if call == "predict" and not (
-        overrides(module, LightningModule, "predict_step") or overrides(module, LightningModule, "forward")
+        return f"{owner} has no {step}(). Define it{_near_method(module, step)}."
+    if call == "predict" and not any(
+        overrides(module, LightningModule, name) for name in ("predict_step", "forward")
     ):
-        raise MisconfigurationException(
-            f"Trainer.predict(): {type(module).__name__} has neither predict_step() nor forward(). Define one."
-        )
+        return f"{owner} has neither predict_step() nor forward(). Define one."
     if call == "fit" and not overrides(module, LightningModule, "configure_optimizers"):
-        raise MisconfigurationException(
-            f"Trainer.fit(): {type(module).__name__} has no configure_optimizers()"
-            f"{_near_method(module, 'configure_optimizers')}. Define it, for instance: "
-            "def configure_optimizers(self): return torch.optim.Adam(self.parameters(), lr=1e-3)"
+        return (
+            f"{owner} has no configure_optimizers(){_near_method(module, 'configure_optimizers')}. Define it, for "
+            "instance: def configure_optimizers(self): return torch.optim.Adam(self.parameters(), lr=1e-3)"
         )
-    if call == "fit" and arguments.detect_anomaly and arguments.on_bad_loss in ("skip", "rewind"):
-        raise MisconfigurationException(
-            f"Trainer(detect_anomaly=True, on_bad_loss={arguments.on_bad_loss!r}): detect_anomaly ends the run at the "
-            "first gradient that is nan, before its step could be left out. Leave out one of them."
+    return None
+
+
+def _problem_of_arguments(arguments: Arguments, module: LightningModule) -> str | None:
+    skips = arguments.on_bad_loss in ("skip", "rewind")
+    manual = not module.automatic_optimization
+    if skips and arguments.detect_anomaly:
+        return (
+            f"detect_anomaly=True, on_bad_loss={arguments.on_bad_loss!r}): detect_anomaly ends the run at the first "
+            "gradient that is nan, before its step could be left out. Leave out one of them."
         )
-    if call == "fit" and not module.automatic_optimization:
-        if arguments.on_bad_loss in ("skip", "rewind"):
-            raise MisconfigurationException(
-                f"Trainer(on_bad_loss={arguments.on_bad_loss!r}): with manual optimisation your training_step decides "
-                "what a step is. Test the loss there before self.manual_backward(loss), or use on_bad_loss='stop'."
-            )
-        if arguments.gradient_clip_val:
-            raise MisconfigurationException(
-                f"Trainer(gradient_clip_val={arguments.gradient_clip_val}) does nothing with manual "
-                "optimisation. Call self.clip_gradients(optimizer, gradient_clip_val=...) in training_step."
-            )
-        if arguments.accumulate_grad_batches != 1:
-            raise MisconfigurationException(
-                f"Trainer(accumulate_grad_batches={arguments.accumulate_grad_batches}) does nothing with manual "
-                "optimisation. Step every so many batches in training_step instead."
-            )
+    if skips and manual:
+        return (
+            f"on_bad_loss={arguments.on_bad_loss!r}): with manual optimisation your training_step decides what a step "
+            "is. Test the loss there before self.manual_backward(loss), or use on_bad_loss='stop'."
+        )
+    if manual and arguments.gradient_clip_val:
+        return (
+            f"gradient_clip_val={arguments.gradient_clip_val}) does nothing with manual optimisation. Call "
+            "self.clip_gradients(optimizer, gradient_clip_val=...) in training_step."
+        )
+    if manual and arguments.accumulate_grad_batches != 1:
+        return (
+            f"accumulate_grad_batches={arguments.accumulate_grad_batches}) does nothing with manual optimisation. "
+            "Step every so many batches in training_step instead."
+        )
+    return None
 
 
 def check_fit(run: Run) -> None:
-    """Check what can only be checked with loaders and optimizers there.
-
-    Raises:
-        ValueError: they do not fit the arguments.
-
-    """
+    """Check what can only be checked with loaders and optimizers there."""
     if not run.train.is_off():
         run.validation_schedule.batches_between(run.train.limit)
     for optimizer in run.optimizers:
-        if not any(group["params"] for group in optimizer.param_groups):
+        if not parameters_of(optimizer):
             raise MisconfigurationException(f"The {type(optimizer).__name__} has no parameters to train.")
         if run.module.automatic_optimization:
             batches = run.accumulate_grad_batches
@@ -146,17 +167,11 @@ def check_fit(run: Run) -> None:
 
 
 def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
-    """Check that the optimizers train parameters of the module.
-
-    Raises:
-        MisconfigurationException: an optimizer would leave the module as it is, or its gradients would not be averaged
-            over the processes.
-
-    """
+    """Check that the optimizers train parameters of the module."""
     module, owner = run.module, type(run.module).__name__
     own = {id(parameter): parameter for parameter in module.parameters()}
     for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         outside = [p for p in parameters if id(p) not in own]
         if not outside:
             continue
@@ -166,16 +181,13 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
             f"among those of {owner}, which has {len(own)}"
         )
         held = _tensors_held(module)
+        instead = f"Write {kind}(self.parameters(), ...), or keep their module in an attribute of {owner}."
         if all(id(p) in held for p in outside):
             instead = (
                 "Keep their modules in attributes, an nn.ModuleList or nn.ModuleDict, and tensors in nn.Parameter or "
                 "nn.ParameterList."
             )
-        else:
-            instead = (
-                f"Write {kind}(self.parameters(), ...), or keep their module in an attribute of {owner}."
-            )
-        # An optimizer with copies of the weights, in 32 bits for instance, is the business of who wrote it.
+        # Programs whose optimizers have copies of the weights, in 32 bits for instance, override these.
         copies = not type(optimizer).__module__.startswith(("torch.optim", "hasten.optim")) or any(
             overrides(module, LightningModule, name)
             for name in ("optimizer_step", "on_before_optimizer_step", "on_after_backward")
@@ -191,7 +203,7 @@ def check_parameters(run: Run, optimizers: Iterable[Any]) -> None:
         rank_zero_warn(f"{problem}: they are neither moved to its device nor saved with it. {instead}")
 
 
-def _tensors_held(module: torch.nn.Module) -> set[int]:
+def _tensors_held(module: nn.Module) -> set[int]:
     """Return the ids of the tensors that a module has in lists and objects, where torch does not find them."""
     found: set[int] = set()
     seen: set[int] = set()
@@ -200,23 +212,20 @@ def _tensors_held(module: torch.nn.Module) -> set[int]:
         if id(thing) in seen:
             return
         seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
+        if isinstance(thing, Tensor):
             found.add(id(thing))
-        elif isinstance(thing, torch.nn.Module):
-            found.update(id(parameter) for parameter in thing.parameters())
+        elif isinstance(thing, nn.Module):
+            found.update(map(id, thing.parameters()))
             for child in thing.modules():
                 visit(vars(child), depth)
-        elif depth == 0 or isinstance(thing, (type, torch.optim.Optimizer)):
-            return
-        elif isinstance(thing, Mapping):
-            for key, value in list(thing.items()):
-                if key not in ("_trainer", "_fabric"):
-                    visit(value, depth - 1)
-        elif isinstance(thing, (list, tuple, set)):
-            for value in thing:
+        elif depth and not isinstance(thing, (type, torch.optim.Optimizer)):
+            if isinstance(thing, Mapping):
+                inside = [value for key, value in thing.items() if key not in ("_trainer", "_fabric")]
+            else:
+                is_sequence = isinstance(thing, (list, tuple, set))
+                inside = list(thing) if is_sequence else [getattr(thing, "__dict__", None)]
+            for value in inside:
                 visit(value, depth - 1)
-        elif isinstance(inside := getattr(thing, "__dict__", None), dict):
-            visit(inside, depth - 1)
 
     visit(module, 4)
     return found
@@ -232,49 +241,13 @@ def _name(thing: Any) -> str:
     return f"the class `{thing.__name__}`" if isinstance(thing, type) else f"`{type(thing).__qualname__}`"
 
 
-# The steps, and the other methods whose base takes anything: (least, most) of what they are called with.
-_STEPS = {
-    "training_step": ("batch", "batch_idx"),
-    "validation_step": ("batch", "batch_idx", "dataloader_idx"),
-    "test_step": ("batch", "batch_idx", "dataloader_idx"),
-    "predict_step": ("batch", "batch_idx", "dataloader_idx"),
-}
-_MODULE_METHODS = (
-    "configure_optimizers", "configure_callbacks", "configure_model", "optimizer_step", "optimizer_zero_grad",
-    "lr_scheduler_step", "configure_gradient_clipping",
-)  # fmt: skip
-
-
-# How alike two names are for one to be a slip of the other: a letter or two of twenty.
-_ALIKE = 0.9
-
-# Hooks that Lightning renamed.
-_OLD_HOOKS = {
-    "on_epoch_start": "on_train_epoch_start",
-    "on_epoch_end": "on_train_epoch_end",
-    "on_batch_start": "on_train_batch_start",
-    "on_batch_end": "on_train_batch_end",
-    "on_pretrain_routine_start": "on_fit_start",
-    "on_pretrain_routine_end": "on_fit_start",
-}
-
-# Folders whose files are not the program's: Python's and this library's; packages are known by their folder's name.
-_NOT_OURS = tuple(
-    os.path.join(folder, "")
-    for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), Path(__file__).parents[1])
-)
+# -- the names and arguments of overridden methods
 
 
 def check_signatures(
     module: LightningModule, datamodule: LightningDataModule | None, callbacks: Iterable[Callback]
 ) -> None:
-    """Check every hook and step that is overridden.
-
-    Raises:
-        MisconfigurationException: a method takes too few or too many arguments, or is a misspelt hook; the message has
-            the line to write.
-
-    """
+    """Check every hook and step that is overridden."""
     for owner, base, names in (
         (module, LightningModule, [*_names(ModelHooks), *_names(DataHooks), *_MODULE_METHODS]),
         (datamodule, LightningDataModule, _names(DataHooks)),
@@ -282,11 +255,11 @@ def check_signatures(
     ):
         if owner is None:
             continue
-        # A class of hasten's own is right; what a program has put on its instance may not be.
+        # hasten's own classes are right; what a program has put on an instance of one may not be.
         ours = type(owner).__module__.startswith("hasten.")
         for name in [name for name in names if name in vars(owner)] if ours else names:
             if overrides(owner, base, name):
-                _check(owner, name, _arguments(base, name))
+                _check_arguments(owner, name, _arguments(base, name))
         if not ours:
             _check_spelling(owner, base, [*names, *_STEPS] if base is LightningModule else names)
     for name, arguments in _STEPS.items():
@@ -294,61 +267,122 @@ def check_signatures(
             _check_step(module, name, arguments)
 
 
-def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
-    """Refuse a method that can only be a misspelt hook, and warn of one that looks like a hook or once was one.
+@functools.cache
+def _names(base: type) -> list[str]:
+    kept = ("on_", "setup", "teardown", "prepare_data", "transfer_", "state_dict", "load_state_dict")
+    functions = [name for name, value in vars(base).items() if inspect.isfunction(value)]
+    return [name for name in functions if name.startswith(kept) or name.endswith("_dataloader")]
 
-    Raises:
-        MisconfigurationException: the name is one letter off that of a hook which is not there, the arguments are the
-            hook's, and nothing in the files of the program calls it.
+
+@functools.cache
+def _arguments(base: type, name: str) -> tuple[str, ...]:
+    """Return the arguments that are always given: those without a default in the base."""
+    parameters = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.default is p.empty or p.name == "optimizer_closure")
+
+
+def _accepts(method: Any, arguments: tuple[str, ...]) -> bool:
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:
+        pass  # Written in C: nothing is known.
+    return True
+
+
+def _check_arguments(owner: object, name: str, arguments: tuple[str, ...]) -> None:
+    method = getattr(owner, name)
+    if not callable(method):
+        raise MisconfigurationException(
+            f"{type(owner).__name__}.{name} is a {type(method).__name__}; it must be a method. "
+            "Rename what you keep there."
+        )
+    if not _accepts(method, arguments):
+        raise MisconfigurationException(
+            f"{type(owner).__name__}.{name}{inspect.signature(method)} cannot be called: it is given "
+            f"({', '.join(arguments)}). Write: def {name}({', '.join(('self', *arguments))})."
+        )
+
+
+def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) -> None:
+    method = getattr(module, name)
+    # Evaluation steps are given dataloader_idx only where there are several loaders.
+    if any(_accepts(method, arguments[:count]) for count in range(1, len(arguments) + 1)):
+        return
+    signature = str(inspect.signature(method))
+    several = ""
+    if "optimizer_idx" in signature:
+        several = " Several optimizers need manual optimisation (automatic_optimization = False), not an optimizer_idx."
+    raise MisconfigurationException(
+        f"{type(module).__name__}.{name}{signature} cannot be called: it is given (batch, batch_idx). "
+        f"Write: def {name}(self, batch, batch_idx).{several}"
+    )
+
+
+def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> None:
+    """Check that the step and batch hooks of a stage take ``dataloader_idx`` where there are several loaders.
+
+    Args:
+        module: the module.
+        stage: "validation" or "test".
+        loaders: how many loaders there are.
 
     """
+    batch = ("batch", "batch_idx", "dataloader_idx")
+    for name, arguments in (
+        (f"{stage}_step", batch),
+        (f"on_{stage}_batch_start", batch),
+        (f"on_{stage}_batch_end", ("outputs", *batch)),
+    ):
+        given = loaders > 1 and overrides(module, LightningModule, name)
+        if given and not _accepts(getattr(module, name), arguments):
+            raise MisconfigurationException(
+                f"{type(module).__name__}.{name}() does not take `dataloader_idx`, and there are {loaders} "
+                f"{stage} loaders. Write: def {name}(self, {', '.join(arguments[:-1])}, dataloader_idx=0)."
+            )
+
+
+def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
+    """Refuse a method that can only be a misspelt hook, and warn of one that looks like a hook or once was one."""
     kind = type(owner)
     for name in dir(kind):
-        if name.startswith("_") or hasattr(base, name):
-            continue
         method = inspect.getattr_static(kind, name)
-        if not inspect.isfunction(method):
+        # Hooks are switched off by a number or "_" behind their names.
+        other = hasattr(base, name) or name.startswith("_") or name.rstrip("_0123456789") in hooks
+        if other or not inspect.isfunction(method):
             continue
         if name in _OLD_HOOKS:
             _warn_of_old_hook(kind, base, name)
             continue
-        if name.rstrip("_0123456789") in hooks:
-            continue  # Hooks are switched off by such names.
-        close = get_close_matches(name, hooks, n=1, cutoff=_ALIKE)
-        # If the hook is there as well, the other is a helper.
-        if not close or overrides(owner, base, close[0]):
+        # A letter or two of twenty. If the hook is there as well, the other is a helper.
+        hook = next(iter(get_close_matches(name, hooks, n=1, cutoff=0.9)), None)
+        if hook is None or overrides(owner, base, hook):
             continue
-        hook = close[0]
-        if (
-            _is_one_letter_off(name, hook)
-            and _has_arguments_of(method, base, hook)
-            and _is_unused(kind, base, name)
-        ):
+        rename = f"Rename it to {hook}; if it is a method for your own code, give it a name less alike."
+        slip = _is_one_letter_off(name, hook) and _has_arguments_of(method, base, hook)
+        if slip and _is_unused(kind, base, name):
             raise MisconfigurationException(
-                f"{kind.__name__}.{name}() would never be called: the hook is {hook}(). Rename it to {hook}; "
-                "if it is a method for your own code, give it a name less alike."
+                f"{kind.__name__}.{name}() would never be called: the hook is {hook}(). {rename}"
             )
         rank_zero_warn(
             f"{kind.__name__}.{name}() looks like the hook {hook}() misspelt, and the trainer does not call it. "
-            f"Rename it to {hook}; if it is a method for your own code, give it a name less alike."
+            + rename
         )
 
 
 def _warn_of_old_hook(kind: type, base: type, name: str) -> None:
     """Warn of a hook that Lightning renamed, if nothing else calls the method."""
     arguments = {LightningModule: (), Callback: ("trainer", "pl_module")}.get(base)
-    if arguments is None or not _accepts(getattr(kind, name), ("self", *arguments)):
-        return  # A method for another use: callbacks of other libraries have such names.
-    if _is_unused(kind, base, name):
+    # With other arguments it has another use: callbacks of other libraries have such names.
+    taken = arguments is not None and _accepts(getattr(kind, name), ("self", *arguments))
+    if taken and _is_unused(kind, base, name):
         new = _OLD_HOOKS[name]
+        given = ", ".join(inspect.signature(getattr(base, new)).parameters)
         rank_zero_warn(
             f"{kind.__name__}.{name}() was a hook of older versions of Lightning, and is not called any more. "
-            f"Rename it to {new}, with the arguments ({', '.join(_arguments_of(base, new))})."
+            f"Rename it to {new}, with the arguments ({given})."
         )
-
-
-def _arguments_of(base: type, hook: str) -> tuple[str, ...]:
-    return tuple(inspect.signature(getattr(base, hook)).parameters)
 
 
 def _is_one_letter_off(name: str, hook: str) -> bool:
@@ -391,6 +425,13 @@ def _is_unused(kind: type, base: type, name: str) -> bool:
     return not any(_mentions(path, name) for path in files)
 
 
+# Folders of Python's files and of this library's.
+_NOT_OURS = tuple(
+    os.path.join(folder, "")
+    for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), Path(__file__).parents[1])
+)
+
+
 def _is_installed(path: str) -> bool:
     return path.startswith(_NOT_OURS) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
@@ -403,102 +444,13 @@ def _mentions(path: str, name: str) -> bool:
     except (OSError, SyntaxError, ValueError):
         return True  # It cannot be seen.
     return any(
-        (isinstance(node, ast.Attribute) and node.attr == name)
-        or (isinstance(node, ast.Name) and node.id == name)
-        or (
-            isinstance(node, ast.Call)
-            and any(isinstance(word, ast.Constant) and word.value == name for word in node.args)
-        )
+        name in (getattr(node, "attr", None), getattr(node, "id", None))
+        or (isinstance(node, ast.Call) and any(getattr(word, "value", None) == name for word in node.args))
         for node in nodes
     )
 
 
-def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> None:
-    """Check that the step and batch hooks of a stage take ``dataloader_idx`` where there are several loaders.
-
-    Args:
-        module: the module.
-        stage: "validation" or "test".
-        loaders: how many loaders there are.
-
-    Raises:
-        MisconfigurationException: one of them does not.
-
-    """
-    if loaders < 2:
-        return
-    for name, arguments in (
-        (f"{stage}_step", ("batch", "batch_idx", "dataloader_idx")),
-        (f"on_{stage}_batch_start", ("batch", "batch_idx", "dataloader_idx")),
-        (f"on_{stage}_batch_end", ("outputs", "batch", "batch_idx", "dataloader_idx")),
-    ):
-        if overrides(module, LightningModule, name) and not _accepts(getattr(module, name), arguments):
-            raise MisconfigurationException(
-                f"{type(module).__name__}.{name}() does not take `dataloader_idx`, and there are {loaders} "
-                f"{stage} loaders. Write: def {name}(self, {', '.join(arguments[:-1])}, dataloader_idx=0)."
-            )
-
-
-@functools.cache
-def _names(base: type) -> list[str]:
-    kept = ("on_", "setup", "teardown", "prepare_data", "transfer_", "state_dict", "load_state_dict")
-    return [
-        name
-        for name, value in vars(base).items()
-        if inspect.isfunction(value) and (name.startswith(kept) or name.endswith("_dataloader"))
-    ]
-
-
-@functools.cache
-def _arguments(base: type, name: str) -> tuple[str, ...]:
-    """Return the arguments that are always given: those without a default in the base."""
-    parameters = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
-    return tuple(p.name for p in parameters if p.default is p.empty or p.name == "optimizer_closure")
-
-
-def _accepts(method: Any, arguments: tuple[str, ...]) -> bool:
-    try:
-        inspect.signature(method).bind(*arguments)
-    except TypeError:
-        return False
-    except ValueError:
-        return True  # written in C: nothing is known
-    return True
-
-
-def _check(owner: object, name: str, arguments: tuple[str, ...]) -> None:
-    method = getattr(owner, name)
-    if not callable(method):
-        raise MisconfigurationException(
-            f"{type(owner).__name__}.{name} is a {type(method).__name__}; it must be a method. "
-            "Rename what you keep there."
-        )
-    if not _accepts(method, arguments):
-        raise MisconfigurationException(
-            f"{type(owner).__name__}.{name}{inspect.signature(method)} cannot be called: it is given "
-            f"({', '.join(arguments)}). Write: def {name}({', '.join(('self', *arguments))})."
-        )
-
-
-def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) -> None:
-    method = getattr(module, name)
-    # "validation_step" and its like are given dataloader_idx only where there are several loaders.
-    if any(_accepts(method, arguments[:count]) for count in range(1, len(arguments) + 1)):
-        return
-    try:
-        signature = str(inspect.signature(method))
-    except (TypeError, ValueError):
-        return
-    several = (
-        " Several optimizers need manual optimisation (self.automatic_optimization = False), not an optimizer_idx."
-        if "optimizer_idx" in signature
-        else ""
-    )
-    raise MisconfigurationException(
-        f"{type(module).__name__}.{name}{signature} cannot be called: it is given (batch, batch_idx). "
-        f"Write: def {name}(self, batch, batch_idx).{several}"
-    )
-
+# -- oversights
 
 # Parts named in a message; the others are counted.
 _NAMED = 3
@@ -539,30 +491,23 @@ class FirstEpoch:
         self._in_eval_mode: set[nn.Module] = set()
 
     def before_start(self, run: Run) -> None:
-        """Take the parts in eval mode before the hooks of training: what those switch to it is meant so."""
+        """Note the parts in eval mode before the hooks of training: those that hooks switch to it are meant so."""
         self._in_eval_mode = {part for part in run.module.modules() if not part.training}
 
     def at_start(self, run: Run) -> None:
         """Warn of parts that would train in eval mode; by now every hook has had its chance to switch them."""
         if self._begun:
             return
-        self._begun = True
-        self._resumed = run.progress.logged_step > 0
-        module, before = run.module, self._in_eval_mode
-        self._in_eval_mode = set()
-        if not before:
-            return
-        trained = {p for one in run.optimizers for group in one.param_groups for p in group["params"]}
+        self._begun, self._resumed = True, run.progress.logged_step > 0
+        module, before, self._in_eval_mode = run.module, self._in_eval_mode, set()
+        trained = set(parameters_of(*run.optimizers))
         found = [name for name, part in _trained_in_eval_mode(module, trained) if part in before]
         if not found:
             return
-        if found == [""]:
-            what, lines = "is", ["model.train()"]
-        else:
-            named = found[:_NAMED]
-            more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-            what = f"has parts ({', '.join(named)}{more}) that are"
-            lines = [f"{_attribute(name)}.train()" for name in named] if not more else ["model.train()"]
+        what, named, more = "is", found[:_NAMED], len(found) - _NAMED
+        if found != [""]:
+            what = f"has parts ({', '.join(named)}{f' and {more} more' if more > 0 else ''}) that are"
+        lines = ["model.train()"] if more > 0 else [f"{_attribute(name)}.train()" for name in named]
         rank_zero_warn(
             f"{type(module).__name__} {what} in eval mode while training: dropout is off there, and running statistics "
             f"stay as they are. from_pretrained() returns models so. Write {', '.join(lines)} before fit; what is "
@@ -571,14 +516,11 @@ class FirstEpoch:
 
     def at_end(self, run: Run) -> None:
         """Warn of values logged on steps that no logger has got: the epoch was shorter than the interval."""
-        if self._ended:
-            return
-        self._ended = True
         every, steps = run.arguments.log_every_n_steps, run.progress.logged_step
         # The first part of a resumed run has warned already.
-        if self._resumed or run.arguments.fast_dev_run or not run.logged.loggers or not 0 < steps < every:
-            return
-        names = run.logged.logged_on_steps()
+        silent = self._ended or self._resumed or run.arguments.fast_dev_run or not run.logged.loggers
+        self._ended = True
+        names = [] if silent or not 0 < steps < every else run.logged.logged_on_steps()
         if names:
             listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
             rank_zero_warn(
@@ -594,22 +536,23 @@ def _trained_in_eval_mode(
     """Yield the largest parts in eval mode that have parameters of an optimizer."""
     if type(module).train is not nn.Module.train:
         return  # Decides itself which of its parts are in which mode.
-    if not module.training:
-        # One layer of torch by itself, such as a BatchNorm that keeps its statistics, was set so by the program.
-        single = type(module).__module__.startswith("torch.nn.") and not any(module.children())
-        if not single and any(
-            p.requires_grad and p in trained and not is_lazy(p) for p in module.parameters()
-        ):
-            yield name, module
+    if module.training:
+        for child_name, child in module.named_children():
+            yield from _trained_in_eval_mode(child, trained, f"{name}.{child_name}" if name else child_name)
         return
-    for child_name, child in module.named_children():
-        yield from _trained_in_eval_mode(child, trained, f"{name}.{child_name}" if name else child_name)
+    # One layer of torch by itself, such as a BatchNorm that keeps its statistics, was set so by the program.
+    single = type(module).__module__.startswith("torch.nn.") and not any(module.children())
+    if not single and any(p.requires_grad and p in trained and not is_lazy(p) for p in module.parameters()):
+        yield name, module
 
 
 def _attribute(name: str) -> str:
     """Return the expression for a part of the model: ``layers.0`` is ``model.layers[0]``."""
-    return "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
+    parts = name.split(".") if name else []
+    return "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
 
+
+# -- what a step returned
 
 MEMORY_NOTE = (
     "Memory ran out. Trainer(micro_batch='auto') computes fewer samples at once and leaves the batch as it is; "
@@ -619,64 +562,47 @@ _WRONG_KEYWORD = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+
 
 
 def loss_of(output: Any, run: Run) -> Tensor | None:
-    """Return the loss in what ``training_step`` returned; None skips the batch.
-
-    Raises:
-        MisconfigurationException: there is none in it.
-
-    """
-    owner = type(run.module).__name__
-    if isinstance(output, Tensor):
-        return output
+    """Return the loss in what ``training_step`` returned; None skips the batch."""
+    step = f"{type(run.module).__name__}.training_step"
+    loss = output
     if isinstance(output, Mapping):
         if "loss" not in output:
             raise MisconfigurationException(
-                f"{owner}.training_step returned a dict without the key 'loss' (it has {list(output)}). "
+                f"{step} returned a dict without the key 'loss' (it has {list(output)}). "
                 "Return {'loss': loss, ...}, or the loss itself."
             )
         loss = output["loss"]
-        if isinstance(loss, Tensor):
-            return loss
-        if loss is not None:
+        if loss is not None and not isinstance(loss, Tensor):
             raise MisconfigurationException(
-                f"{owner}.training_step returned {{'loss': {_describe(loss)}}}; the loss must be a tensor "
+                f"{step} returned {{'loss': {_describe(loss)}}}; the loss must be a tensor "
                 "computed from the parameters. Do not convert it with .item() or float()."
             )
-    elif output is not None:
+    if isinstance(loss, Tensor):
+        return loss
+    if loss is not None:
         raise MisconfigurationException(
-            f"{owner}.training_step returned {_describe(output)}; return the loss (a tensor), "
-            "a dict with the key 'loss', or None to skip the batch."
-            + (" Do not convert it with .item() or float()." if isinstance(output, float) else "")
+            f"{step} returned {_describe(loss)}; return the loss (a tensor), a dict with the key 'loss', or None to "
+            "skip the batch."
+            + (" Do not convert it with .item() or float()." if isinstance(loss, float) else "")
         )
     if run.skipped_batches == 0:
         rank_zero_warn(
-            f"{owner}.training_step returned None: the batch is skipped. If that is not on purpose, "
-            "end training_step with `return loss`."
+            f"{step} returned None: the batch is skipped. If that is not on purpose, end training_step with "
+            "`return loss`."
         )
     run.skipped_batches += 1
     return None
 
 
 def check_weight(weight: Any, run: Run) -> None:
-    """Check what ``training_step`` returned as ``loss_weight``; one on a device is not waited for.
-
-    Raises:
-        MisconfigurationException: it is not a number, or negative, or not finite.
-
-    """
+    """Check what ``training_step`` returned as ``loss_weight``; one on a device is not waited for."""
+    shown = repr(weight)
     if isinstance(weight, Tensor):
         if weight.numel() == 1 and (not weight.is_cpu or 0 <= weight < math.inf):
             return
-    elif isinstance(weight, (int, float)):
-        if 0 <= weight < math.inf:
-            return
+        shown = f"a tensor of shape {tuple(weight.shape)}" if weight.dim() else shown
     elif hasattr(weight, "__float__") and 0 <= float(weight) < math.inf:
         return
-    shown = (
-        f"a tensor of shape {tuple(weight.shape)}"
-        if isinstance(weight, Tensor) and weight.dim()
-        else repr(weight)
-    )
     raise MisconfigurationException(
         f"{type(run.module).__name__}.training_step returned {{'loss_weight': {shown}}}. Use how many samples or "
         "tokens the loss is the mean of: a number of at least 0, or a tensor of one element."
@@ -692,12 +618,7 @@ def weights_are_missing(run: Run) -> MisconfigurationException:
 
 
 def check_some_loss(run: Run) -> None:
-    """Raise if a whole epoch passed in which every batch was skipped.
-
-    Raises:
-        MisconfigurationException: training_step never returned a loss.
-
-    """
+    """Raise if a whole epoch passed in which every batch was skipped."""
     if run.optimizers and run.skipped_batches and run.skipped_batches >= run.progress.total_batches:
         raise MisconfigurationException(
             f"{type(run.module).__name__}.training_step returned None for each of the {run.skipped_batches} "
@@ -713,59 +634,56 @@ def with_batch_idx_if_taken(step: Callable[..., Any]) -> Callable[..., Any]:
 def takes(step: Callable[..., Any], name: str, *, at: int) -> bool:
     """Return whether ``step`` takes an argument ``name``, or at least ``at`` positional ones."""
     try:
-        parameters = inspect.signature(step).parameters.values()
+        parameters = inspect.signature(step).parameters
     except (TypeError, ValueError):
         return True
-    kinds = inspect.Parameter
-    positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-    return (
-        any(p.name == name for p in parameters)
-        or any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
-        or len(positional) >= at
-    )
+    kinds = [parameter.kind for parameter in parameters.values()]
+    positional = kinds.count(inspect.Parameter.POSITIONAL_ONLY)
+    positional += kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return name in parameters or inspect.Parameter.VAR_POSITIONAL in kinds or positional >= at
+
+
+# A part of an error's message, and what usually mends it.
+_REMEDIES = {
+    "does not require grad": (
+        "The loss does not depend on any parameter that requires a gradient. Usual causes: .detach(), "
+        ".item(), torch.no_grad(), torch.tensor(loss), or every parameter is frozen."
+    ),
+    "implicitly created only for scalar": "The loss has more than one element. Return its mean: `return loss.mean()`.",
+    "a second time": (
+        "The loss reaches back into an earlier batch. Detach what you carry over: `self.state = state.detach()`."
+    ),
+    "activation checkpoint has been mutated": (
+        "memory='selective' keeps the results of products and attention, and a block changes one in place. Use "
+        "memory='full', or write x = x + y instead of x += y there."
+    ),
+    "unpack": "The step unpacks the batch into another number of parts than the dataset gives.",
+    "forward": "Define forward(), or call the layers by name in the step.",
+}
 
 
 def annotate(error: BaseException, step: str, module: nn.Module, batch: Any, batch_idx: int) -> None:
     """Add to an error of the user's step where it happened, on what, and what usually mends it."""
     if getattr(error, "_hasten_place", False):
         return
-    notes = [f"in {type(module).__name__}.{step}, batch {batch_idx}: {describe_batch(batch)}"]
-    text = str(error)
-    if "does not require grad" in text:
-        notes.append(
-            "The loss does not depend on any parameter that requires a gradient. Usual causes: .detach(), "
-            ".item(), torch.no_grad(), torch.tensor(loss), or every parameter is frozen."
-        )
-    elif "implicitly created only for scalar" in text:
-        notes.append("The loss has more than one element. Return its mean: `return loss.mean()`.")
-    elif "a second time" in text:
-        notes.append(
-            "The loss reaches back into an earlier batch. Detach what you carry over: `self.state = state.detach()`."
-        )
-    elif is_out_of_memory(error):
-        notes.append(MEMORY_NOTE)
-    elif "activation checkpoint has been mutated" in text:
-        notes.append(
-            "memory='selective' keeps the results of products and attention, and a block changes one in place. Use "
-            "memory='full', or write x = x + y instead of x += y there."
-        )
-    elif isinstance(error, (ValueError, TypeError)) and ("unpack" in text):
-        notes.append("The step unpacks the batch into another number of parts than the dataset gives.")
+    error.add_note(f"in {type(module).__name__}.{step}, batch {batch_idx}: {describe_batch(batch)}")
+    text, note = str(error), None
+    if is_out_of_memory(error):
+        note = MEMORY_NOTE
     elif isinstance(error, TypeError) and f"{step}()" in text and "positional argument" in text:
-        notes.append(
+        note = (
             f"{step} is called with (batch, batch_idx), and with dataloader_idx as well where there are several "
             f"loaders: def {step}(self, batch, batch_idx, dataloader_idx=0). Several optimizers need manual "
             "optimisation, not an optimizer_idx."
         )
     elif isinstance(error, TypeError) and (wrong := _WRONG_KEYWORD.search(text)):
-        function = getattr(module, wrong.group(1), None)
+        function = getattr(module, wrong[1], None)
         known = list(inspect.signature(function).parameters) if callable(function) else []
-        if known:
-            near = did_you_mean(wrong.group(2), known)
-            notes.append(f"self.{wrong.group(1)} takes: {', '.join(known)}.{near}")
-    elif isinstance(error, NotImplementedError) and "forward" in text:
-        notes.append("Define forward(), or call the layers by name in the step.")
-    for note in notes:
+        note = f"self.{wrong[1]} takes: {', '.join(known)}.{did_you_mean(wrong[2], known)}" if known else None
+    elif part := next((part for part in _REMEDIES if part in text), None):
+        kind = {"unpack": (ValueError, TypeError), "forward": (NotImplementedError,)}.get(part, (Exception,))
+        note = _REMEDIES[part] if isinstance(error, kind) else None
+    if note is not None:
         error.add_note(note)
     try:
         error._hasten_place = True  # type: ignore[attr-defined]

@@ -630,3 +630,19 @@ def _warn_not_logging(owner: type, name: str) -> None:
             f"self.log({name!r}, ...) in {owner.__name__} did nothing: the module is not attached to a Trainer. "
             "Call it from a step that the Trainer runs."
         )
+
+
+def toggled_parameters(module: LightningModule) -> dict[str, tuple[bool, bool]]:
+    """Return by name whether parameters require gradients now and before ``toggle_optimizer``, while it is active."""
+    before = module.__dict__.get("_before_toggle", {})
+    return {name: (p.requires_grad, before[p]) for name, p in module.named_parameters() if p in before}
+
+
+def toggle_again(module: LightningModule, states: Mapping[str, tuple[bool, bool]]) -> None:
+    """Restore what ``toggled_parameters`` returned."""
+    parameters = dict(module.named_parameters())
+    known = {parameters[name]: state for name, state in states.items() if name in parameters}
+    for parameter, (required, _) in known.items():
+        parameter.requires_grad = required
+    if states:
+        module.__dict__["_before_toggle"] = {parameter: before for parameter, (_, before) in known.items()}
