@@ -28,13 +28,30 @@ def run_python(
         environment: variables beside those of this process.
 
     """
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [*start, *map(str, words)],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+        env=environment_of_python() | environment,
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
     )
+
+
+def start_python(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
+    """Start ``python WORDS...`` with one thread; its output and errors come together in ``stdout``."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        env=environment_of_python() | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def environment_of_python() -> dict[str, str]:
+    """Return this process's variables with this checkout on the path, one thread, and no ranks."""
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "MASTER_PORT")}
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -53,7 +53,7 @@ def train(run: Runtime, mode: str, folder: str) -> list[float]:
 
 
 def misbehave(mode: str, rank: int) -> None:
-    """Do what ``mode`` says: "rank1 dies", "rank1 exits", "rank0 raises", or "rank1 exits, others sleep"."""
+    """Do what ``mode`` describes: "rank1 dies", "rank1 exits", "rank0 raises", or "rank1 exits, others sleep"."""
     if mode.endswith("others sleep") and not mode.startswith(f"rank{rank}"):
         time.sleep(600)
     if not mode.startswith(f"rank{rank} "):
@@ -78,8 +78,8 @@ def main() -> None:
     devices: Any = "auto" if strategy == "auto" else 2
     run = runtime(accelerator="cpu", devices=devices, strategy=strategy)
     weights = run.launch(train, run, mode, folder)
-    again = run.launch(train, run, mode, folder)
-    assert weights == again
+    if strategy == "ddp":
+        assert weights == run.launch(train, run, mode, folder)  # In the processes that run already.
     local_rank = os.environ.get("LOCAL_RANK", "0")
     Path(folder, f"weights-{local_rank}").write_text(" ".join(value.hex() for value in weights))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 from tests.models import Classifier, loader, quiet
+from tests.programs import run_python
 
 import hasten as L
 from hasten.machine import allocator
@@ -36,7 +36,7 @@ needs_glibc = pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 
 @needs_glibc
 def test_kept_pages_are_used_again_and_given_back_afterwards() -> None:
-    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", COUNT)
     assert done.returncode == 0, done.stderr
     before, during, after = map(int, done.stdout.split())
     # 20 blocks of 10,240 pages (fewer where the system gives huge ones), or hardly any.
@@ -89,7 +89,6 @@ def test_an_allocator_of_its_own_keeps_memory_already(monkeypatch: pytest.Monkey
     quiet(allocator="keep").fit(Classifier(), loader())
 
 
-@pytest.mark.parametrize("value", ["kepp", "mimalloc"])
-def test_another_allocator_is_refused(value: str) -> None:
-    with pytest.raises(ValueError, match=rf"Trainer\(allocator='{value}'\).*use one of 'keep', 'tcmalloc'"):
-        L.Trainer(allocator=value)
+def test_another_allocator_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Trainer\(allocator='mimalloc'\).*use one of 'keep', 'tcmalloc'"):
+        L.Trainer(allocator="mimalloc")  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from hasten.machine.cluster import (
     find_cluster,
     first_host,
 )
-from hasten.machine.determinism import set_deterministic
+from hasten.seed import set_deterministic
 
 
 @pytest.fixture
@@ -57,16 +57,12 @@ def test_gpus_that_are_not_there(devices: Any, kind: type[Exception], said: str)
         CUDAAccelerator.parse_devices(devices)
 
 
-@pytest.mark.parametrize(("devices", "number"), [(1, 1), (3, 3), ("2", 2)])
-def test_processes_on_the_cpu(devices: Any, number: int) -> None:
-    assert CPUAccelerator.get_parallel_devices(devices) == [torch.device("cpu")] * number
-
-
 @pytest.mark.parametrize(
     ("devices", "kind"),
     [(0, ValueError), (-1, ValueError), ("x", ValueError), ([0, 1], TypeError), (None, TypeError)],
 )
 def test_the_cpu_takes_a_number_of_processes(devices: Any, kind: type[Exception]) -> None:
+    assert CPUAccelerator.get_parallel_devices("3") == [torch.device("cpu")] * 3
     with pytest.raises(kind, match="number of processes"):
         CPUAccelerator.parse_devices(devices)
 
@@ -75,6 +71,9 @@ def test_mps_is_one_device() -> None:
     assert MPSAccelerator.get_parallel_devices(1) == [torch.device("mps", 0)]
     with pytest.raises(ValueError, match="1 MPS device"):
         MPSAccelerator.parse_devices(2)
+    for accelerator in (CPUAccelerator(), CUDAAccelerator(), MPSAccelerator()):
+        with pytest.raises(RuntimeError, match="got the device meta"):
+            accelerator.setup_device(torch.device("meta"))
 
 
 # -- clusters
@@ -99,52 +98,46 @@ def test_without_a_cluster_hasten_starts_the_processes(monkeypatch: pytest.Monke
     assert (cluster.local_rank(), cluster.node_rank()) == (3, 1)
 
 
-def test_torchrun_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"TORCHELASTIC_RUN_ID": "x", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
-              "GROUP_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}  # fmt: skip
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    cluster = find_cluster()
-    assert type(cluster) is TorchElasticEnvironment
-    assert cluster.creates_processes_externally
-    assert (cluster.global_rank(), cluster.local_rank(), cluster.node_rank(), cluster.world_size()) == (
-        3,
-        1,
-        1,
-        4,
-    )
-    assert (cluster.main_address, cluster.main_port) == ("host", 1234)
-    cluster.validate_settings(2, 2)
-    with pytest.raises(ValueError, match="torchrun started 4 processes"):
-        cluster.validate_settings(3, 1)
-
-
-def test_slurm_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
-              "SLURM_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "train"}  # fmt: skip
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    cluster = find_cluster()
-    assert type(cluster) is SLURMEnvironment
-    assert (cluster.global_rank(), cluster.local_rank(), cluster.node_rank(), cluster.world_size()) == (
-        3,
-        1,
-        1,
-        4,
-    )
-    assert (cluster.main_address, cluster.main_port) == ("gpu07", 18456)
-    with pytest.raises(ValueError, match="the SLURM job runs 4 tasks"):
-        cluster.validate_settings(2, 1)
-    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
-    assert type(find_cluster()) is LightningEnvironment
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "1234",
+}  # fmt: skip
+SLURM = {
+    "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "train",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("alpha", "alpha"), ("alpha,beta", "alpha"), ("host[22-24,26]", "host22"), ("a b", "a")],
+    ("variables", "kind", "place", "message"),
+    [
+        (TORCHRUN, TorchElasticEnvironment, ("host", 1234), "torchrun started 4 processes"),
+        (SLURM, SLURMEnvironment, ("gpu07", 18456), "the SLURM job runs 4 tasks"),
+        ({**SLURM, "SLURM_JOB_NAME": "bash"}, LightningEnvironment, None, ""),
+    ],
+    ids=["torchrun", "slurm", "a shell in a slurm job"],
 )
-def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+def test_launchers_are_recognised(
+    variables: dict[str, str], kind: type, place: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    cluster = find_cluster()
+    assert type(cluster) is kind
+    if place is None:
+        return
+    assert cluster.creates_processes_externally
+    ranks = (cluster.global_rank(), cluster.local_rank(), cluster.node_rank(), cluster.world_size())
+    assert ranks == (3, 1, 1, 4)
+    assert (cluster.main_address, cluster.main_port) == place
+    cluster.validate_settings(2, 2)
+    with pytest.raises(ValueError, match=message):
+        cluster.validate_settings(3, 1)
+
+
+def test_the_first_host_of_a_list() -> None:
+    hosts = [first_host(nodes) for nodes in ("alpha", "alpha,beta", "host[22-24,26]", "a b")]
+    assert hosts == ["alpha", "alpha", "host22", "a"]
 
 
 def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,19 @@
-"""Two processes, started in every way there is; and what happens when one of them is lost."""
+"""Several processes, started in every way there is; and what happens when one of them is lost."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from tests.programs import start_python
 
 from hasten.machine.cluster import find_free_port
-from hasten.machine.launch import command_of_this_program, describe_death
 from hasten.machine.spawn import call_in_file
 from hasten.resolve import runtime
 from hasten.strategies import DDPStrategy
@@ -23,22 +23,11 @@ SECONDS = 120  # Far more than any of it takes, on a loaded machine too.
 
 
 def start(strategy: str, mode: str, folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable]
+    before: list[str] = []
     if strategy == "torchrun":
-        port = str(find_free_port())
-        command += ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+        before = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={find_free_port()}"]
         strategy = "auto"
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "MASTER_PORT")
-    }
-    source = str(Path(__file__).resolve().parents[2] / "src")
-    return subprocess.Popen(
-        [*command, str(PROGRAM), strategy, mode, str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**environment, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
-    )
+    return start_python(*before, PROGRAM, strategy, mode, folder)
 
 
 def run(strategy: str, mode: str, folder: Path) -> tuple[int, str]:
@@ -50,12 +39,8 @@ def run(strategy: str, mode: str, folder: Path) -> tuple[int, str]:
     return process.returncode, output
 
 
-def process_ids(folder: Path) -> list[int]:
-    return [int(file.read_text()) for file in folder.glob("pid-*")]
-
-
 def assert_all_gone(folder: Path) -> None:
-    ids = process_ids(folder)
+    ids = [int(file.read_text()) for file in folder.glob("pid-*")]
     assert len(ids) == 2
     deadline = time.monotonic() + 10
     while any(alive(process_id) for process_id in ids):
@@ -143,15 +128,6 @@ def test_a_signal_to_the_first_process_stops_all_at_the_same_step(
     assert_all_gone(tmp_path)
 
 
-def test_the_program_is_run_again_as_it_was_started() -> None:
-    assert command_of_this_program()[0] == sys.executable
-
-
-def test_what_a_death_is_called() -> None:
-    assert "rank 3 was killed by SIGSEGV" in describe_death(3, -signal.SIGSEGV)
-    assert "rank 2 ended with exit code 7" in describe_death(2, 7)
-
-
 # -- copies started from here
 
 
@@ -193,27 +169,20 @@ def raise_of_a_class_that_cannot_be_sent() -> None:
     raise Local("from far away")
 
 
-def test_copies_hand_back_the_first_processs_result() -> None:
+def test_copies_return_the_first_processs_result_or_error() -> None:
     run = runtime(accelerator="cpu", devices=2, strategy="ddp_fork")
     assert run.launch(give_back, 21, factor=1) == 42
     assert "LOCAL_RANK" not in os.environ
     assert not torch.distributed.is_initialized()
-
-
-def test_an_exception_that_cannot_be_sent_still_tells_what_it_was() -> None:
-    run = runtime(accelerator="cpu", devices=2, strategy="ddp_fork")
     with pytest.raises(RuntimeError, match="Local: from far away"):
         run.launch(raise_of_a_class_that_cannot_be_sent)
-
-
-def test_a_function_that_cannot_be_sent_is_refused_before_anything_starts() -> None:
-    run = runtime(accelerator="cpu", devices=2, strategy="ddp_spawn")
+    spawned = runtime(accelerator="cpu", devices=2, strategy="ddp_spawn")
     with pytest.raises(TypeError, match="top of a module"):
-        run.launch(lambda: None)
+        spawned.launch(lambda: None)
 
 
 class Owner:
-    """Stands for a Trainer: what it learns in the copies is wanted here."""
+    """In the place of a Trainer: its state in the first copy comes back."""
 
     def __init__(self) -> None:
         self.learned: object = None
@@ -234,3 +203,45 @@ def test_the_owners_results_come_back_from_the_copies() -> None:
     run = runtime(accelerator="cpu", devices=2, strategy="ddp_fork")
     assert run.launch(owner.work, trainer=owner) == "done"
     assert owner.learned == {"metric": torch.tensor(3.0)}
+
+
+# -- several machines
+
+ON_TWO_MACHINES = """
+from hasten.resolve import runtime
+
+if __name__ == "__main__":
+    run = runtime(accelerator="cpu", devices=1, num_nodes=2, strategy="ddp")
+    print(run.launch(lambda: run.gather_objects(run.global_rank)), flush=True)
+"""
+
+
+def test_each_machine_prints_which_are_missing_and_what_to_start_there(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ON_TWO_MACHINES)
+
+    def start_machine(node_rank: int, port: str) -> subprocess.Popen[str]:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": str(node_rank)}
+        return start_python(program, "--some", "option", **place)
+
+    def message(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return process.stdout.readline() + process.stdout.readline()
+
+    port, other_port = str(find_free_port()), str(find_free_port())
+    second, alone = start_machine(1, port), start_machine(0, other_port)
+    try:
+        text = message(second)
+        assert f"NODE_RANK=1 waits for the first of num_nodes=2 machines at 127.0.0.1:{port}" in text
+        command = rf"Start there: MASTER_ADDR=\S+ MASTER_PORT={port} NODE_RANK=0 .*program.py --some option"
+        assert re.search(command, text)
+        first = start_machine(0, port)
+        outputs = [process.communicate(timeout=60)[0].splitlines() for process in (first, second)]
+        assert [lines[-1] for lines in outputs] == ["[0, 1]"] * 2
+        text = message(alone)
+        assert f"waits at 127.0.0.1:{other_port} for 1 of num_nodes=2 machines: 1 of 2 processes" in text
+        assert f"MASTER_PORT={other_port} NODE_RANK=1 " in text
+    finally:
+        for process in (second, alone):
+            process.kill()
+            process.wait()

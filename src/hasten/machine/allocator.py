@@ -22,6 +22,7 @@ _AFTER = {_TRIM_THRESHOLD: 64 * 2**20, _TOP_PAD: 128 * 2**10, _MMAP_THRESHOLD: 3
 _PAD_BYTES = 64 * 2**20
 
 LIBRARIES = {"tcmalloc": "libtcmalloc*.so*", "jemalloc": "libjemalloc.so*"}
+_PACKAGES = {"tcmalloc": "libtcmalloc-minimal4", "jemalloc": "libjemalloc2"}
 _FOLDERS = ("/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/local/lib", "/usr/lib", "/opt/homebrew/lib")
 
 
@@ -41,42 +42,32 @@ def kept(name: str, *, owner: str = "Trainer") -> Iterator[None]:
 
     """
     loaded = preloaded()
-    if name == "keep":
-        # The other two keep memory by default.
-        if loaded is not None:
-            yield
-            return
-        library = _keep(owner)
-        try:
-            yield
-        finally:
-            _give_back(library)
-        return
-    if loaded == name:
+    if loaded == name or (loaded is not None and name == "keep"):  # These keep memory by default.
         yield
         return
-    found = file_of(name)
-    if found is None:
+    if name != "keep":
+        if (found := file_of(name)) is None:
+            raise ValueError(
+                f"{owner}(allocator={name!r}): there is no {LIBRARIES[name]} on this machine. Use allocator='keep', "
+                f"which needs nothing, or install it (Debian: apt install {_PACKAGES[name]})."
+            )
         raise ValueError(
-            f"{owner}(allocator={name!r}): there is no {LIBRARIES[name]} on this machine. Use allocator='keep', which "
-            f"needs nothing, or install it (Debian: apt install {_PACKAGES[name]})."
+            f"{owner}(allocator={name!r}): an allocator is chosen before the program starts. Start it with "
+            f"LD_PRELOAD={found} python ..., or use allocator='keep'."
         )
-    raise ValueError(
-        f"{owner}(allocator={name!r}): an allocator is chosen before the program starts. Start it with "
-        f"LD_PRELOAD={found} python ..., or use allocator='keep'."
-    )
-
-
-_PACKAGES = {"tcmalloc": "libtcmalloc-minimal4", "jemalloc": "libjemalloc2"}
+    library = _keep(owner)
+    try:
+        yield
+    finally:
+        _give_back(library)
 
 
 def file_of(name: str) -> str | None:
     """Return the file of an allocator on this machine, or None."""
-    for folder in _FOLDERS:
-        found = sorted(glob.glob(f"{folder}/{LIBRARIES[name]}"), key=len)
-        if found:
-            return found[0]
-    return None
+    found = (
+        path for folder in _FOLDERS for path in sorted(glob.glob(f"{folder}/{LIBRARIES[name]}"), key=len)
+    )
+    return next(found, None)
 
 
 def preloaded() -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import uuid
 from abc import ABC, abstractmethod
 
 from hasten._lib.rank_zero import rank_zero_only
@@ -72,7 +73,27 @@ class ClusterEnvironment(ABC):
         """Release resources of the cluster."""
 
 
-class LightningEnvironment(ClusterEnvironment):
+class _FromVariables(ClusterEnvironment):
+    """A cluster that has its ranks in environment variables; of several names the first that is set counts."""
+
+    _local_rank: tuple[str, ...] = ("LOCAL_RANK",)
+    _node_rank: tuple[str, ...] = ("NODE_RANK", "GROUP_RANK")
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR, or this machine."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    def local_rank(self) -> int:
+        """Return which process of its machine this is, from 0; 0 if the variable is not set."""
+        return _number(*self._local_rank)
+
+    def node_rank(self) -> int:
+        """Return which machine this is, from 0; 0 if the variable is not set."""
+        return _number(*self._node_rank)
+
+
+class LightningEnvironment(_FromVariables):
     """One or several machines on which hasten starts the processes itself.
 
     For several machines, start the script once on each, with MASTER_ADDR, MASTER_PORT and NODE_RANK set. With
@@ -90,15 +111,10 @@ class LightningEnvironment(ClusterEnvironment):
         return "LOCAL_RANK" in os.environ
 
     @property
-    def main_address(self) -> str:
-        """MASTER_ADDR, or this machine."""
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-    @property
     def main_port(self) -> int:
         """MASTER_PORT, or a free port."""
         if self._main_port == -1:
-            self._main_port = _number("MASTER_PORT", None) or find_free_port()
+            self._main_port = _number("MASTER_PORT") or find_free_port()
         return self._main_port
 
     @staticmethod
@@ -123,22 +139,12 @@ class LightningEnvironment(ClusterEnvironment):
         self._global_rank = rank
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
-    def local_rank(self) -> int:
-        """Return LOCAL_RANK, or 0."""
-        return _number("LOCAL_RANK", 0) or 0
 
-    def node_rank(self) -> int:
-        """Return NODE_RANK (or GROUP_RANK), or 0."""
-        return _number("NODE_RANK", _number("GROUP_RANK", 0)) or 0
-
-
-class _ExternalCluster(ClusterEnvironment):
-    """A cluster whose launcher starts all processes and tells each its ranks in environment variables."""
+class _ExternalCluster(_FromVariables):
+    """A cluster whose launcher starts all processes and tells each its ranks."""
 
     _world_size: str
     _global_rank: str
-    _local_rank: str
-    _node_rank: str
     # Completes the message where the user asks for another number of processes.
     _started: str
     _advice: str
@@ -156,19 +162,11 @@ class _ExternalCluster(ClusterEnvironment):
 
     def world_size(self) -> int:
         """Return the number of processes."""
-        return _number(self._world_size, 1) or 1
+        return _number(self._world_size, default=1)
 
     def global_rank(self) -> int:
         """Return which process this is, from 0."""
-        return _number(self._global_rank, 0) or 0
-
-    def local_rank(self) -> int:
-        """Return which process of its machine this is, from 0."""
-        return _number(self._local_rank, 0) or 0
-
-    def node_rank(self) -> int:
-        """Return which machine this is, from 0."""
-        return _number(self._node_rank, 0) or 0
+        return _number(self._global_rank)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Compare the number of devices with the processes that the launcher started.
@@ -188,19 +186,14 @@ class _ExternalCluster(ClusterEnvironment):
 class TorchElasticEnvironment(_ExternalCluster):
     """Processes started by ``torchrun``."""
 
-    _world_size, _global_rank, _local_rank, _node_rank = "WORLD_SIZE", "RANK", "LOCAL_RANK", "GROUP_RANK"
+    _world_size, _global_rank, _node_rank = "WORLD_SIZE", "RANK", ("GROUP_RANK",)
     _started = "torchrun started {} processes"
     _advice = "devices='auto', or torchrun --nnodes={nodes} --nproc-per-node={devices}"
 
     @property
-    def main_address(self) -> str:
-        """MASTER_ADDR."""
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-    @property
     def main_port(self) -> int:
         """MASTER_PORT."""
-        return _number("MASTER_PORT", 12910) or 12910
+        return _number("MASTER_PORT", default=12910)
 
     @staticmethod
     def detect() -> bool:
@@ -210,7 +203,7 @@ class TorchElasticEnvironment(_ExternalCluster):
     @staticmethod
     def local_world_size() -> int:
         """Return the number of processes on this machine."""
-        return _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1)) or 1
+        return _number("LOCAL_WORLD_SIZE", "WORLD_SIZE", default=1)
 
 
 class SLURMEnvironment(_ExternalCluster):
@@ -222,7 +215,7 @@ class SLURMEnvironment(_ExternalCluster):
     """
 
     _world_size, _global_rank = "SLURM_NTASKS", "SLURM_PROCID"
-    _local_rank, _node_rank = "SLURM_LOCALID", "SLURM_NODEID"
+    _local_rank, _node_rank = ("SLURM_LOCALID",), ("SLURM_NODEID",)
     _started = "the SLURM job runs {} tasks"
     _advice = "#SBATCH --nodes={nodes} --ntasks-per-node={devices} and start the program with srun"
 
@@ -232,17 +225,13 @@ class SLURMEnvironment(_ExternalCluster):
     @property
     def main_address(self) -> str:
         """MASTER_ADDR, or the first host of SLURM_NODELIST."""
-        address = os.environ.get("MASTER_ADDR")
-        return address or first_host(os.environ.get("SLURM_NODELIST", "127.0.0.1"))
+        return os.environ.get("MASTER_ADDR") or first_host(os.environ.get("SLURM_NODELIST", "127.0.0.1"))
 
     @property
     def main_port(self) -> int:
         """MASTER_PORT, or one derived from the job's number, the same on all machines."""
-        port = _number("MASTER_PORT", None)
-        if port is not None:
-            return port
         digits = re.sub(r"\D", "", os.environ.get("SLURM_JOB_ID", ""))[-4:]
-        return 15000 + int(digits or 0)
+        return _number("MASTER_PORT", default=15000 + int(digits or 0))
 
     @staticmethod
     def detect() -> bool:
@@ -280,11 +269,35 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0].split(" ")[0]
 
 
-def _number(name: str, default: int | None) -> int | None:
-    text = os.environ.get(name)
-    if text is None or text == "":
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"the environment variable {name}={text!r} is not a whole number.") from None
+def _number(*names: str, default: int = 0) -> int:
+    """Return the first of these environment variables that is set."""
+    for name in names:
+        if text := os.environ.get(name):
+            try:
+                return int(text)
+            except ValueError:
+                raise ValueError(f"the environment variable {name}={text!r} is not a whole number.") from None
+    return default
+
+
+# -- the name that the processes of one run have in common
+
+# Where the name is kept: processes inherit it from the one that starts them.
+JOB_VARIABLE = "HASTEN_JOB"
+
+_OF_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
+_OF_ITS_PROCESSES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+
+
+def name_of_job() -> str:
+    """Return a name that the processes of one run on this machine have in common, and others do not.
+
+    Letters, digits, "-", "." and "_" only, so that it can be part of a file's name.
+    """
+    if JOB_VARIABLE not in os.environ:
+        parts = [os.environ[name] for name in _OF_A_LAUNCHER if name in os.environ]
+        started_by_one = any(name in os.environ for name in _OF_ITS_PROCESSES)
+        os.environ[JOB_VARIABLE] = "-".join(parts) if parts and started_by_one else uuid.uuid4().hex
+    return "".join(
+        letter if letter.isalnum() or letter in "-." else "_" for letter in os.environ[JOB_VARIABLE]
+    )

@@ -61,12 +61,7 @@ def operation_name(op: object) -> str:
         ValueError: it is not one of these operations.
 
     """
-    if isinstance(op, str):
-        text = op.lower()
-    elif op is None:
-        text = "sum"
-    else:
-        text = str(getattr(op, "name", op)).rpartition(".")[2].lower()
+    text = "sum" if op is None else str(getattr(op, "name", op)).rpartition(".")[2].lower()
     text = {"avg": "mean", "average": "mean", "prod": "product"}.get(text, text)
     if text not in _OPERATIONS:
         raise ValueError(
@@ -82,16 +77,13 @@ def _reduce(tensor: Tensor, name: str, device: torch.device, group: Any) -> Tens
         if not (reduced.is_floating_point() or reduced.is_complex()):
             reduced = reduced.to(torch.get_default_dtype())
         dist.all_reduce(reduced, dist.ReduceOp.SUM, group=group)
-        reduced /= dist.get_world_size(group)
-    else:
-        # Boolean tensors have no sum; a maximum over bytes is their "any".
-        as_bytes = reduced.dtype == torch.bool
-        if as_bytes:
-            reduced = reduced.to(torch.int32)
-        dist.all_reduce(reduced, getattr(dist.ReduceOp, name.upper()), group=group)
-        if as_bytes and name in ("max", "min", "product"):
-            reduced = reduced.bool()
-    return reduced.to(tensor.device)
+        return reduced.div_(dist.get_world_size(group)).to(tensor.device)
+    # Boolean tensors have no sum; a maximum over numbers is their "any".
+    is_boolean = reduced.dtype == torch.bool
+    if is_boolean:
+        reduced = reduced.to(torch.int32)
+    dist.all_reduce(reduced, getattr(dist.ReduceOp, name.upper()), group=group)
+    return (reduced.bool() if is_boolean and name != "sum" else reduced).to(tensor.device)
 
 
 def all_gather(data: Tensors, *, device: torch.device, group: Group = None, sync_grads: bool = False) -> Any:
@@ -135,7 +127,7 @@ def broadcast(data: T, src: int = 0, *, device: torch.device) -> T:
     if world_size() == 1:
         return data
     box: list[Any] = [data if dist.get_rank() == src else None]
-    dist.broadcast_object_list(box, src=src, device=_object_device(device))
+    dist.broadcast_object_list(box, src=src, device=None if device.type == "cpu" else device)
     received: T = box[0]
     return received
 
@@ -153,14 +145,7 @@ def barrier(device: torch.device) -> None:
     """Wait for all processes."""
     if world_size() == 1:
         return
-    if device.type == "cuda":
-        dist.barrier(device_ids=[device.index])
-    else:
-        dist.barrier()
-
-
-def _object_device(device: torch.device) -> torch.device | None:
-    return device if device.type != "cpu" else None
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 @contextmanager
@@ -224,24 +209,15 @@ def join(
     if device.type == "cpu":
         # gloo connects every pair of processes: one that left early would break the connections of the others.
         dist.barrier()
-    _leave_at_exit()
+    # With a group that still exists, the destructors of the backend's threads may abort the process.
+    atexit.unregister(leave)
+    atexit.register(leave)
 
 
 def leave() -> None:
     """Leave the process group, if this process is in one."""
     if joined():
         dist.destroy_process_group()
-
-
-_registered = False
-
-
-def _leave_at_exit() -> None:
-    # With a group that still exists, the destructors of the backend's threads may abort the process.
-    global _registered
-    if not _registered:
-        atexit.register(leave)
-        _registered = True
 
 
 def lost_partner(error: BaseException) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
+
+if TYPE_CHECKING:
+    from hasten.types import Devices
 
 
 class Accelerator(ABC):
@@ -30,7 +33,7 @@ class Accelerator(ABC):
 
     @staticmethod
     @abstractmethod
-    def parse_devices(devices: Any) -> Any:
+    def parse_devices(devices: Devices) -> Any:
         """Return what ``get_parallel_devices`` takes.
 
         Args:
@@ -44,7 +47,7 @@ class Accelerator(ABC):
 
     @staticmethod
     @abstractmethod
-    def get_parallel_devices(devices: Any) -> list[torch.device]:
+    def get_parallel_devices(devices: Devices) -> list[torch.device]:
         """Return the devices, one for each process on this machine."""
 
     @staticmethod
@@ -79,30 +82,25 @@ class CPUAccelerator(Accelerator):
 
     def setup_device(self, device: torch.device) -> None:
         """Check that ``device`` is the CPU."""
-        if device.type != "cpu":
-            raise RuntimeError(f"CPUAccelerator got the device {device}.")
+        _check_kind(self, device)
 
     def teardown(self) -> None:
         """Do nothing."""
 
     @staticmethod
-    def parse_devices(devices: Any) -> int:
+    def parse_devices(devices: Devices) -> int:
         """Return the number of processes."""
         number = _whole_number(devices)
-        if number is None:
-            raise (ValueError if isinstance(devices, str) else TypeError)(
-                f"devices={devices!r}, accelerator='cpu': the CPU has no indices. Use the number of "
-                "processes, for instance devices=2, or devices='auto' for one."
-            )
-        if number < 1:
-            raise ValueError(
-                f"devices={devices!r}, accelerator='cpu': use the number of processes, at least 1, "
-                "or devices='auto' for one."
+        if number is None or number < 1:
+            wrong_type = number is None and not isinstance(devices, str)
+            raise (TypeError if wrong_type else ValueError)(
+                f"devices={devices!r}, accelerator='cpu': use the number of processes, such as devices=2, or "
+                "devices='auto' for one. The CPU has no indices."
             )
         return number
 
     @staticmethod
-    def get_parallel_devices(devices: Any) -> list[torch.device]:
+    def get_parallel_devices(devices: Devices) -> list[torch.device]:
         """Return the CPU, once for each process."""
         return [torch.device("cpu")] * CPUAccelerator.parse_devices(devices)
 
@@ -131,8 +129,7 @@ class CUDAAccelerator(Accelerator):
 
     def setup_device(self, device: torch.device) -> None:
         """Make ``device`` the current one."""
-        if device.type != "cuda":
-            raise RuntimeError(f"CUDAAccelerator got the device {device}.")
+        _check_kind(self, device)
         torch.cuda.set_device(device)
 
     def teardown(self) -> None:
@@ -141,12 +138,12 @@ class CUDAAccelerator(Accelerator):
             torch.cuda.empty_cache()
 
     @staticmethod
-    def parse_devices(devices: Any) -> list[int]:
+    def parse_devices(devices: Devices) -> list[int]:
         """Return the indices of the GPUs."""
         return _parse_indices(devices, torch.cuda.device_count(), "CUDA")
 
     @staticmethod
-    def get_parallel_devices(devices: Any) -> list[torch.device]:
+    def get_parallel_devices(devices: Devices) -> list[torch.device]:
         """Return the GPUs."""
         return [torch.device("cuda", index) for index in CUDAAccelerator.parse_devices(devices)]
 
@@ -175,8 +172,7 @@ class MPSAccelerator(Accelerator):
 
     def setup_device(self, device: torch.device) -> None:
         """Check that ``device`` is an MPS device."""
-        if device.type != "mps":
-            raise RuntimeError(f"MPSAccelerator got the device {device}.")
+        _check_kind(self, device)
 
     def teardown(self) -> None:
         """Return cached memory to the system."""
@@ -184,12 +180,12 @@ class MPSAccelerator(Accelerator):
             torch.mps.empty_cache()
 
     @staticmethod
-    def parse_devices(devices: Any) -> list[int]:
+    def parse_devices(devices: Devices) -> list[int]:
         """Return the index of the one GPU."""
         return _parse_indices(devices, 1, "MPS")
 
     @staticmethod
-    def get_parallel_devices(devices: Any) -> list[torch.device]:
+    def get_parallel_devices(devices: Devices) -> list[torch.device]:
         """Return the one GPU."""
         return [torch.device("mps", index) for index in MPSAccelerator.parse_devices(devices)]
 
@@ -228,13 +224,16 @@ def best_accelerator() -> Accelerator:
     return CPUAccelerator()
 
 
-def _whole_number(devices: Any) -> int | None:
+def _check_kind(accelerator: Accelerator, device: torch.device) -> None:
+    if device.type != accelerator.name():
+        raise RuntimeError(f"{type(accelerator).__name__} got the device {device}.")
+
+
+def _whole_number(devices: object) -> int | None:
     if isinstance(devices, str):
         text = devices.strip()
         return int(text) if text.lstrip("-").isdigit() else None
-    if isinstance(devices, bool) or not hasattr(devices, "__index__"):
-        return None
-    return int(devices.__index__())
+    return None if isinstance(devices, bool) or not isinstance(devices, SupportsIndex) else int(devices)
 
 
 def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
@@ -242,20 +241,17 @@ def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
     has = f"this machine has {present} {kind} device{'' if present == 1 else 's'}"
     number = _whole_number(devices)
     if number is not None:
-        if number == -1:
-            number = present
-        if number < 1:
-            raise ValueError(
-                f"devices={devices!r}: {has}. Use a number from 1 to {present}, or devices='auto'."
-            )
-        if number > present:
-            raise ValueError(f"devices={devices!r}: {has}. Use devices={present}, or devices='auto'.")
+        number = present if number == -1 else number
+        if not 1 <= number <= present:
+            allowed = f"devices={present}" if number > 0 else f"a number from 1 to {present}"
+            raise ValueError(f"devices={devices!r}: {has}. Use {allowed}, or devices='auto'.")
         return list(range(number))
+    indices: list[Any] = []
     if isinstance(devices, str):
         parts = [part.strip() for part in devices.split(",") if part.strip()]
         if not parts or not all(part.isdigit() for part in parts):
             raise ValueError(f"devices={devices!r}: write a number, indices such as '0,1', or 'auto'.")
-        indices: list[Any] = [int(part) for part in parts]
+        indices = list(map(int, parts))
     elif isinstance(devices, (list, tuple)):
         indices = list(devices)
     else:

@@ -23,9 +23,8 @@ def usable_cores() -> int:
 
 def total_memory_bytes() -> int | None:
     """Return the size of the machine's memory; None if the system does not say."""
-    if hasattr(os, "sysconf"):
-        with suppress(OSError, ValueError):
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(AttributeError, OSError, ValueError):  # no such function or name
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
 
 

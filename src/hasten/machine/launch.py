@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -22,10 +22,9 @@ from hasten.machine import collectives
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.host import usable_cores
 
-# Set in the processes started here: the id of the one that started them.
-_PARENT = "HASTEN_PARENT_PID"
-# Set there as well: the pipe on which such a process reports that its program has ended.
-_END_PIPE = "HASTEN_END_PIPE"
+# Set in the processes started here: the id of the one that started them, the pipe on which such a process reports that
+# its program has ended, and the address of the store.
+_PARENT, _END_PIPE, _STORE = "HASTEN_PARENT_PID", "HASTEN_END_PIPE", "HASTEN_STORE"
 
 # How long the first process may take to fail with its own traceback after another one died.
 GRACE_SECONDS = 4.0
@@ -37,7 +36,11 @@ _STORE_TIMEOUT = timedelta(minutes=5)
 # Arguments between Python and the program when it is run again; `hasten run` sets them.
 PREFIX: list[str] = []
 
-Run = Callable[..., Any]
+T = TypeVar("T")
+
+# Takes the local rank (None if the cluster sets it) and the store where the processes connect (None for torch's own),
+# joins the process group, and works.
+Run = Callable[[int | None, Any], T]
 
 # torch's type hints leave the stores out.
 stores: Any = torch.distributed
@@ -47,56 +50,42 @@ class Launcher(ABC):
     """Starts the other processes of a run."""
 
     @abstractmethod
-    def launch(
-        self,
-        run: Run,
-        function: Callable[..., Any],
-        *args: Any,
-        cluster: ClusterEnvironment,
-        num_processes: int,
-        owner: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Return what ``run(local_rank, store, function, *args, **kwargs)`` returns in the first process.
+    def launch(self, run: Run[T], cluster: ClusterEnvironment, num_processes: int, owner: object) -> T:
+        """Return what ``run(local_rank, store)`` returns in the first process.
 
         Args:
-            run: joins the process group and calls the function.
-            function: what is called in every process.
-            args: for the function.
+            run: what each process does.
             cluster: the ranks of this process.
             num_processes: on this machine.
             owner: the object whose state after the run is sent back here.
-            kwargs: for the function.
 
         """
 
 
-def join_external(
-    run: Run, function: Callable[..., Any], *args: Any, cluster: ClusterEnvironment, kwargs: dict[str, Any]
-) -> Any:
+def join_external(run: Run[T], cluster: ClusterEnvironment) -> T:
     """Call ``run`` in a process that was started already."""
     store = None
     if _PARENT in os.environ:
-        _end_with_parent(int(os.environ[_PARENT]))
-        _report_end()
-        if "HASTEN_STORE" in os.environ:
-            store = connect_store(os.environ["HASTEN_STORE"])
+        parent = int(os.environ[_PARENT])
+
+        def wait_for_parent() -> None:
+            while os.getppid() == parent:
+                time.sleep(0.2)
+
+        end_when(wait_for_parent)
+        if (pipe := os.environ.pop(_END_PIPE, None)) is not None:
+            # Registered before the process joins a group, so it is called after the group was left.
+            atexit.register(os.write, int(pipe), b".")
+        if _STORE in os.environ:
+            store = connect_store(os.environ[_STORE])
     if store is None:
         _set_main_address(cluster)
-    return run(None, store, function, *args, **kwargs)
-
-
-def _report_end() -> None:
-    pipe = os.environ.pop(_END_PIPE, None)
-    if pipe is not None:
-        # Registered before the process joins a group, so it is called after the group was left.
-        atexit.register(os.write, int(pipe), b".")
+    return run(None, store)
 
 
 def _set_main_address(cluster: ClusterEnvironment) -> None:
     """Set the environment variables from which torch reads the address."""
-    os.environ["MASTER_ADDR"] = str(cluster.main_address)
-    os.environ["MASTER_PORT"] = str(cluster.main_port)
+    os.environ.update(MASTER_ADDR=str(cluster.main_address), MASTER_PORT=str(cluster.main_port))
 
 
 def host_store() -> tuple[Any, str]:
@@ -113,54 +102,39 @@ def connect_store(address: str) -> Any:
     return stores.PrefixStore("hasten", store)
 
 
-def share_cores(num_processes: int) -> int:
-    """Return the number of threads for each process, so that all of them together use each core once."""
-    return max(1, usable_cores() // num_processes)
+def threads_for_each(num_processes: int) -> int | None:
+    """Return the threads with which all processes together use each core once; None if the user has set a number."""
+    return None if "OMP_NUM_THREADS" in os.environ else max(1, usable_cores() // num_processes)
 
 
 class RunScriptAgain(Launcher):
     """Run the program again, from its first line, once for each other process of this machine."""
 
-    def launch(
-        self,
-        run: Run,
-        function: Callable[..., Any],
-        *args: Any,
-        cluster: ClusterEnvironment,
-        num_processes: int,
-        owner: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def launch(self, run: Run[T], cluster: ClusterEnvironment, num_processes: int, owner: object) -> T:
         """See ``Launcher``."""
         if cluster.creates_processes_externally:
-            return join_external(run, function, *args, cluster=cluster, kwargs=kwargs)
+            return join_external(run, cluster)
         single_machine = cluster.world_size() == num_processes and "MASTER_PORT" not in os.environ
-        store, address = host_store() if single_machine else (None, None)
-        if address is None:
+        store = None
+        environment = {"NODE_RANK": str(cluster.node_rank()), "WORLD_SIZE": str(cluster.world_size())}
+        if single_machine:
+            store, environment[_STORE] = host_store()
+            host, _, port = environment[_STORE].rpartition(":")
+            environment |= {"MASTER_ADDR": host, "MASTER_PORT": port}
+        else:
             _set_main_address(cluster)
         global _children
         if num_processes > 1:
-            command = command_of_this_program()
-            environment = {
-                "MASTER_ADDR": "127.0.0.1" if address is not None else os.environ["MASTER_ADDR"],
-                "MASTER_PORT": address.rpartition(":")[2]
-                if address is not None
-                else os.environ["MASTER_PORT"],
-                "NODE_RANK": str(cluster.node_rank()),
-                "WORLD_SIZE": str(cluster.world_size()),
-            }
-            if "OMP_NUM_THREADS" not in os.environ:
-                threads = share_cores(num_processes)
+            if (threads := threads_for_each(num_processes)) is not None:
                 environment["OMP_NUM_THREADS"] = str(threads)
                 torch.set_num_threads(threads)
-            _children = Children(
-                command, environment, address, num_processes, cluster.node_rank() * num_processes
-            )
+            _children = Children(environment, num_processes, cluster.node_rank() * num_processes)
             # So that ranks are read from the same variables in all processes.
+            environment.pop(_STORE, None)
             os.environ.update(environment, LOCAL_RANK="0")
         children = _children
         try:
-            return run(0, store, function, *args, **kwargs)
+            return run(0, store)
         except Exception as error:
             # When another process dies, the collectives here fail too, with a message about sockets.
             if children is not None and collectives.lost_partner(error):
@@ -181,13 +155,13 @@ def command_of_this_program() -> list[str]:
     import __main__
 
     flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()
-    spec = getattr(__main__, "__spec__", None)
+    python = [sys.executable, *flags, *PREFIX]
+    spec, file = getattr(__main__, "__spec__", None), getattr(__main__, "__file__", None)
     if spec is not None:
-        return [sys.executable, *flags, *PREFIX, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
-    file = getattr(__main__, "__file__", None)
+        return [*python, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
     if file is not None and os.path.exists(file):
         # Absolute: the program may have changed its working directory.
-        return [sys.executable, *flags, *PREFIX, os.path.abspath(file), *sys.argv[1:]]
+        return [*python, os.path.abspath(file), *sys.argv[1:]]
     if "-c" in sys.orig_argv:
         return [sys.executable, *sys.orig_argv[1:]]
     raise RuntimeError(
@@ -197,35 +171,34 @@ def command_of_this_program() -> list[str]:
 
 
 class Children:
-    """The other processes of this machine, and a thread that watches them."""
+    """The other processes of this machine, and a thread that watches them.
 
-    def __init__(
-        self,
-        command: list[str],
-        environment: dict[str, str],
-        address: str | None,
-        num_processes: int,
-        first_rank: int,
-    ) -> None:
+    Args:
+        environment: variables for them, beside those of this process.
+        num_processes: on this machine, this one included.
+        first_rank: the rank of this process.
+
+    """
+
+    def __init__(self, environment: dict[str, str], num_processes: int, first_rank: int) -> None:
         self._first_rank = first_rank
         self._dead: str | None = None
         self._seen = threading.Event()
         self._ended = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        common = {**os.environ, **environment, _PARENT: str(os.getpid())}
-        if address is not None:
-            common["HASTEN_STORE"] = address
         self._end_pipes: dict[int, int] = {}
         self._came_to_end: set[int] = set()
+        command = command_of_this_program()
+        common = {**os.environ, **environment, _PARENT: str(os.getpid())}
         for local_rank in range(1, num_processes):
-            own = {"LOCAL_RANK": str(local_rank)}
+            own = {**common, "LOCAL_RANK": str(local_rank)}
             if os.name != "posix":  # Windows does not inherit pipes.
-                self._processes[local_rank] = subprocess.Popen(command, env={**common, **own})
+                self._processes[local_rank] = subprocess.Popen(command, env=own)
                 continue
             self._end_pipes[local_rank], writes = os.pipe()
             os.set_blocking(self._end_pipes[local_rank], False)
             own[_END_PIPE] = str(writes)
-            self._processes[local_rank] = subprocess.Popen(command, env={**common, **own}, pass_fds=[writes])
+            self._processes[local_rank] = subprocess.Popen(command, env=own, pass_fds=[writes])
             os.close(writes)
         atexit.register(self.end)
         threading.Thread(target=self._watch, name="hasten-children", daemon=True).start()
@@ -276,30 +249,33 @@ class Children:
         """Wait for the others to end, stop those that do not, and fail if one of them has failed."""
         failed = self._dead is not None or getattr(sys, "last_value", None) is not None
         deadline = time.monotonic() + (0.5 if failed else _END_SECONDS)
-        while time.monotonic() < deadline:
-            if all(process.poll() is not None for process in self._processes.values()):
-                break
+        while time.monotonic() < deadline and any(p.poll() is None for p in self._processes.values()):
             time.sleep(0.05)
         self._ended = True
         codes = {rank: self._code(rank) for rank in self._processes}
         stop_processes(self._processes.values())
         died = {rank: code for rank, code in codes.items() if code}
         late = [rank for rank, code in codes.items() if code is None]
-        if late and not failed and not died:
+        text = None
+        if died:
+            text = describe_death(self._first_rank + next(iter(died)), next(iter(died.values())))
+        elif late and not failed:
             # It was stopped while working, so the run has failed.
             died = {late[0]: 1}
-            os.write(2, f"{_describe_late(self._first_rank + late[0], self._first_rank)}\n".encode())
-            failed = True
+            text = (
+                f"the process of rank {self._first_rank + late[0]} was still at work {_END_SECONDS:.0f} s after the "
+                f"program of rank {self._first_rank} had ended, and was stopped. End the program with "
+                "trainer.strategy.barrier() to have all ranks wait for each other."
+            )
         if died and not _leaving:
             # An exit function can only set the exit code in this way. Functions registered after the processes
             # started, such as those of loggers, have run by now.
-            local_rank, code = next(iter(died.items()))
             if not failed:
-                os.write(2, f"{describe_death(self._first_rank + local_rank, code)}\n".encode())
+                os.write(2, f"{text}\n".encode())
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code if code > 0 else 1)
+            os._exit(max(next(iter(died.values())), 1))
 
 
 _children: Children | None = None
@@ -314,27 +290,18 @@ def leave_with_own_code() -> None:
 
 def describe_death(rank: int, code: int) -> str:
     """Return a sentence about a process that ended unexpectedly."""
+    how = f"ended with exit code {code}; its error is printed above"
     if code < 0:
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = str(-code)
-        how = f"was killed by {name}"
-        if name == "SIGKILL":
-            how += " (often by the system, because memory ran out)"
-    else:
-        how = f"ended with exit code {code}; its error is printed above"
+        reason = " (often by the system, because memory ran out)" if name == "SIGKILL" else ""
+        how = f"was killed by {name}{reason}"
     return f"the process of rank {rank} {how}. All processes of the run were stopped."
 
 
-def _describe_late(rank: int, first_rank: int) -> str:
-    return (
-        f"the process of rank {rank} was still at work {_END_SECONDS:.0f} s after the program of rank {first_rank} had "
-        "ended, and was stopped. End the program with trainer.strategy.barrier() to have all ranks wait for each other."
-    )
-
-
-def stop_processes(processes: Any) -> None:
+def stop_processes(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     """Terminate processes, and kill those that do not end within seconds."""
     alive = [process for process in processes if process.poll() is None]
     for process in alive:
@@ -351,17 +318,7 @@ def stop_processes(processes: Any) -> None:
 _watching_parent = False
 
 
-def _end_with_parent(parent: int) -> None:
-    """End this process when its parent has ended."""
-
-    def gone() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
-
-    end_when(gone)
-
-
-def end_when(gone: Callable[[], Any]) -> None:
+def end_when(gone: Callable[[], object]) -> None:
     """End this process when ``gone`` returns; only the first call counts."""
     global _watching_parent
     if _watching_parent:

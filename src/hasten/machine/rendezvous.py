@@ -8,18 +8,16 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed
+from hasten.machine.launch import stores
 
 # Machines that are started at the same time need no message.
 _FIRST_SECONDS = 0.7
 _NEXT_SECONDS = 60.0
 _HERE = ("127.0.0.1", "localhost")
-
-# torch's type hints leave the stores out.
-_stores: Any = torch.distributed
 
 
 @contextmanager
@@ -47,11 +45,9 @@ def rendezvous(
     met = threading.Event()
     if local_rank == 0:
         missing = _Missing(address, port, node_rank, num_nodes, num_processes, command)
-        threading.Thread(
-            target=_print_missing, args=(missing, met), name="hasten-meeting", daemon=True
-        ).start()
+        threading.Thread(target=missing.print_until, args=[met], name="hasten-meeting", daemon=True).start()
     try:
-        store = _stores.TCPStore(
+        store = stores.TCPStore(
             address,
             port,
             is_master=node_rank == 0 and local_rank == 0,
@@ -60,7 +56,7 @@ def rendezvous(
             multi_tenant=True,
         )
         store.add(_counter_of(node_rank), 1)
-        yield _stores.PrefixStore("hasten", store)
+        yield stores.PrefixStore("hasten", store)
     finally:
         met.set()
 
@@ -69,65 +65,56 @@ def _counter_of(node_rank: int) -> str:
     return f"hasten-machine-{node_rank}"
 
 
-def _print_missing(missing: _Missing, met: threading.Event) -> None:
-    wait = _FIRST_SECONDS
-    while not met.wait(wait):
-        wait = _NEXT_SECONDS
-        # Not print: the main thread is inside torch and may hold the lock of its output.
-        os.write(2, f"{missing.described()}\n".encode())
-
-
+@dataclass(frozen=True)
 class _Missing:
     """The machines that have not connected, and how to start them."""
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        node_rank: int,
-        num_nodes: int,
-        num_processes: int,
-        command: list[str] | None,
-    ) -> None:
-        self._address, self._port, self._command = address, port, command
-        self._node_rank, self._num_nodes, self._num_processes = node_rank, num_nodes, num_processes
+    address: str
+    port: int
+    node_rank: int
+    num_nodes: int
+    num_processes: int
+    command: list[str] | None
 
-    def described(self) -> str:
-        """Return the message."""
-        place, counts = f"{self._address}:{self._port}", self._counts()
+    def print_until(self, met: threading.Event) -> None:
+        """Print the message soon, and again every minute."""
+        wait = _FIRST_SECONDS
+        while not met.wait(wait):
+            wait = _NEXT_SECONDS
+            # Not print: the main thread is inside torch and may hold the lock of its output.
+            os.write(2, f"{self._described()}\n".encode())
+
+    def _described(self) -> str:
+        place, counts = f"{self.address}:{self.port}", self._counts()
         if counts is None:
-            text = f"NODE_RANK={self._node_rank} waits for the first of num_nodes={self._num_nodes} machines at {place}"
-            text += ", where nothing answers."
-            if self._address in _HERE:
-                text += " That is this machine: set MASTER_ADDR to the address of the first one."
-            return text + self._start(0)
-        machines = range(self._num_nodes)
-        absent = [node for node in machines if node != self._node_rank and counts[node] < self._num_processes]
+            here = " That is this machine: set MASTER_ADDR to the address of the first one."
+            return (
+                f"NODE_RANK={self.node_rank} waits for the first of num_nodes={self.num_nodes} machines at {place}, "
+                f"where nothing answers.{here if self.address in _HERE else ''}{self._start(0)}"
+            )
+        machines = range(self.num_nodes)
+        absent = [node for node in machines if node != self.node_rank and counts[node] < self.num_processes]
         return (
-            f"NODE_RANK={self._node_rank} waits at {place} for {len(absent)} of num_nodes={self._num_nodes} machines: "
-            f"{sum(counts)} of {self._num_nodes * self._num_processes} processes have come."
+            f"NODE_RANK={self.node_rank} waits at {place} for {len(absent)} of num_nodes={self.num_nodes} machines: "
+            f"{sum(counts)} of {self.num_nodes * self.num_processes} processes have come."
             + "".join(self._start(node) for node in absent[:1] if not counts[node])
         )
 
     def _start(self, node_rank: int) -> str:
-        if self._command is None:
+        if self.command is None:
             return ""
-        address = socket.gethostname() if self._address in _HERE else self._address
-        places = f"MASTER_ADDR={address} MASTER_PORT={self._port} NODE_RANK={node_rank}"
-        return f"\nStart there: {places} {shlex.join(self._command)}"
+        address = socket.gethostname() if self.address in _HERE else self.address
+        places = f"MASTER_ADDR={address} MASTER_PORT={self.port} NODE_RANK={node_rank}"
+        return f"\nStart there: {places} {shlex.join(self.command)}"
 
     def _counts(self) -> list[int] | None:
         """Return the number of connected processes of each machine; None if the first one does not answer."""
         with suppress(OSError, RuntimeError):
             # First without torch, which prints a stack trace if nothing answers.
-            socket.create_connection((self._address, self._port), timeout=0.5).close()
+            socket.create_connection((self.address, self.port), timeout=0.5).close()
             # A second connection: that of the main thread is waiting.
-            store = _stores.TCPStore(
-                self._address,
-                self._port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=5),
+            store = stores.TCPStore(
+                self.address, self.port, wait_for_workers=False, timeout=timedelta(seconds=5)
             )
-            return [int(store.add(_counter_of(node), 0)) for node in range(self._num_nodes)]
+            return [int(store.add(_counter_of(node), 0)) for node in range(self.num_nodes)]
         return None

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class StopRequests:
         self.asks = self.granted = False
         self._all_reduce = all_reduce
         self._previous: dict[int, Any] = {}
-        self._first_interrupt = 0.0
+        self._first_press = 0.0
         self._next_check: int | None = None
         self._last_check = (0, 0.0)
         self._interval = 1
@@ -62,9 +62,7 @@ class StopRequests:
                 self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             # None: the handler was not installed by Python, which cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -72,16 +70,13 @@ class StopRequests:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number == signal.SIGINT:
-            if self.signal == signal.SIGINT and now - self._first_interrupt > _SAME_PRESS_SECONDS:
-                raise KeyboardInterrupt
-            if self.signal is None:
-                self._first_interrupt = now
-                if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-                    # os.write: print is not safe in a signal handler that interrupted another print.
-                    os.write(2, b"\nStopping after this step. Press Ctrl-C again to stop at once.\n")
         if self.signal is None:
-            self.signal = number
+            self.signal, self._first_press = number, now
+            if number == signal.SIGINT and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                # os.write: print is not safe in a signal handler that interrupted another print.
+                os.write(2, b"\nStopping after this step. Press Ctrl-C again to stop at once.\n")
+        elif number == self.signal == signal.SIGINT and now - self._first_press > _SAME_PRESS_SECONDS:
+            raise KeyboardInterrupt
         previous = self._previous.get(number)
         if callable(previous) and previous is not signal.default_int_handler:
             # A handler that was there before, such as that of a notebook, is called too.
@@ -106,23 +101,23 @@ class StopRequests:
         assert self._next_check is not None, "due() comes first"
         step, now = self._next_check, time.monotonic()
         last_step, last_time = self._last_check
-        seconds_per_step = (now - last_time) / max(1, step - last_step)
-        own = torch.tensor([float(self.signal or 0), seconds_per_step, float(self.asks)], dtype=torch.float64)
         # This is a sync point, about once a second.
-        number, slowest, granted = self._all_reduce(own, op="max").tolist()
-        self.granted = bool(granted)
+        number, slowest = self._exchanged((now - last_time) / max(1, step - last_step))
         # At most twice the last interval, because the first steps may be slower than the others.
         wanted = int(_SECONDS_BETWEEN_CHECKS / max(slowest, 1e-9))
         self._interval = max(1, min(wanted, 2 * self._interval))
         self._last_check = (step, now)
         self._next_check = step + self._interval
-        return int(number) or None
+        return number
 
     def agreed_now(self) -> int | None:
         """Return the signal that arrived at any process, at a point that all reach, such as the end of an epoch."""
-        if self._all_reduce is None:
-            return self.signal
-        own = torch.tensor([self.signal or 0, int(self.asks)])
-        number, granted = self._all_reduce(own, op="max").tolist()
+        return self.signal if self._all_reduce is None else self._exchanged(0.0)[0]
+
+    def _exchanged(self, seconds_per_step: float) -> tuple[int | None, float]:
+        """Return the signal of any process and the seconds per step of the slowest."""
+        assert self._all_reduce is not None
+        own = torch.tensor([float(self.signal or 0), seconds_per_step, float(self.asks)], dtype=torch.float64)
+        number, slowest, granted = self._all_reduce(own, op="max").tolist()
         self.granted = bool(granted)
-        return number or None
+        return int(number) or None, slowest

@@ -13,25 +13,27 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from hasten._lib.errors import shorten
-from hasten.machine import collectives, job, launch
-from hasten.machine.cluster import ClusterEnvironment
+from hasten.machine import cluster as clusters
+from hasten.machine import collectives, launch
 from hasten.machine.signals import handled_signals
+
+T = TypeVar("T")
 
 
 @runtime_checkable
 class KeepsResults(Protocol):
     """An object in the process that starts a run, whose copies do the work."""
 
-    def export_results(self) -> Any:
+    def export_results(self) -> object:
         """Return the results for the object in the starting process; called in the first copy."""
 
     def import_results(self, results: Any) -> None:
@@ -61,38 +63,29 @@ class StartCopies(launch.Launcher):
         self.start_method = start_method
 
     def launch(
-        self,
-        run: launch.Run,
-        function: Callable[..., Any],
-        *args: Any,
-        cluster: ClusterEnvironment,
-        num_processes: int,
-        owner: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
+        self, run: launch.Run[T], cluster: clusters.ClusterEnvironment, num_processes: int, owner: object
+    ) -> T:
         """See ``Launcher``."""
         if cluster.creates_processes_externally:
-            return launch.join_external(run, function, *args, cluster=cluster, kwargs=kwargs)
+            return launch.join_external(run, cluster)
         if self.start_method == "fork" and torch.cuda.is_initialized():
             raise RuntimeError(
                 "start_method='fork': this process has used CUDA already, and a CUDA context does not survive a "
                 "fork. Move nothing to the GPU before the launch, or restart the notebook."
             )
         store, address = launch.host_store()
-        task: Any = (run, function, args, kwargs, owner)
-        if self.start_method != "fork":
-            # multiprocessing would not copy tensors but share their memory.
-            task = _pickled(task, self.start_method)
+        # Pickled here: multiprocessing would not copy tensors but share their memory.
+        task: Any = (run, owner) if self.start_method == "fork" else _pickled((run, owner), self.start_method)
         context: Any = multiprocessing.get_context(self.start_method)
         first_rank = cluster.node_rank() * num_processes
         processes, connections = [], []
-        threads = None if "OMP_NUM_THREADS" in os.environ else launch.share_cores(num_processes)
+        common = launch.threads_for_each(num_processes), clusters.name_of_job()
         try:
             for local_rank in range(num_processes):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_child,
-                    args=(local_rank, address, task, sender, threads, job.name_of_job()),
+                    args=(local_rank, address, task, sender, *common),
                     name=f"hasten-rank-{first_rank + local_rank}",
                 )
                 process.start()
@@ -106,11 +99,12 @@ class StartCopies(launch.Launcher):
                 connection.close()
             del store
         if results is not None:
+            assert isinstance(owner, KeepsResults)
             owner.import_results(results)
-        return result
+        return result  # type: ignore[no-any-return]
 
 
-def call_in_file(path: str, name: str, *args: Any, **kwargs: Any) -> Any:
+def call_in_file(path: str, name: str, *args: object, **kwargs: object) -> Any:
     """Import the file ``path`` and return what its function ``name`` returns.
 
     For functions in files outside packages, such as tests, which cannot be pickled.
@@ -143,25 +137,20 @@ def _child(
         launch.end_when(parent.join)
     os.environ["LOCAL_RANK"] = str(local_rank)
     # The environment of a fork server is that of the time when it was started.
-    os.environ[job.VARIABLE] = name_of_job
+    os.environ[clusters.JOB_VARIABLE] = name_of_job
     if threads is not None:
         torch.set_num_threads(threads)
     code = 1
     try:
-        run, function, args, kwargs, owner = pickle.loads(task) if isinstance(task, bytes) else task
-        result = run(local_rank, launch.connect_store(address), function, *args, **kwargs)
-        results = None
-        if local_rank == 0:
-            results = owner.export_results() if isinstance(owner, KeepsResults) else None
-        else:
-            result = None
-        connection.send_bytes(pickle.dumps(("done", (result, results))))
+        run, owner = pickle.loads(task) if isinstance(task, bytes) else task
+        result = run(local_rank, launch.connect_store(address))
+        keeps = local_rank == 0 and isinstance(owner, KeepsResults)
+        done = (result if local_rank == 0 else None, owner.export_results() if keeps else None)
+        connection.send_bytes(pickle.dumps(("done", done)))
         code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        connection.send_bytes(pickle.dumps(("exit", code)))
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+    except (SystemExit, KeyboardInterrupt) as error:
+        given = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else error.code
+        code = given if isinstance(given, int) else int(given is not None)
         connection.send_bytes(pickle.dumps(("exit", code)))
     except BaseException as error:
         connection.send_bytes(_packed(error))
@@ -262,17 +251,20 @@ def _forwarded_signals(processes: list[Any]) -> Iterator[list[float]]:
 
 def _end(processes: list[Any]) -> None:
     """Wait for the processes to end, or stop them if the run has failed."""
-    deadline = time.monotonic() + launch.KILL_SECONDS
-    failed = sys.exc_info()[0] is not None
-    if not failed:
+
+    def join_all() -> None:
+        deadline = time.monotonic() + launch.KILL_SECONDS
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
+
+    failed = sys.exc_info()[0] is not None
+    if not failed:
+        join_all()
     for process in processes:
         if process.is_alive():
             process.terminate()
-    deadline = time.monotonic() + launch.KILL_SECONDS
+    join_all()
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()

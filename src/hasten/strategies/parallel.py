@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -143,15 +144,17 @@ class ParallelStrategy(Strategy):
             collectives.leave()
         if collectives.joined():
             # The processes run already: an earlier call of this program started them.
-            return self._in_process(cluster.local_rank(), None, function, *args, **kwargs)
-        result: T = self._launcher.launch(
-            self._in_process, function, *args, cluster=cluster, num_processes=self.num_processes,
-            owner=owner, kwargs=kwargs,
-        )  # fmt: skip
-        return result
+            return self._in_process(function, args, kwargs, cluster.local_rank(), None)
+        run = partial(self._in_process, function, args, kwargs)
+        return self._launcher.launch(run, cluster, self.num_processes, owner)
 
     def _in_process(
-        self, local_rank: int | None, store: Any, function: Callable[..., T], *args: object, **kwargs: object
+        self,
+        function: Callable[..., T],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        local_rank: int | None,
+        store: Any,
     ) -> T:
         if local_rank is not None:
             self._set_rank(local_rank)

@@ -31,7 +31,6 @@ from hasten.loops.run import Run, Stopped
 from hasten.loops.run_data import StageData
 from hasten.loops.schedule import ValidationSchedule
 from hasten.loops.user_code import check_call, check_signatures
-from hasten.machine.determinism import set_deterministic
 from hasten.machine.signals import StopRequests
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -40,6 +39,7 @@ from hasten.optim.backward import to_clip
 from hasten.profilers.base import Profiler
 from hasten.profilers.base import resolve as resolve_profiler
 from hasten.resolve import runtime as resolve_runtime
+from hasten.seed import set_deterministic
 from hasten.speed.auto import advise, choose_speed
 from hasten.trainer import limited_runs, parts
 from hasten.trainer.profiling import LOOP, profiled

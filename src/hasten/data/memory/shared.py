@@ -27,7 +27,7 @@ from torch.utils.data import Dataset, TensorDataset
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.data.memory.columns import Columns, Kind, kind_of
 from hasten.data.memory.read import DatasetReader, bytes_of, gigabytes, of_tensors, pickled
-from hasten.machine.job import name_of_job
+from hasten.machine.cluster import name_of_job
 from hasten.seed import isolate_rng
 
 _of_this_process: weakref.WeakValueDictionary[str, PreloadedDataset] = weakref.WeakValueDictionary()
