@@ -49,6 +49,10 @@ else:
             return cls
 
 
+# Methods of a precision that are called only where they do something.
+_BY_PRECISION = ("forward_context", "convert_input", "convert_output", "convert_module", "convert_optimizer")
+
+
 class RuntimeView:
     """Properties of a run that Trainer and Fabric share."""
 
@@ -108,9 +112,10 @@ class Runtime:
         scaler = self.precision.scaler
         self.scaler = scaler
         self.syncs_gradients = self.strategy.syncs_gradients and self.strategy.world_size > 1
+        # What the precision changes.
         self._changed = {
             name
-            for name in ("forward_context", "convert_input", "convert_output")
+            for name in _BY_PRECISION
             if getattr(type(self.precision), name) is not getattr(Precision, name)
         }
         # Ids of the optimizers whose gradients are unscaled already in this step.
@@ -171,7 +176,8 @@ class Runtime:
 
     def place(self, module: nn.Module, *, move: bool = True) -> nn.Module:
         """Convert ``module`` to the precision and, with ``move``, move it to the device, in place."""
-        module = self.precision.convert_module(module)
+        if "convert_module" in self._changed:
+            module = self.precision.convert_module(module)
         return module.to(self.device) if move else module
 
     def shard(self, module: nn.Module) -> None:
@@ -254,7 +260,8 @@ class Runtime:
 
     def make_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return ``step(closure=None)`` for ``optimizer``."""
-        self.precision.convert_optimizer(optimizer)
+        if "convert_optimizer" in self._changed:
+            self.precision.convert_optimizer(optimizer)
         scaler = self.scaler
         if scaler is None:
             return fast_step.make_step(optimizer)

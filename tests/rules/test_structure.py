@@ -38,7 +38,7 @@ WALKS = {
     "logged value": (4, 3),
     "save": (26, 8),
     "restore": (23, 8),
-    "Fabric.setup": (7, 5),
+    "Fabric.setup": (5, 5),
 }
 
 

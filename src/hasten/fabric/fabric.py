@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from hasten._lib import check
 from hasten._lib.argument_names import refuse_unknown
+from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_leaves
 from hasten.arguments import check_speed
 from hasten.compile.settings import CompileSettings, check_possible
 from hasten.data.loaders import prepare
-from hasten.fabric import state as states
 from hasten.fabric.wrappers import (
     FabricDataLoader,
     FabricModule,
@@ -29,7 +31,6 @@ from hasten.fabric.wrappers import (
     check_optimizer,
     check_parameters,
     compiled_of,
-    strategy_module,
     unwrapped,
 )
 from hasten.loggers.base import Logger
@@ -40,7 +41,7 @@ from hasten.optim.fused import use_fused
 from hasten.precision.matmul import matmul_precision as in_matmul_precision
 from hasten.precision.matmul import set_matmul_precision
 from hasten.resolve import runtime as resolve_runtime
-from hasten.runtime import RuntimeView
+from hasten.runtime import ReadOnly, RuntimeView
 from hasten.seed import seed_everything
 from hasten.types import (
     AcceleratorLike,
@@ -119,30 +120,19 @@ class Fabric(RuntimeView):
     ) -> None:
         refuse_unknown(unknown, Fabric.__init__, "Fabric", make=resolve_runtime)
         self._runtime = resolve_runtime(
-            accelerator=accelerator,
-            strategy=strategy,
-            devices=devices,
-            num_nodes=num_nodes,
-            precision=precision,
-            plugins=plugins,
-            owner="Fabric",
+            accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes,
+            precision=precision, plugins=plugins, owner="Fabric",
+        )  # fmt: skip
+        self._speed = check_speed(
+            "Fabric",
+            {"matmul_precision": matmul_precision, "fused_optimizer": fused_optimizer, "compile": compile},
         )
-        options = {
-            "matmul_precision": matmul_precision,
-            "fused_optimizer": fused_optimizer,
-            "compile": compile,
-        }
-        speed = check_speed("Fabric", options)
-        self._matmul_precision, self._compile = speed.matmul_precision, speed.compile
-        self._fused = speed.fused_optimizer
         self._compiled: list[CompiledModel] = []
         self._callbacks: list[Any] = _listed(callbacks)
         self._loggers: list[Any] = _listed(loggers)
-        for logger in self._loggers:
-            if not hasattr(logger, "log_metrics"):
-                raise TypeError(
-                    f"Fabric(loggers=...): {logger!r} is not a logger: it has no method log_metrics."
-                )
+        wrong = next((logger for logger in self._loggers if not hasattr(logger, "log_metrics")), None)
+        if wrong is not None:
+            raise TypeError(f"Fabric(loggers=...): {wrong!r} is not a logger: it has no method log_metrics.")
         self._optimizers: list[FabricOptimizer] = []
         self._modules: list[nn.Module] = []
         self._launched = False
@@ -158,10 +148,11 @@ class Fabric(RuntimeView):
 
     # -- facts
 
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        return self._runtime.device
+    device = ReadOnly[torch.device]("_runtime.device", "The device of this process.")
+    wrapped_optimizers = ReadOnly[list[FabricOptimizer]](
+        "_optimizers", "The optimizers that were set up, as ``setup`` returned them."
+    )
+    loggers = ReadOnly[list[Any]]("_loggers", "All loggers.")
 
     @property
     def compile_report(self) -> CompileReport | None:
@@ -173,16 +164,6 @@ class Fabric(RuntimeView):
         names = tuple(name for report in reports for name in report.compiled)
         # Only the first report counts the time of all graphs; add the parts of the other models to it.
         return dataclasses.replace(reports[0], compiled=names, left=left)
-
-    @property
-    def wrapped_optimizers(self) -> list[FabricOptimizer]:
-        """The optimizers that were set up, as ``setup`` returned them."""
-        return self._optimizers
-
-    @property
-    def loggers(self) -> list[Any]:
-        """All loggers."""
-        return self._loggers
 
     @property
     def logger(self) -> Any:
@@ -230,7 +211,7 @@ class Fabric(RuntimeView):
                 f"Fabric.launch({getattr(function, '__name__', function)}): the function must take an argument: it "
                 "gets the Fabric."
             )
-        elif self._matmul_precision is not None:
+        elif self._speed.matmul_precision is not None:
             function = functools.partial(_in_matmul_precision, function)
         self._launched = True
         return self._runtime.launch(functools.partial(function, self, *args, **kwargs))
@@ -276,11 +257,8 @@ class Fabric(RuntimeView):
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup")
         wrapped = self._wrapped_module(module, "setup", move_to_device)
-        for optimizer in optimizers:
-            # After the module: a precision may have replaced layers.
-            self._check_parameters(optimizer, "setup")
-        made = [self._wrapped_optimizer(optimizer) for optimizer in optimizers]
-        self._optimizers.extend(made)
+        # After the module: a precision may have replaced layers.
+        made = self._wrapped_optimizers(optimizers, "setup")
         self.call("on_after_setup", fabric=self, module=wrapped)
         if not made:
             return wrapped
@@ -312,9 +290,7 @@ class Fabric(RuntimeView):
             raise ValueError("Fabric.setup_optimizers(): there is no optimizer. Pass at least one.")
         for optimizer in optimizers:
             check_optimizer(optimizer, "setup_optimizers")
-            self._check_parameters(optimizer, "setup_optimizers")
-        made = [self._wrapped_optimizer(optimizer) for optimizer in optimizers]
-        self._optimizers.extend(made)
+        made = self._wrapped_optimizers(optimizers, "setup_optimizers")
         return made[0] if len(made) == 1 else tuple(made)
 
     def setup_dataloaders(
@@ -349,13 +325,10 @@ class Fabric(RuntimeView):
                     f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__}. Only a PyTorch "
                     "DataLoader can be set up; iterate over other things directly and use fabric.to_device(batch)."
                 )
-            share: dict[str, Any] = self._runtime.distributed_sampler_kwargs or {}
-            ready = prepare(
-                loader,
-                stage="train",
-                name=f"dataloader {position}",
-                **(share if use_distributed_sampler else {}),
-            )
+            share: dict[str, Any] = (
+                use_distributed_sampler and self._runtime.distributed_sampler_kwargs
+            ) or {}
+            ready = prepare(loader, stage="train", name=f"dataloader {position}", **share)
             made.append(FabricDataLoader(ready, self.device if move_to_device else None))
         return made[0] if len(made) == 1 else made
 
@@ -369,10 +342,11 @@ class Fabric(RuntimeView):
         if isinstance(original, FabricModule):
             raise ValueError(f"Fabric.{method}(): this module was set up already. Pass the original, once.")
         self._set_matmul_precision()
-        check_devices(original, method, move_to_device)
+        if move_to_device:
+            check_devices(original, method)
         self._runtime.place(original, move=move_to_device)
-        if self._compile is not None and compiled is None:
-            self._compile_in_place(original, self._compile)
+        if self._speed.compile is not None and compiled is None:
+            self._compile_in_place(original, self._speed.compile)
         wrapped = FabricModule(original, self._runtime, self._runtime.wrap(original), call=compiled)
         self._modules.append(original)
         if isinstance(original, LightningModule):
@@ -383,8 +357,8 @@ class Fabric(RuntimeView):
         return wrapped
 
     def _set_matmul_precision(self) -> None:
-        if self._matmul_precision is not None:
-            set_matmul_precision(self._matmul_precision)
+        if self._speed.matmul_precision is not None:
+            set_matmul_precision(self._speed.matmul_precision)
 
     def _compile_in_place(self, module: nn.Module, settings: CompileSettings) -> None:
         check_possible("Fabric", settings, self.device)
@@ -394,17 +368,20 @@ class Fabric(RuntimeView):
         model.enable_until_exit(writes=self.is_global_zero)
         self._compiled.append(model)
 
-    def _check_parameters(self, optimizer: Optimizer, method: str) -> None:
+    def _wrapped_optimizers(self, optimizers: Sequence[Optimizer], method: str) -> list[FabricOptimizer]:
         # In setup another module of the same optimizer may follow; setup_optimizers comes after all of them.
         needs_all = self._runtime.syncs_gradients and method == "setup_optimizers"
-        check_parameters(optimizer, self._modules, method, needs_all=needs_all)
-
-    def _wrapped_optimizer(self, optimizer: Optimizer) -> FabricOptimizer:
-        if isinstance(optimizer, InBackward):
-            self._runtime.check_in_backward("Fabric", optimizer.optimizer_class.__name__)
-        if self._fused is not None:
-            use_fused(optimizer, self._fused, owner=f"Fabric(fused_optimizer={self._fused})")
-        return FabricOptimizer(optimizer, self._runtime, self._callbacks)
+        fused = self._speed.fused_optimizer
+        for optimizer in optimizers:
+            check_parameters(optimizer, self._modules, method, needs_all=needs_all)
+        for optimizer in optimizers:
+            if isinstance(optimizer, InBackward):
+                self._runtime.check_in_backward("Fabric", optimizer.optimizer_class.__name__)
+            if fused is not None:
+                use_fused(optimizer, fused, owner=f"Fabric(fused_optimizer={fused})")
+        made = [FabricOptimizer(optimizer, self._runtime, self._callbacks) for optimizer in optimizers]
+        self._optimizers.extend(made)
+        return made
 
     # -- a step
 
@@ -461,9 +438,7 @@ class Fabric(RuntimeView):
             self._runtime.clip_value(parameters, clip_val)
             return None
         assert max_norm is not None
-        return self._runtime.clip_norm(
-            parameters, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
-        )
+        return self._runtime.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context in which operations outside the module compute in the precision of the run."""
@@ -485,7 +460,8 @@ class Fabric(RuntimeView):
             raise TypeError(
                 f"Fabric.no_backward_sync({type(module).__name__}): pass the module that fabric.setup() returned."
             )
-        wrapped = strategy_module(module)
+        # What the strategy made of the user's module; that module itself on a single device.
+        wrapped: nn.Module = module.__dict__["_wrapped"]
         return self._runtime.no_sync(wrapped) if enabled and wrapped is not module.module else nullcontext()
 
     def to_device(self, obj: T) -> T:
@@ -562,7 +538,12 @@ class Fabric(RuntimeView):
         return self._runtime.all_reduce(self._as_tensors(data), op=reduce_op, group=group)
 
     def _as_tensors(self, data: Tensors) -> Any:
-        return map_leaves(lambda leaf: states.as_tensor(leaf, self.device), data)
+        def as_tensor(leaf: object) -> Any:
+            if isinstance(leaf, (Tensor, bool, int, float, complex)) or type(leaf).__module__ == "numpy":
+                return torch.as_tensor(leaf, device=self.device)
+            return leaf
+
+        return map_leaves(as_tensor, data)
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
@@ -596,7 +577,7 @@ class Fabric(RuntimeView):
                     f"fabric.call({hook_name!r}): {type(callback).__name__}.{hook_name} is not a method and is skipped."
                 )
                 continue
-            method(*args, **states.accepted(method, kwargs))
+            method(*args, **_accepted(method, kwargs))
 
     def log(self, name: str, value: MetricValue, step: int | None = None) -> None:
         """Give one value to all loggers.
@@ -611,7 +592,7 @@ class Fabric(RuntimeView):
 
     def log_dict(self, metrics: Mapping[str, MetricValue], step: int | None = None) -> None:
         """Give several values to all loggers; see ``log``."""
-        values = {name: states.as_number(name, value) for name, value in metrics.items()}
+        values = {name: _as_number(name, value) for name, value in metrics.items()}
         for logger in self._loggers:
             logger.log_metrics(metrics=values, step=step)
 
@@ -635,7 +616,7 @@ class Fabric(RuntimeView):
             OSError: the file could not be written; the previous one is untouched.
 
         """
-        self._runtime.save(path, states.collect(unwrapped(state), filter))
+        self._runtime.save(path, _collect(unwrapped(state), filter))
 
     def load(
         self,
@@ -661,7 +642,7 @@ class Fabric(RuntimeView):
 
         """
         contents = self._runtime.load(path, weights_only=weights_only)
-        rest = contents if not state else states.restore(state, contents, strict=strict, path=path)
+        rest = contents if not state else _restore(state, contents, strict=strict, path=path)
         self._runtime.barrier("load")
         return rest
 
@@ -682,12 +663,7 @@ class Fabric(RuntimeView):
             weights_only: see ``load``.
 
         """
-        contents = self._runtime.load(path, weights_only=weights_only)
-        target = unwrapped(obj)
-        if isinstance(target, nn.Module):
-            target.load_state_dict(contents, strict=strict)
-        else:
-            target.load_state_dict(contents)
+        _load_into(unwrapped(obj), self._runtime.load(path, weights_only=weights_only), strict=strict)
 
     def sharded_model(self) -> AbstractContextManager[Any]:
         """Return ``init_module()``; an older name."""
@@ -700,8 +676,8 @@ class Fabric(RuntimeView):
 
 
 def _in_matmul_precision(function: Callable[..., T], fabric: Fabric, *args: object, **kwargs: object) -> T:
-    assert fabric._matmul_precision is not None
-    with in_matmul_precision(fabric._matmul_precision):
+    assert fabric._speed.matmul_precision is not None
+    with in_matmul_precision(fabric._speed.matmul_precision):
         return function(fabric, *args, **kwargs)
 
 
@@ -727,3 +703,85 @@ def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _accepted(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``kwargs`` that ``method`` accepts."""
+    try:
+        parameters = inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return kwargs
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def _as_number(name: str, value: object) -> Any:
+    """Return a tensor with one element as a number; waits for the device."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(
+            f"fabric.log({name!r}, ...): the tensor has the shape {tuple(value.shape)}. Log one number, for instance "
+            "its mean: value.mean()."
+        )
+    return value.item()
+
+
+# -- objects to the contents of a checkpoint, and back
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _collect(state: object, filter: Any) -> dict[str, Any]:
+    """Return the contents of a checkpoint: the ``state_dict`` of each object that has one, other values unchanged."""
+    check.instance("Fabric.save", "state", state, Mapping, _STATE)
+    assert isinstance(state, Mapping)
+    check.instance("Fabric.save", "filter", filter, dict, "a dict of names and functions", allow_none=True)
+    for name, function in (filter or {}).items():
+        if name not in state:
+            raise ValueError(
+                f"Fabric.save(filter={{{name!r}: ...}}): state has no {name!r}.{did_you_mean(name, state)} "
+                f"It has: {', '.join(map(repr, state))}."
+            )
+        check.callable_("Fabric.save", f"filter[{name!r}]", function, allowed="a function of (key, value)")
+    contents: dict[str, Any] = {}
+    for name, value in state.items():
+        saved = value.state_dict() if _is_stateful(value) else value
+        if name in (filter or {}) and isinstance(saved, Mapping):
+            saved = {key: entry for key, entry in saved.items() if filter[name](key, entry)}
+        contents[name] = saved
+    return contents
+
+
+_STATE = "a dict of names and objects, such as {'model': model}"
+
+
+def _restore(
+    state: dict[str, Any], contents: dict[str, Any], *, strict: bool, path: PathLike
+) -> dict[str, Any]:
+    """Load ``contents`` into the objects of ``state``; return the rest."""
+    check.instance("Fabric.load", "state", state, dict, f"{_STATE}, or fabric.load_raw(path, obj)")
+    missing = [name for name in state if name not in contents]
+    if missing and strict:
+        raise KeyError(
+            f"{os.fspath(path)} has no {missing[0]!r}.{did_you_mean(missing[0], contents)} It has: "
+            f"{', '.join(map(repr, contents))}. Leave the name out of state, or pass strict=False."
+        )
+    rest = dict(contents)
+    for name in [name for name in state if name in contents]:
+        saved, target = rest.pop(name), unwrapped(state[name])
+        if isinstance(target, nn.Module) or _is_stateful(target):
+            _load_into(target, saved, strict=strict)
+        else:
+            state[name] = saved
+    return rest
+
+
+def _load_into(target: Any, saved: Any, *, strict: bool) -> None:
+    if isinstance(target, nn.Module):
+        target.load_state_dict(saved, strict=strict)
+    else:
+        target.load_state_dict(saved)

@@ -6,7 +6,7 @@ import copy
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +43,10 @@ class FabricModule(nn.Module):
         call: Callable[..., Any] | None = None,
     ) -> None:
         own = self.__dict__
+        own.update(_original=original, _runtime=runtime, _marked=set(_STEPS), _wrapped=wrapped)
         # The dictionaries of the user's module, not copies.
-        own.update(_original=original, _runtime=runtime, _marked=set(_STEPS))
-        self.__dict__["_wrapped"] = wrapped
-        for name in _SHARED:
-            own[name] = getattr(original, name)
-        bare = nn.Module()
-        for name, value in bare.__dict__.items():
+        own.update({name: getattr(original, name) for name in _SHARED})
+        for name, value in nn.Module().__dict__.items():
             if name != "training":
                 own.setdefault(name, value)
         own["_call"] = self._bound(call if call is not None else original)
@@ -62,19 +59,13 @@ class FabricModule(nn.Module):
         return bound if runtime.scaler is None else _only_scaled_backward(bound, runtime)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
         own = self.__dict__
-        if (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-        ):
+        hooked = own["_forward_hooks"] or own["_forward_pre_hooks"]
+        if hooked or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             return super().__call__(*args, **kwargs)
         return own["_call"](*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
         return self.__dict__["_call"](*args, **kwargs)
 
     @property
@@ -109,11 +100,10 @@ class FabricModule(nn.Module):
             )
         self._marked.add(name)
 
-    # -- the state of the user's module
+    # -- methods of the user's module, which may override them
 
     @property
     def training(self) -> bool:
-        """Whether the module is in training mode."""
         return self.module.training
 
     @training.setter
@@ -121,37 +111,37 @@ class FabricModule(nn.Module):
         self.module.training = mode
 
     def train(self, mode: bool = True) -> FabricModule:
-        """Set the mode of the module and all its parts."""
         self.module.train(mode)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FabricModule:
-        """Call ``fn`` on the module and all its parts."""
         self.module.apply(fn)
         return self
 
+    def _apply(self, *args: Any, **kwargs: Any) -> FabricModule:
+        self.module._apply(*args, **kwargs)
+        return self
+
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        """Yield the module and all its parts."""
         for _, module in self.module.named_modules(remove_duplicate=remove_duplicate):
             yield module
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the module and all its parts with their names."""
         yield from self.module.named_modules(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the user's module."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the state of the user's module."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> FabricModule:
-        self.module._apply(*args, **kwargs)
-        return self
+    def extra_repr(self) -> str:
+        return self.module.extra_repr()
+
+    def _get_name(self) -> str:
+        return f"Fabric[{self.module._get_name()}]"
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
@@ -180,13 +170,6 @@ class FabricModule(nn.Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.module)})
-
-    def extra_repr(self) -> str:
-        """Return ``extra_repr`` of the user's module."""
-        return self.module.extra_repr()
-
-    def _get_name(self) -> str:
-        return f"Fabric[{self.module._get_name()}]"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FabricModule:
         # A copy, such as an average of the weights, runs in the same precision, without the strategy.
@@ -249,22 +232,19 @@ def _refusing_forward(original: nn.Module, method: Callable[..., Any], name: str
 class FabricOptimizer:
     """The user's optimizer, stepping in the precision of the run. ``isinstance`` sees the user's class."""
 
-    def __init__(self, optimizer: Optimizer, runtime: Runtime, callbacks: list[Any] | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, runtime: Runtime, callbacks: Sequence[object] = ()) -> None:
         own = self.__dict__
-        own["_optimizer"] = optimizer
-        own["_runtime"] = runtime
+        own.update(_optimizer=optimizer, _runtime=runtime)
         kind: Any = type(optimizer)
         self.__class__ = _class_like(kind)
         step, zero_grad = runtime.make_step(optimizer), runtime.make_zero_grad(optimizer)
-        callbacks = callbacks if callbacks is not None else []
 
         def step_of(self: Any, closure: Callable[[], Any] | None = None) -> Any:
             result = step(closure)
-            if callbacks:
-                for callback in callbacks:
-                    hook = getattr(callback, "on_after_optimizer_step", None)
-                    if callable(hook):
-                        hook(strategy=runtime.strategy, optimizer=optimizer)
+            for callback in callbacks:
+                hook = getattr(callback, "on_after_optimizer_step", None)
+                if callable(hook):
+                    hook(strategy=runtime.strategy, optimizer=optimizer)
             return result
 
         def zero_grad_of(self: Any, set_to_none: bool = True) -> None:
@@ -284,15 +264,12 @@ class FabricOptimizer:
         return inner
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters."""
         self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
@@ -326,41 +303,26 @@ class FabricDataLoader:
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
         self._dataloader = loader
-        self._device = device
+        # Where batches are moved to; None for nowhere.
+        self.device = device
         self._epoch = 0
-        # On the CPU there is nothing to move.
-        self._moves = device is not None and device.type != "cpu"
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where batches are moved to; None for nowhere."""
-        return self._device
 
     def __len__(self) -> int:
         return len(self._dataloader)
 
     def __iter__(self) -> Iterator[Any]:
         loader = self._dataloader
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        for sampler in (
-            getattr(loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-        ):
+        batches = getattr(loader, "batch_sampler", None)
+        for sampler in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
             # Without it a distributed sampler yields the same order in every epoch.
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(self._epoch)
         self._epoch += 1
-        return self._moved() if self._moves else iter(loader)
-
-    def _moved(self) -> Iterator[Any]:
-        device = self._device
-        assert device is not None
-        if device.type == "cuda":
-            yield from map(SideStream(device), self._dataloader)
-            return
-        for batch in self._dataloader:
-            yield move_to(batch, device)
+        if self.device is None or self.device.type == "cpu":
+            return iter(loader)
+        if self.device.type == "cuda":
+            return map(SideStream(self.device), loader)
+        return (move_to(batch, self.device) for batch in loader)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_dataloader":
@@ -372,12 +334,6 @@ def compiled_of(module: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     """Return (the user's module, its compiled module or None)."""
     inner = getattr(module, "_orig_mod", None)
     return (inner, module) if isinstance(inner, nn.Module) else (module, None)
-
-
-def strategy_module(module: FabricModule) -> nn.Module:
-    """Return what the strategy made of the user's module; that module itself on a single device."""
-    wrapped: nn.Module = module.__dict__["_wrapped"]
-    return wrapped
 
 
 def is_wrapped(obj: object) -> bool:
@@ -392,14 +348,11 @@ def unwrapped(obj: object) -> Any:
     if isinstance(obj, dict):
         return {key: unwrapped(value) for key, value in obj.items()}
     if isinstance(obj, nn.Module):
-        obj = compiled_of(obj)[0]
-    if isinstance(obj, FabricModule):
-        return compiled_of(obj.module)[0]
+        inner = compiled_of(obj)[0]
+        return compiled_of(inner.module)[0] if isinstance(inner, FabricModule) else inner
     if isinstance(obj, FabricOptimizer):
         return obj.optimizer
-    if isinstance(obj, FabricDataLoader):
-        return obj._dataloader
-    return obj
+    return obj._dataloader if isinstance(obj, FabricDataLoader) else obj
 
 
 # -- checks of what is given to setup
@@ -414,12 +367,10 @@ def check_optimizer(optimizer: object, method: str) -> None:
     raise TypeError(f"Fabric.{method}(): a {type(optimizer).__name__} is not an optimizer.{hint}")
 
 
-def check_devices(module: nn.Module, method: str, move_to_device: bool) -> None:
+def check_devices(module: nn.Module, method: str) -> None:
     placed: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         placed.setdefault(parameter.device, name)
-    if not move_to_device:
-        return
     if (empty := placed.get(torch.device("meta"))) is not None:
         raise ValueError(
             f"Fabric.{method}(): the parameter {empty!r} is on the meta device and has no values to move. Fill the "

@@ -1,14 +1,10 @@
 """How one model lives on many devices."""
 
-from hasten.strategies.absent import (
-    DataParallelStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceXLAStrategy,
-    XLAFSDPStrategy,
-    XLAStrategy,
-)
+from __future__ import annotations
+
+from typing import Any
+
+from hasten._lib.errors import absent
 from hasten.strategies.base import Strategy
 from hasten.strategies.ddp import DDPStrategy
 from hasten.strategies.parallel import ParallelStrategy
@@ -27,3 +23,20 @@ __all__ = [
     "XLAFSDPStrategy",
     "XLAStrategy",
 ]
+
+_THREADS = "Write strategy='ddp', which does not copy the model to each device in each step."
+_SHARDED = "Write strategy='ddp', which keeps the whole model on each device."
+_TPU = "hasten does not train on TPUs. Write Trainer(accelerator='auto')."
+
+
+def _absent(name: str, instead: str, base: type = ParallelStrategy) -> Any:
+    return absent(name, base, home="hasten.strategies", instead=instead)
+
+
+DataParallelStrategy = _absent("DataParallelStrategy", _THREADS)
+DeepSpeedStrategy = _absent("DeepSpeedStrategy", _SHARDED)
+FSDPStrategy = _absent("FSDPStrategy", _SHARDED)
+ModelParallelStrategy = _absent("ModelParallelStrategy", _SHARDED)
+SingleDeviceXLAStrategy = _absent("SingleDeviceXLAStrategy", _TPU, SingleDeviceStrategy)
+XLAFSDPStrategy = _absent("XLAFSDPStrategy", _TPU)
+XLAStrategy = _absent("XLAStrategy", _TPU)

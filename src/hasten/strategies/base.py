@@ -41,17 +41,12 @@ class Strategy(ABC):
 
     # The name users write, for instance "ddp".
     name: str = ""
-
     # Whether backward exchanges gradients, so that a loop that accumulates should enter ``no_sync``.
     syncs_gradients: bool = False
-
     # Whether an optimizer may step inside backward, before gradients are exchanged.
     steps_in_backward: bool = True
-
-    # Whether forward and backward of one process need none of the others until gradients are exchanged: a process
-    # that runs out of memory may begin again.
+    # Whether a process computes alone until gradients are exchanged: after running out of memory it may begin again.
     computes_alone: bool = True
-
     # The Trainer that runs with this strategy.
     _trainer: Trains | None = None
 
@@ -195,7 +190,7 @@ class Strategy(ABC):
         return function
 
     def prepare_backward(self, loss: torch.Tensor, wrapped: nn.Module) -> None:  # noqa: B027 - most need none
-        """Prepare a backward that runs inside the forward of ``wrapped``, as in manual optimisation."""
+        """Prepare a backward that runs inside the forward of ``wrapped``, as in manual optimization."""
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward leaves the gradients of this process alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import operator
@@ -24,16 +25,16 @@ from hasten.strategies.parallel import ParallelStrategy
 class _Routed(nn.Module):
     """The user's module inside DDP, called through the present function.
 
-    DDP prepares backward around the call of its inner module. A training step is another function than
-    ``forward``, and calls ``forward`` itself, so the inner module is this one, and the user's stays untouched.
+    DDP prepares backward around the call of its inner module. A training step is another function than ``forward``,
+    and calls ``forward`` itself, so this module stands between DDP and the user's module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        # Past nn.Module's own bookkeeping: it would take a module for a part of this one.
+        # In __dict__: nn.Module would register a module as a child.
         self.__dict__["function"] = module
-        # DDP asks its inner module which names to leave alone; inside this one they have a prefix.
+        # DDP reads from its inner module which names to ignore; inside this one they have a prefix.
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", None)
         if ignored is not None:
             self._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in ignored]
@@ -44,63 +45,50 @@ class _Routed(nn.Module):
 
 
 _trains = operator.attrgetter("requires_grad")
+_numbers = itertools.count()
 
 
-class _Registrations:
-    """Counts how often a module or parameter was registered in another module, in this process."""
+class _Counter:
+    count = 0
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._watches = False
-
-    def watch(self) -> None:
-        """Begin to count, once a process."""
-        if not self._watches:
-            self._watches = True
-            registration.register_module_module_registration_hook(self._note)
-            registration.register_module_parameter_registration_hook(self._note)
-
-    def _note(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         self.count += 1
 
 
-_registrations = _Registrations()
-
-
-_numbers = itertools.count()
+@functools.cache
+def _registrations() -> _Counter:
+    """Return how often a module or parameter was registered in another module, in this process."""
+    counter = _Counter()
+    registration.register_module_module_registration_hook(counter)
+    registration.register_module_parameter_registration_hook(counter)
+    return counter
 
 
 class _CurrentDDP:
     """The DDP that trains a module; it is replaced as soon as other parameters train.
 
     DDP exchanges the gradients of those parameters that trained when it was made. A callback may unfreeze others, or
-    put a new head in the place of the old one.
-
-    Args:
-        module: the user's.
-        make: makes a DDP of it.
-
+    replace the head of a model.
     """
 
     def __init__(self, module: nn.Module, make: Callable[[], DistributedDataParallel]) -> None:
         self._module, self._make = module, make
-        # Which of them in this program, and which DDP of it: the same on all processes.
+        # Which of these objects, and which DDP of it: the same on all processes.
         self._number, self._made = next(_numbers), 0
         self._exchanged: list[nn.Parameter] = []
         self.ddp: DistributedDataParallel | None = None
-        _registrations.watch()
-        self._parameters = list(module.parameters())
-        self._known: list[nn.Parameter] = []
-        self._flags: list[bool] = []
+        self._registrations = _registrations()
         self._count = 0
+        self._flags: list[bool] = []
+        self._parameters = list(module.parameters())
         self._renew()
 
     def current(self) -> DistributedDataParallel:
-        """Return the DDP for the step to come."""
-        if _registrations.count != self._count:
-            self._count = _registrations.count
-            self._parameters = list(self._module.parameters())
-        if self._parameters is not self._known or list(map(_trains, self._parameters)) != self._flags:
+        """Return the DDP for the next step."""
+        if self._registrations.count != self._count:
+            self._count = self._registrations.count
+            self._parameters, self._flags = list(self._module.parameters()), []
+        if list(map(_trains, self._parameters)) != self._flags:
             self._follow()
         assert self.ddp is not None
         return self.ddp
@@ -110,12 +98,12 @@ class _CurrentDDP:
         assert self.ddp is not None
         training = [parameter for parameter in self._parameters if parameter.requires_grad]
         exchanged, now = set(map(id, self._exchanged)), set(map(id, training))
-        # Those that DDP looks for in vain are no harm where it expects that some are not used.
+        # With find_unused_parameters, DDP accepts parameters that stopped training.
         if training and (now - exchanged or (exchanged - now and not self.ddp.find_unused_parameters)):
-            self._agree(training)
+            self._agree(now)
             for parameter in self._exchanged:
                 if id(parameter) not in now and parameter.grad is not None:
-                    # An accumulation that is open has added to it on each process alone, and steps with it.
+                    # An open accumulation has added to it on each process alone, and steps with it.
                     parameter.grad = collectives.all_reduce(
                         parameter.grad, "mean", device=parameter.grad.device
                     )
@@ -123,64 +111,58 @@ class _CurrentDDP:
         else:
             self._remember()
 
-    def _agree(self, training: list[nn.Parameter]) -> None:
+    def _agree(self, chosen: set[int]) -> None:
         if collectives.world_size() == 1:
             return
-        chosen = set(map(id, training))
-        names = [name for name, parameter in self._module.named_parameters() if id(parameter) in chosen]
+        kind = type(self._module).__name__
         by_rank = agreement.require_all(
             f"ddp/{self._number}/{self._made}",
-            f"Other parameters of {type(self._module).__name__} train from now on (unfrozen, frozen or replaced)",
-            names,
+            f"Other parameters of {kind} train from now on (unfrozen, frozen or replaced)",
+            [name for name, parameter in self._module.named_parameters() if id(parameter) in chosen],
             "Change them on all processes at the same batch.",
         )
         for rank, trained in enumerate(by_rank):
             if trained != by_rank[0]:
                 different = sorted(set(trained) ^ set(by_rank[0])) or trained
                 raise RuntimeError(
-                    f"Rank 0 and rank {rank} train different parameters of {type(self._module).__name__}: "
-                    f"{', '.join(different[:5])}. Change requires_grad alike on all processes."
+                    f"Rank 0 and rank {rank} train different parameters of {kind}: {', '.join(different[:5])}. "
+                    "Change requires_grad alike on all processes."
                 )
 
-    def is_of(self, module: nn.Module) -> bool:
-        """Return whether ``module`` is the one that is trained."""
-        return self._module is module
-
     def end(self) -> None:
-        """Exchange nothing any more, whoever still holds on to the DDP."""
+        """Stop the exchange of gradients, whatever still refers to the DDP."""
         if self.ddp is not None:
             self.ddp._remove_autograd_hooks()
-            # The two know each other: neither would go before the garbage collector comes.
+            # They refer to each other: neither would be freed before the garbage collector runs.
             self.ddp.__dict__.pop("live", None)
 
     def _renew(self) -> None:
-        if self.ddp is not None:
-            # Somebody may hold on to the old one, and it must not exchange gradients any more.
-            self.ddp._remove_autograd_hooks()
         held: list[nn.Parameter] = []
-        if self.ddp is not None and self.ddp.find_unused_parameters:
-            # Those that train in turns, such as a generator and its critic, are exchanged from their first turn on.
-            own = set(map(id, self._parameters))
-            held = [p for p in self._exchanged if id(p) in own and not p.requires_grad]
+        if self.ddp is not None:
+            # Something may still refer to the old one, which must not exchange gradients any more.
+            self.ddp._remove_autograd_hooks()
+            if self.ddp.find_unused_parameters:
+                # Parameters that train in turns (a generator and its critic) are exchanged from their first turn on.
+                own = set(map(id, self._parameters))
+                held = [p for p in self._exchanged if id(p) in own and not p.requires_grad]
         for parameter in held:
             parameter.requires_grad = True
         self._exchanged = [parameter for parameter in self._parameters if parameter.requires_grad]
         self.ddp = self._make()
         for parameter in held:
             parameter.requires_grad = False
-        # Whoever has an older one finds this one there.
+        # Leads from an older DDP to this one.
         self.ddp.__dict__["live"] = self
         self._made += 1
         self._remember()
 
     def _remember(self) -> None:
-        self._count = _registrations.count
-        self._known = self._parameters
+        self._count = self._registrations.count
         self._flags = list(map(_trains, self._parameters))
 
 
 def _current(wrapped: DistributedDataParallel) -> DistributedDataParallel:
-    """Return the DDP that has taken the place of ``wrapped``, or ``wrapped``."""
+    """Return the DDP that has replaced ``wrapped``, or ``wrapped``."""
     holder = wrapped.__dict__.get("live")
     return wrapped if holder is None else holder.ddp
 
@@ -230,12 +212,11 @@ class DDPStrategy(ParallelStrategy):
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method
         )
         known = [*inspect.signature(DistributedDataParallel.__init__).parameters][2:]
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(
-                    f"DDPStrategy({name}=...): there is no such argument.{did_you_mean(name, known)} "
-                    f"torch's DistributedDataParallel takes: {', '.join(known)}."
-                )
+        if unknown := next((name for name in kwargs if name not in known), None):
+            raise TypeError(
+                f"DDPStrategy({unknown}=...): there is no such argument.{did_you_mean(unknown, known)} "
+                f"torch's DistributedDataParallel takes: {', '.join(known)}."
+            )
         self._ddp_kwargs = kwargs
         self._comm_hook = ddp_comm_hook
         self._comm_state = ddp_comm_state
@@ -250,7 +231,7 @@ class DDPStrategy(ParallelStrategy):
             return module
         kwargs = self._ddp_kwargs
         if _is_manual(module) and not kwargs.get("static_graph"):
-            # Each backward of manual optimisation may reach other parameters (a GAN's generator, then its critic).
+            # Each backward of manual optimization may reach other parameters (a GAN's generator, then its critic).
             kwargs = {"find_unused_parameters": True, **kwargs}
 
         def make() -> DistributedDataParallel:
@@ -269,17 +250,15 @@ class DDPStrategy(ParallelStrategy):
         return holder.ddp
 
     def teardown(self) -> None:
-        """Let go of the module; nothing is exchanged any more."""
-        if self.model is not None:
-            self._end(
-                self.model.module.module if isinstance(self.model, DistributedDataParallel) else self.model
-            )
+        model = self.model
+        if model is not None:
+            self._end(model.module.module if isinstance(model, DistributedDataParallel) else model)
         super().teardown()
 
     def _end(self, module: nn.Module) -> None:
-        """Have an earlier DDP of ``module`` exchange nothing any more."""
+        """Stop the exchange of an earlier DDP of ``module``."""
         holder = self._current.pop(id(module), lambda: None)()
-        if holder is not None and holder.is_of(module):
+        if holder is not None:
             holder.end()
 
     def route(self, function: Callable[..., Any], wrapped: nn.Module) -> Callable[..., Any]:
@@ -292,7 +271,7 @@ class DDPStrategy(ParallelStrategy):
 
         def routed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
-                # Nothing to prepare. DDP would exchange buffers, and wait for processes that have fewer batches.
+                # DDP would exchange buffers, and wait for processes that have fewer batches.
                 return function(*args, **kwargs)
             wrapped = holder.current()
             wrapped.module.__dict__["function"] = function
@@ -305,7 +284,7 @@ class DDPStrategy(ParallelStrategy):
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    # Each backward prepared itself and is over: DDP must not wait for another one.
+                    # Each backward has prepared itself and is over: DDP must not wait for another one.
                     wrapped.require_backward_grad_sync = False
 
             wrapped.module.__dict__["function"] = unprepared
@@ -326,7 +305,6 @@ class DDPStrategy(ParallelStrategy):
             wrapped.reducer.prepare_for_backward([loss] if searches else [])
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which backward leaves the gradients of this process alone."""
         if not isinstance(wrapped, DistributedDataParallel):
             raise TypeError(
                 f"no_backward_sync got a {type(wrapped).__name__}: pass the module that setup() returned."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hasten._lib.names import did_you_mean
+from hasten._lib import check
 from hasten._lib.rank_zero import rank_zero_only
 from hasten.machine import collectives
 from hasten.machine.cluster import LightningEnvironment
@@ -51,20 +51,17 @@ class ParallelStrategy(Strategy):
         start_method: str = "popen",
     ) -> None:
         super().__init__()
-        if timeout is not None and not isinstance(timeout, timedelta):
-            raise TypeError(
-                f"{type(self).__name__}(timeout={timeout!r}): use a datetime.timedelta, such as "
-                "timedelta(minutes=30)."
-            )
+        allowed = "a datetime.timedelta, such as timedelta(minutes=30)"
+        check.instance(type(self).__name__, "timeout", timeout, timedelta, allowed, allow_none=True)
         self._backend = process_group_backend
         self._timeout = timeout if timeout is not None else timedelta(minutes=30)
-        self._launcher: Launcher = _launcher(start_method, owner=type(self).__name__)
+        check.one_of(type(self).__name__, "start_method", start_method, START_METHODS)
+        self._launcher: Launcher = RunScriptAgain() if start_method == "popen" else StartCopies(start_method)
         self._global_rank = 0
         self._local_rank = 0
 
     @abstractmethod
-    def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return the module whose call trains over all processes."""
+    def wrap(self, module: torch.nn.Module) -> torch.nn.Module: ...
 
     def attach(
         self,
@@ -74,14 +71,12 @@ class ParallelStrategy(Strategy):
         cluster: ClusterEnvironment,
         num_nodes: int,
     ) -> None:
-        """Set where the run takes place."""
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
         cluster.set_world_size(self.world_size)
         if cluster.creates_processes_externally:
             self._set_rank(cluster.local_rank())
 
     def _set_rank(self, local_rank: int) -> None:
-        """Settle which process this is."""
         cluster = self.cluster_environment
         assert cluster is not None
         self._local_rank = local_rank
@@ -93,50 +88,40 @@ class ParallelStrategy(Strategy):
 
     @property
     def copies_this_process(self) -> bool:
-        """Whether other processes are copies of this one as it is, which must not have used CUDA."""
         return isinstance(self._launcher, StartCopies) and self._launcher.start_method == "fork"
 
     @property
     def launches_functions(self) -> bool:
-        """Whether ``launch`` runs its function in copies of this process, so that there must be one."""
         return isinstance(self._launcher, StartCopies)
 
     @property
     def global_rank(self) -> int:
-        """Which process of the run this is, from 0."""
         return self._global_rank
 
     @property
     def local_rank(self) -> int:
-        """Which process of its machine this is, from 0."""
         return self._local_rank
 
     @property
     def node_rank(self) -> int:
-        """Which machine this is, from 0."""
         return self.cluster_environment.node_rank() if self.cluster_environment is not None else 0
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
         return self.num_nodes * self.num_processes
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """``num_replicas`` and ``rank``."""
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     @property
     def process_group_backend(self) -> str:
         """The backend of the process group."""
-        if self._backend is not None:
-            return self._backend
-        return _BACKENDS.get(self.parallel_devices[0].type, "gloo")
+        return self._backend or _BACKENDS.get(self.parallel_devices[0].type, "gloo")
 
     # -- once
 
     def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
-        """Start the other processes if they do not run yet, join them, and call ``function`` in each."""
         cluster = self.cluster_environment
         assert cluster is not None
         if collectives.joined() and collectives.world_size() == 1 < self.world_size:
@@ -187,53 +172,34 @@ class ParallelStrategy(Strategy):
             with suppress(RuntimeError):  # a session, which has no command
                 command = command_of_this_program()
         return rendezvous(
-            command,
-            node_rank=self.node_rank,
-            num_nodes=self.num_nodes,
-            num_processes=self.num_processes,
-            local_rank=self.local_rank,
-            timeout=self._timeout,
-        )
+            command, node_rank=self.node_rank, num_nodes=self.num_nodes, num_processes=self.num_processes,
+            local_rank=self.local_rank, timeout=self._timeout,
+        )  # fmt: skip
 
     # -- between processes
 
     def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
-        """Return ``tensor``, or a collection of tensors, reduced over all processes."""
         return collectives.all_reduce(tensor, reduce_op, device=self._collective_device, group=group)
 
     def all_gather(self, tensor: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
-        """Return the tensors of all processes, stacked in a new first dimension."""
-        return collectives.all_gather(
-            tensor, device=self._collective_device, group=group, sync_grads=sync_grads
-        )
+        device = self._collective_device
+        return collectives.all_gather(tensor, device=device, group=group, sync_grads=sync_grads)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object of process ``src``."""
         return collectives.broadcast(obj, src, device=self._collective_device)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes."""
         collectives.barrier(self._collective_device)
 
     def gather_objects(self, obj: T) -> list[T]:
-        """Return the objects of all processes."""
         return collectives.gather_objects(obj)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all processes (or any) decided so. This is a sync point."""
         flag = torch.tensor(int(decision))
+        # A sync point.
         return bool(self.all_reduce(flag, reduce_op="min" if all else "max").item())
 
     @property
     def _collective_device(self) -> torch.device:
         """Where the backend wants tensors."""
         return self.root_device if "nccl" in self.process_group_backend else torch.device("cpu")
-
-
-def _launcher(start_method: str, *, owner: str) -> Launcher:
-    if start_method not in START_METHODS:
-        raise ValueError(
-            f"{owner}(start_method={start_method!r}): use one of {', '.join(map(repr, START_METHODS))}."
-            + did_you_mean(str(start_method), START_METHODS)
-        )
-    return RunScriptAgain() if start_method == "popen" else StartCopies(start_method)

@@ -11,6 +11,8 @@ from hasten.machine.collectives import operation_name
 from hasten.strategies.base import Strategy
 
 if TYPE_CHECKING:
+    from hasten.machine.cluster import ClusterEnvironment
+    from hasten.machine.devices import Accelerator
     from hasten.types import Group, ReduceOperation, Tensors
 
 T = TypeVar("T")
@@ -30,34 +32,36 @@ class SingleDeviceStrategy(Strategy):
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__()
         self._device = None if device is None else torch.device(device)
+        self.parallel_devices = [self._device or torch.device("cpu")]
 
-    @property
-    def root_device(self) -> torch.device:
-        """The device."""
-        return self._device if self._device is not None else self.parallel_devices[0]
+    def attach(
+        self,
+        *,
+        accelerator: Accelerator,
+        devices: list[torch.device],
+        cluster: ClusterEnvironment,
+        num_nodes: int,
+    ) -> None:
+        devices = devices if self._device is None else [self._device]
+        super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
 
     def launch(self, function: Callable[..., T], *args: object, owner: object = None, **kwargs: object) -> T:
-        """Return what ``function`` returns."""
         if self.accelerator is not None:
             self.accelerator.setup_device(self.root_device)
         return function(*args, **kwargs)
 
     def all_reduce(self, tensor: Tensors, group: Group = None, reduce_op: ReduceOperation = "mean") -> Any:
-        """Return ``tensor``."""
-        operation_name(reduce_op)
+        operation_name(reduce_op)  # Refuses unknown ones.
         return tensor
 
     def all_gather(self, tensor: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
-        """Return ``tensor``."""
         return tensor
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return ``obj``."""
         return obj
 
     def barrier(self, name: str | None = None) -> None:
-        """Do nothing: there is nobody to wait for."""
+        pass
 
     def gather_objects(self, obj: T) -> list[T]:
-        """Return ``[obj]``."""
         return [obj]
