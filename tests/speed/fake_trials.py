@@ -8,10 +8,11 @@ from typing import Any
 
 from hasten.arguments import SPEED_NAMES
 from hasten.speed.advice import Advice
-from hasten.speed.advisor import LineSearch, Plan
+from hasten.speed.advisor import LineSearch
 from hasten.speed.engine import LateError, TrialError, Turn
 from hasten.speed.fit_trial import Orders
 from hasten.speed.levers import LEVERS, Lever
+from hasten.speed.races import Plan
 from hasten.speed.safety import Safety
 
 Levers = frozenset[str]

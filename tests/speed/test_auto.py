@@ -13,9 +13,10 @@ import torch
 import hasten as L
 from hasten.speed import auto, levers
 from hasten.speed.advice import Advice, Line, Row, recall, remember
-from hasten.speed.advisor import Plan, TooShortError
+from hasten.speed.advisor import TooShortError
 from hasten.speed.inspect_run import key_of
 from hasten.speed.levers import Lever
+from hasten.speed.races import Plan
 from hasten.speed.safety import Safety
 from tests.models import Classifier, loader, quiet, same_weights
 from tests.speed import planted

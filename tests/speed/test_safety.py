@@ -142,7 +142,7 @@ def test_what_draws_is_in_another_class_in_a_program_that_draws() -> None:
     ("safety", "redraws", "text"),
     [
         ("rounding", "", "use one of 'same bits', 'same maths"),
-        (Safety.ROUNDING, "all", "use 'step', 'samples'"),
+        (Safety.ROUNDING, "all", "use one of 'step', 'samples'"),
     ],
 )
 def test_unknown_classes_are_refused(safety: Any, redraws: str, text: str) -> None:

@@ -188,7 +188,7 @@ def test_nothing_is_measured_where_inspecting_takes_all_the_time() -> None:
     assert program.opened == [frozenset()]
     assert found.unchanged.step_seconds is not None
     assert not found.is_complete
-    assert "Nothing is known to pay" in found.table()
+    assert "No lever is known to pay" in found.table()
 
 
 def test_a_lever_that_gets_ready_too_late_is_cut_off() -> None:

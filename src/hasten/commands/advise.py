@@ -32,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
         words = [given.program, *rest]
 
     from hasten.speed.advice import remember
-    from hasten.speed.advisor import AdviceError, Plan, Program, measure
+    from hasten.speed.advisor import AdviceError, Program, measure
+    from hasten.speed.races import Plan
 
     folders = [path.parent for path in (given.json, given.png) if path is not None]
     try:

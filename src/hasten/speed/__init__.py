@@ -1,1 +1,1 @@
-"""Levers that make training fast, and the advisor that measures them."""
+"""Levers that make training faster, and the advisor that measures them."""

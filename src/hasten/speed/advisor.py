@@ -16,27 +16,37 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hasten._lib import check
 from hasten.speed import advice as words
 from hasten.speed.advice import Advice, Line, Row, composed, notes
-from hasten.speed.engine import Engine, LateError, TrialError
+from hasten.speed.engine import NO_GAIN, SLOWER, UNCLEAR, Engine, LateError, TrialError
 from hasten.speed.fit_trial import Orders
 from hasten.speed.levers import FITTING, Lever, choose, expected_gain
-from hasten.speed.races import Levers, OpenTrial, Races, TrainerTrial, failed, key_of_line, name_of
+from hasten.speed.races import (
+    TURNS_PER_ROUND,
+    Levers,
+    OpenTrial,
+    Plan,
+    Races,
+    TrainerTrial,
+    arguments_of,
+    failed,
+    key_of_line,
+    name_of,
+)
 from hasten.speed.safety import Safety
 
-# Turns of each in a comparison at most, for each of the plan's rounds.
-_TURNS_PER_ROUND = 16
 # A lever that lost on a line this much slower than the final one is tried again, unless it lost by more than half.
 _MUCH_FASTER = 1.2
 _HOPELESS = 0.5
-# Steps that confirming the lines takes of the unchanged program, and that a comparison takes at least, about.
+# About the steps that confirming the lines takes of the unchanged program, and that a comparison takes at least.
 _STEPS_TO_CONFIRM = 6
 _STEPS_TO_COMPARE = 6
-# Share of a budget that is kept for confirming, at most.
+# Largest share of a budget that is kept for confirming.
 _MOST_TO_CONFIRM = 0.25
-# Where the best line needs consent, share of the time that looking for one that needs none may take.
+# If the best line needs consent, share of the time that the search for one that needs none may take.
 _SHARE_OF_UNCHANGED = 0.25
+# A lever that promises less is not part of that search.
+_WORTH_A_SECOND_SEARCH = 1.02
 _UNCHANGED = "the unchanged program cannot be measured: "
 
 Say = Callable[[str], None]
@@ -51,56 +61,13 @@ class TooShortError(AdviceError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How much is measured.
-
-    Args:
-        rounds: how long a comparison may go on: at most 16 times as many turns of each.
-        steps: of a turn; None for about half a second's worth, 1 to 50.
-        warm_up: steps of each before the clock; one where they take long.
-        seeds: runs with other seeds, where losses can only be compared by how much they differ by chance.
-        combine: put levers on top of one another; else each is compared with the unchanged program.
-        consent: also measure levers that change more than rounding.
-        budget_seconds: how long all of it may take: then it stops, the most promising levers first. None for no limit.
-        share_of_training: the same as a share of the time that the training is planned to take; where inspecting the
-            program takes longer, nothing is measured. None for no limit.
-        timeout_seconds: how long the program may take to start training, a lever to prepare, or a turn to last.
-
-    Raises:
-        ValueError: a number is too small.
-
-    """
-
-    rounds: int = 3
-    steps: int | None = None
-    warm_up: int = 3
-    seeds: int = 1
-    combine: bool = True
-    consent: bool = True
-    budget_seconds: float | None = None
-    share_of_training: float | None = None
-    timeout_seconds: float = 900.0
-
-    def __post_init__(self) -> None:
-        for name in ("rounds", "steps", "warm_up", "seeds"):
-            check.whole(
-                "advise", name, getattr(self, name), at_least=1, allow_none=name == "steps", error=ValueError
-            )
-        for name in ("timeout_seconds", "budget_seconds", "share_of_training"):
-            value = getattr(self, name)
-            check.number(
-                "advise", name, value, above=0, allow_none=name != "timeout_seconds", error=ValueError
-            )
-
-
-@dataclasses.dataclass(frozen=True)
 class Program:
     """What is measured.
 
     Args:
         title: its name.
-        target: function of a trial's process, "package.module:function".
-        arguments: what it gets besides session and orders.
+        target: the function of a trial's process, "package.module:function".
+        arguments: its arguments after session and orders.
         payload: written to a file whose path is the last argument; None for none.
         preload: modules that trials share.
 
@@ -124,12 +91,12 @@ def measure(
 
     Args:
         program: the program.
-        levers: which, by name or as objects; all by default.
-        plan: how much.
-        say: gets a line about each thing that is being done.
+        levers: by name or as objects; all by default.
+        plan: how much is measured.
+        say: called with a line of progress.
 
     Returns:
-        What was found. Nothing of the trials is left, whether this returns or raises.
+        The result. Nothing of the trials is left, whether this returns or raises.
 
     Raises:
         AdviceError: the unchanged program cannot be measured.
@@ -145,7 +112,7 @@ def measure(
 
 
 def trial_opener(engine: Engine, program: Program) -> OpenTrial:
-    """Return what starts trials of a program."""
+    """Return a function that starts trials of a program."""
     engine.preload(program.preload)
     arguments = program.arguments
     if program.payload is not None:
@@ -164,10 +131,10 @@ class LineSearch:
 
     Args:
         open_trial: starts a trial.
-        plan: how much.
+        plan: how much is measured.
         title: of the program.
-        say: gets a line about each thing that is being done.
-        clock: gives seconds.
+        say: called with a line of progress.
+        clock: returns seconds.
 
     """
 
@@ -181,14 +148,7 @@ class LineSearch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._title, self._say, self._clock = plan, title, say, clock
-        self._races = Races(
-            open_trial,
-            steps=plan.steps,
-            most_turns=_TURNS_PER_ROUND * plan.rounds,
-            warm_up=plan.warm_up,
-            seeds=plan.seeds,
-            clock=clock,
-        )
+        self._races = Races(open_trial, plan, clock=clock)
         self._began = clock()
         self._until = self._began + (plan.budget_seconds or math.inf)
         self._left_to_try = 0
@@ -199,18 +159,16 @@ class LineSearch:
         """Return the verdicts and the lines to write."""
         self._inspect(may_split=FITTING in levers)
         self._limit_to_share()
-        waiting = sorted(
-            (lever for lever in levers if not self._is_unfit(lever)),
-            key=lambda lever: -expected_gain(lever, self._facts),
-        )
-        other_models = [lever for lever in waiting if lever.safety == Safety.OTHER_MATHS]
-        same_model = [lever for lever in waiting if lever.safety != Safety.OTHER_MATHS]
-        # Compilers come last, and that of a whole model after that of its blocks: nobody knows how long they take.
+        fit = [lever for lever in levers if not self._is_unfit(lever)]
+        fit.sort(key=lambda lever: -expected_gain(lever, self._facts))
+        other_models = [lever for lever in fit if lever.safety == Safety.OTHER_MATHS]
+        same_model = [lever for lever in fit if lever.safety != Safety.OTHER_MATHS]
+        # Compilers come last, the one of a whole model after the one of its blocks: their time is unknown.
         compiled = [lever for lever in same_model if "compile" in lever.arguments]
         compiled.sort(key=lambda lever: lever.arguments["compile"] != "regional")
-        self._left_to_try = len(waiting)
+        self._left_to_try = len(fit)
         kept = self._climb((), [lever for lever in same_model if lever not in compiled])
-        # What trains another model is tried on top of what trains this one.
+        # Levers that train another model are tried on top of those that train this one.
         whole = self._climb(kept, other_models)
         kept = self._climb(kept, compiled)
         if self._plan.combine:
@@ -226,11 +184,12 @@ class LineSearch:
         return self._races.facts
 
     def _advice(self, levers: Sequence[Lever], lines: list[Line]) -> Advice:
-        races = self._races
+        races, facts = self._races, self._facts
         best = next((line.levers for line in reversed(lines) if line.safety.is_automatic), [])
         every = {lever.name: lever for lever in (*races.always, *levers)}
         safe = [lever for name, lever in every.items() if name in best]
         unchanged, noise = races.unchanged_row(), median(races.noises) if races.noises else 0.0
+        has_losses = bool(races.inspected.losses)
         return Advice(
             program=self._title,
             unchanged=unchanged,
@@ -238,14 +197,12 @@ class LineSearch:
             combinations=self._combinations,
             lines=lines,
             winners=[lever.name for lever in safe],
-            arguments={name: value for lever in safe for name, value in lever.arguments.items()},
-            facts=self._facts,
-            parts=self._facts["parts"],
-            notes=notes(
-                self._facts, unchanged, self._rows, noise=noise, has_losses=bool(races.inspected.losses)
-            ),
+            arguments=arguments_of(safe),
+            facts=facts,
+            parts=facts["parts"],
+            notes=notes(facts, unchanged, self._rows, noise=noise, has_losses=has_losses),
             noise=round(noise, 4),
-            rounds=_TURNS_PER_ROUND * self._plan.rounds,
+            rounds=TURNS_PER_ROUND * self._plan.rounds,
             steps=races.steps_of(races.inspected.step_seconds),
             seconds=round(self._clock() - self._began, 1),
             unchanged_seconds=round(races.unchanged_seconds, 1),
@@ -257,7 +214,7 @@ class LineSearch:
         """Find out about device, model and data.
 
         Args:
-            may_split: where batches do not fit into memory, let every trial split them.
+            may_split: if batches do not fit into memory, let every trial split them.
 
         """
         self._say("inspecting the unchanged program")
@@ -267,7 +224,7 @@ class LineSearch:
         except TrialError as error:
             if races.always or not may_split or not error.is_out_of_memory:
                 raise AdviceError(_UNCHANGED + error.with_log) from None
-            self._say(f"it runs out of memory; all of the following is measured with {FITTING.line}")
+            self._say(f"it runs out of memory; everything else is measured with {FITTING.line}")
             races.always = (FITTING,)
             self._inspect(may_split=False)
             self._facts["memory_ran_out"] = True
@@ -280,7 +237,7 @@ class LineSearch:
         if share * seconds < 2 * (self._clock() - self._began):
             raise TooShortError(
                 f"it takes about {seconds:,.0f} s, and measuring more than {share:.0%} of that. `hasten advise` "
-                "measures it all the same, and its verdict is used here"
+                "measures it all the same, and its result is used here"
             )
         self._until = min(self._until, self._began + share * seconds)
 
@@ -296,17 +253,15 @@ class LineSearch:
         if lever in self._races.always:
             return words.NEEDED, "the unchanged program runs out of memory: all others are measured with it"
         given = self._races.given
-        already = [name for name in lever.arguments if name in given]
-        if lever.arguments and len(already) == len(lever.arguments):
-            shown = ", ".join(f"{name}={given[name]}" for name in already)
-            same = all(given[name] == repr(lever.arguments[name]) for name in already)
+        if lever.arguments and all(name in given for name in lever.arguments):
+            shown = ", ".join(f"{name}={given[name]}" for name in lever.arguments)
+            same = all(given[name] == repr(value) for name, value in lever.arguments.items())
             return words.ALREADY_ON if same else words.NOT_HERE, f"the program has {shown}"
         why = lever.applies(self._facts)
         if why is not None:
             return words.NOT_HERE, why
-        if not self._plan.consent and not safety.is_automatic:
-            return words.NOT_TRIED, safety.words
-        return "", ""
+        needs_consent = not self._plan.consent and not safety.is_automatic
+        return (words.NOT_TRIED, safety.words) if needs_consent else ("", "")
 
     # -- climbing
 
@@ -344,44 +299,42 @@ class LineSearch:
             if lever in kept or row.gain is None or row.speed is None:
                 continue
             was_slow = self._races.speeds[key_of_line(kept)] > _MUCH_FASTER * row.speed / row.gain
-            lost = row.verdict in (words.NO_GAIN, words.SLOWER) and row.gain > _HOPELESS
-            if (row.verdict == words.UNCLEAR and math.isfinite(self._until)) or (lost and was_slow):
+            lost = row.verdict in (NO_GAIN, SLOWER) and row.gain > _HOPELESS
+            if (row.verdict == UNCLEAR and math.isfinite(self._until)) or (lost and was_slow):
                 found.append(lever)
         return found
 
     def _removed(self, line: Levers) -> Levers:
-        """Return a line without the levers that it is as fast without; the last one was tried on the others."""
+        """Return a line without the levers that do not make it faster; the last one was tried on the others."""
         for lever in line[:-1]:
-            seconds = self._races.start_seconds + _STEPS_TO_COMPARE * self._races.step_seconds(line)
-            if self._clock() + seconds + self._reserve() > self._until:
+            if self._clock() + self._least_seconds(line) + self._reserve() > self._until:
                 break
             self._say(f"without {lever.name} ({self._left()})")
             without = tuple(other for other in line if other != lever)
             row = self._race(line, without, f"without {lever.name}")
             self._combinations.append(row)
-            if row.verdict in (words.WINS, words.NO_GAIN):
+            if row.verdict in (words.WINS, NO_GAIN):
                 line = without
                 self._races.speeds[key_of_line(line)] = row.speed or 1.0
         return line
 
     def _automatic_line(self, levers: Sequence[Lever], kept: Levers) -> Levers:
-        """Return the best line that needs no consent; it is looked for where the best line of all needs it."""
-        automatic = tuple(lever for lever in kept if lever.safety_in(self._facts).is_automatic)
+        """Return the best line that needs no consent; a second search finds it if the best line of all needs it."""
+        safe = [lever for lever in levers if lever.safety_in(self._facts).is_automatic]
+        automatic = tuple(lever for lever in kept if lever in safe)
         if automatic == kept:
             return automatic
         gains = (self._rows[lever.name].gain or 1.0 for lever in automatic)
         self._races.speeds.setdefault(key_of_line(automatic), math.prod(gains))
-        others = [
-            lever
-            for lever in levers
-            if lever.safety_in(self._facts).is_automatic
-            and lever not in automatic
-            and expected_gain(lever, self._facts) > 1.02
-        ]
         spent = self._clock() - self._began
         allowed = (_SHARE_OF_UNCHANGED * spent - self._races.unchanged_seconds) / (1 - _SHARE_OF_UNCHANGED)
-        if allowed < self._races.start_seconds + _STEPS_TO_COMPARE * self._races.step_seconds(automatic):
+        if allowed < self._least_seconds(automatic):
             return automatic
+        others = [
+            lever
+            for lever in safe
+            if lever not in automatic and expected_gain(lever, self._facts) > _WORTH_A_SECOND_SEARCH
+        ]
         before = self._until
         self._until = min(before, self._clock() + allowed + self._reserve())
         try:
@@ -405,8 +358,8 @@ class LineSearch:
                 if not base:
                     raise AdviceError(_UNCHANGED + failure.with_log) from None
                 error = failure
-        levers = {name: line[-1] for name, line in lines.items()}
-        rows = [Row(name, each.line, each.safety_in(self._facts), "") for name, each in levers.items()]
+        last = ((name, line[-1]) for name, line in lines.items())
+        rows = (Row(name, lever.line, lever.safety_in(self._facts), "") for name, lever in last)
         return [failed(row, error) for row in rows]
 
     # -- the lines to write
@@ -415,9 +368,8 @@ class LineSearch:
         """Measure lines against the unchanged program, all in one race; return those that win, safest first."""
         chosen = [line for number, line in enumerate(lines) if line and line not in lines[:number]]
         rows = [self._rows[line[0].name] for line in chosen]
-        direct = all(
-            row.levers == [row.name] and len(line) == 1 for row, line in zip(rows, chosen, strict=True)
-        )
+        pairs = list(zip(rows, chosen, strict=True))
+        direct = all(row.levers == [row.name] and len(line) == 1 for row, line in pairs)
         if not direct:
             self._say(f"measuring what to write against the unchanged program ({self._left()})")
             rows = self._run((), {name_of(line): line for line in chosen}, self._until)
@@ -426,8 +378,8 @@ class LineSearch:
         found: list[Line] = []
         for line, row in zip(chosen, rows, strict=True):
             speed = row.speed or 0.0
-            if not direct and row.verdict in (words.NO_TIME, words.UNCLEAR):
-                # What was concluded from race to race.
+            if not direct and row.verdict in (words.NO_TIME, UNCLEAR):
+                # Concluded from race to race.
                 speed = self._races.speeds.get(key_of_line(line), 0.0)
             elif not row.wins:
                 continue
@@ -436,14 +388,14 @@ class LineSearch:
         return found or ([self._line_of((), 1.0)] if self._races.always else [])
 
     def _best_alone(self, levers: Sequence[Lever]) -> list[Line]:
-        """Return the line of the best lever by itself; one that needs no consent where there is one."""
+        """Return the line of the best lever by itself; one that needs no consent if there is one."""
         rows = sorted((row for row in self._rows.values() if row.wins), key=lambda row: -(row.speed or 0.0))
-        rows = [row for row in rows if row.safety.is_automatic] or rows
-        best = tuple(lever for lever in levers if rows and lever.name == rows[0].name)
-        return [self._line_of(best, rows[0].speed or 1.0)] if best else []
+        best = next((row for row in rows if row.safety.is_automatic), rows[0] if rows else None)
+        line = tuple(lever for lever in levers if best is not None and lever.name == best.name)
+        return [self._line_of(line, best.speed or 1.0)] if best is not None else []
 
     def _note(self, line: Levers, row: Row) -> None:
-        """Keep one row for each configuration: what was measured directly replaces what was concluded."""
+        """Keep one row for each configuration: a direct measurement replaces a conclusion."""
         for known in (*self._rows.values(), *self._combinations):
             if frozenset(known.levers) == key_of_line(line) and known.speed is not None:
                 if row.speed is None:
@@ -461,8 +413,12 @@ class LineSearch:
 
     # -- time
 
+    def _least_seconds(self, line: Levers) -> float:
+        """Return about the seconds that a comparison with a line takes at least."""
+        return self._races.start_seconds + _STEPS_TO_COMPARE * self._races.step_seconds(line)
+
     def _reserve(self) -> float:
-        """Return the seconds that measuring the lines against the unchanged program takes, about."""
+        """Return about the seconds that measuring the lines against the unchanged program takes."""
         seconds = self._races.start_seconds + _STEPS_TO_CONFIRM * self._races.inspected.step_seconds
         return min(seconds, _MOST_TO_CONFIRM * (self._until - self._began))
 
@@ -473,13 +429,10 @@ class LineSearch:
 
 
 def _with(base: Levers, lever: Lever) -> Levers:
-    """Return a line with one more lever, in place of those that cannot be on beside it."""
-    return (*(other for other in base if not _in_conflict(lever, other)), lever)
+    """Return a line with one more lever, in place of those that conflict with it."""
 
+    def conflicts(other: Lever) -> bool:
+        named = other.name in lever.conflicts or lever.name in other.conflicts
+        return named or not set(lever.arguments).isdisjoint(other.arguments)
 
-def _in_conflict(one: Lever, other: Lever) -> bool:
-    return (
-        other.name in one.conflicts
-        or one.name in other.conflicts
-        or not set(one.arguments).isdisjoint(other.arguments)
-    )
+    return (*(other for other in base if not conflicts(other)), lever)

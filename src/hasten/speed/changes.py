@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from hasten.machine.host import usable_cores
 
-# -- attention dropout: on the CPU and for long rows it forces an attention that keeps every probability
-
-_NAMES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "attn_drop")
+_DROPOUTS = ("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "attn_drop")
 
 
 def attention_dropouts(module: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -28,9 +25,7 @@ def attention_dropouts(module: nn.Module) -> list[tuple[nn.Module, str]]:
     """
     found = []
     for child in module.modules():
-        if "attention" not in type(child).__name__.lower():
-            continue
-        for name in _NAMES:
+        for name in _DROPOUTS if "attention" in type(child).__name__.lower() else ():
             value = getattr(child, name, None)
             probability = value.p if isinstance(value, nn.Dropout) else value
             if isinstance(probability, float) and 0.0 < probability < 1.0:
@@ -40,6 +35,8 @@ def attention_dropouts(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def no_attention_dropout(module: nn.Module) -> None:
     """Switch off the dropout of attention probabilities; other dropout stays. This changes what is trained.
+
+    On the CPU and for long rows it forces an attention that keeps every probability.
 
     Args:
         module: the module, changed in place.
@@ -60,27 +57,26 @@ def no_attention_dropout(module: nn.Module) -> None:
             setattr(child, name, 0.0)
 
 
-def take_attention_dropout_off(trainer: Any, module: nn.Module) -> None:
-    """Do the same, as a lever calls it."""
+def switch_attention_dropout_off(trainer: object, module: nn.Module) -> None:
+    """``no_attention_dropout`` as a lever calls it."""
     no_attention_dropout(module)
 
 
-# -- threads: in a small step their synchronization costs more than they save; a container may have fewer cores than
-# its machine
+# -- threads: in a small step they cost more than they save, and a container may have fewer cores than its machine
 
 
-def one_thread(trainer: Any = None, module: Any = None) -> Callable[[], None]:
-    """Compute with one thread; return what undoes it."""
-    return _threads(1)
+def one_thread(trainer: object = None, module: object = None) -> Callable[[], None]:
+    """Compute with one thread; return a function that undoes it."""
+    return _set_threads(1)
 
 
-def half_the_threads(trainer: Any = None, module: Any = None) -> Callable[[], None]:
-    """Compute with half as many threads; return what undoes it."""
-    return _threads(max(1, torch.get_num_threads() // 2))
+def half_the_threads(trainer: object = None, module: object = None) -> Callable[[], None]:
+    """Compute with half as many threads; return a function that undoes it."""
+    return _set_threads(max(1, torch.get_num_threads() // 2))
 
 
-def a_thread_a_core(trainer: Any = None, module: Any = None) -> Callable[[], None]:
-    """Compute with as many threads as there are usable cores; return what undoes it.
+def a_thread_a_core(trainer: object = None, module: object = None) -> Callable[[], None]:
+    """Compute with as many threads as there are usable cores; return a function that undoes it.
 
     Example::
 
@@ -93,10 +89,10 @@ def a_thread_a_core(trainer: Any = None, module: Any = None) -> Callable[[], Non
         True
 
     """
-    return _threads(usable_cores())
+    return _set_threads(usable_cores())
 
 
-def _threads(count: int) -> Callable[[], None]:
+def _set_threads(count: int) -> Callable[[], None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     return functools.partial(torch.set_num_threads, before)

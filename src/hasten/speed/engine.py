@@ -1,4 +1,4 @@
-"""Race variants of a program, each in a process of its own: start them, step them in turns, compare their speed.
+"""Race variants of a program, each in its own process: start them, step them in turns, compare their speed.
 
 The parent's side; ``hasten.speed.trial`` is the child's::
 
@@ -21,24 +21,24 @@ import pickle
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import fmean, stdev
-from types import FrameType, TracebackType
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 from hasten.machine.allocator import file_of
-from hasten.speed.fork_server import ForkServer
 
-# What a comparison of speeds may say.
+# The verdicts of a comparison.
 FASTER, SLOWER, NO_GAIN, UNCLEAR, FAILED = "faster", "slower", "no gain", "unclear", "failed"
-# A gain below this is none: nobody writes a line for it.
+# A smaller gain counts as none: nobody writes a line for it.
 SMALLEST_GAIN = 0.03
 # Risk of a wrong verdict over all looks, and the share of turns that is cut off on each side: one in so many.
 _RISK = 0.1
@@ -55,6 +55,8 @@ _KILL_SECONDS = 5.0
 _LINES_OF_A_LOG = 12
 # Loader workers put sockets into it, and the path of a socket may have 107 characters.
 _LONGEST_FOLDER = 70
+# What every trial needs; the first optimizer of a process imports torch._dynamo, which takes longer than torch.
+_PRELOADED = ("torch", "torch._dynamo", "hasten.trainer", "hasten.callbacks", "hasten.speed.trial")
 
 
 class TrialError(RuntimeError):
@@ -73,10 +75,9 @@ class TrialError(RuntimeError):
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether it asked for more memory than there is."""
-        return any(
-            text in self.text for text in ("OutOfMemoryError", "out of memory", "can't allocate memory")
-        )
+        """Whether memory ran out."""
+        signs = ("OutOfMemoryError", "out of memory", "can't allocate memory")
+        return any(sign in self.text for sign in signs)
 
     @property
     def with_log(self) -> str:
@@ -93,14 +94,14 @@ class Turn:
     """Some steps of a trial.
 
     Args:
-        seconds: of all steps, from the order to the last one's end.
+        seconds: of all steps, from the order to the end of the last one.
         step_seconds: of each step.
-        losses: of each step; None where a step gave none.
-        samples: in all batches; None where a batch does not tell its size.
+        losses: of each step; None for a step without one.
+        samples: in all batches; None if the size of a batch is not known.
         tokens: useful tokens in all batches; None without an ``attention_mask``.
         slots: places for tokens in all batches, padding included.
         faults: pages of memory that the operating system provided.
-        memory_bytes: the most that the process has held so far.
+        memory_bytes: peak memory of the process so far.
 
     """
 
@@ -115,85 +116,59 @@ class Turn:
 
     @property
     def steps(self) -> int:
-        """How many steps it had."""
+        """The number of steps."""
         return len(self.step_seconds)
 
     def cost(self, unit: str) -> float:
         """Return the seconds of one of its "tokens", "samples" or "steps"."""
-        return self.seconds / {"tokens": self.tokens, "samples": self.samples, "steps": self.steps}[unit]  # type: ignore[operator]
+        return self.seconds / int(getattr(self, unit))
 
 
 class SteppedTrial(Protocol):
-    """A variant that can be stepped; a fake of it needs no process."""
+    """A variant that trains in turns; a fake of it needs no process."""
 
     def turn(self, steps: int, until: float = math.inf) -> Turn:
-        """Train so many steps; raise ``LateError`` where they are not done by ``until``."""
-
-    def ask(self, name: str, **options: Any) -> Any:
-        """Return what the trial's handler of this name returns."""
-
-    def close(self) -> None:
-        """End it."""
+        """Train for so many steps; raise ``LateError`` if they are not done by ``until``."""
 
 
-class Process(Protocol):
-    """The process of a trial."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return its exit code; None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end."""
+# -- processes
 
 
 class Engine:
     """Starts trials and ends all of them when it is closed, whatever happens.
 
-    Trials are forks of one process that has imported torch, hasten and what ``preload`` names, so a start takes
-    milliseconds; where that is not possible, each is a fresh process.
+    Trials are forks of one process that has imported torch, hasten and the preloaded modules, so a start takes
+    milliseconds; if forks do not work, each is a fresh process.
 
     Args:
-        timeout_seconds: how long an answer of a trial may take.
+        timeout_seconds: how long a trial may take to answer.
 
     """
 
     def __init__(self, *, timeout_seconds: float = 900.0) -> None:
         self.timeout_seconds = timeout_seconds
-        self._server: ForkServer | None = None
-        self._open: list[TrialProcess] = []
+        self._closing = ExitStack()
         self._numbers = itertools.count()
 
     def __enter__(self) -> Engine:
-        self._folder = _scratch_folder()
-        self.scratch = self._folder.__enter__()
+        self.scratch = self._closing.enter_context(_scratch_folder())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for trial in list(self._open):
-            trial.close()
-        if self._server is not None:
-            self._server.close()
-        self._folder.__exit__(kind, error, traceback)
+    def __exit__(self, *error: object) -> None:
+        self._closing.close()
 
     def preload(self, modules: Sequence[str]) -> None:
-        """Have later trials start with these modules imported; those that cannot be imported are left out."""
-        self._fork_server().preload(modules)
+        """Import these modules for all later trials; those that cannot be imported are left out."""
+        self._fork_server.preload(modules)
 
     def start(
-        self, target: str, *arguments: Any, allocator: str | None = None, name: str = ""
+        self, target: str, *arguments: object, allocator: str | None = None, name: str = ""
     ) -> TrialProcess:
-        """Start a trial; it returns at once.
+        """Start a trial; this returns at once.
 
         Args:
             target: "package.module:function", called in the new process with a ``hasten.speed.trial.Session``.
-            arguments: what it gets besides; they are pickled.
+            arguments: further arguments of the function; they are pickled.
             allocator: "tcmalloc" or "jemalloc", which the process is then started with.
             name: for messages.
 
@@ -201,40 +176,29 @@ class Engine:
         path = self.scratch / f"trial-{next(self._numbers)}.pickle"
         path.write_bytes(pickle.dumps((target, pickle.dumps(arguments), str(self.scratch))))
         start: _Start
-        if allocator is None and self._fork_server().is_ready():
-            start = self._fork_server().start
+        if allocator is None and self._fork_server.is_ready():
+            start = self._fork_server.start
         else:
             start = functools.partial(_start_fresh, trial_environment(self.scratch, allocator))
-        trial = TrialProcess(path, start, self.timeout_seconds, name, self._open.remove)
-        self._open.append(trial)
+        trial = TrialProcess(path, start, self.timeout_seconds, name)
+        self._closing.callback(trial.close)
         return trial
 
-    def _fork_server(self) -> ForkServer:
-        if self._server is None:
-            self._server = ForkServer(trial_environment(self.scratch), self.scratch)
-        return self._server
-
-
-# (path of the pickled call, read end of the orders, write end of the answers, file for what it prints) -> the process
-_Start = Callable[[str, int, int, int], Process]
+    @functools.cached_property
+    def _fork_server(self) -> _ForkServer:
+        server = _ForkServer(trial_environment(self.scratch), self.scratch)
+        self._closing.callback(server.close)
+        return server
 
 
 class TrialProcess:
-    """A ``SteppedTrial`` in a process of its own, made by ``Engine.start``."""
+    """A ``SteppedTrial`` in its own process, made by ``Engine.start``."""
 
-    def __init__(
-        self,
-        path: Path,
-        start: _Start,
-        timeout_seconds: float,
-        name: str,
-        on_close: Callable[[TrialProcess], None],
-    ) -> None:
+    def __init__(self, path: Path, start: _Start, timeout_seconds: float, name: str) -> None:
         self.name = name
         self.history: list[Turn] = []
         self._facts: dict[str, Any] | None = None
-        self._timeout, self._on_close = timeout_seconds, on_close
-        self._log = path.with_suffix(".log")
+        self._timeout, self._log = timeout_seconds, path.with_suffix(".log")
         self._buffer = b""
         read_orders, self._orders = os.pipe()
         self._answers, write_answers = os.pipe()
@@ -249,13 +213,13 @@ class TrialProcess:
             os.close(write_answers)
 
     def ready(self, until: float = math.inf) -> dict[str, Any]:
-        """Wait until it is ready to train; return what it gave to ``Session.ready``."""
+        """Wait until it is ready to train; return the facts passed to ``Session.ready``."""
         if self._facts is None:
             self._facts = self._answer("ready", until, "the program has not called Trainer.fit")["facts"]
         return self._facts
 
     def turn(self, steps: int, until: float = math.inf) -> Turn:
-        """Train so many steps; raise ``LateError`` where they are not done by ``until``."""
+        """Train for so many steps; raise ``LateError`` if they are not done by ``until``."""
         self.ready(until)
         self._order({"do": "turn", "steps": steps})
         answer = self._answer("turn", until)
@@ -263,14 +227,14 @@ class TrialProcess:
         self.history.append(turn)
         return turn
 
-    def ask(self, name: str, **options: Any) -> Any:
+    def ask(self, name: str, **options: object) -> Any:
         """Return what the trial's handler of this name returns."""
         self.ready()
         self._order({"do": "ask", "name": name, "options": options})
         return self._answer("asked", math.inf)["value"]
 
     def close(self) -> None:
-        """End it, with all that it started, and wait until it is gone."""
+        """End it with all processes that it started, and wait until it is gone."""
         if self._orders < 0:
             return
         if self._process.poll() is None:
@@ -280,17 +244,15 @@ class TrialProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_KILL_SECONDS)
         self._close_pipes()
-        self._on_close(self)
 
     def _close_pipes(self) -> None:
-        for fd in (self._orders, self._answers):
-            with suppress(OSError):
-                os.close(fd)
+        os.close(self._orders)
+        os.close(self._answers)
         self._orders = self._answers = -1
 
-    def _order(self, order: Mapping[str, Any]) -> None:
+    def _order(self, order: Mapping[str, object]) -> None:
+        # If the trial is gone, reading its answer reports that.
         with suppress(BrokenPipeError):
-            # Where it is gone, the answer says so.
             os.write(self._orders, (json.dumps(order) + "\n").encode())
 
     def _answer(self, event: str, until: float, late: str = "no answer") -> dict[str, Any]:
@@ -298,9 +260,9 @@ class TrialProcess:
         if answer["event"] == event:
             return answer
         if answer["event"] == "error":
-            raise TrialError(answer["text"], refused=answer["refused"], log=self._last_lines())
-        if answer["event"] == "ended" and event == "ready":
-            raise TrialError("the program ended without calling Trainer.fit", log=self._last_lines())
+            raise self._error(answer["text"], refused=answer["refused"])
+        if event == "ready":
+            raise self._error("the program ended without calling Trainer.fit")
         raise TrialError("the training ended by itself before enough steps were measured")
 
     def _line(self, until: float, late: str) -> bytes:
@@ -312,15 +274,15 @@ class TrialProcess:
                 if left <= 0 and until < last:
                     raise LateError("the time was over before it was ready")
                 if left <= 0:
-                    raise TrialError(f"{late} within {self._timeout:.0f} s", log=self._last_lines())
+                    raise self._error(f"{late} within {self._timeout:.0f} s")
                 if selector.select(min(left, 1.0)):
                     part = os.read(self._answers, 1 << 16)
                     if not part:
-                        raise TrialError(self._how_it_died(), log=self._last_lines())
+                        raise self._error(self._how_it_died())
                     self._buffer += part
                 elif self._process.poll() is not None and not selector.select(0):
                     # A worker that outlived it may hold the other end.
-                    raise TrialError(self._how_it_died(), log=self._last_lines())
+                    raise self._error(self._how_it_died())
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
@@ -334,24 +296,191 @@ class TrialProcess:
             return f"the process died of {signal.Signals(-code).name}{hint}"
         return f"the process ended with code {code}"
 
-    def _last_lines(self) -> str:
+    def _error(self, text: str, *, refused: bool = False) -> TrialError:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-_LINES_OF_A_LOG:])
+        return TrialError(text, refused=refused, log="\n".join(lines[-_LINES_OF_A_LOG:]))
+
+
+class _ForkServer:
+    """The parent's side of the process that trials are forks of; ``hasten.speed.trial.serve`` is the other.
+
+    Each request is one message of the socket, and so is each answer.
+    """
+
+    def __init__(self, environment: Mapping[str, str], scratch: Path) -> None:
+        self._scratch, self._unread = scratch, 0
+        # Only Linux has sockets of whole messages; macOS cannot fork a process that has imported torch.
+        self._works = sys.platform == "linux"
+        if not self._works:
+            return
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program = "from hasten.speed.trial import serve; serve()"
+        with other:
+            self._process = _python(
+                environment, program, [other.fileno()], [scratch], output=subprocess.DEVNULL
+            )
+        self.preload(_PRELOADED)
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Import modules for all trials to come; this returns before they are imported."""
+        if self._works:
+            path = self._scratch / f"modules-{time.monotonic_ns()}.json"
+            path.write_text(json.dumps(list(modules)), encoding="utf-8")
+            self._send({"preload": str(path)})
+            self._unread += 1
+
+    def is_ready(self) -> bool:
+        """Wait until all modules are imported; return whether trials can be forks."""
+        while self._unread:
+            self._unread -= 1
+            self._works = self._receive().get("works", False)
+        return self._works
+
+    def start(self, path: str, read_fd: int, write_fd: int, log: int) -> _ForkedProcess:
+        self._send({"path": path}, (read_fd, write_fd, log))
+        return _ForkedProcess(self._receive()["pid"], self.exit_code)
+
+    def exit_code(self, pid: int) -> int | None:
+        self.is_ready()
+        self._send({"wait": pid})
+        code: int | None = self._receive().get("code", -signal.SIGKILL)
+        return code
+
+    def close(self) -> None:
+        """End the server and its forks."""
+        if not hasattr(self, "_socket"):
+            return
+        self._socket.close()
+        try:
+            self._process.wait(timeout=_KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, request: Mapping[str, object], fds: Sequence[int] = ()) -> None:
+        with suppress(ConnectionError):
+            socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
+
+    def _receive(self) -> dict[str, Any]:
+        data = b""
+        with suppress(ConnectionError):
+            data = self._socket.recv(1 << 16)
+        # Empty if the server has died: an import may have ended it.
+        answer: dict[str, Any] = json.loads(data or b"{}")
+        return answer
+
+
+class _ForkedProcess:
+    """A child of the server, with the methods of ``subprocess.Popen`` that a trial needs."""
+
+    def __init__(self, pid: int, exit_code: Callable[[int], int | None]) -> None:
+        self.pid, self._exit_code = pid, exit_code
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            self._code = self._exit_code(self.pid)
+        return self._code
+
+    def wait(self, timeout: float) -> int:
+        until = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("trial", timeout)
+            time.sleep(0.005)
+        return code
+
+
+_AnyProcess = subprocess.Popen[bytes] | _ForkedProcess
+# (path of the pickled call, read end of the orders, write end of the answers, file for what it prints) -> the process
+_Start = Callable[[str, int, int, int], _AnyProcess]
+
+
+def _start_fresh(
+    environment: Mapping[str, str], path: str, read_fd: int, write_fd: int, log: int
+) -> _AnyProcess:
+    program = "from hasten.speed.trial import main; main()"
+    return _python(environment, program, [read_fd, write_fd], [path], output=log)
+
+
+def _python(
+    environment: Mapping[str, str],
+    program: str,
+    fds: Sequence[int],
+    arguments: Sequence[object],
+    *,
+    output: int,
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, (*fds, *arguments))],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=fds,
+        # Ctrl-C is for the parent, which then ends its trials.
+        start_new_session=True,
+        env=environment,
+    )
+
+
+def trial_environment(scratch: Path, allocator: str | None = None) -> dict[str, str]:
+    """Return an environment in which a program leaves nothing behind."""
+    # A trial is one process, also if this one is one of several.
+    ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"}
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ranks},
+        "TMPDIR": str(scratch),
+        "WANDB_MODE": "disabled",
+        "PYTHONUNBUFFERED": "1",
+        # Looking for a GPU must not start CUDA, which no fork survives.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # Compiled code of one trial serves the next, not the user's own runs: a cold start is timed, and nothing stays.
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        "HASTEN_CACHE": str(scratch / "cache"),
+    }
+    library = file_of(allocator) if allocator is not None else None
+    if library is not None:
+        environment["LD_PRELOAD"] = " ".join(filter(None, (library, environment.get("LD_PRELOAD"))))
+    return environment
+
+
+@contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    """Give a folder that is removed at the end, also when this process is asked to terminate."""
+    folder = Path(tempfile.mkdtemp(prefix="hasten-advise-"))
+    if len(str(folder)) > _LONGEST_FOLDER and os.path.isdir("/tmp"):
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="hasten-advise-", dir="/tmp"))
+    try:
+        with _unwound_by_sigterm():
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind the stack as Ctrl-C does, unless the program handles it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 # -- comparing
 
 
-@dataclasses.dataclass(frozen=True)
-class SpeedInterval:
-    """Where the logarithm of a speed-up lies.
-
-    Args:
-        middle: the estimate.
-        low: what it is at least.
-        high: what it is at most.
-
-    """
+class SpeedInterval(NamedTuple):
+    """The logarithm of a speed-up: the estimate, and the ends of its interval."""
 
     middle: float
     low: float
@@ -362,13 +491,6 @@ class SpeedInterval:
 
         Args:
             worth: the smallest logarithm of a speed-up that counts.
-
-        Example::
-
-            >>> SpeedInterval(0.7, 0.6, 0.8).verdict(0.03), SpeedInterval(-0.2, -0.3, -0.1).verdict(0.03)
-            ('faster', 'slower')
-            >>> SpeedInterval(0.01, -0.01, 0.02).verdict(0.03), SpeedInterval(0.3, -0.1, 0.7).verdict(0.03)
-            ('no gain', '')
 
         """
         if self.low > 0 and self.middle >= worth:
@@ -387,7 +509,7 @@ def interval(log_ratios: Sequence[float], looks: int = 0) -> SpeedInterval:
 
     Args:
         log_ratios: of the seconds without and with a change, turn by turn.
-        looks: how many there were before.
+        looks: the number of looks before this one.
 
     Example::
 
@@ -398,11 +520,9 @@ def interval(log_ratios: Sequence[float], looks: int = 0) -> SpeedInterval:
     """
     count = len(log_ratios)
     if count < 2:
-        middle = log_ratios[0] if log_ratios else 0.0
-        return SpeedInterval(middle, -math.inf, math.inf)
+        return SpeedInterval(sum(log_ratios), -math.inf, math.inf)
     cut = count // _TRIMMED
-    ordered = sorted(log_ratios)
-    kept = ordered[cut : count - cut]
+    kept = sorted(log_ratios)[cut : count - cut]
     pulled_in = [kept[0]] * cut + kept + [kept[-1]] * cut
     deviation = max(stdev(pulled_in), _LEAST_DEVIATION)
     error = deviation / ((1 - 2 * cut / count) * math.sqrt(count))
@@ -413,7 +533,7 @@ def interval(log_ratios: Sequence[float], looks: int = 0) -> SpeedInterval:
 
 @functools.cache
 def _students_t(risk: float, freedom: int) -> float:
-    """Return what Student's t exceeds with this risk, both sides together."""
+    """Return the value that Student's t exceeds with this risk, both sides together."""
     low, high = 0.0, 1.0
     while _risk_beyond(high, freedom) > risk:
         high *= 2
@@ -442,7 +562,7 @@ class Comparison:
     Args:
         worth: the smallest speed-up that counts.
         base: turns of the trial it is compared with.
-        turns: its own.
+        turns: its own turns.
         verdict: "faster", "slower", "no gain", "unclear" (the time was over first), or "failed"; empty before.
         error: why it failed.
 
@@ -456,7 +576,7 @@ class Comparison:
 
     @property
     def interval(self) -> SpeedInterval:
-        """The logarithm of the speed-up, and what it is at least and at most."""
+        """The logarithm of the speed-up, with its interval."""
         return interval(self._log_ratios(), max(0, sum(look <= len(self.turns) for look in _LOOKS) - 1))
 
     @property
@@ -466,12 +586,12 @@ class Comparison:
 
     @property
     def low(self) -> float:
-        """What ``speed`` is at least."""
+        """The lower end of the interval of ``speed``."""
         return math.exp(self.interval.low)
 
     @property
     def high(self) -> float:
-        """What ``speed`` is at most."""
+        """The upper end of the interval of ``speed``."""
         return math.exp(self.interval.high)
 
     def add(self, base: Turn, turn: Turn) -> None:
@@ -484,7 +604,7 @@ class Comparison:
             self.verdict = SLOWER
 
     def end(self) -> None:
-        """Decide by what there is: the time is over, or enough turns were taken."""
+        """Decide by the turns so far: the time is over, or enough turns were taken."""
         if not self.verdict:
             self.verdict = NO_GAIN if self.turns and self.high < _WORTH_MORE_TURNS else UNCLEAR
 
@@ -495,13 +615,11 @@ class Comparison:
 def costs(base: Sequence[Turn], turns: Sequence[Turn]) -> tuple[list[float], list[float]]:
     """Return the seconds that the same work takes in each of the turns of two trials.
 
-    The work is a useful token where batches have a mask: batches by length are short or long, and a few of them are
-    not a fair sample. Elsewhere it is a sample, or a step where batches do not tell their size.
+    The work is a useful token if batches have a mask: batches by length are short or long, and a few of them are not a
+    fair sample. Otherwise it is a sample, or a step if the size of a batch is not known.
     """
-    every = [*base, *turns]
-    unit = next(
-        (name for name in ("tokens", "samples") if all(getattr(turn, name) for turn in every)), "steps"
-    )
+    names = ("tokens", "samples", "steps")
+    unit = next(name for name in names if all(getattr(turn, name) for turn in (*base, *turns)))
     return [turn.cost(unit) for turn in base], [turn.cost(unit) for turn in turns]
 
 
@@ -514,22 +632,20 @@ def race(
     most: int = 96,
     until: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
-    on_turn: Callable[[int], None] = lambda number: None,
 ) -> list[Comparison]:
     """Let trials take turns (A B C A B C ...), each challenger until it is certain how it compares with the base.
 
     The interval of a speed-up holds over all looks at it: a factor of four shows in two turns, three percent in
-    forty. Two turns are taken also where the time is over.
+    forty. Two turns are taken also if the time is over.
 
     Args:
-        base: what the others are compared with.
+        base: the trial that the others are compared with.
         challengers: the others.
-        steps: of a turn.
+        steps: steps of a turn.
         worth: the smallest speed-up that counts.
-        most: turns of each at most.
+        most: most turns of each.
         until: when the time is over, on the clock.
-        clock: gives seconds.
-        on_turn: called before each round with its number.
+        clock: returns seconds.
 
     Raises:
         TrialError: the base failed. A challenger that fails has the error in its comparison.
@@ -551,9 +667,8 @@ def race(
         running = [(trial, each) for trial, each in zip(challengers, found, strict=True) if not each.verdict]
         if not running or (number > _LOOKS[0] and clock() > until):
             break
-        on_turn(number)
         beside = base.turn(steps)
-        # What is ready may be late by as much as its slowness takes to show.
+        # A trial that is ready may be late by the time that its slowness takes to show.
         patience = clock() + 2 * _HOPELESS * beside.seconds
         for trial, comparison in running:
             try:
@@ -563,76 +678,3 @@ def race(
     for comparison in found:
         comparison.end()
     return found
-
-
-# -- processes and their folder
-
-
-def _start_fresh(
-    environment: Mapping[str, str], path: str, read_fd: int, write_fd: int, log: int
-) -> subprocess.Popen[bytes]:
-    program = "from hasten.speed.trial import main; main()"
-    return subprocess.Popen(
-        [sys.executable, "-c", program, str(read_fd), str(write_fd), path],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        pass_fds=(read_fd, write_fd),
-        # Ctrl-C is for the parent, which then ends its trials.
-        start_new_session=True,
-        env=environment,
-    )
-
-
-def trial_environment(scratch: Path, allocator: str | None = None) -> dict[str, str]:
-    """Return an environment in which a program leaves nothing behind."""
-    environment = {
-        **os.environ,
-        "TMPDIR": str(scratch),
-        "WANDB_MODE": "disabled",
-        "PYTHONUNBUFFERED": "1",
-        # Asking whether there is a GPU must not start CUDA, which no fork survives.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # Compiled code of one trial serves the next, not the user's own runs: a cold start is timed, and nothing stays.
-        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
-        "HASTEN_CACHE": str(scratch / "cache"),
-    }
-    library = file_of(allocator) if allocator is not None else None
-    if library is not None:
-        environment["LD_PRELOAD"] = " ".join(filter(None, (library, environment.get("LD_PRELOAD"))))
-    # A trial is one process, whoever started this one.
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"):
-        environment.pop(name, None)
-    return environment
-
-
-@contextmanager
-def _scratch_folder() -> Iterator[Path]:
-    """Give a folder that is removed at the end, also when this process is asked to terminate."""
-    folder = Path(tempfile.mkdtemp(prefix="hasten-advise-"))
-    if len(str(folder)) > _LONGEST_FOLDER and os.path.isdir("/tmp"):
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="hasten-advise-", dir="/tmp"))
-    try:
-        with _terminated_in_order():
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _terminated_in_order() -> Iterator[None]:
-    """Make SIGTERM unwind as Ctrl-C does, unless the program has a handler for it."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -8,8 +8,8 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,11 @@ from hasten.report.peaks import flop_counter, measured_peaks
 from hasten.seed import isolate_rng
 from hasten.speed.changes import attention_dropouts
 
-# What the driver takes on a GPU beside torch's memory.
+if TYPE_CHECKING:
+    from hasten.trainer import Trainer
+    from hasten.types import Batch
+
+# Memory that the driver takes on a GPU in addition to torch's.
 _CONTEXT_BYTES = 600 * 2**20
 _PACKED = "Trainer(packed=True)"
 # Classifiers of transformers whose head reads the first token; each backward checks that it does.
@@ -41,32 +45,36 @@ class Observed:
 
     Attributes:
         draws: whether a step has moved torch's generators.
-        count_next: set it to count the operations of the next step.
+        flops: operations of the step that was counted; None before.
+        samples_counted: samples of its batch.
 
     """
 
     def __init__(self) -> None:
-        self.draws = self.count_next = False
+        self.draws = False
         self.flops: int | None = None
         self.samples_counted = 0
+        self._counts_next = False
         self._shapes: set[tuple[int, ...]] = set()
         self._generators: list[Tensor] = []
         self._useful = self._slots = 0
-        self._counter: Any = None
+
+    def count_next(self) -> None:
+        """Count the operations of the next step."""
+        self._counts_next = True
 
     def before_step(self) -> None:
         """Call it before each step."""
         self._generators = _generator_states()
-        if self.count_next:
+        if self._counts_next:
             self._counter = flop_counter()
             self._counter.__enter__()
 
-    def after_step(self, batch: Any) -> None:
+    def after_step(self, batch: Batch) -> None:
         """Call it after each step."""
-        if self._counter is not None:
+        if self._counts_next:
             self._counter.__exit__(None, None, None)
-            self.flops = int(self._counter.get_total_flops())
-            self._counter, self.count_next = None, False
+            self._counts_next, self.flops = False, int(self._counter.get_total_flops())
             self.samples_counted = batch_size_of(batch)[0]
         pairs = zip(self._generators, _generator_states(), strict=False)
         self.draws = self.draws or any(not torch.equal(before, after) for before, after in pairs)
@@ -78,7 +86,7 @@ class Observed:
 
     @property
     def useful_share(self) -> float | None:
-        """Share of the tokens that are not padding, 0 to 1; None where no batch has an ``attention_mask``."""
+        """Share of the tokens that are not padding, 0 to 1; None if no batch has an ``attention_mask``."""
         return self._useful / self._slots if self._slots else None
 
     @property
@@ -87,7 +95,7 @@ class Observed:
         return len(self._shapes) > len({len(shape) for shape in self._shapes})
 
 
-def mask_of(batch: Any) -> Tensor | None:
+def mask_of(batch: Batch) -> Tensor | None:
     """Return the ``attention_mask`` of a batch, (batch, tokens), or None.
 
     Example::
@@ -97,17 +105,17 @@ def mask_of(batch: Any) -> Tensor | None:
 
     """
     for part in batch if isinstance(batch, (list, tuple)) else [batch]:
-        if isinstance(part, Mapping):
-            found = part.get("attention_mask")
-        else:
-            found = getattr(part, "attention_mask", None)
+        name = "attention_mask"
+        found = part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
         if isinstance(found, Tensor) and found.dim() == 2:
             return found
     return None
 
 
-def facts(observed: Observed, trainer: Any, module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything known of device, model and data, as JSON has it.
+def facts(
+    observed: Observed, trainer: Trainer, module: nn.Module, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return everything known of device, model and data, as plain values that JSON can hold.
 
     Args:
         observed: the steps so far.
@@ -117,8 +125,9 @@ def facts(observed: Observed, trainer: Any, module: nn.Module, given: Mapping[st
 
     """
     device: torch.device = trainer.strategy.root_device
-    loader = _first_loader([trainer.train_dataloader])
-    dropped = attention_dropouts(module)
+    data = leaves([trainer.train_dataloader])
+    loader = next((leaf for leaf in data if isinstance(leaf, DataLoader)), None)
+    children = list(module.modules())
     return {
         "device_type": device.type,
         "device": device_name(device),
@@ -138,13 +147,13 @@ def facts(observed: Observed, trainer: Any, module: nn.Module, given: Mapping[st
         "shapes_vary": observed.shapes_vary,
         "step_draws": observed.draws,
         "samples_draw": loader is not None and _samples_draw(loader),
-        "batch_norm": any(isinstance(child, _BatchNorm) for child in module.modules()),
+        "batch_norm": any(isinstance(child, _BatchNorm) for child in children),
         "coarse": is_coarse(trainer.precision, device, module),
-        "dropout": any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules()),
-        "reads_first_token": any(type(child).__name__ in _READ_THE_FIRST_TOKEN for child in module.modules()),
+        "dropout": any(isinstance(child, nn.Dropout) and child.p > 0 for child in children),
+        "reads_first_token": any(type(child).__name__ in _READ_THE_FIRST_TOKEN for child in children),
         "not_packed": None if given.get("packed") else _why_not_packed(module),
         "repeated_blocks": _repeated_blocks(module),
-        "attention_dropout": sorted({type(child).__name__ for child, _ in dropped}),
+        "attention_dropout": sorted({type(child).__name__ for child, _ in attention_dropouts(module)}),
         "flops_per_step": observed.flops,
         "samples_counted": observed.samples_counted,
         "free_bytes": _free_memory_bytes(device),
@@ -154,7 +163,7 @@ def facts(observed: Observed, trainer: Any, module: nn.Module, given: Mapping[st
     }
 
 
-def is_coarse(precision: Any, device: torch.device, module: nn.Module) -> bool:
+def is_coarse(precision: object, device: torch.device, module: nn.Module) -> bool:
     """Return whether a program computes with less than float32, so that rounding is coarser."""
     kinds = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     convolutions = device.type == "cuda" and torch.backends.cudnn.allow_tf32
@@ -174,9 +183,9 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process held: of the device, or of the host where that computes.
+    """Return the most memory this process held: of the device, or of the host if that computes.
 
-    On a GPU all that torch has reserved, graphs and fragments included, and about what the driver takes.
+    On a GPU this is all memory that torch has reserved, graphs and fragments included, and about what the driver takes.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device)) + _CONTEXT_BYTES
@@ -186,7 +195,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def key_of(given: Mapping[str, Any], module: nn.Module, device: torch.device) -> str:
-    """Return the name under which a verdict is kept: program, model, device, versions and relevant arguments.
+    """Return the name under which a result is kept: program, model, device, versions and relevant arguments.
 
     Args:
         given: the Trainer's arguments.
@@ -200,7 +209,7 @@ def key_of(given: Mapping[str, Any], module: nn.Module, device: torch.device) ->
         VERSION,
         torch.__version__,
         device_name(device),
-        # Not torch's threads: the processes of one run share the cores, and the verdict.
+        # Not torch's threads: the processes of one run share the cores, and the result.
         os.cpu_count(),
         os.path.abspath(getattr(main, "__file__", None) or ""),
         f"{type(module).__module__.replace('__mp_main__', '__main__')}.{type(module).__qualname__}",
@@ -211,7 +220,7 @@ def key_of(given: Mapping[str, Any], module: nn.Module, device: torch.device) ->
 
 
 def _samples_draw(loader: DataLoader[Any]) -> bool:
-    """Return whether reading or joining samples draws random numbers; True where that cannot be found out."""
+    """Return whether reading or joining samples draws random numbers; True if that cannot be found out."""
     dataset: Any = loader.dataset
     try:
         with isolate_rng(include_cuda=False):
@@ -223,7 +232,7 @@ def _samples_draw(loader: DataLoader[Any]) -> bool:
 
 
 def _why_not_packed(module: nn.Module) -> str | None:
-    """Return why ``packed=True`` cannot be on for a model; None where it can."""
+    """Return why ``packed=True`` cannot be on for a model; None if it can."""
     # Takes long to import, and every Trainer imports this module.
     from hasten.packed.blocks import packed_blocks
 
@@ -250,12 +259,8 @@ def _capability(device: torch.device) -> float | None:
 
 
 def _free_memory_bytes(device: torch.device) -> int | None:
-    """Return the memory that another process could have now; None where that is not known."""
+    """Return the memory that another process could have now; None if it is unknown."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory_bytes()
-
-
-def _first_loader(loaders: Iterable[Any]) -> DataLoader[Any] | None:
-    return next((leaf for leaf in leaves(list(loaders)) if isinstance(leaf, DataLoader)), None)
 
 
 def _generator_states() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Races of lines of levers: trials that take turns, and a row for each line that says what came out of it."""
+"""Races of lines of levers: trials take turns, and each line gets a row with its verdict and figures."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import ExitStack, contextmanager
 from statistics import median, stdev
 from typing import Any, Protocol
 
-from hasten.speed import advice as words
+from hasten._lib import check
+from hasten.speed import advice
 from hasten.speed.advice import Row, composed, figures
-from hasten.speed.checks import judge_gradients, judge_losses, judge_without_draws
+from hasten.speed.checks import LossVerdict, judge_gradients, judge_losses, judge_without_draws
 from hasten.speed.engine import (
+    FAILED,
     FASTER,
-    NO_GAIN,
-    SLOWER,
     UNCLEAR,
     Comparison,
     LateError,
@@ -31,18 +31,59 @@ from hasten.speed.safety import Safety
 
 # Classes in which a leak between samples would hide in losses that differ by chance.
 _MAY_LEAK = (Safety.OTHER_DRAWS, Safety.OTHER_BATCHES)
-# Seconds a turn lasts, and the most steps that it has.
+# Most turns of each in a comparison, for each of the plan's rounds.
+TURNS_PER_ROUND = 16
+# Seconds that a turn lasts, and its most steps.
 _TURN_SECONDS = 0.5
 _MOST_STEPS = 50
 # A longer step is not repeated before the clock runs.
 _LONG_STEP_SECONDS = 1.0
-# A start this much longer than the base's may as well be chance.
+# A start that is longer by less than this may be so by chance.
 _ONE_TIME_SECONDS = 0.2
 # Share of the free memory that two trials at once may fill.
 _OF_FREE_MEMORY = 0.6
-_VERDICTS = {FASTER: words.WINS, SLOWER: words.SLOWER, NO_GAIN: words.NO_GAIN, UNCLEAR: words.UNCLEAR}
 
 Levers = tuple[Lever, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much is measured.
+
+    Args:
+        rounds: how long a comparison may last: at most 16 times as many turns of each.
+        steps: steps of a turn; None for about half a second's worth, 1 to 50.
+        warm_up: steps of each before the clock; one if they take long.
+        seeds: runs with other seeds, if losses can only be compared by how much they differ by chance.
+        combine: put levers on top of one another; else each is compared with the unchanged program.
+        consent: also measure levers that change more than rounding.
+        budget_seconds: how long everything may take: then it stops, the most promising levers first. None: no limit.
+        share_of_training: the same as a share of the time that the training is planned to take; if inspecting the
+            program takes longer, nothing is measured. None: no limit.
+        timeout_seconds: how long the program may take to start training, a lever to prepare, or a turn to last.
+
+    Raises:
+        ValueError: a number is too small.
+
+    """
+
+    rounds: int = 3
+    steps: int | None = None
+    warm_up: int = 3
+    seeds: int = 1
+    combine: bool = True
+    consent: bool = True
+    budget_seconds: float | None = None
+    share_of_training: float | None = None
+    timeout_seconds: float = 900.0
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "steps", "warm_up", "seeds"):
+            optional, value = name == "steps", getattr(self, name)
+            check.whole("advise", name, value, at_least=1, allow_none=optional, error=ValueError)
+        for name in ("timeout_seconds", "budget_seconds", "share_of_training"):
+            optional, value = name != "timeout_seconds", getattr(self, name)
+            check.number("advise", name, value, above=0, allow_none=optional, error=ValueError)
 
 
 class TrainerTrial(SteppedTrial, Protocol):
@@ -53,6 +94,12 @@ class TrainerTrial(SteppedTrial, Protocol):
     def ready(self, until: float = math.inf) -> Mapping[str, Any]:
         """Wait until it is ready to train; return its facts."""
 
+    def ask(self, name: str) -> Any:
+        """Return what the trial's handler of this name returns."""
+
+    def close(self) -> None:
+        """End it."""
+
 
 OpenTrial = Callable[[Orders], TrainerTrial]
 
@@ -62,8 +109,8 @@ class TrialRecord:
     """What a trial left behind.
 
     Args:
-        levers: that were on.
-        turns: all of them; the first sets up.
+        levers: the levers that were on.
+        turns: all turns; the first sets up.
         first_steps: gradients of the first steps, and the first batch without dropout.
 
     """
@@ -74,18 +121,18 @@ class TrialRecord:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each step from the first; empty where a step gave none."""
+        """The loss of each step from the first; empty if a step had none."""
         every = [loss for turn in self.turns for loss in turn.losses]
         return [] if None in every else [loss for loss in every if loss is not None]
 
     @property
     def step_seconds(self) -> float:
-        """Of a step after the first turn."""
+        """Seconds of a step after the first turn."""
         return median(turn.seconds / turn.steps for turn in self.turns[1:] or self.turns)
 
     @property
     def start_seconds(self) -> float:
-        """What the first turn took beyond its steps: setting up, compiling."""
+        """Seconds of the first turn beyond its steps: setting up, compiling."""
         return self.turns[0].seconds - self.turns[0].steps * self.step_seconds
 
 
@@ -95,6 +142,7 @@ class _Entry:
 
     line: Levers
     changed: list[Lever]
+    safety: Safety
     is_alike: bool
     trial: TrainerTrial
     row: Row
@@ -105,37 +153,26 @@ class Races:
 
     Args:
         open_trial: starts a trial.
-        steps: of a turn; None for about half a second's worth.
-        most_turns: of each in a comparison.
-        warm_up: steps before the clock; one where they take long.
-        seeds: runs with other seeds, where losses cannot be compared otherwise.
-        clock: gives seconds.
+        plan: how much is measured.
+        clock: returns seconds.
 
     Attributes:
-        always: levers that are on in every trial: the program cannot run without.
+        always: levers that are on in every trial, as the program cannot run without.
         facts: about device, model and data, once the program is inspected.
         given: the program's own Trainer arguments, as text.
-        steps_planned: of the whole training; None where it has no end.
+        steps_planned: steps of the whole training; None if unknown.
         inspected: the run in which the unchanged program was inspected.
-        speeds: of lines by the names of their levers, in times of the unchanged program.
-        start_seconds: that a trial took from its start until it was ready to train.
+        speeds: speed of lines by the names of their levers, in times of the unchanged program.
+        start_seconds: seconds from the start of a trial until it was ready to train.
         noises: how much turns side by side differed, race by race.
         unchanged_seconds: spent on steps of the unchanged program.
 
     """
 
     def __init__(
-        self,
-        open_trial: OpenTrial,
-        *,
-        steps: int | None = None,
-        most_turns: int = 48,
-        warm_up: int = 3,
-        seeds: int = 1,
-        clock: Callable[[], float] = time.monotonic,
+        self, open_trial: OpenTrial, plan: Plan | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._open_trial, self._steps, self._most_turns = open_trial, steps, most_turns
-        self._warm_up_steps, self._seeds, self._clock = warm_up, seeds, clock
+        self._open_trial, self._plan, self._clock = open_trial, plan or Plan(), clock
         self.always: Levers = ()
         self.facts: dict[str, Any] = {}
         self.given: Mapping[str, str] = {}
@@ -145,6 +182,7 @@ class Races:
         self.start_seconds = 0.0
         self.noises: list[float] = []
         self.unchanged_seconds = 0.0
+        # By the names of the levers, and the seed.
         self._runs: dict[tuple[frozenset[str], int], TrialRecord] = {}
 
     # -- the unchanged program
@@ -191,7 +229,7 @@ class Races:
         """Race lines against a base; return a row for each.
 
         Args:
-            base: what they are compared with.
+            base: the line they are compared with.
             lines: by the names of their rows.
             until: a line that is not ready by then gets no turns.
             enough_at: from then on only the turns that any verdict needs are taken.
@@ -202,16 +240,10 @@ class Races:
         """
         with ExitStack() as stack:
             # All start at once, and then wait for their turns.
-            compares = any(self._compares(base, line) for line in lines.values())
-            first = stack.enter_context(self._trial(base, compares=compares))
+            compares = {name: self._compares(base, line) for name, line in lines.items()}
+            first = stack.enter_context(self._trial(base, compares=any(compares.values())))
             entries = [
-                _Entry(
-                    line,
-                    _changed(base, line),
-                    self._is_alike(base, line),
-                    stack.enter_context(self._trial(line, compares=self._compares(base, line))),
-                    self._row(name, base, line),
-                )
+                self._entry(name, base, line, stack.enter_context(self._trial(line, compares=compares[name])))
                 for name, line in lines.items()
             ]
             began = self._clock()
@@ -222,15 +254,16 @@ class Races:
             for entry in entries:
                 self._get_ready(entry, first, base, until)
             running = [entry for entry in entries if not entry.row.verdict]
+            trials = [entry.trial for entry in running]
             before = self._keep(base, first)
-            # What is wrong already is not worth more turns.
-            wrong = all(entry.is_alike and self._why_wrong(entry, before)[0] for entry in running)
-            last_turns = [trial.history[-1] for trial in (first, *(entry.trial for entry in running))]
+            # A line that is already wrong is not worth more turns.
+            wrong = all(entry.is_alike and self._judge(entry, before).reason for entry in running)
+            last_turns = [trial.history[-1] for trial in (first, *trials)]
             found = race(
                 first,
-                [entry.trial for entry in running],
+                trials,
                 steps=self.steps_of(max(turn.seconds / turn.steps for turn in last_turns)),
-                most=2 if wrong else self._most_turns,
+                most=2 if wrong else TURNS_PER_ROUND * self._plan.rounds,
                 until=min(until, enough_at),
                 clock=self._clock,
             )
@@ -239,20 +272,32 @@ class Races:
                 entry.row = self._judged(entry, comparison, before, first)
         return [entry.row for entry in entries]
 
-    def _row(self, name: str, base: Levers, line: Levers) -> Row:
+    def _entry(self, name: str, base: Levers, line: Levers, trial: TrainerTrial) -> _Entry:
         added = [lever for lever in line if lever not in base] or line
-        safety = max(lever.safety_in(self.facts) for lever in added)
-        levers = [lever.name for lever in line]
-        return Row(name, composed(added), safety, "", levers=levers, base=name_of(base) if base else "")
+        changed = _changed(base, line)
+        return _Entry(
+            line,
+            changed,
+            max((lever.safety_in(self.facts) for lever in changed), default=Safety.SAME_BITS),
+            self._is_alike(base, line),
+            trial,
+            Row(
+                name,
+                composed(added),
+                max(lever.safety_in(self.facts) for lever in added),
+                verdict="",
+                levers=[lever.name for lever in line],
+                base=name_of(base),
+            ),
+        )
 
     def _get_ready(self, entry: _Entry, first: TrainerTrial, base: Levers, until: float) -> None:
         """Warm a line up; one that cannot be raced gets its verdict."""
-        apart = None
-        if any(lever.safety == Safety.OTHER_BATCHES for lever in entry.line if lever not in base):
-            apart = first.ask("apart")
-        if apart:
+        rebatches = any(lever.safety == Safety.OTHER_BATCHES for lever in entry.line if lever not in base)
+        leak = first.ask("apart") if rebatches else None
+        if leak:
             text = "the samples of a batch affect one another in this model, so other batches train another"
-            entry.row.verdict, entry.row.reason = words.REFUSED, f"{text}: {apart}"
+            entry.row.verdict, entry.row.reason = advice.REFUSED, f"{text}: {leak}"
             return
         try:
             self._warm_up(entry.trial, entry.line, until)
@@ -270,58 +315,56 @@ class Races:
                 stdev(math.log(a.seconds / a.steps) - math.log(b.seconds / b.steps) for a, b in pairs)
             )
         speed = self.speeds.get(key_of_line(before.levers), 1.0)
-        wrong, deviation, allowed = self._why_wrong(entry, before)
+        found = self._judge(entry, before)
         start_seconds = TrialRecord(entry.line, entry.trial.history, {}).start_seconds
         row = dataclasses.replace(
             entry.row,
-            verdict=_VERDICTS[comparison.verdict],
+            verdict=advice.WINS if comparison.verdict == FASTER else comparison.verdict,
             gain=comparison.speed,
             speed=speed * comparison.speed,
             low=speed * comparison.low,
             high=speed * comparison.high,
             one_time_seconds=max(0.0, start_seconds - before.start_seconds),
-            loss_deviation=deviation,
-            loss_noise=allowed,
+            loss_deviation=found.deviation,
+            loss_noise=found.allowed,
             **self._figures(entry.line, comparison.turns),
         )
-        if (
-            not wrong
-            and row.wins
-            and any(lever.safety_in(self.facts) in _MAY_LEAK for lever in entry.changed)
-        ):
+        wrong = found.reason
+        may_leak = any(lever.safety_in(self.facts) in _MAY_LEAK for lever in entry.changed)
+        if row.wins and may_leak and not wrong:
             leak = entry.trial.ask("apart")
             if leak and not first.ask("apart"):
                 wrong = f"with it the samples of a batch affect one another: {leak}"
         if wrong:
-            return dataclasses.replace(row, verdict=words.WRONG, reason=wrong)
-        if row.wins:
-            return self._paying_back(row, before, comparison.speed)
-        row.reason = f"{comparison.speed:.2f}x the speed of {row.base or 'the unchanged program'}"
-        if len(comparison.turns) > 1:
-            row.reason += f" ({comparison.low:.2f} to {comparison.high:.2f})"
-        if row.verdict == words.UNCLEAR:
-            row.reason += f", not certain after {len(comparison.turns)} turns"
+            row.verdict, row.reason = advice.WRONG, wrong
+        elif row.wins:
+            self._check_start(row, before, comparison.speed)
+        else:
+            row.reason = f"{comparison.speed:.2f}x the speed of {row.base or 'the unchanged program'}"
+            if len(comparison.turns) > 1:
+                row.reason += f" ({comparison.low:.2f} to {comparison.high:.2f})"
+            if row.verdict == UNCLEAR:
+                row.reason += f", not certain after {len(comparison.turns)} turns"
         return row
 
-    def _paying_back(self, row: Row, before: TrialRecord, speed: float) -> Row:
-        """Return the row of a winner, which loses where its longer start is won back after the training has ended."""
+    def _check_start(self, row: Row, before: TrialRecord, speed: float) -> None:
+        """Let a winner lose if its longer start is won back only after the training has ended."""
         once = row.one_time_seconds or 0.0
         if once < _ONE_TIME_SECONDS:
-            return row
+            return
         steps, planned = once / (before.step_seconds * (1.0 - 1.0 / speed)), self.steps_planned
         row.break_even_steps = steps
         row.reason = f"starting takes {once:.1f} s more, won back after {math.ceil(steps):,} steps"
         if planned is not None and math.isfinite(planned) and steps > planned:
-            row.verdict = words.NEVER_PAYS
+            row.verdict = advice.NEVER_PAYS
             row.reason += f"; this training has {int(planned):,}"
-        return row
 
     # -- what lines compute
 
     def _is_alike(self, base: Levers, line: Levers) -> bool:
-        """Return whether each step sees the samples and random numbers that it sees in the base."""
+        """Return whether each step reads the samples and random numbers that it reads in the base."""
         classes = [lever.safety_in(self.facts) for lever in _changed(base, line)]
-        # What draws by itself draws others in another type.
+        # A step that draws numbers draws others in another type.
         redraws = Safety.LOWER_PRECISION in classes and self.facts.get("step_draws", True)
         return all(each.keeps_batches for each in classes) and not redraws
 
@@ -333,66 +376,60 @@ class Races:
         draws = bool(self.facts.get("step_draws"))
         return is_one_change and draws and not compiled and not self._is_alike(base, line)
 
-    def _why_wrong(self, entry: _Entry, before: TrialRecord) -> tuple[str, float | None, float | None]:
-        """Return how a line exceeds what its levers may change; the distance of its losses, and what is allowed."""
+    def _judge(self, entry: _Entry, before: TrialRecord) -> LossVerdict:
+        """Return how a line exceeds what its levers may change, with the distance of its losses and what is allowed."""
         run = TrialRecord(entry.line, entry.trial.history, entry.trial.ask("first_steps"))
-        safety = max((lever.safety_in(self.facts) for lever in entry.changed), default=Safety.SAME_BITS)
-        coarse, is_alike = bool(self.facts.get("coarse")), entry.is_alike
-        again = self._repeated(before)
+        again, coarse = self._repeated(before), bool(self.facts.get("coarse"))
 
-        def losses(seeds: Sequence[Sequence[float]] = ()) -> Any:
-            return judge_losses(
-                before.losses,
-                run.losses,
-                safety=safety,
-                again=again.losses,
-                seeds=seeds,
-                alike=is_alike,
-                coarse=coarse,
-            )
+        def losses(seeds: Sequence[Sequence[float]] = ()) -> LossVerdict:
+            of_base, by_repeating = before.losses, again.losses
+            options: dict[str, Any] = {"safety": entry.safety, "alike": entry.is_alike, "coarse": coarse}
+            return judge_losses(of_base, run.losses, again=by_repeating, seeds=seeds, **options)
 
-        found = losses()
-        if found.reason and not is_alike and found.deviation is not None:
-            # Only now is it worth to find out how much losses differ by chance.
+        found, wrong = losses(), ""
+        if found.reason and not entry.is_alike and found.deviation is not None:
+            # Only now is it worth the time to measure how much losses differ by chance.
             found = losses(self._losses_by_seed(before.levers, len(run.losses)))
-        wrong: str = found.reason
-        if not wrong and is_alike:
-            gradients = before.first_steps["gradients"], run.first_steps["gradients"]
+        if found.reason:
+            return found
+        if entry.is_alike:
+            gradients = (each.first_steps["gradients"] for each in (before, run))
             others = again.first_steps.get("gradients", ())
-            wrong = judge_gradients(*gradients, safety=safety, again=others, coarse=coarse)
-        if not wrong and not is_alike and all(each.keeps_first_batch(self.facts) for each in entry.changed):
-            first_batches = before.first_steps["without_draws"], run.first_steps["without_draws"]
+            wrong = judge_gradients(*gradients, safety=entry.safety, again=others, coarse=coarse)
+        elif all(lever.keeps_first_batch(self.facts) for lever in entry.changed):
+            first_batches = (each.first_steps["without_draws"] for each in (before, run))
             wrong = judge_without_draws(*first_batches, coarse=coarse)
-        return wrong, found.deviation, found.allowed
+        return found._replace(reason=wrong)
 
     def _keep(self, levers: Levers, trial: TrainerTrial) -> TrialRecord:
         """Return the run of a base; the first one is kept, to be compared with the next."""
-        run = TrialRecord(levers, list(trial.history), trial.ask("first_steps"))
-        known = self._runs.setdefault((key_of_line(levers), 0), run)
-        if known.turns[0] is run.turns[0]:
-            self._runs[key_of_line(levers), 0] = run
+        run, key = (
+            TrialRecord(levers, list(trial.history), trial.ask("first_steps")),
+            (key_of_line(levers), 0),
+        )
+        if self._runs.get(key, run).turns[0] is run.turns[0]:
+            self._runs[key] = run
         return run
 
     def _repeated(self, run: TrialRecord) -> TrialRecord:
-        """Return another run of the same levers with the same seed; one without steps where there was none."""
+        """Return another run of the same levers with the same seed; one without steps if there was none."""
         known = self._runs[key_of_line(run.levers), 0] if run.levers else self.inspected
         return known if known.turns[0] is not run.turns[0] else TrialRecord(run.levers, [], {})
 
     def _losses_by_seed(self, levers: Levers, steps: int) -> list[list[float]]:
         found = []
-        for seed in range(1, self._seeds + 1):
+        for seed in range(1, self._plan.seeds + 1):
             known = self._runs.get((key_of_line(levers), seed))
             if known is None or len(known.losses) < steps:
                 with self._trial(levers, seed=seed) as trial:
                     trial.turn(steps)
-                    known = self._runs[key_of_line(levers), seed] = TrialRecord(
-                        levers, list(trial.history), {}
-                    )
+                    known = TrialRecord(levers, list(trial.history), {})
+                self._runs[key_of_line(levers), seed] = known
             found.append(known.losses)
         return found
 
     def _figures(self, line: Levers, turns: Sequence[Turn]) -> dict[str, Any]:
-        arguments = {name: repr(value) for lever in line for name, value in lever.arguments.items()}
+        arguments = {name: repr(value) for name, value in arguments_of(line).items()}
         return figures(turns, self.facts, {**self.given, **arguments}, self.inspected.turns)
 
     # -- trials
@@ -401,7 +438,7 @@ class Races:
     def _trial(self, levers: Levers, **options: Any) -> Iterator[TrainerTrial]:
         every = (*self.always, *levers)
         orders = Orders(
-            arguments={name: value for lever in every for name, value in lever.arguments.items()},
+            arguments=arguments_of(every),
             changes=tuple(place for lever in every if (place := lever.place) is not None),
             allocator=next((lever.preload for lever in every if lever.preload is not None), None),
             **options,
@@ -419,7 +456,7 @@ class Races:
     def _warm_up(self, trial: TrainerTrial, levers: Levers, until: float = math.inf) -> None:
         trial.ready(until)
         trial.turn(1, until)
-        more = self._warm_up_steps - 1
+        more = self._plan.warm_up - 1
         if self.step_seconds(levers) > _LONG_STEP_SECONDS:
             # The second step of a compiled model may compile again.
             more = min(more, any("compile" in lever.arguments for lever in levers))
@@ -427,13 +464,13 @@ class Races:
             trial.turn(more, until)
 
     def steps_of(self, step_seconds: float) -> int:
-        """Return the steps of a turn."""
-        if self._steps is not None:
-            return self._steps
+        """Return the number of steps of a turn."""
+        if self._plan.steps is not None:
+            return self._plan.steps
         return min(_MOST_STEPS, max(1, math.ceil(_TURN_SECONDS / max(step_seconds, 1e-9))))
 
     def step_seconds(self, levers: Levers) -> float:
-        """Return about how long a step takes with these levers, by what is known of some of them."""
+        """Return about how long a step takes with these levers, by the known speed of some of them."""
         line = max((known for known in self.speeds if known <= key_of_line(levers)), key=len)
         return self.inspected.step_seconds / self.speeds[line]
 
@@ -447,7 +484,6 @@ class _Restarted:
         self._answers: dict[str, Any] = {}
 
     def ready(self, until: float = math.inf) -> Mapping[str, Any]:
-        """Return nothing: a process is started for each turn."""
         return {}
 
     def turn(self, steps: int, until: float = math.inf) -> Turn:
@@ -466,7 +502,7 @@ class _Restarted:
             trial.close()
         return turn
 
-    def ask(self, name: str, **options: Any) -> Any:
+    def ask(self, name: str) -> Any:
         """Return what the first process answered."""
         return self._answers[name]
 
@@ -476,19 +512,24 @@ class _Restarted:
 
 def failed(row: Row, error: TrialError) -> Row:
     """Return the row of a line whose trial failed."""
-    late = isinstance(error, LateError)
-    verdict = words.NO_TIME if late else words.REFUSED if error.refused else words.FAILED
+    broken = advice.REFUSED if error.refused else FAILED
+    verdict = advice.NO_TIME if isinstance(error, LateError) else broken
     return dataclasses.replace(row, verdict=verdict, reason=error.text)
 
 
 def key_of_line(levers: Levers) -> frozenset[str]:
-    """Return what tells lines apart."""
+    """Return the names of the levers of a line, whatever their order."""
     return frozenset(lever.name for lever in levers)
 
 
 def name_of(levers: Levers) -> str:
     """Return the names of the levers of a line."""
     return " + ".join(lever.name for lever in levers)
+
+
+def arguments_of(levers: Sequence[Lever]) -> dict[str, Any]:
+    """Return the Trainer arguments of the levers of a line."""
+    return {name: value for lever in levers for name, value in lever.arguments.items()}
 
 
 def _changed(base: Levers, line: Levers) -> list[Lever]:

@@ -1,13 +1,15 @@
 """The child's side of a trial: a process that trains a few steps at a time, as its parent orders.
 
-The parent writes one order a line to a pipe, the trial answers on another, both as JSON. Between two orders the
+The parent writes one order a line to a pipe, and the trial answers on another, both as JSON. Between two orders the
 trial does nothing, its loader workers included, so that others can be measured. When the parent is gone, however it
 ended, the trial ends too.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -15,10 +17,14 @@ import pickle
 import resource
 import shutil
 import signal
+import socket
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -27,22 +33,32 @@ from torch import Tensor
 from hasten.speed.inspect_run import peak_memory_bytes
 
 _SECONDS_BETWEEN_CHECKS = 1.0
-# What a user's mistake or a missing part of the machine raises: the trial refuses. Anything else is a failure.
+# Raised for a user's mistake or a missing part of the machine: the trial refuses. Anything else is a failure.
 _REFUSALS = ("ValueError", "TypeError", "ModuleNotFoundError", "NotImplementedError")
+# Start threads or devices when they are imported; or replace hasten in the programs that import them.
+_NEVER_PRELOADED = (
+    "tensorflow",
+    "jax",
+    "jaxlib",
+    "grpc",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+)
 
 
 class Session:
     """Counts and times the steps of a training, and pauses it at the end of each turn until the next order.
 
     Args:
-        read_fd: where orders come from.
-        write_fd: where answers go.
+        read_fd: pipe of the orders.
+        write_fd: pipe of the answers.
         scratch: the parent's folder, removed if the parent dies.
 
     Attributes:
-        handlers: functions that answer the parent's ``TrialProcess.ask``, by name; they return what JSON can hold.
-        device: its memory is reported, and it is waited for at the end of a turn.
-        scratch: see above.
+        handlers: functions by name that answer ``TrialProcess.ask``; they return values that JSON can hold.
+        device: the device whose memory is reported, and that a turn waits for at its end.
+        scratch: the parent's folder.
 
     """
 
@@ -53,11 +69,11 @@ class Session:
         self.handlers: dict[str, Callable[..., Any]] = {}
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def ready(self, **facts: Any) -> None:
-        """Say that the training is set up, and wait for the first order; the clock runs from then on.
+    def ready(self, **facts: object) -> None:
+        """Report that the training is set up, and wait for the first order; the clock runs from then on.
 
         Args:
-            facts: given to the parent, see ``TrialProcess.ready``.
+            facts: sent to the parent, see ``TrialProcess.ready``.
 
         """
         self._send("ready", facts=facts)
@@ -77,7 +93,7 @@ class Session:
 
         Args:
             loss: of the step.
-            samples: in its batch; None where that is not known.
+            samples: in its batch; None if unknown.
             tokens: in its batch, without padding.
             slots: places for tokens in its batch, padding included.
 
@@ -85,7 +101,7 @@ class Session:
             Whether a turn has ended.
 
         """
-        # A copy: where a graph is replayed the next step writes to the same memory.
+        # A copy: the next replay of a graph writes to the same memory.
         self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) else loss)
         self._counts.append((samples, tokens, slots))
         self._times.append(time.perf_counter())
@@ -96,18 +112,18 @@ class Session:
         return True
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Tell the parent what went wrong, and end this process."""
+        """Report an error to the parent, and end this process."""
         names = [kind.__name__ for kind in type(error).__mro__]
         refused = any(name in _REFUSALS for name in names)
         self.refuse(str(error) if refused else f"{names[0]}: {error}", refused=refused)
 
     def refuse(self, text: str, *, refused: bool = True) -> NoReturn:
-        """Tell the parent why this cannot be measured, and end this process."""
+        """Report why this cannot be measured, and end this process."""
         self._send("error", refused=refused, text=text)
         leave()
 
     def end(self) -> NoReturn:
-        """Tell the parent that the program has ended, and end this process."""
+        """Report that the program has ended, and end this process."""
         self._send("ended")
         leave()
 
@@ -115,7 +131,7 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        faults = _page_faults() - self._faults
         samples, tokens, slots = (
             None if None in counts else int(sum(counts)) for counts in zip(*self._counts, strict=True)
         )
@@ -128,7 +144,7 @@ class Session:
             samples=samples,
             tokens=tokens,
             slots=slots,
-            faults=faults - self._faults,
+            faults=faults,
             memory_bytes=peak_memory_bytes(self.device),
         )
 
@@ -139,7 +155,7 @@ class Session:
             try:
                 value = self.handlers[order["name"]](**order["options"])
             except Exception as error:
-                _print_traceback()
+                traceback.print_exc()
                 self.fail(error)
             self._send("asked", value=value)
         _signal_workers(signal.SIGCONT)
@@ -147,8 +163,7 @@ class Session:
         self._times: list[float] = []
         self._losses: list[Tensor | float | None] = []
         self._counts: list[tuple[int | None, Tensor | int | None, int | None]] = []
-        self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        self._began = time.perf_counter()
+        self._faults, self._began = _page_faults(), time.perf_counter()
 
     def _receive(self) -> dict[str, Any]:
         line = self._orders.readline()
@@ -157,12 +172,16 @@ class Session:
         order: dict[str, Any] = json.loads(line)
         return order
 
-    def _send(self, event: str, **values: Any) -> None:
+    def _send(self, event: str, **values: object) -> None:
         try:
             self._answers.write(json.dumps({"event": event, **values}) + "\n")
             self._answers.flush()
         except OSError:
             leave(self.scratch)
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 # -- the process
@@ -179,9 +198,9 @@ def run(path: str, read_fd: int, write_fd: int) -> NoReturn:
     """Call the function that the parent has written to a file; this process ends when it returns.
 
     Args:
-        path: of the pickled name of the function, its arguments, and the parent's folder.
-        read_fd: where orders come from.
-        write_fd: where answers go.
+        path: file with the pickled name of the function, its arguments, and the parent's folder.
+        read_fd: pipe of the orders.
+        write_fd: pipe of the answers.
 
     """
     with open(path, "rb") as file:
@@ -192,7 +211,7 @@ def run(path: str, read_fd: int, write_fd: int) -> NoReturn:
     try:
         function_at(target)(session, *pickle.loads(pickled))
     except Exception as error:
-        _print_traceback()
+        traceback.print_exc()
         session.fail(error)
     except BaseException:
         leave()
@@ -203,7 +222,7 @@ def function_at(place: str) -> Callable[..., Any]:
     """Return the function at "package.module:function".
 
     Raises:
-        ValueError: there is none.
+        ValueError: it does not exist.
 
     Example::
 
@@ -225,7 +244,7 @@ def leave(scratch: str = "") -> NoReturn:
     """End this process and its workers at once; nothing of the program runs any more.
 
     Args:
-        scratch: a folder to remove, when the process that made it cannot.
+        scratch: a folder to remove, if the process that made it cannot.
 
     """
     for child in multiprocessing.active_children():
@@ -253,13 +272,93 @@ def _signal_workers(number: int) -> None:
     """Stop or continue the loader's workers: a batch made during another trial's turn would be free."""
     for child in multiprocessing.active_children():
         if child.pid is not None:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(child.pid, number)
-            except ProcessLookupError:
-                continue
 
 
-def _print_traceback() -> None:
-    import traceback
+# -- the process that trials are forks of: it has imported what they need
 
-    traceback.print_exc()
+
+def serve() -> None:
+    """Answer the parent's requests until it closes the socket or dies; then end all forks."""
+    server, scratch = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    children: set[int] = set()
+    del sys.argv[1:]
+    while True:
+        message, fds, _, _ = socket.recv_fds(server, 1 << 16, 3)
+        if not message:
+            break
+        request = json.loads(message)
+        answer: dict[str, object]
+        if "preload" in request:
+            answer = {"works": _preload(request["preload"])}
+        elif "wait" in request:
+            answer = {"code": _exit_code(request["wait"], children)}
+        else:
+            pid = os.fork()
+            if not pid:
+                server.close()
+                _run_fork(request["path"], *fds)
+            children.add(pid)
+            for fd in fds:
+                os.close(fd)
+            answer = {"pid": pid}
+        server.send(json.dumps(answer).encode())
+    for pid in children:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    shutil.rmtree(scratch, ignore_errors=True)
+    os._exit(0)
+
+
+def _preload(path: str) -> bool:
+    """Import the modules that a file names; return whether forks work: they lose threads, and CUDA that has started."""
+    with open(path, encoding="utf-8") as file:
+        for name in json.load(file):
+            with suppress(Exception, SystemExit):
+                _import_installed(name)
+    # Imported modules are never collected: their pages stay shared.
+    gc.collect()
+    gc.freeze()
+    if threading.active_count() > 1:
+        return False
+    pid = os.fork()
+    if not pid:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _import_installed(name: str) -> None:
+    """Import an installed module; the program's own modules may do more than define things."""
+    package = name.partition(".")[0]
+    if name in sys.modules or package in _NEVER_PRELOADED:
+        return
+    spec = importlib.util.find_spec(package)
+    origin = (spec.origin if spec is not None else None) or ""
+    installed = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+    if package == "hasten" or origin in ("built-in", "frozen") or origin.startswith(installed):
+        importlib.import_module(name)
+
+
+def _exit_code(pid: int, children: set[int]) -> int | None:
+    """Return the exit code of a trial; None while it runs."""
+    if pid not in children:
+        return 0
+    done, status = os.waitpid(pid, os.WNOHANG)
+    if not done:
+        return None
+    children.discard(pid)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _run_fork(path: str, read_fd: int, write_fd: int, log: int) -> NoReturn:
+    try:
+        os.setsid()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        run(path, read_fd, write_fd)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
