@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import hasten as L
-from hasten.data.prefetch import SideStream
+from hasten.data.loaders import SideStream
 from tests.models import Classifier, loader, quiet, same_weights
 
 gpu = pytest.mark.gpu

@@ -16,7 +16,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from hasten._lib import check
 from hasten.batching.pad import all_rounded_up, check_lengths, check_multiple_of, widths_for
-from hasten.data.samplers import SharedSeed, drawn_generator
+from hasten.data.loader_parts import SharedSeed, drawn_generator
 
 # Samples of a packed row take one another's place if their lengths, rounded up to this share of the mean, are equal.
 GRAIN = 32

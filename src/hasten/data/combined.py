@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from hasten._lib import check
+from hasten.data.loader_parts import length_of
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
@@ -143,14 +144,6 @@ _END = object()
 
 class _NoLengthError(TypeError, NotImplementedError):
     """Python expects the first of an object without length, and other programs catch the second."""
-
-
-def length_of(loader: Any) -> int | None:
-    """Return the length of a loader in batches; None if it has none."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def joint_length(mode: str, lengths: list[int | None]) -> int | None:

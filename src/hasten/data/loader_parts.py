@@ -1,20 +1,25 @@
-"""Look into a ``DataLoader``: its samplers, generators and dataset; and make changed copies of it."""
+"""The parts of a ``DataLoader``: look into it, make changed copies of it, and divide its samples over processes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, TypeVar
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hasten._lib.rank_zero import rank_zero_info
+from hasten.seed import collect_rng_state, restore_rng_state
 
 _Loader = TypeVar("_Loader")
 
 
-def with_attributes(loader: _Loader, **attributes: Any) -> _Loader:
+def with_attributes(loader: _Loader, **attributes: object) -> _Loader:
     """Return a shallow copy of a ``DataLoader`` with other attributes.
 
     Building a new one from its arguments would fail for subclasses with another ``__init__``.
@@ -25,12 +30,20 @@ def with_attributes(loader: _Loader, **attributes: Any) -> _Loader:
     return new
 
 
-def has_state(thing: Any) -> bool:
+def has_state(thing: object) -> bool:
     """Return whether ``thing`` can save and load its position."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
-def samplers_of(loader: Any) -> list[Any]:
+def length_of(loader: object) -> int | None:
+    """Return the length of a loader in batches; None if it has none."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def samplers_of(loader: object) -> list[Any]:
     """Return the sampler, the batch sampler and the sampler inside it, as far as a loader has them."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     found = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
@@ -49,13 +62,13 @@ def stateful_sampler(loader: DataLoader[Any]) -> Any:
     return next((sampler for sampler in (*outer, innermost) if has_state(sampler)), None)
 
 
-def generators_of(loader: Any) -> list[torch.Generator]:
+def generators_of(loader: object) -> list[torch.Generator]:
     """Return the generators that the user gave to a loader and its samplers, each once."""
     found = [getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader))]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
-def epoch_setters(loader: Any) -> list[Any]:
+def epoch_setters(loader: object) -> list[Any]:
     """Return the parts of a loader that have ``set_epoch``, each once."""
     parts = (loader, *samplers_of(loader), getattr(loader, "dataset", None))
     found = [each for each in parts if callable(getattr(each, "set_epoch", None))]
@@ -72,17 +85,15 @@ def overrides_iter(loader: DataLoader[Any]) -> bool:
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
-def is_plain_shuffle(sampler: Any) -> bool:
+def is_plain_shuffle(sampler: object) -> bool:
     """Return whether a sampler is what ``shuffle=True`` makes: every sample once, in random order."""
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    )
+    if not isinstance(sampler, RandomSampler) or type(sampler) is not RandomSampler or sampler.replacement:
+        return False
+    return sampler.num_samples == len(sampler.data_source)
 
 
 def check_dataloader(
-    loader: Any,
+    loader: object,
     argument: str,
     name: str,
     *,
@@ -99,7 +110,7 @@ def check_dataloader(
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
         problem, advice = f"is a {kind}, whose batches are made elsewhere", "Give a DataLoader"
-    elif iteration and overrides_iter(loader):
+    elif iteration and (overrides_iter(loader) or type(loader)._get_iterator is not DataLoader._get_iterator):
         problem, advice = f"is a {kind}, which iterates in its own way", "Give a plain DataLoader"
     elif batches and loader.batch_sampler is None:
         problem, advice = "has batch_size=None, so it makes no batches", "Give it a batch_size"
@@ -113,8 +124,13 @@ def check_dataloader(
 
 
 def required_in_training(
-    change: Callable[[], Any], loader: Any, stage: str, name: str, *, always: tuple[type[Exception], ...] = ()
-) -> Any:
+    change: Callable[[], _Loader],
+    loader: _Loader,
+    stage: str,
+    name: str,
+    *,
+    always: tuple[type[Exception], ...] = (),
+) -> _Loader:
     """Return ``change()``; outside training, log why it is impossible and return the loader unchanged."""
     try:
         return change()
@@ -125,7 +141,7 @@ def required_in_training(
         return loader
 
 
-def shut_down(owner: Any) -> None:
+def shut_down(owner: object) -> None:
     """End the workers of a loader's iterator, or of the iterator that a loader keeps."""
     iterator = getattr(owner, "_iterator", None)
     for each in (owner, iterator):
@@ -133,4 +149,108 @@ def shut_down(owner: Any) -> None:
         if end is not None:
             end()
     if iterator is not None:
-        owner._iterator = None
+        cast(Any, owner)._iterator = None
+
+
+# -- one process's part of the samples
+
+
+class ShardSampler(Sampler[Any]):
+    """One process's part of what another sampler, or batch sampler, gives: every ``num_replicas``-th item.
+
+    All processes draw the same order, whatever else they have drawn: the random generators are seeded for it with
+    ``seed`` plus the epoch, and restored afterwards.
+
+    Args:
+        sampler: gives sample indices, or lists of them.
+        num_replicas: the number of processes.
+        rank: which of them this is, from 0.
+        seed: the same on every process.
+        repeat: repeat the first items until all processes have the same number, as training needs it because the
+            processes wait for one another at every step. Otherwise every item comes exactly once over all processes,
+            and some processes have one more than others.
+
+    Example::
+
+        >>> [list(ShardSampler(range(5), 2, rank, repeat=False)) for rank in range(2)]
+        [[0, 2, 4], [1, 3]]
+        >>> [list(ShardSampler(range(5), 2, rank, repeat=True)) for rank in range(2)]
+        [[0, 2, 4], [1, 3, 0]]
+
+    Source: `torch.utils.data.distributed.DistributedSampler
+    <https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler>`_,
+    which repeats always.
+
+    """
+
+    def __init__(self, sampler: Any, num_replicas: int, rank: int, *, seed: int = 0, repeat: bool) -> None:
+        self.sampler = sampler
+        self.num_replicas, self.rank, self.seed, self.repeat = num_replicas, rank, seed, repeat
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw another order in another epoch."""
+        self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not hasattr(self.sampler, "__len__"):
+            return self._without_length()
+        with SharedSeed(self.seed + self.epoch).random_numbers():
+            items = list(self.sampler)
+        if self.repeat and items:
+            items = list(itertools.islice(itertools.cycle(items), self._rounded_up(len(items))))
+        return iter(items[self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        total = len(self.sampler)
+        if self.repeat:
+            return self._rounded_up(total) // self.num_replicas
+        return len(range(self.rank, total, self.num_replicas))
+
+    def _rounded_up(self, number: int) -> int:
+        return -(-number // self.num_replicas) * self.num_replicas
+
+    def _without_length(self) -> Iterator[Any]:
+        """Yield from a sampler that may never end."""
+        shared = SharedSeed(self.seed + self.epoch)
+        with shared.random_numbers():
+            items = iter(self.sampler)
+        while True:
+            with shared.random_numbers():
+                turn = list(itertools.islice(items, self.num_replicas))
+            if len(turn) < self.num_replicas and (self.repeat or self.rank >= len(turn)):
+                return
+            yield turn[self.rank]
+
+
+class SharedSeed:
+    """Random numbers that are the same on every process, drawn in several portions."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._state: dict[str, Any] | None = None
+
+    @contextmanager
+    def random_numbers(self) -> Iterator[None]:
+        """Draw from the shared numbers within the block; restore the generators afterwards."""
+        outside = collect_rng_state(cuda=False)
+        try:
+            if self._state is None:
+                random.seed(self._seed)
+                # Not torch.manual_seed, which would also seed the GPUs.
+                torch.default_generator.manual_seed(self._seed)
+                if "numpy" in sys.modules:
+                    sys.modules["numpy"].random.seed(self._seed % 2**32)
+            else:
+                restore_rng_state(self._state)
+            yield
+            self._state = collect_rng_state(cuda=False)
+        finally:
+            restore_rng_state(outside)
+
+
+def drawn_generator() -> torch.Generator:
+    """Return a new generator, seeded by one draw from torch's as ``RandomSampler`` does."""
+    return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))

@@ -1,10 +1,13 @@
-"""The user's loaders, checked and prepared for one process of a run."""
+"""The user's loaders made ready for one process of a run, and their batches moved to its device."""
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -14,12 +17,20 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from hasten._lib import tree
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.batching.samplers import PlannedBatches
-from hasten.data.loader_parts import is_iterable, is_plain_shuffle, samplers_of, with_attributes
+from hasten.data.loader_parts import (
+    ShardSampler,
+    is_iterable,
+    is_plain_shuffle,
+    samplers_of,
+    with_attributes,
+)
 from hasten.data.memory.resident import users_dataset
 from hasten.data.resume.workers import SeedByRank
-from hasten.data.samplers import ShardSampler
+
+_Batch = TypeVar("_Batch")
 
 
 def prepare(
@@ -149,3 +160,53 @@ def _check_not_empty(loader: Any, name: str) -> None:
         dataset = users_dataset(loader.dataset)
         raise ValueError(f"{name} has no batches: its dataset ({type(dataset).__name__}) is empty.")
     raise ValueError(f"{name} has no batches: it is an empty {type(loader).__name__}.")
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Return the one side stream of a device: memory freed on a stream is reused on that stream only."""
+    return torch.cuda.Stream(device)
+
+
+class SideStream:
+    """Moves batches to a CUDA device on a second stream.
+
+    A copy on the stream that computes begins when all work before it is done, and from memory that is not pinned it
+    makes the host wait as long. On a second stream it begins at once, beside the steps that are still being computed.
+    No batch is fetched early for that: the host is ahead of the device already. From pinned memory
+    (``DataLoader(pin_memory=True)``) the host does not wait either.
+
+    Source: `PyTorch, CUDA streams and record_stream
+    <https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams>`_.
+
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _stream_of(device)
+
+    def __call__(self, batch: _Batch) -> _Batch:
+        """Return ``batch`` on the device, ready for whatever the current stream is given next."""
+        device, side = self._device, self._stream
+        computing = torch.cuda.current_stream(device)
+        copied: list[Tensor] = []
+
+        def copy(tensor: Tensor) -> Tensor:
+            if tensor.device == device:
+                return tensor
+            if tensor.is_cuda or type(tensor) is not Tensor:
+                return tensor  # Made on another stream, or a subclass: see below.
+            moved = tensor.to(device, non_blocking=True)
+            copied.append(moved)
+            return moved
+
+        with torch.cuda.stream(side):
+            batch = tree.map_tensors(copy, batch)
+        if copied:
+            computing.wait_stream(side)
+            for tensor in copied:
+                # Without it, the side stream could reuse the memory as soon as Python frees the tensor.
+                tensor.record_stream(computing)
+        # Objects that move themselves do so on the stream that computes: their tensors are not known here.
+        moved: _Batch = tree.move_to(batch, device, non_blocking=True)
+        return moved

@@ -9,10 +9,11 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import cycle, islice
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -22,6 +23,7 @@ from hasten._lib.files import cache_folder, read_json, remember_json
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.data.loader_parts import (
     check_dataloader,
+    length_of,
     required_in_training,
     shut_down,
     with_attributes,
@@ -29,10 +31,9 @@ from hasten.data.loader_parts import (
 from hasten.machine.host import usable_cores
 from hasten.seed import isolate_rng
 
-# More workers have to gain so much: below it, another process costs memory for nothing.
-GAIN = 1.03
-# Numbers so close to the best are measured twice.
-NEAR = 1.2
+# More workers have to gain so much: below it, another process costs memory for nothing. Those near the best are
+# measured twice.
+GAIN, NEAR = 1.03, 1.2
 # Before these many batches have come, workers hand out what they made in advance.
 AT_LEAST = 6
 # An epoch that is over so soon is not worth starting processes for.
@@ -40,9 +41,12 @@ SHORT_SECONDS = 0.3
 # Index batches that are read over and over.
 _BATCHES = 64
 _found: dict[str, int] = {}
+_T = TypeVar("_T")
 
 
-def auto_workers(loader: Any, *, seconds: float = 4.0, stage: str = "train", name: str | None = None) -> Any:
+def auto_workers(
+    loader: Iterable[Any], *, seconds: float = 4.0, stage: str = "train", name: str | None = None
+) -> Any:
     """Return the loader with as many worker processes as pay off, which may be none.
 
     ``Trainer(num_workers="auto")`` does this with every loader. Batches are fetched for a short while with 0, 1, 2, ...
@@ -81,7 +85,7 @@ def auto_workers(loader: Any, *, seconds: float = 4.0, stage: str = "train", nam
 
 
 def with_workers(
-    loader: Any, num_workers: int, *, stage: str = "validate", name: str = "the dataloader"
+    loader: Iterable[Any], num_workers: int, *, stage: str = "validate", name: str = "the dataloader"
 ) -> Any:
     """Return a ``DataLoader`` with another number of worker processes; all else stays.
 
@@ -122,7 +126,7 @@ WITHOUT_WORKERS = {
 }
 
 
-def with_workers_of(loader: Any, state: dict[str, Any]) -> Any:
+def with_workers_of(loader: Iterable[Any], state: dict[str, Any]) -> Any:
     """Return a loader with the number of workers in a stream's state, if ``auto_workers`` chose the loader's number."""
     number = (state.get("source") or {}).get("num_workers", 0)
     if state.get("ended", True) or not getattr(loader, "hasten_found_workers", False):
@@ -130,16 +134,16 @@ def with_workers_of(loader: Any, state: dict[str, Any]) -> Any:
     return with_workers(loader, number)
 
 
-def _with_best(loader: Any, seconds: float, name: str) -> Any:
+def _with_best(loader: Any, seconds: float, name: str) -> DataLoader[Any]:
     check_dataloader(loader, "num_workers='auto'", name, batches=False, numbered=True)
-    try:
-        batches = len(loader)
-    except (TypeError, NotImplementedError):
+    batches = length_of(loader)
+    if batches is None:
         batches = 1_000_000
     if not batches:
         return loader  # An empty loader is reported later.
     key = _key(loader)
-    best = _recall(key)
+    file = cache_folder("workers") / f"{key}.json"
+    best = _found.get(key, _recall(file))
     if best is None:
         began = time.perf_counter()
         costs, failure = measure(loader, batches, seconds)
@@ -155,37 +159,32 @@ def _with_best(loader: Any, seconds: float, name: str) -> Any:
         )
         _found[key] = best
         if len(costs) > 1:
-            remember_json(_file(key), {"num_workers": best})
+            remember_json(file, {"num_workers": best})
     # torch warns of more workers than cores; these were measured to pay off.
-    return with_attributes(
-        with_workers(loader, best), hasten_found_workers=True, check_worker_number_rationality=_nothing
-    )
+    new = with_workers(loader, best)
+    return with_attributes(new, hasten_found_workers=True, check_worker_number_rationality=_nothing)
 
 
 def _nothing() -> None:
     """Check nothing."""
 
 
-# -- measuring
-
-
 def measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dict[int, float], str]:
     """Return the seconds of an epoch for each number of workers worth a look, and what went wrong."""
     costs: dict[int, float] = {}
-    index_batches: list[Any] = []
-    each, end = seconds / 5, time.perf_counter() + 1.5 * seconds
-
-    def measured(number: int) -> float:
-        start, batch = _pace(loader, number, index_batches, each, max(batches, AT_LEAST))
-        return batches * batch + (0.0 if loader.persistent_workers and number else start)
-
+    end = time.perf_counter() + 1.5 * seconds
     with isolate_rng(include_cuda=False):
         try:
-            index_batches += _some_index_batches(loader)
+            index_batches = _some_index_batches(loader)
         except Exception as error:
             return {}, f"its sampler cannot be tried out: {error}"
         if not index_batches:
             return {}, "its sampler gives nothing."
+
+        def measured(number: int) -> float:
+            start, batch = _pace(loader, number, index_batches, seconds / 5, max(batches, AT_LEAST))
+            return batches * batch + (0.0 if loader.persistent_workers and number else start)
+
         best, without_gain = math.inf, 0
         for number in _candidates(loader):
             try:
@@ -193,11 +192,9 @@ def measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dict
             except Exception as error:
                 # Of the dataset, or of one that cannot be sent to a process: the run itself reports it better.
                 return costs, f"with {number} workers: {type(error).__name__}: {str(error).splitlines()[-1:]}"
-            if number == 0 and cost < SHORT_SECONDS:
-                break
             without_gain = 0 if cost * GAIN < best else without_gain + 1
             best = min(best, cost)
-            if without_gain == 2:
+            if without_gain == 2 or (number == 0 and cost < SHORT_SECONDS):
                 break
         near = [number for number, cost in costs.items() if cost < NEAR * best]
         for number in reversed(near if len(near) > 1 else []):
@@ -210,14 +207,10 @@ def measure(loader: DataLoader[Any], batches: int, seconds: float) -> tuple[dict
 
 
 def _candidates(loader: DataLoader[Any]) -> list[int]:
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
-    cores = max(1, usable_cores() // max(1, processes))
-    numbers, number = {0, loader.num_workers}, 1
+    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
     # Workers that wait for a disk or a network pay off beyond the number of cores.
-    while number <= max(4, 2 * cores):
-        numbers.add(number)
-        number *= 2
-    return sorted(numbers)
+    most = max(4, 2 * max(1, usable_cores() // processes))
+    return sorted({0, loader.num_workers, *(2**power for power in range(most.bit_length()))})
 
 
 def _some_index_batches(loader: DataLoader[Any]) -> list[Any]:
@@ -239,8 +232,8 @@ def _some_index_batches(loader: DataLoader[Any]) -> list[Any]:
     return _first_batches(BatchSampler(order, batches.batch_size, False))
 
 
-def _first_batches(batches: Any) -> list[Any]:
-    return list(islice(iter(batches), _BATCHES))
+def _first_batches(batches: Iterable[Any]) -> list[Any]:
+    return list(islice(batches, _BATCHES))
 
 
 class _Call(IterableDataset[Any]):
@@ -255,22 +248,18 @@ class _Call(IterableDataset[Any]):
 
 def _in_a_worker(loader: DataLoader[Any], function: Callable[[], Any]) -> Any:
     """Return the result of a function, called in a separate worker process."""
-    results = iter(
-        DataLoader(
-            _Call(function),
-            batch_size=None,
-            num_workers=1,
-            collate_fn=_unchanged,
-            multiprocessing_context=loader.multiprocessing_context,
-        )
+    context = loader.multiprocessing_context
+    call = DataLoader(
+        _Call(function), None, num_workers=1, collate_fn=_unchanged, multiprocessing_context=context
     )
+    results = iter(call)
     try:
         return next(results)
     finally:
         shut_down(results)
 
 
-def _unchanged(sample: Any) -> Any:
+def _unchanged(sample: _T) -> _T:
     return sample
 
 
@@ -315,14 +304,13 @@ def _pace_of(loader: DataLoader[Any], seconds: float, free: int, most: float) ->
         first = clock() - began
         for _ in islice(batches, free - 1):
             pass
-        began, count = clock(), 0
-        while True:
+        began, count, passed = clock(), 0, 0.0
+        # A slow dataset gets twice as long, for its figures to mean something.
+        while count < most and passed < (seconds if count >= AT_LEAST * free else 2 * seconds):
             next(batches)
             count += 1
             passed = clock() - began
-            # A slow dataset gets twice as long, for its figures to mean something.
-            if (passed >= seconds and count >= AT_LEAST * free) or passed >= 2 * seconds or count >= most:
-                return first, passed / count
+        return first, passed / count
     finally:
         shut_down(batches)
 
@@ -330,14 +318,8 @@ def _pace_of(loader: DataLoader[Any], seconds: float, free: int, most: float) ->
 # -- results of earlier runs
 
 
-def _file(key: str) -> Any:
-    return cache_folder("workers") / f"{key}.json"
-
-
-def _recall(key: str) -> int | None:
-    if key in _found:
-        return _found[key]
-    content = read_json(_file(key))
+def _recall(file: Path) -> int | None:
+    content = read_json(file)
     number = content.get("num_workers") if isinstance(content, dict) else None
     return number if type(number) is int and 0 <= number <= 1024 else None
 
@@ -352,9 +334,9 @@ def _key(loader: DataLoader[Any]) -> str:
     ]
     dataset: Any = loader.dataset
     while dataset is not None:
-        parts += [_code_of(type(dataset)), len(dataset)]
         # The same class reads one folder or another, small images or large ones.
         attributes = getattr(dataset, "__dict__", {})
+        parts += [_code_of(type(dataset)), len(dataset)]
         parts += [(name, _description(value)) for name, value in sorted(attributes.items())]
         dataset = getattr(dataset, "dataset", None)
     parts += [type(loader.batch_sampler).__qualname__, _description(loader.collate_fn)]

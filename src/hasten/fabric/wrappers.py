@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to
-from hasten.data.prefetch import SideStream
+from hasten.data.loaders import SideStream
 
 if TYPE_CHECKING:
     from hasten.runtime import Runtime

@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.data.combined import CombinedLoader, is_collection
-from hasten.data.loaders import prepare
+from hasten.data.loaders import SideStream, prepare
 from hasten.data.memory.dataset_parts import changed, fingerprint
 from hasten.data.memory.resident import is_resident
-from hasten.data.prefetch import SideStream
 from hasten.data.resume.stream import CombinedStream, Stream
 from hasten.hooks import overrides
 from hasten.module import LightningModule

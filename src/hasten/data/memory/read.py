@@ -1,14 +1,15 @@
-"""A whole dataset, read once: into columns if its samples fit, else one by one."""
+"""A whole dataset, read once: into one tensor for each field if its samples fit, else one by one."""
 
 from __future__ import annotations
 
+import array
 import copy
 import io
 import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +18,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from hasten._lib import tree
 from hasten._lib.optional import installed
 from hasten.data.loader_parts import has_state
-from hasten.data.memory.columns import Allocate, Columns, ColumnsBuilder, Kind, NoColumnsError, kind_of
 from hasten.data.memory.dataset_parts import own_generators, preserve
 from hasten.data.resume.workers import RngWatch
 from hasten.machine.host import available_memory_bytes, total_memory_bytes
 from hasten.seed import isolate_rng
+
+# ("tensor", shape, dtype) | ("array", shape, dtype) | ("scalar", dtype) | ("plain", type) | ("text", type)
+# | (dict or a sequence type, keys or None, kinds of the fields)
+Kind = tuple[Any, ...]
+# Returns memory for a column of a shape and a dtype.
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+_T = TypeVar("_T")
 
 # Samples read at once: large enough that joining them costs little, small enough for a queue between processes.
 CHUNK = 256
@@ -29,19 +37,185 @@ CHUNK = 256
 SHARE = 0.8
 # Samples read a second time at least: with 500, of samples of which one in a hundred is another each time, one is found
 # in 99 of 100 datasets. As long as it takes a tenth of the first reading, or half a second, all others are, too.
-_READ_AGAIN = 512
-_SHARE_READ_AGAIN = 0.1
-_SECONDS_READ_AGAIN = 0.5
-_CHUNK_READ_AGAIN = 64
-_MOST_READ_AGAIN = 1 << 16
+_READ_AGAIN, _MOST_READ_AGAIN, _CHUNK_READ_AGAIN = 512, 1 << 16, 64
+_SHARE_READ_AGAIN, _SECONDS_READ_AGAIN = 0.1, 0.5
+
+
+class NoColumnsError(ValueError):
+    """The samples do not fit into whole tensors; the message says why."""
+
+
+def kind_of(sample: object) -> Kind:
+    """Return the structure, shapes and types that all samples must have for one tensor to hold each field.
+
+    Raises:
+        NoColumnsError: it has something else in it.
+
+    """
+    kind, value = type(sample), cast(Any, sample)
+    if kind is Tensor:
+        if value.layout != torch.strided or value.is_quantized or value.requires_grad:
+            raise NoColumnsError("a tensor is sparse, quantised or requires a gradient")
+        return ("tensor", tuple(value.shape), value.dtype)
+    if kind in (int, float, bool):
+        return ("plain", kind)
+    if kind in (str, bytes):
+        return ("text", kind)
+    if kind is dict:
+        return (dict, tuple(value), tuple(map(kind_of, value.values())))
+    if kind in (tuple, list) or (isinstance(sample, tuple) and hasattr(sample, "_fields")):
+        return (kind, None, tuple(map(kind_of, value)))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and kind is numpy.ndarray and value.dtype.kind in "biufc":
+        return ("array", value.shape, value.dtype.str)
+    if numpy is not None and isinstance(sample, (numpy.number, numpy.bool_)):
+        return ("scalar", value.dtype.str)
+    raise NoColumnsError(f"a field is a {kind.__qualname__}")
+
+
+def _leaves_of(batch: Any, kind: Kind) -> list[Any]:
+    """Return the fields of a collated batch of samples of a kind, in order."""
+    if isinstance(kind[0], str):
+        return [batch]
+    parts = [batch[key] for key in kind[1]] if kind[0] is dict else batch
+    return [leaf for part, inner in zip(parts, kind[2], strict=True) for leaf in _leaves_of(part, inner)]
+
+
+class Columns:
+    """Samples as one tensor (or list of texts) for each field."""
+
+    def __init__(self, kind: Kind, leaves: Sequence[Any]) -> None:
+        self.kind = kind
+        self.leaves = list(leaves)
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._has_texts = len(tensors) < len(self.leaves)
+        self._build = _builder(kind, iter(self.leaves), _batch_field, collated=True)
+        # A copy of one sample, as the dataset gives it.
+        self.sample: Callable[[int], Any] = _builder(kind, iter(self.leaves), _sample_field, collated=False)
+
+    def __len__(self) -> int:
+        return len(self.leaves[0])
+
+    def batch(self, indices: Tensor | Sequence[int]) -> Any:
+        """Return what ``default_collate`` makes of these samples, bit for bit."""
+        if isinstance(indices, Tensor):
+            index, numbers = indices, indices.tolist() if self._has_texts else []
+        else:
+            numbers = indices if isinstance(indices, list) else list(indices)
+            # torch.tensor reads number by number, which would take as long as all else.
+            index = torch.frombuffer(array.array("q", numbers or [0]), dtype=torch.int64)[: len(numbers)]
+        if self._device.type == "cuda":
+            # From pinned memory: the host does not wait.
+            index = index.pin_memory().to(self._device, non_blocking=True)
+        elif self._device.type != "cpu":
+            index = index.to(self._device)
+        return self._build((index, numbers))
+
+    def samples(self) -> list[Any]:
+        """Return copies of all samples."""
+        return [self.sample(index) for index in range(len(self))]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the tensors and texts."""
+        return sum(
+            leaf.numel() * leaf.element_size() if isinstance(leaf, Tensor) else sum(map(sys.getsizeof, leaf))
+            for leaf in self.leaves
+        )
+
+    def to(self, device: torch.device) -> Columns:
+        """Return the same samples with their tensors on ``device``."""
+        return Columns(
+            self.kind, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        )
+
+
+def _builder(
+    kind: Kind, leaves: Iterator[Any], field: Callable[..., Any], *, collated: bool, texts_in: type = list
+) -> Callable[[Any], Any]:
+    """Return a function that builds a sample, or a batch, from what ``field`` builds of each column."""
+    first = kind[0]
+    if isinstance(first, str):
+        build: Callable[[Any], Any] = field(kind, next(leaves), texts_in)
+        return build
+    # Texts of a field of a tuple come as a tuple from default_collate, others as a list.
+    inside = list if first is dict else tuple
+    inner = [_builder(each, leaves, field, collated=collated, texts_in=inside) for each in kind[2]]
+    if first is dict:
+        named = list(zip(kind[1], inner, strict=True))
+        return lambda at: {key: build(at) for key, build in named}
+    if first is list or (first is tuple and collated):
+        # default_collate gives a list for a tuple, too.
+        return lambda at: [build(at) for build in inner]
+    if first is tuple:
+        return lambda at: tuple([build(at) for build in inner])
+    return lambda at: first(*[build(at) for build in inner])
+
+
+def _batch_field(kind: Kind, column: Any, texts_in: type) -> Callable[[tuple[Tensor, list[int]]], Any]:
+    if kind[0] == "text":
+        return lambda at: texts_in([column[number] for number in at[1]])
+    select = column.index_select
+    return lambda at: select(0, at[0])
+
+
+def _sample_field(kind: Kind, column: Any, texts_in: type) -> Callable[[int], Any]:
+    name = kind[0]
+    if name == "text":
+        return lambda index: column[index]
+    if name == "tensor":
+        return lambda index: column[index].clone()
+    if name == "plain":
+        return lambda index: column[index].item()
+    if name == "array":
+        return lambda index: column[index].to("cpu", copy=True).numpy().astype(kind[2], copy=False)
+    return lambda index: column[index].cpu().numpy().astype(kind[1])[()]
+
+
+class ColumnsBuilder:
+    """Makes columns chunk by chunk."""
+
+    def __init__(self, length: int, allocate: Allocate | None = None) -> None:
+        self._length = length
+        self._allocate = allocate or (lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        self.kind: Kind | None = None
+        self.filled = 0
+        self._leaves: list[Any] = []
+
+    def add(self, kind: Kind | None, batch: Any, count: int) -> bool:
+        """Add a collated batch of ``count`` samples; return False if they are of another kind."""
+        if kind is None or (self.kind is not None and self.kind != kind):
+            return False
+        leaves = _leaves_of(batch, kind)
+        if self.kind is None:
+            self.kind = kind
+            self._leaves = [
+                self._allocate((self._length, *leaf.shape[1:]), leaf.dtype)
+                if isinstance(leaf, Tensor)
+                else []
+                for leaf in leaves
+            ]
+        for column, leaf in zip(self._leaves, leaves, strict=True):
+            if isinstance(column, Tensor):
+                column[self.filled : self.filled + count].copy_(leaf)
+            else:
+                column.extend(leaf)
+        self.filled += count
+        return True
+
+    def columns(self) -> Columns:
+        """Return what is filled so far."""
+        assert self.kind is not None
+        return Columns(self.kind, [leaf[: self.filled] for leaf in self._leaves])
 
 
 class DatasetReader:
     """Reads all samples of a dataset."""
 
-    def __init__(self, dataset: Any, argument: str, name: str) -> None:
-        self.dataset, self.argument, self.name = dataset, argument, name
-        self.kind = type(dataset).__name__
+    def __init__(self, dataset: object, argument: str, name: str) -> None:
+        self.dataset: Any = dataset
+        self.argument, self.name, self.kind = argument, name, type(dataset).__name__
 
     def read(
         self, loader: DataLoader[Any] | None = None, allocate: Allocate | None = None
@@ -92,12 +266,12 @@ class DatasetReader:
             )
         if not hasattr(dataset, "__len__"):
             raise TypeError(f"{start}, which has no length. Give it a __len__, or leave it out.")
-        for method in ("set_epoch", "state_dict"):
-            if callable(getattr(dataset, method, None)) and (method == "set_epoch" or has_state(dataset)):
-                raise ValueError(
-                    f"{start}, which has {method}(): its samples may change between epochs, and samples in memory do "
-                    "not. Leave it out."
-                )
+        if callable(getattr(dataset, "set_epoch", None)) or has_state(dataset):
+            method = "set_epoch" if hasattr(dataset, "set_epoch") else "state_dict"
+            raise ValueError(
+                f"{start}, which has {method}(): its samples may change between epochs, and samples in memory do "
+                "not. Leave it out."
+            )
 
     def _probe(self) -> None:
         """Read some samples twice: are they random, and how large are all of them together?"""
@@ -108,29 +282,22 @@ class DatasetReader:
             kept = copy.deepcopy(sample)
             again = dataset[index]
             if watch.drawn() or not same(kept, again):
-                raise self._random_samples(index)
+                raise self._random_samples(f"sample {index}")
             sizes.append(size_of(sample))
         self.check_size(count * sum(sizes) // max(1, len(sizes)))
 
-    def _random_samples(self, index: int | None = None) -> ValueError:
-        which = "a sample" if index is None else f"sample {index}"
+    def _random_samples(self, which: str = "a sample") -> ValueError:
         return ValueError(
             f"{self.argument}: {self.name} reads {self.kind}, and {which} is made with random numbers: in memory it "
-            "would be the same in every epoch. Draw them in the model or in on_after_batch_transfer, or leave it out; "
-            "num_workers='auto' makes samples in parallel."
+            "would be the same in every epoch. Draw them in on_after_batch_transfer, or use num_workers='auto'."
         )
 
     def _read(self, loader: DataLoader[Any] | None, allocate: Allocate | None) -> Columns | list[Any]:
         dataset, count = self.dataset, len(self.dataset)
         first = [range(start, min(count, start + CHUNK)) for start in range(0, count, CHUNK)]
         again = _second_reading(count)
-        options: dict[str, Any] = {}
-        if loader is not None:
-            options = {
-                "num_workers": loader.num_workers,
-                "multiprocessing_context": loader.multiprocessing_context,
-                "worker_init_fn": loader.worker_init_fn,
-            }
+        names = ("num_workers", "multiprocessing_context", "worker_init_fn")
+        options = {} if loader is None else {name: getattr(loader, name) for name in names}
         # collate_fn: without one, torch would convert what is in the chunks.
         chunks: Any = iter(
             DataLoader(_Chunks(dataset, first + again), batch_size=None, collate_fn=_unchanged, **options)
@@ -138,18 +305,16 @@ class DatasetReader:
         began = time.perf_counter()
         builder = ColumnsBuilder(count, allocate)
         samples: list[Any] | None = None
-        for number, (indices, (kind, chunk, drawn)) in enumerate(zip(first, chunks, strict=False)):
+        for indices, (kind, chunk, drawn) in zip(first, chunks, strict=False):
             if drawn:
                 raise self._random_samples()
-            if not number and options.get("worker_init_fn") is not None:
+            if not indices.start and options.get("worker_init_fn") is not None:
                 sizes = [size_of(sample) for sample in _samples(kind, chunk, len(indices))]
                 self.check_size(count * sum(sizes) // len(indices))
-            if samples is None and builder.fits(kind):
-                builder.add(kind, chunk, len(indices))
-                continue
-            if samples is None:
+            if samples is None and not builder.add(kind, chunk, len(indices)):
                 samples = builder.columns().samples() if builder.filled else []
-            samples += _samples(kind, chunk, len(indices))
+            if samples is not None:
+                samples += _samples(kind, chunk, len(indices))
         read = builder.columns() if samples is None and builder.filled else samples or []
         now = time.perf_counter()
         until = now + max(_SECONDS_READ_AGAIN, _SHARE_READ_AGAIN * (now - began))
@@ -157,7 +322,7 @@ class DatasetReader:
         for indices, (kind, chunk, drawn) in zip(again, chunks, strict=False):
             for index, other in zip(indices, _samples(kind, chunk, len(indices)), strict=True):
                 if drawn or not same(read.sample(index) if isinstance(read, Columns) else read[index], other):
-                    raise self._random_samples(index)
+                    raise self._random_samples(f"sample {index}")
             compared += len(indices)
             if compared >= _READ_AGAIN and time.perf_counter() > until:
                 break
@@ -176,7 +341,7 @@ def of_tensors(dataset: TensorDataset) -> Columns | None:
     return Columns(kind, tensors)
 
 
-def is_random(dataset: Any, read: Callable[[], Any]) -> bool:
+def is_random(dataset: object, read: Callable[[], object]) -> bool:
     """Return whether samples of a dataset are random: generators move for them, or they differ the second time."""
     watch = _RandomWatch(dataset)
     kept = copy.deepcopy(read())
@@ -186,7 +351,7 @@ def is_random(dataset: Any, read: Callable[[], Any]) -> bool:
 class _RandomWatch:
     """Notices random numbers drawn from the program's generators or the dataset's."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._dataset, self._rng = dataset, RngWatch()
         self._last = self._rng.state()
         self._own = own_generators(dataset)
@@ -214,7 +379,7 @@ class DatasetProxy(Dataset[Any]):
 
     _hasten_dataset: Any
 
-    def __init__(self, dataset: Any, **own: Any) -> None:
+    def __init__(self, dataset: object, **own: object) -> None:
         # Not self.x = ...: that is for the dataset. Nor names that a dataset may have.
         self.__dict__.update(_hasten_dataset=dataset, **own)
 
@@ -250,12 +415,12 @@ class _Chunks(DatasetProxy):
             samples = [dataset[index] for index in indices]
         drawn = watch.drawn()
         try:
-            kinds = [kind_of(sample) for sample in samples]
+            kind, *others = [kind_of(sample) for sample in samples]
         except NoColumnsError:
             return None, pickled(samples), drawn
-        if any(kind != kinds[0] for kind in kinds):
+        if any(other != kind for other in others):
             return None, pickled(samples), drawn
-        return kinds[0], default_collate(samples), drawn
+        return kind, default_collate(samples), drawn
 
 
 def _unchanged(samples: Any) -> Any:
@@ -297,7 +462,7 @@ def bytes_of(tensor: Tensor) -> bytes:
     return words.numpy().tobytes() if installed("numpy") else bytes(words.tolist())
 
 
-def pickled(samples: Any, *, identical: bool = False) -> bytes:
+def pickled(samples: object, *, identical: bool = False) -> bytes:
     """Return samples as bytes that ``pickle.loads`` reads; tensors cost little more than their memory."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, protocol=5)
@@ -306,7 +471,7 @@ def pickled(samples: Any, *, identical: bool = False) -> bytes:
     return buffer.getvalue()
 
 
-def fresh(sample: Any) -> Any:
+def fresh(sample: _T) -> _T:
     """Return a copy of a sample: changing it in place does not change the one in memory."""
     return tree.map_tensors(Tensor.clone, sample) if _is_only_tensors(sample) else copy.deepcopy(sample)
 
@@ -322,40 +487,38 @@ def _is_only_tensors(sample: Any) -> bool:
     return kind is tuple and all(map(_is_only_tensors, sample))
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: object, other: object) -> bool:
     """Return whether two samples are equal: types, shapes and every bit that counts; NaN equals NaN."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, Tensor):
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
         return bool(torch.equal(one, other)) or pickled(one) == pickled(other)
-    if isinstance(one, dict):
+    if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if hasattr(one, "tobytes") and hasattr(one, "shape"):
-        return bool(one.shape == other.shape and one.tobytes() == other.tobytes())
+        return bool(one.shape == other.shape and one.tobytes() == other.tobytes())  # type: ignore[attr-defined]
     try:
         return bool(one == other) or pickled(one) == pickled(other)
     except Exception:
         return False
 
 
-def size_of(sample: Any) -> int:
+def size_of(sample: object) -> int:
     """Return about how many bytes a sample takes."""
-    if isinstance(sample, Tensor):
-        return sample.numel() * sample.element_size()
-    if isinstance(sample, dict):
-        return sum(map(size_of, sample.values()))
-    if isinstance(sample, (list, tuple)):
-        return sum(map(size_of, sample)) + 8 * len(sample)
-    size: int = getattr(sample, "nbytes", 0)
-    if isinstance(size, int) and size:
-        return size
-    if hasattr(sample, "tobytes") and not isinstance(sample, int):
-        return len(sample.tobytes())  # An image, say.
-    return sys.getsizeof(sample)
+    return sum(map(_size_of_leaf, tree.leaves(sample)))
+
+
+def _size_of_leaf(leaf: Any) -> int:
+    if isinstance(leaf, Tensor):
+        return leaf.numel() * leaf.element_size()
+    if isinstance(leaf, int) or not hasattr(leaf, "tobytes"):
+        return sys.getsizeof(leaf)
+    size: int = getattr(leaf, "nbytes", 0) or len(leaf.tobytes())  # Of an array, or of an image, say.
+    return size
 
 
 def available_bytes() -> int:

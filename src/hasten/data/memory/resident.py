@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -20,11 +21,12 @@ from torch.utils.data import (
 )
 
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.data.loader_parts import check_dataloader, is_plain_shuffle, required_in_training
-from hasten.data.memory.columns import Columns
+from hasten.data.loader_parts import check_dataloader, drawn_generator, is_plain_shuffle, required_in_training
 from hasten.data.memory.dataset_parts import changed, fingerprint
-from hasten.data.memory.read import DatasetProxy, DatasetReader, fresh, gigabytes
+from hasten.data.memory.read import Columns, DatasetProxy, DatasetReader, fresh, gigabytes
 from hasten.data.worker_count import WITHOUT_WORKERS
+
+_T = TypeVar("_T")
 
 # Of a device's free memory: the rest is for the model, its gradients and activations.
 DEVICE_SHARE = 0.5
@@ -68,20 +70,20 @@ class ResidentLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[Any] | Sequence[Any],
         batch_size: int = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         *,
-        collate_fn: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
         generator: torch.Generator | None = None,
         pin_memory: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(
-            dataset,
+            cast("Dataset[Any]", dataset),
             batch_size,
             shuffle,
             sampler,
@@ -98,7 +100,11 @@ class ResidentLoader(DataLoader[Any]):
 
 
 def resident(
-    loader: Any, *, device: torch.device | str | None = None, stage: str = "train", name: str | None = None
+    loader: Iterable[Any],
+    *,
+    device: torch.device | str | None = None,
+    stage: str = "train",
+    name: str | None = None,
 ) -> Any:
     """Return a loader with the same batches in the same order, from data that is read now and held in memory.
 
@@ -129,34 +135,25 @@ def resident(
     return required_in_training(lambda: _made_resident(loader, device, argument, name), loader, stage, name)
 
 
-def is_resident(loader: Any) -> bool:
+def is_resident(loader: object) -> bool:
     """Return whether a loader reads from memory already."""
     return isinstance(loader, DataLoader) and type(loader)._get_iterator is ResidentLoader._get_iterator
 
 
-def users_dataset(dataset: Any) -> Any:
+def users_dataset(dataset: object) -> Any:
     """Return the user's dataset, whether its samples are held in memory or not."""
     return dataset._hasten_dataset if isinstance(dataset, HeldDataset) else dataset
-
-
-def gives_batches(dataset: Any) -> bool:
-    """Return whether a dataset's samples are held as columns, which are joined to batches already."""
-    return isinstance(dataset, HeldDataset) and dataset._hasten_joins
 
 
 class HeldDataset(DatasetProxy):
     """A dataset's samples in memory; a change that a callback makes here changes the user's dataset."""
 
     _hasten_data: Columns | list[Any]
-    _hasten_joins: bool
     _hasten_changes: _Changes
 
-    def __init__(self, dataset: Any, read: Callable[[], Columns | list[Any]], name: str) -> None:
+    def __init__(self, dataset: object, read: Callable[[], Columns | list[Any]], name: str) -> None:
         changes = _Changes(dataset, read, name)
-        data = changes.read()
-        super().__init__(
-            dataset, _hasten_data=data, _hasten_joins=isinstance(data, Columns), _hasten_changes=changes
-        )
+        super().__init__(dataset, _hasten_data=changes.read(), _hasten_changes=changes)
 
     def __len__(self) -> int:
         return len(self._hasten_data)
@@ -176,13 +173,13 @@ class HeldDataset(DatasetProxy):
         data = self._hasten_changes.read_again()
         if data is None:
             return
-        if self._hasten_joins and not isinstance(data, Columns):
+        if isinstance(self._hasten_data, list):
+            data = data.samples() if isinstance(data, Columns) else data
+        elif not isinstance(data, Columns):
             raise ValueError(
                 f"{self._hasten_changes.name}: its samples had one shape and now differ in size, so they cannot be "
                 "held as before. Leave resident=... out."
             )
-        if not self._hasten_joins and isinstance(data, Columns):
-            data = data.samples()
         self.__dict__["_hasten_data"] = data
 
 
@@ -190,12 +187,11 @@ class _Changes:
     """Notices changes of a dataset since its samples were read."""
 
     def __init__(self, dataset: Any, read: Callable[[], Columns | list[Any]], name: str) -> None:
-        self.name = name
-        self._dataset, self._read = dataset, read
+        self.name, self._dataset, self._read = name, dataset, read
         self._preloaded = hasattr(dataset, "_hasten_preloaded")
         self._before: dict[str, Any] | None = None
         # Places that reading itself changes (a cache, a counter): reading twice has shown that samples stay the same.
-        self._by_reading: tuple[str, ...] = ()
+        self._by_reading: set[str] = set()
         self._times_read = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -208,8 +204,7 @@ class _Changes:
         data = self._read()
         self._times_read += 1
         self._before = fingerprint(self._dataset)
-        places = changed(before, self._before)
-        self._by_reading += tuple(place for place in places if place not in self._by_reading)
+        self._by_reading.update(changed(before, self._before))
         return data
 
     def read_again(self) -> Columns | list[Any] | None:
@@ -245,10 +240,12 @@ class _Changes:
         now = fingerprint(self._dataset)
         if self._before is None:
             self._before = now
-        return [place for place in changed(self._before, now) if not self._is_by_reading(place)]
-
-    def _is_by_reading(self, place: str) -> bool:
-        return any(place == each or place.startswith((f"{each}.", f"{each}[")) for each in self._by_reading)
+        places = changed(self._before, now)
+        for each in self._by_reading:
+            places = [
+                place for place in places if place != each and not place.startswith((f"{each}.", f"{each}["))
+            ]
+        return places
 
 
 class _Batches:
@@ -314,7 +311,7 @@ def _shuffled(sampler: RandomSampler, size: int, drop_last: bool) -> Iterator[Te
     """Yield the batches of a shuffled epoch, drawing what ``RandomSampler`` draws, when it does."""
     count, generator = sampler.num_samples, sampler.generator
     if generator is None:
-        generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        generator = drawn_generator()
     order = torch.randperm(count, generator=generator)
     full = count // size * size
     if full:
@@ -339,11 +336,6 @@ def _made_resident(loader: Any, device: Any, argument: str, name: str) -> Any:
         return loader
     check_dataloader(loader, argument, name)
     kind = type(loader)
-    if kind._get_iterator is not DataLoader._get_iterator:
-        raise TypeError(
-            f"{argument}: {name} is a {kind.__name__}, which iterates in its own way. Give a plain DataLoader, or "
-            f"leave {argument} out."
-        )
     # A user's subclass stays one.
     reads = {"_get_iterator": ResidentLoader._get_iterator}
     made: Any = ResidentLoader if kind is DataLoader else type(kind.__name__, (kind,), reads)
@@ -358,12 +350,11 @@ def _held(loader: DataLoader[Any], device: Any, argument: str, name: str) -> dic
     dataset: Any = loader.dataset
     collate_fn: Any = loader.collate_fn
     on_device = device is not None and torch.device(device).type != "cpu"
-    workers = loader if loader.num_workers else None
 
     def read() -> Columns | list[Any]:
         data = getattr(dataset, "columns", None) if hasattr(dataset, "_hasten_preloaded") else None
         if data is None:
-            data = DatasetReader(dataset, argument, name).read(workers)
+            data = DatasetReader(dataset, argument, name).read(loader if loader.num_workers else None)
         if isinstance(data, Columns) and collate_fn is not default_collate:
             # It may look at the samples together, so it gets them as always.
             data = data.samples()
@@ -391,7 +382,7 @@ def _held(loader: DataLoader[Any], device: Any, argument: str, name: str) -> dic
     }
 
 
-def joined(batch: Any) -> Any:
+def joined(batch: _T) -> _T:
     """Return a batch that is joined already: the collate function of a resident loader."""
     return batch
 

@@ -15,7 +15,7 @@ import pickle
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,8 +25,16 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.data.memory.columns import Columns, Kind, kind_of
-from hasten.data.memory.read import DatasetReader, bytes_of, gigabytes, of_tensors, pickled
+from hasten.data.memory.read import (
+    Columns,
+    DatasetReader,
+    Kind,
+    bytes_of,
+    gigabytes,
+    kind_of,
+    of_tensors,
+    pickled,
+)
 from hasten.machine.cluster import name_of_job
 from hasten.seed import isolate_rng
 
@@ -99,7 +107,7 @@ class PreloadedDataset(Dataset[Any]):
     _hasten_preloaded = True
 
     def __init__(
-        self, dataset: Any, kind: Kind | None, files: list[SharedFile], owner: SharedTensors | None = None
+        self, dataset: object, kind: Kind | None, files: list[SharedFile], owner: SharedTensors | None = None
     ) -> None:
         self.dataset = dataset
         self._kind, self._files, self._owner = kind, files, owner
@@ -127,7 +135,7 @@ class PreloadedDataset(Dataset[Any]):
         return PreloadedDataset, (self.dataset, self._kind, self._files)
 
 
-def preload(dataset: Any, *, name: str | None = None) -> PreloadedDataset:
+def preload(dataset: object, *, name: str | None = None) -> PreloadedDataset:
     """Return a dataset with the same samples, in memory that all processes of a machine share.
 
     The first process that comes here reads the data, the others wait and then see the same memory; nothing is copied,
@@ -159,35 +167,38 @@ def preload(dataset: Any, *, name: str | None = None) -> PreloadedDataset:
     """
     if isinstance(dataset, PreloadedDataset):
         return dataset
+    data: Any = dataset
     shown = name or f"the dataset {type(dataset).__name__}"
     reader = DatasetReader(dataset, "preload", shown)
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(dataset):
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or not len(data):
         reader.read()  # Raises for the other reasons.
         raise ValueError(f"preload: {shown} is empty.")
-    key = _key(dataset, name)
+    key = _key(data, name)
     if key in _of_this_process:
         return _of_this_process[key]
-    made: list[PreloadedDataset] = []
-
-    def make() -> tuple[list[SharedFile], bool]:
+    # The first process reads while the others wait for the lock. If it dies meanwhile, the next one reads.
+    with _locked(_folder() / f"{name_of_job()}-{key}.json") as file:
+        found = _content(file)
+        if found is not None and found[0][0].pid != os.getpid():
+            files, in_columns = found
+            return PreloadedDataset(dataset, kind_of(data[0]) if in_columns else None, files)
         began = time.perf_counter()
-        memory, kind = _read(reader)
-        made.append(PreloadedDataset(dataset, kind, memory.files, memory))
-        size = sum(tensor.numel() * tensor.element_size() for tensor in memory.tensors)
-        rank_zero_info(
-            f"{shown}: {len(dataset)} samples are in shared memory, {gigabytes(size)} "
-            f"({time.perf_counter() - began:.1f} s)."
-        )
-        return memory.files, kind is not None
-
-    found = _made_once(key, make)
-    if found is not None:
-        files, in_columns = found
-        return PreloadedDataset(dataset, kind_of(dataset[0]) if in_columns else None, files)
-    _of_this_process[key] = made[0]
+        try:
+            memory, kind = _read(reader)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+        file.seek(0)
+        file.truncate()
+        json.dump({"files": [asdict(each) for each in memory.files], "in_columns": kind is not None}, file)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in memory.tensors)
+    rank_zero_info(
+        f"{shown}: {len(data)} samples are in shared memory, {gigabytes(size)} ({time.perf_counter() - began:.1f} s)."
+    )
+    made = _of_this_process[key] = PreloadedDataset(dataset, kind, memory.files, memory)
     # Other processes cannot map it once it is gone.
-    weakref.finalize(made[0]._owner, _forget, key, os.getpid())
-    return made[0]
+    weakref.finalize(memory, _forget, key, os.getpid())
+    return made
 
 
 def _read(reader: DatasetReader) -> tuple[SharedTensors, Kind | None]:
@@ -231,30 +242,8 @@ def _start_time(pid: int) -> int | None:
 # -- how the processes of a job find one another
 
 
-def _made_once(
-    key: str, make: Callable[[], tuple[list[SharedFile], bool]]
-) -> tuple[list[SharedFile], bool] | None:
-    """Let one process of this job on this machine make something; return it in the others, None in that process.
-
-    The first one makes it while the others wait. If it dies meanwhile, the next one does.
-    """
-    with _locked(_folder() / f"{name_of_job()}-{key}.json") as file:
-        found = _content(file)
-        if found is not None and found[0][0].pid != os.getpid():
-            return found
-        try:
-            files, in_columns = make()
-        except BaseException:
-            os.unlink(file.name)
-            raise
-        file.seek(0)
-        file.truncate()
-        json.dump({"files": [asdict(each) for each in files], "in_columns": in_columns}, file)
-    return None
-
-
 def _content(file: TextIO) -> tuple[list[SharedFile], bool] | None:
-    """Return what a file of ``_made_once`` says, if the process that wrote it is alive."""
+    """Return what such a file says, the tensors and whether they are columns, if the process that wrote it is alive."""
     file.seek(0)
     # A file that cannot be read is what a killed process left of it.
     with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
@@ -271,7 +260,7 @@ def _locked(path: Path) -> Iterator[TextIO]:
     while True:
         with open(path, "a+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # Somebody may have removed it while this process waited: a lock on that file keeps nobody out.
+            # Another process may have removed it meanwhile: a lock on that file excludes no process.
             try:
                 is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
             except FileNotFoundError:
@@ -282,7 +271,7 @@ def _locked(path: Path) -> Iterator[TextIO]:
 
 
 def _forget(key: str, pid: int) -> None:
-    """Remove the file of ``_made_once``, in the process that made it."""
+    """Remove the file for other processes, in the process that made it."""
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             (_folder() / f"{name_of_job()}-{key}.json").unlink()
@@ -293,10 +282,10 @@ def _folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"hasten-preload-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise RuntimeError(f"{folder} belongs to somebody else. Set TMPDIR to a folder of your own.")
+        raise RuntimeError(f"{folder} belongs to another user. Set TMPDIR to your own folder.")
     for path in folder.glob("*.json"):
         with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
-            # A file that somebody has locked is in use.
+            # A locked file is in use.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _content(file) is None:
                 path.unlink()

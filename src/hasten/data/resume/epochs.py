@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 from hasten.batching.samplers import PlannedBatches
 from hasten.data.loader_parts import (
+    ShardSampler,
     epoch_setters,
     has_state,
     index_sampler,
@@ -26,7 +27,6 @@ from hasten.data.loader_parts import (
     stateful_sampler,
 )
 from hasten.data.memory.resident import is_resident
-from hasten.data.samplers import ShardSampler
 
 _COLLECTIONS = (list, tuple, range)
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
