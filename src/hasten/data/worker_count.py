@@ -134,7 +134,7 @@ def with_workers_of(loader: Iterable[Any], state: dict[str, Any]) -> Any:
     return with_workers(loader, number)
 
 
-def _with_best(loader: Any, seconds: float, name: str) -> DataLoader[Any]:
+def _with_best(loader: Any, seconds: float, name: str) -> Any:
     check_dataloader(loader, "num_workers='auto'", name, batches=False, numbered=True)
     batches = length_of(loader)
     if batches is None:
