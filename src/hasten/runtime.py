@@ -61,13 +61,11 @@ class RuntimeView:
     runtime = ReadOnly["Runtime"]("_runtime", "Device, strategy, precision and checkpoint files of this run.")
     accelerator = ReadOnly["Accelerator"]("_runtime.accelerator", "The kind of device.")
     strategy = ReadOnly["Strategy"]("_runtime.strategy", "How the model lives on the devices.")
-    global_rank = ReadOnly[int]("_runtime.strategy.global_rank", "Index of this process among all, from 0.")
-    local_rank = ReadOnly[int](
-        "_runtime.strategy.local_rank", "Index of this process on its machine, from 0."
-    )
-    node_rank = ReadOnly[int]("_runtime.strategy.node_rank", "Index of this machine, from 0.")
-    world_size = ReadOnly[int]("_runtime.strategy.world_size", "Number of processes.")
-    is_global_zero = ReadOnly[bool]("_runtime.strategy.is_global_zero", "Whether this is the first process.")
+    global_rank = ReadOnly[int]("_runtime.global_rank", "Index of this process among all, from 0.")
+    local_rank = ReadOnly[int]("_runtime.local_rank", "Index of this process on its machine, from 0.")
+    node_rank = ReadOnly[int]("_runtime.node_rank", "Index of this machine, from 0.")
+    world_size = ReadOnly[int]("_runtime.world_size", "Number of processes.")
+    is_global_zero = ReadOnly[bool]("_runtime.is_global_zero", "Whether this is the first process.")
 
 
 class Runtime:

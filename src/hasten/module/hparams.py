@@ -12,10 +12,11 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from types import NoneType
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -25,6 +26,7 @@ from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint import files
 from hasten.checkpoint.entries import check_entries
 from hasten.checkpoint.weights import load_weights
+from hasten.loggers.base import as_dict
 
 if TYPE_CHECKING:
     from hasten.types import MapLocation, PathLike
@@ -135,36 +137,34 @@ class HyperparametersMixin:
             4
 
         """
-        if frame is None:
-            current = inspect.currentframe()
-            frame = current.f_back if current is not None else None
-        given = _init_arguments(self, frame) if frame is not None else {}
+        if frame is None and (current := inspect.currentframe()) is not None:
+            frame = current.f_back
+        owner = type(self).__name__
+        given = _init_arguments(self, frame)
         configured = _CONFIGURED.get()
         if configured is not None and configured[0] is type(self):
             given = {**given, **configured[1]} if args else configured[1]
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         ignored |= set(getattr(self, "_hparams_ignored", ()))
-        found: dict[str, Any]
-        name = "kwargs"
-        if not args:
-            found = {key: value for key, value in given.items() if key not in ignored}
-        elif all(isinstance(arg, str) for arg in args):
+        found, name = given, "kwargs"
+        if args and all(isinstance(arg, str) for arg in args):
             unknown = [arg for arg in args if arg not in given]
             if unknown:
                 raise ValueError(
-                    f"save_hyperparameters{args!r}: {unknown} not among the arguments of "
-                    f"{type(self).__name__}.__init__: {sorted(given)}."
+                    f"save_hyperparameters{args!r}: {unknown} not among the arguments of {owner}.__init__: "
+                    f"{sorted(given)}."
                 )
-            kept_too = (CLASS_PATH, INSTANTIATOR)  # without which a config cannot be read again
-            found = {arg: given[arg] for arg in (*args, *kept_too) if arg in given and arg not in ignored}
+            # The last two make a config readable again.
+            found = {arg: given[arg] for arg in (*args, CLASS_PATH, INSTANTIATOR) if arg in given}
         elif len(args) == 1:
             name = next((key for key, value in given.items() if _same_config(value, args[0])), "kwargs")
-            found = {k: v for k, v in _as_dict(args[0], type(self).__name__).items() if k not in ignored}
-        else:
+            found = _as_dict(args[0], owner)
+        elif args:
             raise ValueError(
                 "save_hyperparameters() takes names of arguments, or one dict / Namespace / dataclass; "
                 f"got {len(args)} objects."
             )
+        found = {key: value for key, value in found.items() if key not in ignored}
         for key, value in found.items():
             if isinstance(value, torch.nn.Module):
                 rank_zero_warn(
@@ -172,14 +172,12 @@ class HyperparametersMixin:
                     f"checkpoint already; it is kept as a hyper-parameter only in memory. "
                     f"Write save_hyperparameters(ignore=[{key!r}])."
                 )
-        self.__dict__["_log_hyperparams"] = logger
-        self.__dict__["_hparams_name"] = name
-        hparams = self.__dict__.setdefault("_hparams", AttributeDict())
+        hparams = self.hparams
         hparams.update(found)
         for key in ignored:
             # Also those kept by the __init__ of a base class.
             hparams.pop(key, None)
-        self.__dict__["_hparams_initial"] = _frozen(hparams)
+        self.__dict__.update(_log_hyperparams=logger, _hparams_name=name, _hparams_initial=_frozen(hparams))
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
         """Remove the hyper-parameters in ``ignore_list``, and ignore them later."""
@@ -199,22 +197,17 @@ class HyperparametersMixin:
         return _frozen(self.__dict__.get("_hparams_initial", AttributeDict()))
 
 
-def _init_arguments(owner: object, frame: types.FrameType) -> dict[str, Any]:
+def _init_arguments(owner: object, frame: types.FrameType | None) -> dict[str, Any]:
     """Return the arguments of ``owner.__init__``, found in the call stack from ``frame`` outwards."""
     found: dict[str, Any] = {}
-    current: types.FrameType | None = frame
-    while current is not None:
-        local = current.f_locals
-        code = current.f_code
-        first = code.co_varnames[0] if code.co_argcount else ""
-        if first and local.get(first) is owner and code.co_name == "__init__":
-            names = inspect.getargvalues(current)
-            here = {name: local[name] for name in names.args[1:] if name in local}
-            if names.keywords:
-                here.update(local.get(names.keywords, {}))
+    while frame is not None:
+        local, code = frame.f_locals, frame.f_code
+        if code.co_name == "__init__" and code.co_argcount and local.get(code.co_varnames[0]) is owner:
+            names = inspect.getargvalues(frame)
             # The outer frame is the __init__ of the subclass, which takes precedence.
-            found = {**found, **here}
-        current = current.f_back
+            found |= {name: local[name] for name in names.args[1:] if name in local}
+            found |= local.get(names.keywords, {}) if names.keywords else {}
+        frame = frame.f_back
     return found
 
 
@@ -241,31 +234,16 @@ def _same_config(argument: Any, saved: Any) -> bool:
 
 
 def _as_dict(hparams: Any, owner: str) -> dict[str, Any]:
-    if isinstance(hparams, Namespace):
-        return dict(vars(hparams))
-    if isinstance(hparams, Mapping):
-        return dict(hparams)
-    if is_dataclass(hparams) and not isinstance(hparams, type):
-        return {field.name: getattr(hparams, field.name) for field in fields(hparams)}
+    if isinstance(hparams, (Namespace, Mapping)) or _is_dataclass(hparams):
+        return dict(as_dict(hparams))
     raise ValueError(
         f"save_hyperparameters(): cannot read hyper-parameters of {owner} from a {type(hparams).__name__}; "
         "give names, a dict, a Namespace or a dataclass."
     )
 
 
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    str,
-    bytes,
-    complex,
-    torch.Tensor,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
+def _is_dataclass(value: object) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
 
 
 class Dropped:
@@ -281,26 +259,23 @@ def storable(value: Any) -> Any:
     """
     if isinstance(value, Enum):
         return storable(value.value)
-    if type(value) in _PLAIN or isinstance(value, (torch.Tensor, torch.dtype, torch.device)):
+    if type(value) in (NoneType, complex, torch.Size):
         return value
-    if isinstance(value, (bool, int, float, str, bytes)):
-        base = next(kind for kind in (bool, int, float, str, bytes) if isinstance(value, kind))
-        return base(value)  # type: ignore[arg-type]
+    if isinstance(value, (torch.Tensor, torch.dtype, torch.device)):
+        return value
+    for base in (bool, int, float, str, bytes):
+        if isinstance(value, base):
+            return value if type(value) is base else base(value)  # type: ignore[arg-type]
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, Namespace):
-        value = vars(value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Namespace) or _is_dataclass(value):
+        value = as_dict(value)
     if isinstance(value, Mapping):
-        pairs = ((storable(k), storable(v)) for k, v in value.items())
-        return {k: v for k, v in pairs if k is not Dropped and v is not Dropped}
-    if isinstance(value, tuple):
-        return tuple(item for item in map(storable, value) if item is not Dropped)
-    if isinstance(value, (set, frozenset)):
-        return {item for item in map(storable, value) if item is not Dropped}
-    if isinstance(value, list) or (hasattr(value, "__iter__") and type(value).__name__ == "ListConfig"):
-        return [item for item in map(storable, value) if item is not Dropped]
+        pairs = ((storable(key), storable(inner)) for key, inner in value.items())
+        return {key: inner for key, inner in pairs if key is not Dropped and inner is not Dropped}
+    if isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "ListConfig":
+        kind = tuple if isinstance(value, tuple) else set if isinstance(value, (set, frozenset)) else list
+        return kind(item for item in map(storable, value) if item is not Dropped)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return value.item()
     if hasattr(value, "tolist") and type(value).__module__ == "numpy":
@@ -342,66 +317,61 @@ def construct(
 
     """
     load: Any = torch.load if hasattr(checkpoint_path, "read") else files.load
+    path, owner = str(checkpoint_path), cast("Any", cls)
     checkpoint = load(
         checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False
     )
-    if issubclass(cls, torch.nn.Module):
-        check_entries(checkpoint, str(checkpoint_path), training=False)
-    owner: Any = cls
-    stored = dict(checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_KEY) or {})
-    if hparams_file is not None:
-        stored = _read_hparams(hparams_file)
+    is_module = issubclass(cls, torch.nn.Module)
+    if is_module:
+        check_entries(checkpoint, path, training=False)
+    key = owner.CHECKPOINT_HYPER_PARAMS_KEY
+    stored = dict(checkpoint.get(key) or {}) if hparams_file is None else _read_hparams(hparams_file)
     # __init__ may read by attribute what was a dataclass, a Namespace or an OmegaConf config.
-    stored = {key: _with_attributes(value) for key, value in stored.items()}
+    stored = {name: _with_attributes(value) for name, value in stored.items()}
     if weights_only is False:
-        for key, value in checkpoint.get(f"{owner.CHECKPOINT_HYPER_PARAMS_KEY}_pickled", {}).items():
-            stored.setdefault(key, pickle.loads(value))
-    wrapped_as = checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_NAME)
+        for name, value in checkpoint.get(f"{key}_pickled", {}).items():
+            stored.setdefault(name, pickle.loads(value))
     if stored.pop(INSTANTIATOR, None) == _CONFIG_READER:
         # Imported by name: the command line is a higher layer, and few programs need it.
-        made: T = importlib.import_module("hasten.cli").instantiate_module(cls, {**stored, **given})
+        made = importlib.import_module("hasten.cli").instantiate_module(cls, {**stored, **given})
     else:
-        made = cls(**_arguments(cls, stored, dict(given), wrapped_as, str(checkpoint_path)))
+        wrapped_as = checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_NAME)
+        made = cls(**_arguments(cls, stored, given, wrapped_as, path))
     thing: Any = made
-    if isinstance(thing, torch.nn.Module):
+    if is_module:
         # As in a run: on_load_checkpoint may need what configure_model makes.
-        thing.configure_model()  # type: ignore[operator]
-        thing.on_load_checkpoint(checkpoint)  # type: ignore[operator]
-        exact = thing.strict_loading if strict is None else strict
-        tensors = (value for value in checkpoint["state_dict"].values() if isinstance(value, torch.Tensor))
-        first = next(tensors, None)
+        thing.configure_model()
+        thing.on_load_checkpoint(checkpoint)
+        weights = checkpoint["state_dict"]
+        # map_location may be a function or a dict: take the device of the loaded weights.
+        first = next((value for value in weights.values() if isinstance(value, torch.Tensor)), None)
         if first is not None:
-            # map_location may be a function or a dict: take the device of the loaded weights.
             thing.to(first.device)
-        load_weights(thing, checkpoint["state_dict"], strict=bool(exact), source=str(checkpoint_path))
-    else:
-        state = checkpoint.get(cls.__qualname__)
-        if state is not None:
-            thing.load_state_dict(state)
-    return made
+        exact = thing.strict_loading if strict is None else strict
+        load_weights(thing, weights, strict=bool(exact), source=path)
+    elif (state := checkpoint.get(cls.__qualname__)) is not None:
+        thing.load_state_dict(state)
+    return cast("T", made)
 
 
 def _arguments(
-    cls: type, stored: dict[str, Any], given: dict[str, Any], wrapped_as: str | None, path: str
+    cls: type, stored: dict[str, Any], given: Mapping[str, Any], wrapped_as: str | None, path: str
 ) -> dict[str, Any]:
     parameters = inspect.signature(cls).parameters
-    names = set(parameters)
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if wrapped_as and wrapped_as in names and wrapped_as not in stored and wrapped_as != "kwargs":
+    several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    if wrapped_as in parameters and wrapped_as not in stored and wrapped_as != "kwargs":
         # After save_hyperparameters(config), __init__ takes the hyper-parameters as one argument.
-        inner = {key: value for key, value in given.items() if key not in names}
-        arguments = {key: value for key, value in given.items() if key in names}
-        arguments.setdefault(wrapped_as, AttributeDict({**stored, **inner}))
+        inner = {key: value for key, value in given.items() if key not in parameters}
+        arguments = {str(wrapped_as): AttributeDict({**stored, **inner})}
+        arguments |= {key: value for key, value in given.items() if key in parameters}
     else:
         arguments = {**stored, **given}
-        if not takes_any:
-            arguments = {key: value for key, value in arguments.items() if key in names or key in given}
+        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+            arguments = {key: value for key, value in arguments.items() if key in parameters or key in given}
     missing = [
         name
-        for name, p in parameters.items()
-        if p.default is inspect.Parameter.empty
-        and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        and name not in arguments
+        for name, one in parameters.items()
+        if one.default is inspect.Parameter.empty and one.kind not in several and name not in arguments
     ]
     if missing:
         call = ", ".join(f"{name}=..." for name in missing)
