@@ -5,13 +5,36 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing.spawn
 import sys
+from contextlib import ExitStack
+from typing import Any
 
+from hasten._lib.rank_zero import rank_zero_only
 from hasten.checkpoint.allowed_types import allow_objects
-from hasten.compat import processes
 from hasten.compat.modules import FINDER, ROOTS, AliasModule
 
 __all__ = ["install", "installed", "uninstall"]
+
+# What `uninstall` undoes.
+_replaced = ExitStack()
+
+# Runs in processes started by "spawn" or "forkserver" before they import the program's main module. It uses only
+# builtins, because `hasten` may be importable only with this process's path.
+_INSTALL = """
+import sys
+sys.path[:0] = [folder for folder in {path!r} if folder not in sys.path]
+import hasten.compat
+hasten.compat.install()
+"""
+
+
+class _Install:
+    """Installs the alias where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return exec, (_INSTALL.format(path=[folder for folder in sys.path if isinstance(folder, str)]), {})
 
 
 def install() -> None:
@@ -40,14 +63,29 @@ def install() -> None:
             place = getattr(module, "__file__", None)
             raise RuntimeError(
                 f"hasten.compat.install(): {name} was imported already{f' from {place}' if place else ''}. Call "
-                "install() before the first import of it and of packages built on it, or start the program with: "
-                "hasten run PROGRAM"
+                "install() before the first import of it and of packages built on it, or write: hasten run PROGRAM"
             )
-    if FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, FINDER)
-    processes.follow()
+    if installed():
+        return
+    sys.meta_path.insert(0, FINDER)
+    # lightning_utilities, which packages for Lightning use, takes the rank from hasten.
+    _replace(importlib.import_module("lightning_utilities.core.rank_zero"), "rank_zero_only", rank_zero_only)
+    # A process that multiprocessing starts, such as the worker of a loader, unpickles this first, then imports the
+    # program's main module, and with it `lightning`.
+    original = multiprocessing.spawn.get_preparation_data
+    _replace(
+        multiprocessing.spawn,
+        "get_preparation_data",
+        lambda name: {"hasten": _Install(), **original(name)},
+    )
     # Packages put objects into their checkpoints, and Lightning writes them. Reading stays as strict as ever.
     allow_objects(True)
+    _replaced.callback(allow_objects, False)
+
+
+def _replace(owner: object, name: str, value: object) -> None:
+    _replaced.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 def installed() -> bool:
@@ -57,9 +95,8 @@ def installed() -> bool:
 
 def uninstall() -> None:
     """Undo ``install``; modules that imported the names keep what they have."""
-    if FINDER in sys.meta_path:
+    if installed():
         sys.meta_path.remove(FINDER)
     for name in [name for name, module in sys.modules.items() if isinstance(module, AliasModule)]:
         del sys.modules[name]
-    processes.leave()
-    allow_objects(False)
+    _replaced.close()

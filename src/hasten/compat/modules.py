@@ -7,15 +7,16 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import itertools
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from hasten._lib.names import did_you_mean
-from hasten.compat.absent import alternative_to
-from hasten.compat.names import VERSION, read_table
+from hasten.compat.names import VERSION, alternative_to, read_table
 
 # Lightning's packages, and where each begins in the table: pytorch_lightning is lightning.pytorch.
 ROOTS = {"lightning": "", "pytorch_lightning": "pytorch", "lightning_fabric": "fabric"}
@@ -60,26 +61,18 @@ class AliasModule(ModuleType):
 def missing(full_name: str) -> str:
     """Return the message for a name or module of Lightning that hasten does not have."""
     parent, _, name = full_name.rpartition(".")
-    place = relative(full_name) or ""
-    known = relative(parent) or ""
-    advice = alternative_to(place)
+    advice = alternative_to(relative(full_name) or "")
     if advice is None:
+        known = relative(parent) or ""
         there_are = [*TABLE.get(known, ()), *_submodules(known)]
         # The names of classes and modules often differ only in case.
         alike = [other for other in there_are if other[0].isupper() == name[0].isupper()]
         advice = (did_you_mean(name, alike) or did_you_mean(name, there_are)).strip()
-    if not advice:
-        advice = "See docs/compat.md for what hasten has, or run this program without hasten."
-    return f"hasten has no {full_name}. {advice}"
+    return f"hasten has no {full_name}. {advice or 'See docs/compat.md for what hasten has.'}"
 
 
 def _submodules(place: str) -> list[str]:
-    start = f"{place}." if place else ""
-    return [
-        name[len(start) :]
-        for name in TABLE
-        if name and name.startswith(start) and "." not in name[len(start) :]
-    ]
+    return [name.rpartition(".")[2] for name in TABLE if name and name.rpartition(".")[0] == place]
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -109,13 +102,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
-        asked = None if context is None else context.name
+        asked = None if context is None or context.name is None else context.name.lower()
         for name in _DISTRIBUTIONS:
-            if asked is None or re.sub(r"[-_.]+", "-", asked).lower() == name:
+            if asked is None or re.sub(r"[-_.]+", "-", asked) == name:
                 yield _Distribution(name)
-
-    def invalidate_caches(self) -> None:
-        """Do nothing: there are no caches."""
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -141,14 +131,8 @@ class _Distribution(importlib.metadata.Distribution):
 
 def _called_by_find_spec() -> bool:
     """Return whether the caller is ``importlib.util.find_spec``, which returns None for a missing module."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(3):
-        if frame is None:
-            break
-        if frame.f_code is importlib.util.find_spec.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    code, frame = importlib.util.find_spec.__code__, sys._getframe(2)
+    return any(one.f_code is code for one, _ in itertools.islice(traceback.walk_stack(frame), 3))
 
 
 FINDER = _Finder()
@@ -157,9 +141,6 @@ FINDER = _Finder()
 def all_modules(names: Iterable[str] = ROOTS) -> Iterator[str]:
     """Yield every module that can be imported under the given packages."""
     for root in names:
-        start = ROOTS[root]
         for place in TABLE:
-            if not start:
-                yield ".".join(filter(None, (root, place)))
-            elif place == start or place.startswith(f"{start}."):
-                yield root + place[len(start) :]
+            if f"{place}.".startswith(ROOTS[root]):
+                yield f"{root}.{place.removeprefix(ROOTS[root]).removeprefix('.')}".rstrip(".")

@@ -14,21 +14,10 @@ _FAMILIES = {
     for package in ("hasten.callbacks", "hasten.demos", "hasten.loggers", "hasten.profilers")
 }
 # Reached as attributes after `import hasten`.
-_PACKAGES = frozenset(
-    {
-        "hasten.accelerators",
-        "hasten.callbacks",
-        "hasten.cli",
-        "hasten.data",
-        "hasten.demos",
-        "hasten.loggers",
-        "hasten.plugins",
-        "hasten.profilers",
-        "hasten.strategies",
-        "hasten.tuner",
-        "hasten.utilities",
-    }
-)
+_PACKAGES = frozenset(_FAMILIES) | {
+    f"hasten.{name}"
+    for name in ("accelerators", "cli", "data", "plugins", "strategies", "tuner", "utilities")
+}
 DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(ROOTS)})(?:\.[A-Za-z_]\w*)+")
 
 
@@ -91,9 +80,7 @@ def as_attribute(base: str, place: tuple[str, str]) -> str | None:
     module, name = place
     if module == base:
         return name
-    if base == "hasten" and (module in _PACKAGES or module.rpartition(".")[0] in _PACKAGES - {"hasten.data"}):
-        return f"{module.removeprefix('hasten.')}.{name}" if module in _PACKAGES else None
-    return None
+    return f"{module.removeprefix('hasten.')}.{name}" if base == "hasten" and module in _PACKAGES else None
 
 
 def rewritten(dotted: str) -> str | None:

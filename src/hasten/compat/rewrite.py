@@ -12,8 +12,8 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
-from hasten.compat.absent import alternative_to
 from hasten.compat.modules import ROOTS, TABLE, relative
+from hasten.compat.names import alternative_to
 from hasten.compat.places import DOTTED, as_attribute, can_be_made, module_for, place_of, rewritten
 
 
