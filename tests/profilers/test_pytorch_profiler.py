@@ -208,13 +208,9 @@ def test_an_error_ends_the_recording(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"sort_by_key": "cpu_tim"}, ValueError, "Found sort_by_key: cpu_tim.*cpu_time"),
-        ({"schedule": 3}, ValueError, "Schedule should be a callable.*Found: 3"),
-        (
-            {"schedule": lambda step: step},
-            ValueError,
-            "should return a `torch.profiler.ProfilerAction`. Found: 0",
-        ),
+        ({"sort_by_key": "cpu_tim"}, ValueError, "sort_by_key='cpu_tim'.*Did you mean 'cpu_time'"),
+        ({"schedule": 3}, ValueError, "schedule=3.*use a function"),
+        ({"schedule": lambda step: step}, ValueError, "a `torch.profiler.ProfilerAction`, not 0"),
         ({"table_kwargs": {"row_limit": 3}}, KeyError, "Pass row_limit="),
         ({"table_kwargs": {"sort_by": "a"}}, KeyError, "Pass sort_by_key="),
         ({"table_kwargs": {"hedder": "a"}}, KeyError, "Did you mean 'header'"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +18,12 @@ from torch.optim import Optimizer
 from hasten._lib import VERSION
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.cli import arguments
-from hasten.cli.hyperparameters import FromConfig
+from hasten.cli.hyperparameters import from_config, with_checkpoint
 from hasten.cli.optimizers import (
     LRSchedulerTypeTuple,
     LRSchedulerTypeUnion,
+    ReduceLROnPlateau,
     class_config,
-    configured_optimizers,
     instantiate_class,
     plain_config,
 )
@@ -104,7 +106,6 @@ class LightningCLI:
         self.parser_kwargs = parser_kwargs or {}
         self.parser_class = parser_class
         self.auto_configure_optimizers = auto_configure_optimizers
-        # Without a class, any subclass is accepted.
         self._model_class: Any = model_class or LightningModule
         self.subclass_mode_model = subclass_mode_model or model_class is None
         self._datamodule_class: Any = datamodule_class or LightningDataModule
@@ -113,14 +114,17 @@ class LightningCLI:
         self._subcommand_parsers: dict[str, LightningArgumentParser] = {}
         self._subcommand_method_arguments: dict[str, list[str]] = {}
         self._given_args = args
+        self.config: Namespace
 
-        names = self.subcommands()
-        per_subcommand = {key: value for key, value in self.parser_kwargs.items() if key in names}
-        for_all = {key: value for key, value in self.parser_kwargs.items() if key not in names}
+        for_all = dict(self.parser_kwargs)
+        per_subcommand = {name: for_all.pop(name) for name in self.subcommands() if name in for_all}
         self.setup_parser(run, for_all, per_subcommand)
         self.parse_arguments(self.parser, args)
         self.subcommand: str | None = self.config["subcommand"] if run else None
-        self._parse_ckpt_path()
+        if self.subcommand is not None:
+            # The checkpoint has arguments of the module.
+            kind, given = _class_of(self._model_class), self._command_line_keys()
+            self.config = with_checkpoint(self.parser, self.config, given, kind, self.subclass_mode_model)
         self._set_seed()
         self.before_instantiate_classes()
         self.instantiate_classes()
@@ -190,12 +194,9 @@ class LightningCLI:
     def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
         """Link the configs of optimizers and schedulers to the arguments of the module."""
         for key, (kind, link_to) in {**parser._optimizers, **parser._lr_schedulers}.items():
-            if link_to == AUTOMATIC:
-                continue
-            if isinstance(kind, tuple):
-                parser.link_arguments(key, link_to, compute_fn=plain_config)
-            else:
-                parser.link_arguments(key, link_to, compute_fn=functools.partial(class_config, kind))
+            if link_to != AUTOMATIC:
+                config_of = plain_config if isinstance(kind, tuple) else functools.partial(class_config, kind)
+                parser.link_arguments(key, link_to, compute_fn=config_of)
 
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
         self.add_default_arguments_to_parser(parser)
@@ -213,11 +214,10 @@ class LightningCLI:
         trainer: Any = self.trainer_class
         if not isinstance(trainer, type):
             trainer = class_from_function(trainer)
-        commands = parser.add_subcommands()
-        names = list(self.subcommands())
-        needed = arguments.needed_subcommands(parser, self._given_args, names)
+        commands, names = parser.add_subcommands(), list(self.subcommands())
+        needed = self._needed_subcommands(parser, names)
         for name in names:
-            text = _first_sentence(getattr(trainer, name))
+            text = docstring_parser.parse(getattr(trainer, name).__doc__ or "").short_description
             options = {"description": text, **kwargs.get(name, {})}
             if name in needed:
                 one = self._prepare_subcommand_parser(trainer, name, **options)
@@ -242,20 +242,41 @@ class LightningCLI:
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Read the command line, or ``args``, into ``self.config``."""
-        arguments.warn_if_both(args)
-        self.config = arguments.parsed(parser, args)
+        if args is not None and len(sys.argv) > 1:
+            rank_zero_warn(
+                "LightningCLI(args=...): it is not recommended to provide both args and command line arguments, which "
+                f"are ignored: sys.argv[1:]={sys.argv[1:]}, args={args}."
+            )
+        is_data = isinstance(args, (dict, Namespace))
+        self.config = parser.parse_object(args) if is_data else parser.parse_args(args)
 
-    def _parse_ckpt_path(self) -> None:
-        if self.subcommand is None:
-            return
-        self.config = arguments.with_checkpoint(
-            self.parser,
-            self.config,
-            self._given_args,
-            self.subcommand,
-            _class_of(self._model_class),
-            self.subclass_mode_model,
-        )
+    def _words(self) -> list[str] | None:
+        """Return the command line; None where the arguments are data."""
+        args = self._given_args
+        return sys.argv[1:] if args is None else args if isinstance(args, list) else None
+
+    def _needed_subcommands(self, parser: LightningArgumentParser, names: list[str]) -> list[str]:
+        """Return the sub-commands whose options the parser needs; adding the options of all of them takes time.
+
+        That is one if the words begin with it and no config can hold values for others, and none for ``--help``.
+        """
+        words = self._words()
+        if words is None or parser.default_config_files or parser.default_env:
+            return names
+        if words[:1] in (["--help"], ["-h"]):
+            return []
+        before = list(itertools.takewhile(lambda word: word not in names, words))
+        if before == words or any(
+            "=" not in word or word.startswith(("-c=", "--config=")) for word in before
+        ):
+            return names
+        return [words[len(before)]]
+
+    def _command_line_keys(self) -> set[str]:
+        """Return the keys that the command line gives, without those in configs."""
+        words = [word for word in self._words() or () if word.startswith("--")]
+        keys = [word[2:].partition("=")[0].removesuffix("+") for word in words]
+        return {".".join(p for p in key.split(".") if p not in ("init_args", "dict_kwargs")) for key in keys}
 
     def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
         """Return a value of the config of the sub-command."""
@@ -292,12 +313,12 @@ class LightningCLI:
     def _instantiators(self) -> list[tuple[Any, type, bool]]:
         parser = self._parser(self.subcommand)
         config = self.config.get(str(self.subcommand), self.config)
-        wanted = (
-            ("model", self._model_class, self.subclass_mode_model),
-            ("data", self._datamodule_class, self.subclass_mode_data),
-        )
         return [
-            (FromConfig(parser, config, key), _class_of(kind), subclasses) for key, kind, subclasses in wanted
+            (from_config(parser, config, key), _class_of(kind), subclasses)
+            for key, kind, subclasses in (
+                ("model", self._model_class, self.subclass_mode_model),
+                ("data", self._datamodule_class, self.subclass_mode_data),
+            )
         ]
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -328,10 +349,17 @@ class LightningCLI:
                 f"The `{name}` class does not expose the `callbacks` argument so they will not be included: give it "
                 "an argument `callbacks` and pass it to the Trainer."
             )
-        with arguments.trainer_errors(
-            self._parser(self.subcommand), as_errors=not isinstance(self._given_args, (dict, Namespace))
-        ):
+        try:
             return self.trainer_class(**config)
+        except (ValueError, TypeError) as error:
+            # An argument of the command line that the Trainer refuses: a message instead of a traceback.
+            match = re.match(r"Trainer\((\w+)=(.*?)\)(?=:| got )", str(error), re.DOTALL)
+            parser = self._parser(self.subcommand)
+            known = match is not None and f"--trainer.{match[1]}" in parser._option_string_actions
+            if match is None or not known or self._words() is None:
+                raise
+            value = "" if match[2] == "..." else f"={match[2]}"
+            parser.error(f"--trainer.{match[1]}{value}{str(error)[match.end() :]}", error)
 
     # -- optimizers
 
@@ -349,7 +377,12 @@ class LightningCLI:
             lr_scheduler: the scheduler of the command line, if there is one.
 
         """
-        return configured_optimizers(optimizer, lr_scheduler)
+        if lr_scheduler is None:
+            return optimizer
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            watched = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
+            return {"optimizer": optimizer, "lr_scheduler": watched}
+        return [optimizer], [lr_scheduler]
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
         parser = self._parser(subcommand)
@@ -381,19 +414,15 @@ class LightningCLI:
 
     def _class_config(self, kind: Any, key: str) -> Any:
         config = self._get(self.config_init, key)
-        if isinstance(kind, tuple):
-            return plain_config(config)
-        return class_config(kind, config)
+        return plain_config(config) if isinstance(kind, tuple) else class_config(kind, config)
 
     # -- the run
 
     def _run_subcommand(self, subcommand: str) -> None:
+        getattr(self, f"before_{subcommand}", _nothing)()
         run = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
-        for name in (f"before_{subcommand}", None, f"after_{subcommand}"):
-            if name is None:
-                run(**self._prepare_subcommand_kwargs(subcommand))
-            elif callable(hook := getattr(self, name, None)):
-                hook()
+        run(**self._prepare_subcommand_kwargs(subcommand))
+        getattr(self, f"after_{subcommand}", _nothing)()
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         wanted = self._subcommand_method_arguments[subcommand]
@@ -412,6 +441,10 @@ def _configured(module: LightningModule, configure: Any, optimizer: Any, schedul
     return configure(module, made, lr_scheduler)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
@@ -419,8 +452,3 @@ def _as_list(value: Any) -> list[Any]:
 def _class_of(kind: Any) -> type:
     found: type = kind if isinstance(kind, type) else inspect.signature(kind, eval_str=True).return_annotation
     return found
-
-
-def _first_sentence(function: Any) -> str | None:
-    text: str | None = docstring_parser.parse(function.__doc__ or "").short_description
-    return text

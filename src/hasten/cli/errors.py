@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import re
-from collections.abc import Iterable
-from typing import Any, get_args
 
 from jsonargparse import ArgumentParser
 
 from hasten._lib.names import nearest
-from hasten.cli.known import forwarded_arguments
+from hasten.cli.hyperparameters import classes_in
 
 _KEY = re.compile(r'Parser key "([^"]*)"')
 _CLASS_PATH = re.compile(r"class_path '([^']*)'")
@@ -21,61 +20,66 @@ _NOT_ACCEPTED = re.compile(
 _NO_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
 _NO_SUBCOMMAND = re.compile(r"invalid choice: '([^']*)'")
 
+# Where a class passes its **kwargs: (module, name there, arguments that the class sets itself).
+_FORWARDS_TO = {
+    "CometLogger": ("comet_ml", "ExperimentConfig", ()),
+    "DDPStrategy": ("torch.nn.parallel", "DistributedDataParallel", ("module",)),
+    "TensorBoardLogger": ("torch.utils.tensorboard", "SummaryWriter", ("log_dir",)),
+    "WandbLogger": ("wandb", "init", ()),
+}
+
+
+def forwarded_arguments(kind: type) -> list[str]:
+    """Return the names of the arguments that ``kind`` accepts in its ``**kwargs``."""
+    if kind.__name__ not in _FORWARDS_TO or not kind.__module__.startswith("hasten."):
+        return []
+    module, name, own = _FORWARDS_TO[kind.__name__]
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except ImportError:
+        return []  # The class itself raises.
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = [one.name for one in inspect.signature(function).parameters.values() if one.kind in kinds]
+    return [one for one in found if one not in own]
+
 
 def hints(parser: ArgumentParser, message: str) -> list[str]:
-    """Return lines that name the nearest there is to what ``message`` says was not found.
+    """Return lines that name the nearest there is to what ``message`` of jsonargparse says was not found.
 
-    Args:
-        parser: the parser, or that of the sub-command, that refused.
-        message: the text of jsonargparse.
-
+    ``parser`` is that of the sub-command that refused, or of the program.
     """
-    unknown = _unknown_options(message)
-    if found := _NO_SUBCOMMAND.search(message):
-        near = [nearest(found[1], subcommands_of(parser))]
-    elif (found := _NO_CLASS.search(message)) and not unknown:
-        key = _KEY.findall(message)[-1]
-        action = parser._option_string_actions.get(f"--{key}")
-        near = [nearest(found[1], _subclass_names(getattr(action, "_typehint", None)))]
-    else:
-        options = _options(parser, message)
-        near = [_nearest_option(name, options) for name in unknown]
+    action = parser._subcommands_action
+    subcommands = dict(action.choices) if action is not None else {}
+    parsers = [parser, *subcommands.values()]
+    options = [
+        name
+        for one in parsers
+        for name in one._option_string_actions
+        if name.startswith("--") and not name.endswith("help")
+    ]
+    near: list[str | None] = []
+    if message.startswith("unrecognized arguments:"):
+        words = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+        near = [_nearest_option(word, options) for word in words]
+    elif found := _NO_SUBCOMMAND.search(message):
+        near = [nearest(found[1], subcommands)]
+    elif found := _NOT_ACCEPTED.search(message):
+        before = message[: found.start()]
+        keys = list(dict.fromkeys(_KEY.findall(before)))
+        for class_path in _CLASS_PATH.findall(before)[-1:]:
+            options += ["--" + ".".join([*keys, name]) for name in _argument_names(class_path)]
+        near = [
+            _nearest_option("--" + ".".join(filter(None, (*keys, found["group"], found["name"]))), options)
+        ]
+    elif found := _NO_CLASS.search(message):
+        option = parser._option_string_actions.get(f"--{_KEY.findall(message)[-1]}")
+        near = [nearest(found[1], _subclass_names(classes_in(getattr(option, "_typehint", None))))]
     lines = [f"Did you mean {name}?" for name in dict.fromkeys(near) if name is not None]
     for package in ("lightning.pytorch.", "pytorch_lightning."):
         if (found := _CLASS_PATH.search(message)) and found[1].startswith(package):
             name = found[1].replace(package, "hasten.", 1)
             lines.append(f"Write {name}, or start the program with `hasten run`.")
     return lines
-
-
-def subcommands_of(parser: ArgumentParser) -> dict[str, Any]:
-    """Return the parsers of the sub-commands by name."""
-    action = parser._subcommands_action
-    return dict(action.choices) if action is not None else {}
-
-
-def _unknown_options(message: str) -> list[str]:
-    """Return the options that ``message`` calls unknown, as they are written on a command line."""
-    if message.startswith("unrecognized arguments:"):
-        return [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-    found = _NOT_ACCEPTED.search(message)
-    if found is None:
-        return []
-    keys = [*dict.fromkeys(_KEY.findall(message[: found.start()])), found["group"], found["name"]]
-    return ["--" + ".".join(key for key in keys if key)]
-
-
-def _options(parser: ArgumentParser, message: str) -> list[str]:
-    """Return the options of the parser and its sub-commands, and of the class that ``message`` is about."""
-    options = [name for name in parser._option_string_actions if name.startswith("--")]
-    for one in subcommands_of(parser).values():
-        options += [name for name in one._option_string_actions if name.startswith("--")]
-    if found := _NOT_ACCEPTED.search(message):
-        before = message[: found.start()]
-        for class_path in _CLASS_PATH.findall(before)[-1:]:
-            key = ".".join(dict.fromkeys(_KEY.findall(before)))
-            options += [f"--{key}.{name}" for name in _argument_names(class_path)]
-    return [name for name in options if not name.endswith("help")]
 
 
 def _argument_names(class_path: str) -> set[str]:
@@ -88,7 +92,7 @@ def _argument_names(class_path: str) -> set[str]:
         return set()
 
 
-def _nearest_option(option: str, options: Iterable[str]) -> str | None:
+def _nearest_option(option: str, options: list[str]) -> str | None:
     group, _, leaf = option.rpartition(".")
     same_group = {name.rpartition(".")[2]: name for name in options if name.rpartition(".")[0] == group}
     # The common beginning of a group's options does not make two of them similar.
@@ -99,17 +103,6 @@ def _nearest_option(option: str, options: Iterable[str]) -> str | None:
     return near or next((name for name in options if name.rpartition(".")[2] == leaf.lstrip("-")), None)
 
 
-def _subclass_names(hint: Any) -> list[str]:
-    names: list[str] = []
-    waiting: list[type] = list(_classes(hint))
-    while waiting:
-        below: list[type] = type.__subclasses__(waiting.pop())
-        waiting += below
-        names += [kind.__name__ for kind in below]
-    return names
-
-
-def _classes(hint: Any) -> tuple[type, ...]:
-    if isinstance(hint, type) and not get_args(hint):
-        return () if hint.__module__ == "builtins" else (hint,)
-    return tuple(kind for one in get_args(hint) if not isinstance(one, list) for kind in _classes(one))
+def _subclass_names(kinds: list[type]) -> list[str]:
+    below: list[type] = list(itertools.chain.from_iterable(map(type.__subclasses__, kinds)))
+    return [kind.__name__ for kind in below] + (_subclass_names(below) if below else [])

@@ -7,13 +7,14 @@ any other argument accepts none.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-import os
 import sys
 import types
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -28,62 +29,41 @@ if TYPE_CHECKING:
 ModuleType = TypeVar("ModuleType")
 
 
-class FromConfig:
-    """Instantiates a module or datamodule, whose hyper-parameters become the config.
+def from_config(parser: LightningArgumentParser, config: Namespace, key: str) -> Callable[..., Any]:
+    """Return a function that makes the module (``key="model"``) or datamodule ("data") of a parsed config.
 
-    Args:
-        parser: the parser of the sub-command.
-        config: the parsed config.
-        key: "model" or "data".
-
+    The config becomes the hyper-parameters of the object.
     """
 
-    def __init__(self, parser: LightningArgumentParser, config: Namespace, key: str) -> None:
-        self._parser, self._config, self._key = parser, config, key
-        self._plain: dict[str, Any] | None = None
+    @functools.cache
+    def plain() -> dict[str, Any]:
+        text = parser.dump(
+            config, format="yaml", skip_link_targets=False, skip_unset=False, skip_validation=True
+        )
+        return (yaml.safe_load(text) or {}).get(key) or {}
 
-    def __call__(
-        self,
-        class_type: type[ModuleType],
-        *args: Any,
-        applied_instantiation_links: Mapping[str, Any],
-        **kwargs: Any,
-    ) -> ModuleType:
-        """Return ``class_type(*args, **kwargs)``."""
-        config = self._plain_config()
-        class_path = config.get("class_path")
-        if class_path is not None and not _is_named(class_type, class_path):
-            return class_type(*args, **kwargs)  # A part of the module, of the same base class.
-        hparams: dict[str, Any] = config
+    def make(
+        class_type: type[Any], *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        hparams = dict(plain())
+        class_path = hparams.get("class_path")
         if class_path is not None:
-            hparams = {CLASS_PATH: class_path, **config.get("init_args", {}), **config.get("dict_kwargs", {})}
-        hparams = dict(hparams)
+            module, _, name = class_path.rpartition(".")
+            if (
+                getattr(sys.modules.get(module), name, None) is not class_type
+                and class_type.__qualname__ != name
+            ):
+                return class_type(*args, **kwargs)  # A part of the module, of the same base class.
+            given = {**hparams.get("init_args", {}), **hparams.get("dict_kwargs", {})}
+            hparams = {CLASS_PATH: class_path, **given}
         for target, value in applied_instantiation_links.items():
-            if target.startswith(f"{self._key}."):
-                _put(hparams, target.removeprefix(f"{self._key}.").removeprefix("init_args."), value)
+            if target.startswith(f"{key}."):
+                *path, last = target.removeprefix(f"{key}.").removeprefix("init_args.").split(".")
+                functools.reduce(lambda data, part: data.setdefault(part, {}), path, hparams)[last] = value
         with made_from_config(class_type, hparams):
             return class_type(*args, **kwargs)
 
-    def _plain_config(self) -> dict[str, Any]:
-        if self._plain is None:
-            text = self._parser.dump(
-                self._config, format="yaml", skip_link_targets=False, skip_unset=False, skip_validation=True
-            )
-            self._plain = yaml.safe_load(text) or {}
-        part: dict[str, Any] = self._plain.get(self._key) or {}
-        return part
-
-
-def _is_named(kind: type, class_path: str) -> bool:
-    module, _, name = class_path.rpartition(".")
-    return getattr(sys.modules.get(module), name, None) is kind or kind.__qualname__ == name
-
-
-def _put(data: dict[str, Any], key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    for part in path:
-        data = data.setdefault(part, {})
-    data[last] = value
+    return make
 
 
 def instantiate_module(class_type: type[ModuleType], config: Mapping[str, Any]) -> ModuleType:
@@ -105,7 +85,9 @@ def instantiate_module(class_type: type[ModuleType], config: Mapping[str, Any]) 
     """
     given = {key: value for key, value in config.items() if key != INSTANTIATOR}
     class_path = given.pop(CLASS_PATH, None)
-    refuse_unsafe(class_type, {**given, **({CLASS_PATH: class_path} if class_path else {})}, "the checkpoint")
+    _refuse_unsafe(
+        class_type, {**given, **({CLASS_PATH: class_path} if class_path else {})}, "the checkpoint"
+    )
     parser = ArgumentParser(exit_on_error=False)
     if class_path is not None:
         parser.add_subclass_arguments(class_type, "module", fail_untyped=False)
@@ -131,21 +113,69 @@ def instantiate_module(class_type: type[ModuleType], config: Mapping[str, Any]) 
     return made
 
 
-def from_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str | None]:
-    """Return the module's hyper-parameters in a checkpoint, and the name of the argument that holds all of them."""
-    checkpoint = files.load(path, map_location="cpu")
-    hparams = dict(checkpoint.get("hyper_parameters") or {})
-    hparams.pop(INSTANTIATOR, None)
-    return hparams, checkpoint.get("hparams_name")
+def with_checkpoint(
+    parser: LightningArgumentParser, config: Namespace, given: set[str], kind: type, subclass_mode: bool
+) -> Namespace:
+    """Return the config with the module's hyper-parameters from ``--ckpt_path``, if that is a file.
 
+    They override config files and defaults, which may not fit the weights.
 
-def refuse_unsafe(kind: type, hparams: Mapping[str, Any], source: str) -> type:
-    """Return the class that the hyper-parameters of a file belong to.
-
-    Raises:
-        ValueError: they name a class for an argument that does not allow it.
+    Args:
+        parser: the parser.
+        config: what it read.
+        given: the keys that the command line gives, which override those of the checkpoint.
+        kind: the class of the module.
+        subclass_mode: it is chosen on the command line.
 
     """
+    subcommand = config["subcommand"]
+    path, chosen = config[subcommand].get("ckpt_path"), config[subcommand].get("model")
+    if not path or not Path(path).is_file():
+        return config  # "best" and its like, or a URL: found when the run starts.
+    try:
+        checkpoint = files.load(path, map_location="cpu")
+    except (files.CheckpointDamaged, files.CheckpointRefused):
+        return config  # The Trainer reads the whole file, and raises if it may not.
+    hparams: dict[str, Any] = dict(checkpoint.get("hyper_parameters") or {})
+    hparams.pop(INSTANTIATOR, None)
+    class_path = hparams.pop(CLASS_PATH, None)
+    own = parser._subcommands_action.choices[subcommand]
+    # One argument of the module may hold all of them.
+    holder = checkpoint.get("hparams_name")
+    if holder and holder != "kwargs" and f"--model.{holder}" in own._option_string_actions:
+        hparams = {holder: hparams}
+    links = own._links_group._group_actions if hasattr(own, "_links_group") else ()
+    linked = {link.target[0] for link in links}
+    for name in list(hparams):
+        names = {f"model.{name}", f"model.init_args.{name}"}
+        if names & linked or any(f"{key}.".startswith(f"model.{name}.") for key in given):
+            del hparams[name]
+    if not hparams:
+        return config
+    model: dict[str, Any] = hparams
+    if subclass_mode:
+        named = chosen.get("class_path") if chosen is not None else None
+        if "model" not in given or named is None:
+            named = class_path or named
+        if named is None:
+            return config
+        model = {"class_path": named, "dict_kwargs": hparams}
+        kind = _refuse_unsafe(kind, {**hparams, CLASS_PATH: named}, str(path))
+    else:
+        kind = _refuse_unsafe(kind, hparams, str(path))
+    _name_enums(kind, hparams)
+    try:
+        return parser.parse_object({subcommand: {"model": model}}, config)
+    except SystemExit:
+        sys.stderr.write(
+            f"Parsing of ckpt_path hyperparameters failed: those in {path} do not fit the model. Was it saved by "
+            "another version of it?\n"
+        )
+        raise
+
+
+def _refuse_unsafe(kind: type, hparams: Mapping[str, Any], source: str) -> type:
+    """Return the class of the hyper-parameters; raise if they name a class for an argument that does not allow it."""
     values = dict(hparams)
     class_path = values.pop(CLASS_PATH, None)
     if class_path is not None:
@@ -163,7 +193,7 @@ def _check_arguments(kind: type, values: Mapping[str, Any], prefix: str, source:
 def _check_value(hint: Any, value: Any, key: str, source: str) -> None:
     if isinstance(value, Mapping):
         # For an argument annotated as a dict, a config stays a dict.
-        data = not _classes_in(hint) and _takes_dict(hint)
+        data = not classes_in(hint) and _takes_dict(hint)
         if isinstance(value.get("class_path"), str) and not data:
             kind = _checked_class(value["class_path"], hint, key, source)
             for part in ("init_args", "dict_kwargs"):
@@ -179,7 +209,7 @@ def _check_value(hint: Any, value: Any, key: str, source: str) -> None:
 
 
 def _checked_class(class_path: str, hint: Any, key: str, source: str) -> type:
-    bases = tuple(_classes_in(hint))
+    bases = tuple(classes_in(hint))
     package = class_path.partition(".")[0]
     if bases and package not in sys.stdlib_module_names:
         kind = _imported(class_path)
@@ -194,16 +224,17 @@ def _checked_class(class_path: str, hint: Any, key: str, source: str) -> type:
     )
 
 
-def _classes_in(hint: Any) -> list[type]:
+def classes_in(hint: Any) -> list[type]:
     """Return the classes in a type hint, except builtins."""
     arguments = getattr(hint, "__args__", ()) or ()
     if isinstance(hint, type) and not arguments:
         return [] if hint.__module__.partition(".")[0] in ("builtins", "typing") else [hint]
-    found: list[type] = []
-    for argument in arguments:
-        for one in argument if isinstance(argument, list) else [argument]:
-            found += _classes_in(one)
-    return found
+    return [
+        kind
+        for one in arguments
+        for part in (one if isinstance(one, list) else [one])
+        for kind in classes_in(part)
+    ]
 
 
 def _takes_dict(hint: Any) -> bool:
@@ -212,18 +243,13 @@ def _takes_dict(hint: Any) -> bool:
     return get_origin(hint) in (Union, types.UnionType) and any(_takes_dict(one) for one in get_args(hint))
 
 
-def as_config(kind: type, hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters with the names of enum members in place of their values."""
+def _name_enums(kind: type, hparams: dict[str, Any]) -> None:
+    """Replace the values of enum members by their names."""
     hints = _hints(kind)
-    return {name: _enum_name(hints.get(name), value) for name, value in hparams.items()}
-
-
-def _enum_name(hint: Any, value: Any) -> Any:
-    for kind in _classes_in(hint):
-        if issubclass(kind, Enum) and value not in kind.__members__:
-            found = [member.name for member in kind if member.value == value]
-            return found[0] if found else value
-    return value
+    for name, value in hparams.items():
+        for enum in classes_in(hints.get(name)):
+            if issubclass(enum, Enum) and value not in enum.__members__:
+                hparams[name] = next((member.name for member in enum if member.value == value), value)
 
 
 def _hints(kind: type) -> dict[str, Any]:

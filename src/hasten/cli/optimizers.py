@@ -85,24 +85,14 @@ def instantiate_class(args: Any | tuple[Any, ...], init: Mapping[str, Any]) -> A
     return kind(*positional, **(init.get("init_args") or {}))
 
 
-def plain_config(config: Any) -> Any:
+def plain_config(config: object) -> Any:
     """Return a config as dicts, which an argument annotated as one takes."""
     return config.as_dict() if hasattr(config, "as_dict") else config
 
 
-def class_config(kind: type, init_args: Any) -> dict[str, Any]:
+def class_config(kind: type, init_args: object) -> dict[str, Any]:
     """Return the config that makes an object of ``kind`` with ``init_args``."""
     return {
         "class_path": f"{kind.__module__}.{kind.__qualname__}",
         "init_args": plain_config(init_args) or {},
     }
-
-
-def configured_optimizers(optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None) -> Any:
-    """Return what ``configure_optimizers`` of a module returns for one optimizer and its scheduler, if any."""
-    if lr_scheduler is None:
-        return optimizer
-    if isinstance(lr_scheduler, ReduceLROnPlateau):
-        watched = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
-        return {"optimizer": optimizer, "lr_scheduler": watched}
-    return [optimizer], [lr_scheduler]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from argparse import SUPPRESS
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -17,7 +20,7 @@ from jsonargparse import (
 from torch.optim import Optimizer
 
 from hasten._lib.errors import MisconfigurationException
-from hasten.cli import errors, known
+from hasten.cli.errors import forwarded_arguments, hints
 from hasten.cli.optimizers import LRSchedulerType, LRSchedulerTypeTuple
 from hasten.module import LightningModule
 from hasten.module.callback import Callback
@@ -32,6 +35,16 @@ register_unresolvable_import_paths(torch)
 set_parsing_settings(config_read_mode_fsspec_enabled=True)
 
 AUTOMATIC = "AUTOMATIC"
+
+
+@functools.cache
+def _import_named_classes() -> None:
+    """Import hasten's own classes that a command line may name without their module."""
+    for package in ("callbacks", "loggers", "profilers", "strategies", "plugins", "accelerators"):
+        module = importlib.import_module(f"hasten.{package}")
+        for name in module.__all__:
+            with suppress(ModuleNotFoundError):  # Its package is not installed.
+                getattr(module, name)
 
 
 class LightningArgumentParser(ArgumentParser):
@@ -106,7 +119,7 @@ class LightningArgumentParser(ArgumentParser):
                 "For another class there is parser.add_class_arguments()."
             )
         if issubclass(given, Trainer):
-            known.load()
+            _import_named_classes()
         if issubclass(given, Callback):
             self.callback_keys.append(nested_key)
         if subclass_mode:
@@ -126,7 +139,7 @@ class LightningArgumentParser(ArgumentParser):
         """Add the arguments of any class; see jsonargparse."""
         added: list[str] = super().add_class_arguments(theclass, nested_key, **options)
         if nested_key is None:
-            for name in known.forwarded_arguments(theclass):
+            for name in forwarded_arguments(theclass):
                 if f"--{name}" not in self._option_string_actions:
                     # Without a default: only what the user gives is passed on.
                     self.add_argument(f"--{name}", type=Any, default=SUPPRESS)
@@ -194,7 +207,7 @@ class LightningArgumentParser(ArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         if not getattr(self, "_inner_parser", False):
             # The message of an inner parser, for a class named in a config, becomes part of that of the outer one.
-            message = "\n".join([message, *errors.hints(parser, message)])
+            message = "\n".join([message, *hints(parser, message)])
         if callable(self._error_handler) or not self.exit_on_error:
             super().error(message, ex)
         self.exit(2, f"error: {message}\nAll options: {parser.prog.replace(' [options]', '')} --help\n")

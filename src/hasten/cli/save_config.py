@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import TYPE_CHECKING
 
@@ -85,34 +86,21 @@ class SaveConfigCallback(Callback):
         if log_dir is None:
             return
         path = os.path.join(log_dir, self.config_filename)
+        files = fsspec.core.url_to_fs(path)[0]
         if trainer.state.fn == TrainerFn.FITTING and self.config.get("ckpt_path") is not None:
-            path = trainer.strategy.broadcast(_free_name(path) if trainer.is_global_zero else path)
-        files, in_files = fsspec.core.url_to_fs(path)
-        if not self.overwrite:
-            # All processes must fail together: one that went on would wait for the others.
-            exists = trainer.strategy.broadcast(
-                bool(files.isfile(in_files)) if trainer.is_global_zero else False
+            # The first free name of config.yaml, config-1.yaml, config-2.yaml, ...
+            stem, ending = os.path.splitext(path)
+            names = itertools.chain([path], (f"{stem}-{number}{ending}" for number in itertools.count(1)))
+            free = next(name for name in names if not files.isfile(name)) if trainer.is_global_zero else path
+            path = trainer.strategy.broadcast(free)
+        # All processes must fail together: one that went on would wait for the others.
+        exists = trainer.is_global_zero and not self.overwrite and bool(files.isfile(path))
+        if not self.overwrite and trainer.strategy.broadcast(exists):
+            raise RuntimeError(
+                f"{type(self).__name__} expected {path} to NOT exist: it is the config of another run. Write elsewhere "
+                '(--trainer.default_root_dir), or set LightningCLI(save_config_kwargs={"overwrite": True}).'
             )
-            if exists:
-                raise RuntimeError(
-                    f"{type(self).__name__} expected {path} to NOT exist: it is the config of another run, and is "
-                    "kept. Write elsewhere (--trainer.default_root_dir, or a logger with another name or version), "
-                    'delete it, or set LightningCLI(save_config_kwargs={"overwrite": True}) or '
-                    "LightningCLI(save_config_callback=None)."
-                )
         if trainer.is_global_zero:
             # The logger makes its folder with the first value it writes, which is later.
-            files.makedirs(files._parent(in_files), exist_ok=True)
+            files.makedirs(files._parent(path), exist_ok=True)
             self.parser.save(self.config, path, skip_unset=False, overwrite=True, multifile=self.multifile)
-
-
-def _free_name(path: str) -> str:
-    """Return ``path``, or where there is one already, the first free one of config-1.yaml, config-2.yaml, ..."""
-    files, in_files = fsspec.core.url_to_fs(path)
-    stem, ending = os.path.splitext(path)
-    number = 0
-    while files.isfile(in_files):
-        number += 1
-        path = f"{stem}-{number}{ending}"
-        in_files = fsspec.core.url_to_fs(path)[1]
-    return path

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "hasten.profilers.advanced": ("AdvancedProfiler",),
-        "hasten.profilers.base": ("PassThroughProfiler", "Profiler", "XLAProfiler"),
-        "hasten.profilers.pytorch": ("PyTorchProfiler",),
-        "hasten.profilers.simple": ("SimpleProfiler",),
+        "hasten.profilers.advanced": "AdvancedProfiler",
+        "hasten.profilers.base": "PassThroughProfiler Profiler XLAProfiler",
+        "hasten.profilers.pytorch": "PyTorchProfiler",
+        "hasten.profilers.simple": "SimpleProfiler",
     },
 )

@@ -9,6 +9,7 @@ import pstats
 from pathlib import Path
 from typing import Any
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten.profilers.base import Profiler
 
@@ -47,15 +48,15 @@ class AdvancedProfiler(Profiler):
         dump_stats: bool = False,
     ) -> None:
         super().__init__(dirpath=dirpath, filename=filename)
-        fits = not isinstance(line_count_restriction, bool) and (
-            (isinstance(line_count_restriction, int) and line_count_restriction >= 0)
-            or (isinstance(line_count_restriction, float) and 0.0 <= line_count_restriction <= 1.0)
+        check.number(
+            "AdvancedProfiler",
+            "line_count_restriction",
+            line_count_restriction,
+            at_least=0,
+            at_most=1 if isinstance(line_count_restriction, float) else None,
+            allowed="a whole number of lines, or a share between 0.0 and 1.0",
+            error=MisconfigurationException,
         )
-        if not fits:
-            raise MisconfigurationException(
-                f"AdvancedProfiler(line_count_restriction={line_count_restriction!r}): use a whole number of lines, "
-                "or a share between 0.0 and 1.0."
-            )
         self.profiled_actions: dict[str, cProfile.Profile] = {}
         self.line_count_restriction = line_count_restriction
         self.dump_stats = dump_stats

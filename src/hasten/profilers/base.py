@@ -164,10 +164,6 @@ class Profiler(ABC):
 class PassThroughProfiler(Profiler):
     """The profiler of a Trainer without one: it does nothing, and the loop never calls it.
 
-    Args:
-        dirpath: unused.
-        filename: unused.
-
     Example::
 
         >>> with PassThroughProfiler().profile("anything"):
@@ -183,15 +179,7 @@ class PassThroughProfiler(Profiler):
 
 
 class XLAProfiler(PassThroughProfiler):
-    """Not available: hasten does not run on TPUs.
-
-    Args:
-        port: unused.
-
-    Raises:
-        ModuleNotFoundError: always.
-
-    """
+    """Not available, and raises ``ModuleNotFoundError``: hasten does not run on TPUs."""
 
     def __init__(self, port: int = 9012) -> None:
         raise ModuleNotFoundError(
@@ -200,15 +188,13 @@ class XLAProfiler(PassThroughProfiler):
         )
 
 
-# The names for Trainer(profiler=...), and where their classes are.
+# The names for Trainer(profiler=...).
 NAMED = {
-    "simple": ("hasten.profilers.simple", "SimpleProfiler"),
-    "advanced": ("hasten.profilers.advanced", "AdvancedProfiler"),
-    "pytorch": ("hasten.profilers.pytorch", "PyTorchProfiler"),
-    "xla": ("hasten.profilers.base", "XLAProfiler"),
+    "simple": "SimpleProfiler",
+    "advanced": "AdvancedProfiler",
+    "pytorch": "PyTorchProfiler",
+    "xla": "XLAProfiler",
 }
-
-
 _CHOICES = [name for name in NAMED if name != "xla"]
 
 
@@ -236,8 +222,7 @@ def resolve(profiler: object) -> Profiler:
                 f"Trainer(profiler={profiler!r}): it can only be one of {_CHOICES}, a Profiler, or None."
                 f"{did_you_mean(profiler.lower(), NAMED)}"
             )
-        module, name = NAMED[profiler.lower()]
-        made: Profiler = getattr(importlib.import_module(module), name)()
+        made: Profiler = getattr(importlib.import_module("hasten.profilers"), NAMED[profiler.lower()])()
         return made
     if not isinstance(profiler, Profiler):
         kind = profiler.__name__ if isinstance(profiler, type) else type(profiler).__name__
@@ -250,14 +235,7 @@ def resolve(profiler: object) -> Profiler:
 
 
 def is_off(profiler: Profiler) -> bool:
-    """Return whether nothing is to be profiled.
-
-    Example::
-
-        >>> is_off(PassThroughProfiler())
-        True
-
-    """
+    """Return whether nothing is to be profiled."""
     # A user's subclass of it that records something is on.
     kind = type(profiler)
     return kind.start is PassThroughProfiler.start and kind.stop is PassThroughProfiler.stop

@@ -14,6 +14,7 @@ from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerAction, ProfilerActivity, tensorboard_trace_handler
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import warn_once
@@ -22,9 +23,10 @@ from hasten.profilers.base import Profiler
 Schedule = Callable[[int], ProfilerAction]
 
 # The default: leave out the first batch, warm up on one, record three. Few enough not to slow a run down.
-_DEFAULT = {"wait": 1, "warmup": 1, "active": 3}
-_DEFAULT_STEPS = sum(_DEFAULT.values())
+_default = torch.profiler.schedule(wait=1, warmup=1, active=3)
+_DEFAULT_STEPS = 5
 _BATCH = "run_training_batch"
+_STAGES = {"training_step": "train", "validation_step": "val", "test_step": "test", "predict_step": "predict"}
 # Arguments of Lightning's profiler that torch's does not have.
 _ADDED = frozenset({"enabled", "export_to_flame_graph", "metric", "use_cpu"})
 
@@ -68,18 +70,18 @@ class PyTorchProfiler(Profiler):
 
     """
 
-    STEP_FUNCTIONS: ClassVar[set[str]] = {"training_step", "validation_step", "test_step", "predict_step"}
-    AVAILABLE_SORT_KEYS: ClassVar[set[str]] = {
-        f"{own}{device}_{kind}"
+    STEP_FUNCTIONS: ClassVar[set[str]] = set(_STAGES)
+    AVAILABLE_SORT_KEYS: ClassVar[set[str]] = {"count"} | {
+        key.format(device)
         for device in ("cpu", "cuda", "device")
-        for own, kind in (
-            ("", "time"),
-            ("", "time_total"),
-            ("self_", "time_total"),
-            ("", "memory_usage"),
-            ("self_", "memory_usage"),
+        for key in (
+            "{}_time",
+            "{}_time_total",
+            "self_{}_time_total",
+            "{}_memory_usage",
+            "self_{}_memory_usage",
         )
-    } | {"count"}
+    }
 
     def __init__(
         self,
@@ -95,8 +97,11 @@ class PyTorchProfiler(Profiler):
         **profiler_kwargs: Any,
     ) -> None:
         super().__init__(dirpath=dirpath, filename=filename)
-        _check_kwargs(profiler_kwargs)
-        _check_table(table_kwargs or {})
+        own = {"sort_by": "sort_by_key", "row_limit": "row_limit"}
+        for name in own.keys() & (table_kwargs or {}):
+            raise KeyError(f"PyTorchProfiler(table_kwargs={{{name!r}: ...}}): Pass {own[name]}=... instead.")
+        _check_names(profiler_kwargs, torch.profiler.profile.__init__, _ADDED, TypeError)
+        _check_names(table_kwargs or {}, EventList.table, frozenset(), KeyError)
         self._enabled = profiler_kwargs.pop("enabled", True)
         self._flame_graph = profiler_kwargs.pop("export_to_flame_graph", False)
         self._metric = profiler_kwargs.pop("metric", "self_cpu_time_total")
@@ -105,7 +110,10 @@ class PyTorchProfiler(Profiler):
         wanted = [ProfilerActivity.CPU] * bool(cpu) + [ProfilerActivity.CUDA] * bool(cuda)
         activities = list(profiler_kwargs.pop("activities", None) or wanted)
         self._by_default = "schedule" not in profiler_kwargs
-        self._schedule_of_user: Schedule | None = _check_schedule(profiler_kwargs.pop("schedule", None))
+        schedule = profiler_kwargs.pop("schedule", None)
+        _check_schedule(schedule)
+        self._has_schedule = self._by_default or schedule is not None
+        self._schedule: Schedule | None = schedule
         self._on_trace_ready = profiler_kwargs.pop("on_trace_ready", None)
         with_stack = profiler_kwargs.pop("with_stack", False) or self._flame_graph
         self._profiler_kwargs = {**profiler_kwargs, "activities": activities, "with_stack": with_stack}
@@ -120,11 +128,10 @@ class PyTorchProfiler(Profiler):
         self._row_limit = row_limit
         on_device = ProfilerActivity.CUDA in activities
         self._sort_by_key = sort_by_key or f"{'cuda' if on_device else 'cpu'}_time_total"
-        if self._sort_by_key not in self.AVAILABLE_SORT_KEYS:
-            raise MisconfigurationException(
-                f"PyTorchProfiler(sort_by_key={sort_by_key!r}): Found sort_by_key: {sort_by_key}. Should be within "
-                f"{sorted(self.AVAILABLE_SORT_KEYS)}.{did_you_mean(self._sort_by_key, self.AVAILABLE_SORT_KEYS)}"
-            )
+        keys = sorted(self.AVAILABLE_SORT_KEYS)
+        check.one_of(
+            "PyTorchProfiler", "sort_by_key", self._sort_by_key, keys, error=MisconfigurationException
+        )
         self._record_module_names = record_module_names
         self._table_kwargs = dict(table_kwargs or {})
         self._reset()
@@ -139,8 +146,8 @@ class PyTorchProfiler(Profiler):
         self._recorded_stage: str | None = None
         self._batches: dict[str, int] = {}
         self._done: set[str] = set()
-        # Stages of fewer batches than the default schedule needs, and how many those have.
-        self._short: dict[str, int] = {}
+        # The schedules of stages with fewer batches than the default one needs.
+        self._short: dict[str, Schedule] = {}
         self._next = ProfilerAction.NONE
         self._step_name = "profile"
         self._tables: dict[str, str] = {}
@@ -154,9 +161,9 @@ class PyTorchProfiler(Profiler):
         if self._register is None and self._record_module_names and self.lightning_module is not None:
             self._register = RegisterRecordFunction(self.lightning_module)
             self._register.__enter__()
-        if _stage_of(action_name) is not None:
+        if (stage := _stage_of(action_name)) is not None:
             self._step_name = action_name
-            self._begin_a_short_stage(action_name)
+            self._begin_a_short_stage(stage)
         if action_name not in self._recording:
             # The prefix is known to viewers of traces, which group such ranges.
             record = record_function("[pl][profile]" + action_name)
@@ -201,62 +208,51 @@ class PyTorchProfiler(Profiler):
             self.profiler = torch.autograd.profiler.emit_nvtx()
             self.profiler.__enter__()
             return
-        if self._records_all():
-            self._next = ProfilerAction.RECORD
-        else:
-            self._next = self._schedule(None, 0)
+        self._next = ProfilerAction.RECORD if self._records_all() else (self._schedule or _default)(0)
         self.profiler = torch.profiler.profile(
             **self._profiler_kwargs, schedule=lambda _: self._next, on_trace_ready=self._trace_ready
         )
         self.profiler.__enter__()
         self.profiler.add_metadata("Framework", "hasten")
 
-    def _schedule(self, stage: str | None, batches: int) -> ProfilerAction:
-        if stage in self._short:
-            last = batches + 1 >= self._short[stage]
-            return ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD
-        return (self._schedule_of_user or torch.profiler.schedule(**_DEFAULT))(batches)
-
     def _batch_ended(self, stage: str) -> None:
-        trainer = self._trainer()
-        if trainer is not None and trainer.sanity_checking:
-            return  # Training comes first: a cycle begun in the check would leave it out.
-        if self._recorded_stage not in (None, stage) or stage in self._done or self._records_all():
+        if self._sanity_checking() or stage in self._done or self._records_all():
             return
-        done = self._batches[stage] = self._batches.get(stage, 0) + 1
+        if self._recorded_stage not in (None, stage):
+            return
+        self._batches[stage] = self._batches.get(stage, 0) + 1
         if self._next == ProfilerAction.RECORD_AND_SAVE:
             self._done.add(stage)
-            self._go_to(None, ProfilerAction.NONE)
-        else:
-            action = self._schedule(stage, done)
-            self._go_to(None if action == ProfilerAction.NONE else stage, action)
+        self._go_on(stage)
 
-    def _go_to(self, stage: str | None, action: ProfilerAction) -> None:
-        self._recorded_stage = stage
-        self._next = action
+    def _go_on(self, stage: str) -> None:
+        """Take the next step of the schedule of a stage."""
+        schedule = self._short.get(stage) or self._schedule or _default
+        self._next = ProfilerAction.NONE if stage in self._done else schedule(self._batches[stage])
+        self._recorded_stage = None if self._next == ProfilerAction.NONE else stage
         self.profiler.step()
 
     def _records_all(self) -> bool:
-        return self._schedule_of_user is None and (not self._by_default or self.lightning_module is None)
+        return not self._has_schedule or (self._by_default and self.lightning_module is None)
 
-    def _begin_a_short_stage(self, action_name: str) -> None:
+    def _sanity_checking(self) -> bool:
+        # Training comes first: a cycle begun in the check would leave it out.
+        trainer = self._trainer()
+        return trainer is not None and trainer.sanity_checking
+
+    def _begin_a_short_stage(self, stage: str) -> None:
         """Record from the first batch on where the default schedule would not come to its end."""
-        stage, trainer = _stage_of(action_name), self._trainer()
-        if (
-            stage is None
-            or trainer is None
-            or not self._by_default
-            or self._recorded_stage is not None
-            or stage in self._batches
-            or stage in self._done
-            or trainer.sanity_checking
-        ):
+        trainer = self._trainer()
+        if trainer is None or not self._by_default or self._recorded_stage is not None:
+            return
+        if stage in self._batches or self._sanity_checking():
             return
         batches = _batches_to_come(trainer, stage)
         if batches < _DEFAULT_STEPS:
-            self._short[stage] = int(batches)
+            save, record = ProfilerAction.RECORD_AND_SAVE, ProfilerAction.RECORD
+            self._short[stage] = lambda done: save if done + 1 >= batches else record
             self._batches[stage] = 0
-            self._go_to(stage, self._schedule(stage, 0))
+            self._go_on(stage)
 
     def _trainer(self) -> Any:
         return getattr(self.lightning_module, "_trainer", None) or getattr(
@@ -333,12 +329,11 @@ class RegisterRecordFunction:
         # A list, as a module may call itself.
         entered: list[record_function] = []
 
-        def begin(*_: Any) -> None:
-            record = record_function(label)
-            record.__enter__()
-            entered.append(record)
+        def begin(*_: object) -> None:
+            entered.append(record_function(label))
+            entered[-1].__enter__()
 
-        def end(*_: Any) -> None:
+        def end(*_: object) -> None:
             if entered:
                 entered.pop().__exit__(None, None, None)
 
@@ -353,9 +348,7 @@ class RegisterRecordFunction:
 
 def _stage_of(action_name: str) -> str | None:
     """Return the stage of which an action is the step."""
-    name = action_name.rpartition(".")[2]
-    stages = {"training_step": "train", "validation_step": "val", "test_step": "test"}
-    return stages.get(name) or ("predict" if name == "predict_step" else None)
+    return _STAGES.get(action_name.rpartition(".")[2])
 
 
 def _batches_to_come(trainer: Any, stage: str) -> float:
@@ -369,44 +362,25 @@ def _batches_to_come(trainer: Any, stage: str) -> float:
     return sum(found) if isinstance(found, list) else found
 
 
-def _check_kwargs(kwargs: dict[str, Any]) -> None:
-    known = set(inspect.signature(torch.profiler.profile.__init__).parameters) - {"self"} | _ADDED
+def _check_names(
+    kwargs: dict[str, Any], function: Callable[..., Any], added: frozenset[str], error: type[Exception]
+) -> None:
+    """Raise for an argument that ``function`` does not take; torch would, but only when the run has begun."""
+    known = {*inspect.signature(function).parameters, *added} - {"self"}
     for name in kwargs:
         if name not in known:
-            raise TypeError(
-                f"PyTorchProfiler({name}=...): neither PyTorchProfiler nor torch.profiler.profile takes this argument."
+            raise error(
+                f"PyTorchProfiler({name}=...): {function.__qualname__} takes {', '.join(sorted(known))}."
                 f"{did_you_mean(name, known)}"
             )
 
 
-def _check_table(kwargs: dict[str, Any]) -> None:
-    known = set(inspect.signature(EventList.table).parameters) - {"self", "sort_by", "row_limit"}
-    for name in kwargs:
-        if name in ("sort_by", "row_limit"):
-            argument = "sort_by_key" if name == "sort_by" else name
-            raise KeyError(
-                f"PyTorchProfiler(table_kwargs={{{name!r}: ...}}): this is an argument of the profiler. Pass "
-                f"{argument}=..."
-            )
-        if name not in known:
-            raise KeyError(
-                f"PyTorchProfiler(table_kwargs={{{name!r}: ...}}): the table takes {sorted(known)}."
-                f"{did_you_mean(name, known)}"
-            )
-
-
-def _check_schedule(schedule: Any) -> Schedule | None:
+def _check_schedule(schedule: Schedule | None) -> None:
     if schedule is None:
-        return None
-    if not callable(schedule):
-        raise MisconfigurationException(
-            f"PyTorchProfiler(schedule={schedule!r}): Schedule should be a callable, for instance "
-            f"torch.profiler.schedule(wait=1, warmup=1, active=3). Found: {schedule}"
-        )
+        return
+    check.callable_("PyTorchProfiler", "schedule", schedule, error=MisconfigurationException)
     action = schedule(0)
     if not isinstance(action, ProfilerAction):
         raise MisconfigurationException(
-            f"PyTorchProfiler(schedule=...): Schedule should return a `torch.profiler.ProfilerAction`. Found: {action}"
+            f"PyTorchProfiler(schedule=...): it should return a `torch.profiler.ProfilerAction`, not {action}."
         )
-    checked: Schedule = schedule
-    return checked

@@ -12,18 +12,9 @@ from hasten.profilers.base import Profiler
 
 # What a run is made of, in the order of a step. What belongs to none of them is "other".
 PARTS = (
-    "data wait",
-    "transfer",
-    "forward",
-    "backward",
-    "optimizer",
-    "callbacks",
-    "logging",
-    "checkpoint",
-    "validation",
-    "other",
-    "start and end",
-)
+    "data wait", "transfer", "forward", "backward", "optimizer", "callbacks", "logging", "checkpoint", "validation",
+    "other", "start and end",
+)  # fmt: skip
 # The whole of a run: its time is what the parts sum to.
 LOOP = "run_loop"
 _OF_A_STEP = "run_training_batch"
@@ -143,17 +134,22 @@ class SimpleProfiler(Profiler):
         except KeyError:
             part = self._parts[action_name] = part_of(action_name)
         if self._open:
-            _, around = self._open[-1]
-            self._seconds[around] += now - self._last
+            around = self._count(now)
             # Within validation all is validation: a step of training is what the table is about.
             if part is None or around == "validation":
                 part = around
         self._open.append((action_name, part or "other"))
         self._last = now
 
-    def _end(self, action_name: str, now: float) -> None:
-        self._seconds[self._open[-1][1]] += now - self._last
+    def _count(self, now: float) -> str:
+        """Add the time since the last moment to the innermost part, and return that."""
+        part = self._open[-1][1]
+        self._seconds[part] += now - self._last
         self._last = now
+        return part
+
+    def _end(self, action_name: str, now: float) -> None:
+        self._count(now)
         # Usually the last one; a user's action may end out of order.
         for index in range(len(self._open) - 1, -1, -1):
             if self._open[index][0] == action_name:
@@ -164,9 +160,7 @@ class SimpleProfiler(Profiler):
     def part_seconds(self) -> dict[str, float]:
         """Seconds of the run so far by part (data wait, forward, ...), up to now."""
         if self._open:
-            now = time.perf_counter()
-            self._seconds[self._open[-1][1]] += now - self._last
-            self._last = now
+            self._count(time.perf_counter())
         return dict(self._seconds)
 
     def summary(self) -> str:
@@ -175,57 +169,42 @@ class SimpleProfiler(Profiler):
         if self._new(LOOP):
             lines += [*self._table_of_parts(), ""]
         if self.recorded_durations:
-            lines += [*(self._extended_rows() if self.extended else self._rows()), ""]
+            lines += [*self._table_of_actions(), ""]
         return "\n".join(lines)
 
     def _table_of_parts(self) -> list[str]:
         total = math.fsum(self._seconds.values())
         steps = self._new(_OF_A_STEP)
         each = f" of {steps} training batches" if steps else ""
-        head = ["Part", "Time (s)", "Share (%)", *(["Per batch (ms)"] if steps else [])]
+        head = ["Part", "Time (s)", "Share (%)", "Per batch (ms)"]
         rows = [
-            [
-                part,
-                f"{seconds:.5}",
-                f"{100 * seconds / total:.1f}" if total else "-",
-                *([f"{1000 * seconds / steps:.3f}"] if steps else []),
-            ]
-            for part, seconds in [*self._seconds.items(), ("total", total)]
-            if seconds or part == "total"
+            [part, f"{s:.5}", f"{100 * s / (total or 1):.1f}", f"{1000 * s / (steps or 1):.3f}"]
+            for part, s in [*self._seconds.items(), ("total", total)]
+            if s or part == "total"
         ]
-        return [f"Where the time{each} went (each moment is counted once):", *_table(head, rows, last=True)]
+        columns = 4 if steps else 3
+        table = _table(head[:columns], [row[:columns] for row in rows], last=True)
+        return [f"Where the time{each} went (each moment is counted once):", *table]
 
     def _new(self, action_name: str) -> int:
         return len(self.recorded_durations.get(action_name, ())) - self._before.get(action_name, 0)
 
-    def _extended_rows(self) -> list[str]:
+    def _table_of_actions(self) -> list[str]:
+        # Action, calls, seconds.
+        found = [(action, len(times), math.fsum(times)) for action, times in self.recorded_durations.items()]
+        if not self.extended:
+            found.sort(key=lambda row: row[2] / row[1], reverse=True)
+            rows = [[action, f"{seconds / calls:.5}", f"{seconds:.5}"] for action, calls, seconds in found]
+            return _table(["Action", "Mean duration (s)", "Total time (s)"], rows)
+        found.sort(key=lambda row: row[2], reverse=True)
         total = time.perf_counter() - self.start_time
-        sums = {action: math.fsum(durations) for action, durations in self.recorded_durations.items()}
-        rows = [
-            [
-                action,
-                f"{seconds / len(self.recorded_durations[action]):.5}",
-                str(len(self.recorded_durations[action])),
-                f"{seconds:.5}",
-                f"{100 * seconds / total:.5}",
-            ]
-            for action, seconds in sorted(sums.items(), key=lambda item: item[1], reverse=True)
+        rows = [["Total", "-", str(sum(calls for _, calls, _ in found)), f"{total:.5}", "100 %"]]
+        rows += [
+            [action, f"{seconds / calls:.5}", str(calls), f"{seconds:.5}", f"{100 * seconds / total:.5}"]
+            for action, calls, seconds in found
         ]
-        calls = sum(len(durations) for durations in self.recorded_durations.values())
-        rows.insert(0, ["Total", "-", str(calls), f"{total:.5}", "100 %"])
         head = ["Action", "Mean duration (s)", "Num calls", "Total time (s)", "Percentage %"]
         return ["Actions (each contains those inside it):", *_table(head, rows)]
-
-    def _rows(self) -> list[str]:
-        means = {
-            action: (math.fsum(durations) / len(durations), math.fsum(durations))
-            for action, durations in self.recorded_durations.items()
-        }
-        rows = [
-            [action, f"{mean:.5}", f"{seconds:.5}"]
-            for action, (mean, seconds) in sorted(means.items(), key=lambda item: item[1][0], reverse=True)
-        ]
-        return _table(["Action", "Mean duration (s)", "Total time (s)"], rows)
 
 
 def _table(head: list[str], rows: list[list[str]], *, last: bool = False) -> list[str]:
