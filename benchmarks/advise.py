@@ -21,8 +21,8 @@ import torch
 
 import hasten as L
 from hasten.demo import text_models
-from hasten.demo.digits import Digits
 from hasten.demo.docstrings import Docstrings
+from hasten.demo.images import Digits
 from hasten.demo.imdb import Imdb
 from hasten.demo.row import Classifier
 from hasten.demo.task import RowVariant, Task

@@ -96,7 +96,7 @@ def model(name: str) -> L.LightningModule:
         return FiveMetrics()
     if name == "minilm":
         return Texts()
-    from hasten.demo.digits import Digits
+    from hasten.demo.images import Digits
     from hasten.demo.row import Classifier
     from hasten.demo.task import RowVariant
 

@@ -1,10 +1,11 @@
-"""A tiny archive in the layout of aclImdb_v1.tar.gz, and rows trained in this process."""
+"""A tiny archive in the layout of aclImdb_v1.tar.gz, and rows that are faked or trained in this process."""
 
 from __future__ import annotations
 
-import io
+import math
 import random
 import tarfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import pytest
 import torch
 
 from hasten.demo import row
+from hasten.demo.imdb import Imdb
 from hasten.demo.task import RowVariant, Task
+from hasten.demo.text_models import find
+from hasten.speed.engine import TrialError, Turn
+
+Seconds = Callable[[int], float]
 
 WORDS = {"pos": ["wonderful", "moving", "brilliant"], "neg": ["boring", "dreadful", "clumsy"]}
 
@@ -23,44 +29,45 @@ def review(kind: str, number: int) -> str:
     return " ".join([*words, f"number {number}"])
 
 
-def members(count: int) -> dict[str, str]:
-    """File names and texts of ``4 * count`` labelled reviews, and two without a label."""
-    found = {
-        f"aclImdb/{part}/{kind}/{number}_7.txt": review(kind, number + (1000 if part == "test" else 0))
+def make_folder(folder: Path) -> Path:
+    """80 labeled reviews, and files without a label."""
+    texts = {
+        f"{part}/{kind}/{number}_7.txt": review(kind, number + (1000 if part == "test" else 0))
         for part in ("train", "test")
         for kind in ("pos", "neg")
-        for number in range(count)
+        for number in range(20)
     }
-    found["aclImdb/train/unsup/0_0.txt"] = "an unlabelled review"
-    found["aclImdb/train/urls_pos.txt"] = "http://example.com"
-    found["aclImdb/README"] = "read me"
-    return found
+    others = {"train/unsup/0_0.txt": "an unlabeled review", "train/urls_pos.txt": "http://example.com"}
+    for name, text in (texts | others).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
 
 
-def pack(path: Path, files: dict[str, str]) -> Path:
+def pack(path: Path, folder: Path) -> Path:
     with tarfile.open(path, "w:gz") as archive:
-        for name, text in files.items():
-            content = text.encode()
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            archive.addfile(entry, io.BytesIO(content))
+        archive.add(folder, arcname=folder.name)
     return path
 
 
 @pytest.fixture
-def archive(tmp_path: Path) -> Path:
-    """An archive of 80 labelled reviews."""
-    return pack(tmp_path / "aclImdb_v1.tar.gz", members(20))
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "unpacked" / "aclImdb")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The folder that ``archive`` unpacks to."""
-    for name, text in members(20).items():
-        path = tmp_path / "unpacked" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return tmp_path / "unpacked" / "aclImdb"
+def archive(folder: Path, tmp_path: Path) -> Path:
+    return pack(tmp_path / "aclImdb_v1.tar.gz", folder)
+
+
+def silent(line: str) -> None:
+    """Say nothing."""
+
+
+def imdb(data: Path, **options: Any) -> Imdb:
+    """The task on a small model of random weights; tokens are kept beside the data."""
+    source = find("minilm", random_weights=True)
+    return Imdb(data, source, **{"max_length": 16, "cache": data.parent, "say": silent, **options})
 
 
 class Finished(BaseException):
@@ -96,3 +103,50 @@ def weights_of(task: Task, variant: RowVariant) -> dict[str, torch.Tensor]:
     """Return the weights that a row ends with."""
     found: dict[str, torch.Tensor] = train(task, variant).handlers["accuracy"].__self__.weights
     return found
+
+
+class FakeTrial:
+    """A row whose steps take a stated time, at each of its turns."""
+
+    def __init__(self, task: Task, variant: RowVariant, seconds: Seconds) -> None:
+        self.tokens = sum(task.lengths(RowVariant())) * task.epochs // task.steps(variant)
+        self.seconds, self.turns, self.closed = seconds, 0, False
+
+    def ready(self) -> dict[str, Any]:
+        return {}
+
+    def turn(self, steps: int, until: float = math.inf) -> Turn:
+        self.turns += 1
+        seconds, tokens = self.seconds(self.turns), self.tokens * steps
+        return Turn(seconds * steps, [seconds] * steps, tokens=tokens, slots=2 * tokens)
+
+    def ask(self, name: str, **options: Any) -> dict[str, float]:
+        return {"validation": 0.8, "test": 0.9}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeEngine:
+    """Starts a fake trial for each variant, given the seconds of its steps or why it refuses."""
+
+    def __init__(self, seconds_of: Callable[[RowVariant], float | Seconds | TrialError]) -> None:
+        self.seconds_of = seconds_of
+        self.started: list[tuple[RowVariant, int, FakeTrial]] = []
+
+    def start(self, target: str, task: Task, variant: RowVariant, threads: int, name: str = "") -> FakeTrial:
+        row = self.seconds_of(variant)
+        if isinstance(row, TrialError):
+            raise row
+        seconds = row if callable(row) else lambda turn: row
+        self.started.append((variant, task.seed, FakeTrial(task, variant, seconds)))
+        return self.started[-1][2]
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def preload(self, modules: Sequence[str]) -> None:
+        pass

@@ -12,79 +12,41 @@ import torch
 
 from hasten.demo import cumulative
 from hasten.demo.cumulative import Measurement, Result
-from hasten.demo.digits import Digits
-from hasten.demo.imdb import Imdb
+from hasten.demo.images import Digits, Vit
 from hasten.demo.task import LadderRow, RowVariant, Task, first_rows
-from hasten.demo.text_models import find
-from hasten.demo.vit import Vit
-from hasten.speed.engine import TrialError, Turn
+from hasten.speed.engine import TrialError
 from hasten.speed.safety import Safety
 
-from .conftest import members, pack
-
-Seconds = Callable[[int], float]
+from .conftest import FakeEngine, Seconds, imdb, make_folder, silent
 
 
-class FakeTrial:
-    """A row whose steps take a stated time, at each of its turns."""
-
-    def __init__(self, task: Task, variant: RowVariant, seconds: Seconds) -> None:
-        self.tokens = sum(task.lengths(RowVariant())) * task.epochs // task.steps(variant)
-        self.seconds = seconds
-        self.turns = 0
-        self.closed = False
-
-    def ready(self) -> dict[str, Any]:
-        return {}
-
-    def turn(self, steps: int, until: float = math.inf) -> Turn:
-        self.turns += 1
-        seconds = self.seconds(self.turns)
-        return Turn(
-            seconds * steps, [seconds] * steps, tokens=self.tokens * steps, slots=2 * self.tokens * steps
-        )
-
-    def ask(self, name: str, **options: Any) -> dict[str, float]:
-        return {"validation": 0.8, "test": 0.9}
-
-    def close(self) -> None:
-        self.closed = True
+def engine_of(*rows: float | Seconds | TrialError) -> FakeEngine:
+    """Start each row with its seconds; ``max_length`` says which row a variant is."""
+    return FakeEngine(lambda variant: rows[variant.max_length or 0])
 
 
-class FakeEngine:
-    """Starts a fake trial for each variant; ``max_length`` says which row it is."""
-
-    def __init__(self, *rows: float | Seconds | TrialError) -> None:
-        self.rows = rows
-        self.started: list[tuple[RowVariant, int, FakeTrial]] = []
-
-    def start(self, target: str, task: Task, variant: RowVariant, threads: int, name: str = "") -> FakeTrial:
-        row = self.rows[variant.max_length or 0]
-        if isinstance(row, TrialError):
-            raise row
-        seconds = row if callable(row) else lambda turn: row
-        self.started.append((variant, task.seed, FakeTrial(task, variant, seconds)))
-        return self.started[-1][2]
-
-
-def row(number: int, *, safety: Safety = Safety.SAME_BITS, **arguments: Any) -> LadderRow:
-    return LadderRow(f"row {number}", f"--{number}", arguments, {"max_length": number}, safety)
+def row(
+    number: int, *, safety: Safety = Safety.SAME_BITS, alone: bool = False, **arguments: Any
+) -> LadderRow:
+    return LadderRow(f"row {number}", f"--{number}", arguments, {"max_length": number}, safety, alone)
 
 
 def measured(
-    engine: FakeEngine,
+    engine: FakeEngine | tuple[Any, ...],
     *rows: LadderRow,
     seeds: int = 1,
     row_seconds: float = 0.2,
     full: bool = False,
-    lines: list[str] | None = None,
+    say: Callable[[str], Any] = silent,
 ) -> list[Result]:
-    """Measure 20 steps of digits: 2 epochs of 10."""
-    task = Digits(epochs=2, batch_size=126)
-    task.rows = [*first_rows(2)[:1], *rows]
-    say = (lambda line: None) if lines is None else lines.append
-    found = Measurement(task, engine, row_seconds=row_seconds, rounds=2, full=full, say=say)  # type: ignore[arg-type]
-    for each in task.rows:
+    """Measure 20 steps of digits: 2 epochs of 10. The rows after the first two are numbered by default."""
+    if isinstance(engine, tuple):
+        rows = rows or tuple(map(row, range(1, len(engine))))
+        engine = engine_of(*engine)
+    found = Measurement(
+        Digits(epochs=2, batch_size=126), engine, row_seconds=row_seconds, rounds=2, full=full, say=say
+    )  # type: ignore[arg-type]
+    for each in (first_rows(2)[0], *rows):
         found.add(each)
     found.finish(seeds)
     return found.results
@@ -92,19 +54,17 @@ def measured(
 
 def test_each_row_builds_on_those_above_that_pay() -> None:
     lines: list[str] = []
-    engine = FakeEngine(0.4, 0.4, 0.8, 0.1)
-    rows = (row(1), row(2, fused_optimizer=True), row(3, packed=True))
-    _, same, loses, wins = measured(engine, *rows, lines=lines)
-    assert [same.kept, loses.kept, wins.kept] == [True, False, True]
+    engine = engine_of(0.4, 0.4, 0.8, 0.1, 0.1)
+    rows = (row(1), row(2, fused_optimizer=True), row(3, packed=True), row(4, resident=True))
+    _, same, loses, wins, nothing = measured(engine, *rows, say=lines.append)
+    assert [same.kept, loses.kept, wins.kept, nothing.kept] == [True, False, True, False]
     assert loses.variant.trainer == {"fused_optimizer": True}
     assert wins.variant.trainer == {"packed": True}
     assert wins.base is same
     assert any(line.startswith("row 2") and "left out of the rows below" in line for line in lines)
-
-
-def test_a_row_that_gains_nothing_is_left_out() -> None:
-    _, _, nothing = measured(FakeEngine(0.4, 0.4, 0.4), row(1), row(2))
-    assert not nothing.kept
+    # Each in a process of its own; that of the row that is trained in full ends, too.
+    assert len(engine.started) == 5
+    assert engine.started[3][2].closed
 
 
 def test_a_busy_minute_does_not_drop_a_row_that_pays() -> None:
@@ -113,31 +73,20 @@ def test_a_busy_minute_does_not_drop_a_row_that_pays() -> None:
     def busy(seconds: float) -> Seconds:
         return lambda turn: seconds * (10 if turn <= 3 else 1)
 
-    _, same, packed = measured(FakeEngine(0.4, busy(0.4), busy(0.1)), row(1), row(2))
+    _, same, packed = measured((0.4, busy(0.4), busy(0.1)))
     assert packed.kept
     assert same.seconds / packed.seconds == pytest.approx(4.0, rel=0.01)
 
 
 def test_a_row_that_was_slow_for_a_moment_is_judged_by_all_its_turns() -> None:
-    def disturbed(turn: int) -> float:
-        return 0.8 if turn in (2, 3) else 0.1
-
-    _, _same, packed = measured(FakeEngine(0.4, 0.4, disturbed), row(1), row(2))
+    *_, packed = measured((0.4, 0.4, lambda turn: 0.8 if turn in (2, 3) else 0.1))
     assert packed.comparison is not None
     assert len(packed.comparison.turns) > 2
     assert packed.kept
 
 
-def test_every_row_runs_in_a_process_of_its_own_that_is_ended() -> None:
-    engine = FakeEngine(0.4, 0.4, 0.1)
-    measured(engine, row(1), row(2))
-    assert len(engine.started) == 3
-    assert engine.started[-1][2].closed
-
-
 def test_slow_rows_are_sampled_and_the_fastest_is_trained_in_full() -> None:
-    engine = FakeEngine(4.0, 1.0, 0.5)
-    slowest, slow, fast = measured(engine, row(1), row(2), row_seconds=1.5)
+    slowest, slow, fast = measured((4.0, 1.0, 0.5), row_seconds=1.5)
     assert slowest.basis == "3 of 20 steps"
     assert slowest.seconds == pytest.approx(80.0, rel=1e-3)
     assert slow.seconds == pytest.approx(20.0, rel=1e-3)
@@ -149,20 +98,19 @@ def test_slow_rows_are_sampled_and_the_fastest_is_trained_in_full() -> None:
     assert slow.pad_share == 0.5
 
 
-def test_quick_rows_are_trained_in_full() -> None:
-    for result in measured(FakeEngine(0.04, 0.04, 0.01), row(1), row(2), row_seconds=1.0):
+@pytest.mark.parametrize(
+    ("seconds", "options"), [((0.04, 0.04, 0.01), {"row_seconds": 1.0}), ((4, 2, 1), {"full": True})]
+)
+def test_quick_rows_and_with_full_all_rows_are_trained_in_full(seconds: Any, options: Any) -> None:
+    for result in measured(seconds, **options):
         assert result.in_full
         assert result.accuracy == 0.9
         assert result.basis == "trained in full: 20 steps"
 
 
-def test_with_full_every_row_is_trained_in_full() -> None:
-    assert all(each.in_full for each in measured(FakeEngine(4.0, 2.0, 1.0), row(1), row(2), full=True))
-
-
 def test_what_a_row_refuses_is_in_its_result() -> None:
     refusal = TrialError("packed=True: not for this model.\nMore.", refused=True)
-    _, _, refused, last = measured(FakeEngine(0.4, 0.4, refusal, 0.1), row(1), row(2), row(3))
+    _, _, refused, last = measured((0.4, 0.4, refusal, 0.1))
     assert refused.refused == "packed=True: not for this model."
     assert not refused.kept
     assert last.kept
@@ -172,30 +120,25 @@ def test_what_a_row_refuses_is_in_its_result() -> None:
 @pytest.mark.parametrize("rows", [(TrialError("broken", refused=True),), (0.4, 0.4, TrialError("broken"))])
 def test_a_row_that_breaks_ends_the_demo(rows: tuple[Any, ...]) -> None:
     with pytest.raises(TrialError, match="broken"):
-        measured(FakeEngine(*rows), row(1), row(2))
+        measured(rows)
 
 
 def test_several_seeds_train_the_first_row_and_the_fastest_of_the_same_maths() -> None:
-    engine = FakeEngine(0.4, 0.2, 0.05)
-    other_maths = row(2, safety=Safety.OTHER_MATHS)
-    first, same, other = measured(engine, row(1), other_maths, seeds=3)
-    assert len(first.accuracies) == len(same.accuracies) == 3
-    assert len(other.accuracies) == 1
+    engine = engine_of(0.4, 0.2, 0.05)
+    results = measured(engine, row(1), row(2, safety=Safety.OTHER_MATHS), seeds=3)
+    assert [len(result.accuracies) for result in results] == [3, 3, 1]
     assert {seed for _, seed, _ in engine.started} == {0, 1, 2}
 
 
 def test_what_the_first_steps_take_longer_is_in_the_whole_time_only() -> None:
-    def compiling(turn: int) -> float:
-        return 3.0 if turn == 1 else 0.1
-
-    first, *_ = measured(FakeEngine(compiling, 0.1), row(1))
+    first, *_ = measured((lambda turn: 3.0 if turn == 1 else 0.1, 0.1))
     assert first.seconds == pytest.approx(2.0, rel=1e-3)
     assert first.all_in == pytest.approx(4.9, abs=0.1)
 
 
 def test_a_row_that_stands_alone_is_compared_with_the_first() -> None:
-    alone = LadderRow("its own choice", "auto", {"speed": "auto"}, {"max_length": 3}, alone=True)
-    first, _, fast, choice = measured(FakeEngine(0.4, 0.4, 0.1, 0.05), row(1), row(2, packed=True), alone)
+    rows = (row(1), row(2, packed=True), row(3, alone=True, speed="auto"))
+    first, _, fast, choice = measured((0.4, 0.4, 0.1, 0.05), *rows)
     assert fast.kept
     assert choice.base is first
     assert choice.variant.trainer == {"speed": "auto"}
@@ -232,18 +175,18 @@ def test_a_task_is_shortened_to_what_the_plain_loop_trains_in_its_time() -> None
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
     """Digits, imdb and vit, on a CPU and on a GPU."""
-    tmp_path = tmp_path_factory.mktemp("tasks")
-    archive = pack(tmp_path / "aclImdb_v1.tar.gz", members(20))
-    source = find("minilm", random_weights=True)
+    folder = make_folder(tmp_path_factory.mktemp("tasks") / "aclImdb")
+    small: dict[str, Any] = {
+        "random_images": True,
+        "limit": 60,
+        "side": 32,
+        "width": 64,
+        "depth": 1,
+        "say": silent,
+    }
     found: list[Task] = []
     for device in map(torch.device, ("cpu", "cuda")):
-        found += [
-            Digits(device=device),
-            Imdb(archive, source, max_length=16, cache=tmp_path, device=device, say=lambda line: None),
-            Vit(
-                random_images=True, limit=60, side=32, width=64, depth=1, device=device, say=lambda line: None
-            ),
-        ]
+        found += [Digits(device=device), imdb(folder, device=device), Vit(**small, device=device)]
     return found
 
 
@@ -270,7 +213,7 @@ def test_the_class_of_a_row_is_that_of_its_lever(tasks: list[Task]) -> None:
 
 
 def test_on_a_gpu_packed_rows_come_last_and_are_not_recorded(tasks: list[Task]) -> None:
-    _, imdb, _ = tasks[3:]
+    imdb = tasks[4]
     names = [each.name for each in imdb.rows if each.same_maths and not each.alone]
     assert names[-6:] == [
         "batches by length", "bf16", "compiled", "CUDA graphs", "packed", "last block for one token",

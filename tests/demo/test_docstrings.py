@@ -13,6 +13,8 @@ from hasten.demo.task import RowVariant
 from hasten.demo.text_models import find
 from hasten.speed.safety import Safety
 
+from .conftest import silent
+
 LONG = "A sentence that is long enough to be kept, of which each has a number of its own, so that none is dropped: "
 
 
@@ -58,7 +60,7 @@ def test_no_module_makes_up_a_library(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def task() -> Docstrings:
-    return Docstrings(find("minilm", random_weights=True), say=lambda line: None)
+    return Docstrings(find("minilm", random_weights=True), say=silent)
 
 
 def test_the_installed_libraries_have_enough_texts(task: Docstrings) -> None:
@@ -92,7 +94,7 @@ def test_rows_draw_nothing_at_random_so_packing_changes_rounding_only(task: Docs
 def test_a_limit_leaves_so_many_texts_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [(f"{LONG}{number}", number % 5) for number in range(40)]
     monkeypatch.setattr(docstrings, "split_docstrings", lambda folders, train, test: (texts, texts[:10]))
-    limited = Docstrings(find("minilm", random_weights=True), limit=16, say=lambda line: None)
+    limited = Docstrings(find("minilm", random_weights=True), limit=16, say=silent)
     assert len(limited.train_data) == 16
     assert "16 train / 10 test from other modules" in limited.title
     assert limited.full_seconds is None

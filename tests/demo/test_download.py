@@ -72,88 +72,70 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-def test_a_whole_file_comes_in_one_request(server: Server, tmp_path: Path) -> None:
+def test_a_file_is_fetched_once_in_one_request(server: Server, tmp_path: Path) -> None:
     target = tmp_path / "made" / "archive.tar.gz"
-    assert download(server.remote, target, progress=False) == target
-    assert target.read_bytes() == CONTENT
-    assert [path.name for path in target.parent.iterdir()] == ["archive.tar.gz"]
-
-
-def test_what_is_there_is_not_fetched_again(server: Server, tmp_path: Path) -> None:
-    target = tmp_path / "archive.tar.gz"
-    download(server.remote, target, progress=False)
-    download(server.remote, target, progress=False)
-    assert server.asked == [None]
+    for _ in range(2):
+        assert download(server.remote, target.parent) == target
+        assert target.read_bytes() == CONTENT
+        assert [path.name for path in target.parent.iterdir()] == ["archive.tar.gz"]
+        assert server.asked == [None]
     target.write_bytes(CONTENT[:-1] + b"?")
-    download(server.remote, target, progress=False)
+    download(server.remote, target.parent)
     assert server.asked == [None, None]
     assert target.read_bytes() == CONTENT
 
 
 def test_a_cut_body_is_continued_from_where_it_was_cut(server: Server, tmp_path: Path) -> None:
     server.cuts = [400_000, 300_000]
-    target = download(server.remote, tmp_path / "archive.tar.gz", progress=False)
-    assert target.read_bytes() == CONTENT
+    assert download(server.remote, tmp_path).read_bytes() == CONTENT
     assert server.asked == [None, "bytes=400000-", "bytes=700000-"]
 
 
 def test_a_file_cut_again_and_again_is_continued_by_the_next_run(server: Server, tmp_path: Path) -> None:
     server.cuts = [100_000, 100_000, 100_000]
-    target = tmp_path / "archive.tar.gz"
     with pytest.raises(DemoError, match=r"cut 3 times.*300,000 of 1,000,000.*run again"):
-        download(server.remote, target, progress=False)
-    assert not target.exists()
-    download(server.remote, target, progress=False)
-    assert target.read_bytes() == CONTENT
+        download(server.remote, tmp_path)
+    assert not (tmp_path / "archive.tar.gz").exists()
+    assert download(server.remote, tmp_path).read_bytes() == CONTENT
     assert server.asked[-1] == "bytes=300000-"
 
 
 def test_a_server_without_ranges_sends_the_whole_again(server: Server, tmp_path: Path) -> None:
     server.ranges = False
     server.cuts = [400_000]
-    target = download(server.remote, tmp_path / "archive.tar.gz", progress=False)
-    assert target.read_bytes() == CONTENT
+    assert download(server.remote, tmp_path).read_bytes() == CONTENT
 
 
 def test_a_wrong_content_is_thrown_away(server: Server, tmp_path: Path) -> None:
     server.content = b"!" + CONTENT[1:]
-    target = tmp_path / "archive.tar.gz"
     with pytest.raises(DemoError, match=r"another content.*--data"):
-        download(server.remote, target, progress=False)
+        download(server.remote, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    server.content = CONTENT
-    assert download(server.remote, target, progress=False).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("content", [CONTENT + b"more", CONTENT[:1000]])
 def test_a_wrong_size_is_seen_before_the_body(server: Server, tmp_path: Path, content: bytes) -> None:
     server.content = content
     with pytest.raises(DemoError, match=rf"{len(content):,} bytes, expected 1,000,000"):
-        download(server.remote, tmp_path / "archive.tar.gz", progress=False)
+        download(server.remote, tmp_path)
     assert not (tmp_path / "archive.tar.gz").exists()
 
 
-def test_a_part_longer_than_the_file_is_started_anew(server: Server, tmp_path: Path) -> None:
+def test_a_part_longer_than_the_file_is_fetched_from_the_start(server: Server, tmp_path: Path) -> None:
     (tmp_path / "archive.tar.gz.part").write_bytes(b"x" * 1_000_001)
-    assert download(server.remote, tmp_path / "archive.tar.gz", progress=False).read_bytes() == CONTENT
+    assert download(server.remote, tmp_path).read_bytes() == CONTENT
 
 
-def test_a_refusal_names_the_code_and_data(server: Server, tmp_path: Path) -> None:
+def test_what_goes_wrong_is_said_with_what_to_do(server: Server, tmp_path: Path) -> None:
+    def refused(folder: Path, said: str) -> None:
+        with pytest.raises(DemoError, match=said):
+            download(server.remote, folder)
+
+    (tmp_path / "file").write_text("")
+    refused(tmp_path / "file", r"cannot be written.*--cache-dir")
     server.status = 404
-    with pytest.raises(DemoError, match=r"404.*--data"):
-        download(server.remote, tmp_path / "archive.tar.gz", progress=False)
-
-
-def test_without_network_the_message_names_data(server: Server, tmp_path: Path) -> None:
-    remote = server.remote
+    refused(tmp_path, r"404.*--data")
     server.shutdown()
     server.server_close()
-    with pytest.raises(DemoError, match=r"No network.*--data archive\.tar\.gz"):
-        download(remote, tmp_path / "archive.tar.gz", progress=False)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_named(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DemoError, match=r"cannot be written.*--cache-dir"):
-        download(server.remote, tmp_path / "file" / "archive.tar.gz", progress=False)
+    refused(tmp_path, r"No network.*--data archive\.tar\.gz")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -2,62 +2,53 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.programs import run_python
 
 from hasten.demo import text_models as models
 from hasten.demo.imdb import Imdb
 
+from .conftest import silent
 
-def test_minilm_comes_from_its_package_with_pretrained_weights() -> None:
+
+def test_minilm_comes_from_its_package_with_pretrained_weights_ready_to_train() -> None:
     source = models.find("minilm")
     assert source.weights is not None
     torch.manual_seed(0)
-    one = source.build().state_dict()
+    model = source.build()
+    # `from_pretrained` gives it in evaluation: a Trainer would train without dropout, the plain loop with it.
+    assert all(module.training for module in model.modules())
+    one = model.state_dict()
     torch.manual_seed(1)
     other = source.build().state_dict()
     # Only the new last layer is random: the rest was read.
     assert [name for name in one if not torch.equal(one[name], other[name])] == ["classifier.weight"]
-
-
-def test_random_weights_are_random_and_of_the_same_shapes() -> None:
-    read = models.find("minilm").build().state_dict()
-    source = models.find("minilm", random_weights=True)
-    assert "random weights" in source.title
-    torch.manual_seed(0)
-    one = source.build().state_dict()
-    assert {name: value.shape for name, value in one.items()} == {
-        name: value.shape for name, value in read.items()
+    unread = models.find("minilm", random_weights=True)
+    assert "random weights" in unread.title
+    model = unread.build()
+    assert all(module.training for module in model.modules())
+    random = model.state_dict()
+    assert {name: value.shape for name, value in random.items()} == {
+        name: value.shape for name, value in one.items()
     }
     name = "bert.encoder.layer.0.output.dense.weight"
-    assert not torch.equal(one[name], read[name])
+    assert not torch.equal(random[name], one[name])
 
 
 @pytest.mark.parametrize("name", ["minilm", "distilbert"])
-def test_attention_dropout_can_be_left_out_of_each_model(name: str) -> None:
+def test_attention_dropout_and_the_lower_half_can_be_left_out_of_each_model(name: str) -> None:
     source = models.find(name, random_weights=True)
-
-    def configured(**changes: float) -> float:
-        model: Any = source.build(**changes)
-        return float(getattr(model.config, source.attention_dropout_field))
-
-    assert configured() == 0.1
-    assert configured(**{source.attention_dropout_field: 0.0}) == 0.0
-
-
-@pytest.mark.parametrize("name", ["minilm", "distilbert"])
-def test_the_upper_half_is_left_to_train(name: str) -> None:
-    source = models.find(name, random_weights=True)
-    model: Any = source.build()
+    field = source.attention_dropout_field
+    model: Any = source.build(**{field: 0.0})
+    assert getattr(model.config, field) == 0.0
+    model = source.build()
+    assert getattr(model.config, field) == 0.1
     source.freeze_lower_half(model)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    assert trained
     assert not any(
         "embeddings" in name or f"layer.{number}." in name for name in trained for number in range(3)
     )
@@ -103,7 +94,7 @@ def test_random_weights_go_without_the_package_of_the_vocabulary(
     model: Any = source.build()
     assert all(0 < token < model.config.vocab_size for tokens in found for token in tokens)
     assert [tokens[:1] + tokens[-1:] for tokens in found] == [tokens[:1] + tokens[-1:] for tokens in usual]
-    task = Imdb(archive, source, max_length=16, cache=tmp_path / "cache", say=lambda line: None)
+    task = Imdb(archive, source, max_length=16, cache=tmp_path / "cache", say=silent)
     assert task.title.startswith(
         "DistilBERT (66 M parameters), random weights, hashed words in place of its vocabulary,"
     )
@@ -111,31 +102,13 @@ def test_random_weights_go_without_the_package_of_the_vocabulary(
 
 def test_distilbert_without_network_names_what_works_offline(archive: Path, tmp_path: Path) -> None:
     # A process of its own: the hub library reads these variables once, at its import.
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", "import sys; from hasten.commands import main; sys.exit(main())"),
-            *("demo", "--task", "imdb", "--model", "distilbert", "--data", str(archive)),
-            *("--output", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")),
-        ],
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "HF_HOME": str(tmp_path),
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    done = run_python(
+        *("-m", "hasten", "demo", "--task", "imdb", "--model", "distilbert", "--data", archive),
+        *("--output", tmp_path / "out", "--cache-dir", tmp_path / "cache"),
+        HF_HUB_OFFLINE="1",
+        HF_HOME=str(tmp_path),
     )
     assert done.returncode == 1
     assert "--model minilm" in done.stderr
     assert "--random-weights" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("random_weights", [False, True])
-def test_models_come_ready_to_train(random_weights: bool) -> None:
-    """`from_pretrained` gives them in evaluation: a Trainer would train without dropout, the plain loop with it."""
-    model = models.find("minilm", random_weights=random_weights).build()
-    assert all(module.training for module in model.modules())

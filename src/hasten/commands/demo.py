@@ -251,11 +251,11 @@ def _task(options: argparse.Namespace, device: torch.device) -> Task:
     chosen: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
     chosen |= {"seed": options.seed, "device": device}
     if options.task == "digits":
-        from hasten.demo.digits import Digits
+        from hasten.demo.images import Digits
 
         return Digits(**chosen)
     if options.task == "vit":
-        from hasten.demo.vit import Vit
+        from hasten.demo.images import Vit
 
         return Vit(
             options.data,

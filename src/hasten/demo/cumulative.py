@@ -7,30 +7,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
-from typing import Any
 
 import torch
 
 from hasten._lib import check
 from hasten.demo.task import LadderRow, RowVariant, Say, Task
-from hasten.speed.engine import FASTER, UNCLEAR, Comparison, Engine, TrialError, TrialProcess, Turn, race
+from hasten.speed.engine import FASTER, UNCLEAR, Comparison, Engine, TrialError, Turn, race
 from hasten.speed.safety import Safety
 
-# A turn is about this long, so that what happens between two turns does not count.
-TURN_SECONDS = 0.5
-# A GPU's clock follows its load within about a second.
-GPU_TURN_SECONDS = 1.0
+# A turn is about this long, so that what happens between two turns does not count. A GPU's clock follows its load
+# within about a second.
+TURN_SECONDS = {"cpu": 0.5, "cuda": 1.0}
 LONGEST_TURN_STEPS = 500
 # Graphs are warmed up, recorded and replayed for each width of a batch.
 GRAPH_WARM_UP_STEPS = 40
 # Training that has not got this many steps has not learned anything.
 FEWEST_STEPS = 10
 ROW_TARGET = "hasten.demo.row:run"
-# What the trials import; those that are not installed are left out.
-PRELOADED = ("transformers", "sklearn.datasets", "hasten.demo.row")
 
 
-@dataclass
+@dataclass(eq=False)
 class Result:
     """What was measured of a row.
 
@@ -42,13 +38,11 @@ class Result:
         base: the row it was compared with.
         comparison: with ``base``, turn by turn.
         kept: whether the rows below have its switch, too: not where it does not pay.
-        turns: all its turns, without the first steps.
-        steps_done: of the training so far, the first ones included.
-        start_seconds: from the start of its process to its first step, and what the first steps took longer than
-            later ones, compiling included.
+        ready_seconds: from the start of its process to its first step.
+        first: its first steps, which pay for memory and for compiling.
+        turns: those after them.
         in_full: whether ``seconds`` are those of the whole training.
         full_seconds: of the whole training, of a row that was trained in full.
-        pad_share: of what the model computes, 0 to 1.
         refused: why hasten would not train so; such a row has no figures.
         accuracies: on the test samples, 0 to 1, for each seed it was trained in full with.
         validation_accuracy: on the validation samples.
@@ -62,12 +56,11 @@ class Result:
     base: Result | None = None
     comparison: Comparison | None = None
     kept: bool = True
+    ready_seconds: float = 0.0
+    first: Turn | None = None
     turns: list[Turn] = field(default_factory=list)
-    steps_done: int = 0
-    start_seconds: float = 0.0
     in_full: bool = False
     full_seconds: float | None = None
-    pad_share: float = 0.0
     refused: str | None = None
     accuracies: list[float] = field(default_factory=list)
     validation_accuracy: float | None = None
@@ -89,6 +82,12 @@ class Result:
         return [turn.cost("tokens") for turn in self.turns]
 
     @property
+    def pad_share(self) -> float:
+        """Share of padding in what the model computes, 0 to 1."""
+        tokens, slots = (sum(getattr(turn, name) or 0 for turn in self.turns) for name in ("tokens", "slots"))
+        return max(0.0, 1 - tokens / slots) if slots else 0.0
+
+    @property
     def measured_seconds(self) -> float:
         """Seconds of the whole training, from its own steps alone."""
         done = sum(turn.tokens or 0 for turn in self.turns)
@@ -108,6 +107,14 @@ class Result:
         return self.base.seconds / self.comparison.speed
 
     @property
+    def start_seconds(self) -> float:
+        """Seconds before the first step, and what the first steps took longer than later ones: compiling."""
+        if self.first is None:
+            return self.ready_seconds
+        usual = self.measured_seconds / self.tokens * (self.first.tokens or 0)
+        return self.ready_seconds + max(0.0, self.first.seconds - usual)
+
+    @property
     def all_in(self) -> float:
         """Seconds from the start to the end of the training: starting and compiling are in the clock."""
         return self.seconds + self.start_seconds
@@ -125,63 +132,31 @@ class _RowTrial:
 
     def __init__(self, engine: Engine, task: Task, result: Result) -> None:
         self.result = result
-        self._device = task.device
         began = time.perf_counter()
-        self.process: TrialProcess = engine.start(
+        self.process = engine.start(
             ROW_TARGET, task, result.variant, torch.get_num_threads(), name=result.row.name
         )
+        self.ask, self.close = self.process.ask, self.process.close
         self.process.ready()
-        self._ready_seconds = time.perf_counter() - began
-
-    def warm_up(self) -> float:
-        """Train the first steps, which pay for memory and for compiling; return the seconds of the last one."""
-        steps = 2 if self.result.variant.argument("compile") else 1
-        if self.result.variant.records_graphs:
-            steps = min(GRAPH_WARM_UP_STEPS, self.result.steps)
-        turn = self.process.turn(steps)
-        self.result.steps_done += steps
-        self._first = turn
-        self.result.start_seconds = self._ready_seconds
-        return turn.step_seconds[-1]
+        result.ready_seconds = time.perf_counter() - began
+        steps = 2 if result.variant.argument("compile") else 1
+        if result.variant.records_graphs:
+            steps = min(GRAPH_WARM_UP_STEPS, result.steps)
+        result.first = self.process.turn(steps)
+        self.steps_left = result.steps - steps
+        wanted = TURN_SECONDS[task.device.type] / max(result.first.step_seconds[-1], 1e-6)
+        self.steps_of_a_turn = max(1, min(LONGEST_TURN_STEPS, round(wanted)))
 
     def turn(self, steps: int, until: float = math.inf) -> Turn:
         """Train so many steps."""
         turn = self.process.turn(steps, until)
-        self.result.steps_done += steps
+        self.steps_left -= steps
         self.result.turns.append(turn)
-        slots = sum(turn.slots or 0 for turn in self.result.turns)
-        if slots:
-            self.result.pad_share = max(0.0, 1 - sum(turn.tokens or 0 for turn in self.result.turns) / slots)
-        usual = self.result.measured_seconds / self.result.tokens * (self._first.tokens or 0)
-        self.result.start_seconds = self._ready_seconds + max(0.0, self._first.seconds - usual)
         return turn
-
-    def ask(self, name: str, **options: Any) -> Any:
-        """Return the answer of the row's handler."""
-        return self.process.ask(name, **options)
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.close()
-
-    def turn_steps(self, step_seconds: float) -> int:
-        """Return how many steps of about so many seconds make a turn."""
-        wanted = GPU_TURN_SECONDS if self._device.type == "cuda" else TURN_SECONDS
-        return max(1, min(LONGEST_TURN_STEPS, round(wanted / max(step_seconds, 1e-6))))
 
 
 class Measurement:
-    """Measures the rows of a task, one after another; each adds its switch to those above that paid.
-
-    Args:
-        task: which.
-        engine: starts the processes.
-        row_seconds: what a row may cost in turns with the one it builds on; a row that trains longer is sampled.
-        rounds: how many turns trainings in full are shared out over.
-        full: train every row in full, however long it takes.
-        say: called with a line on what is going on.
-
-    """
+    """Measures the rows of a task, one after another; see :func:`measure` for the arguments."""
 
     def __init__(
         self, task: Task, engine: Engine, *, row_seconds: float, rounds: int, full: bool, say: Say
@@ -189,7 +164,7 @@ class Measurement:
         self.task, self.engine = task, engine
         self.row_seconds, self.rounds, self.full, self.say = row_seconds, rounds, full, say
         self.results: list[Result] = []
-        self._open: dict[int, _RowTrial] = {}
+        self._open: dict[Result, _RowTrial] = {}
 
     def add(self, row: LadderRow) -> Result:
         """Measure a row on top of those above that paid."""
@@ -202,12 +177,11 @@ class Measurement:
         self.results.append(result)
         try:
             trial = _RowTrial(self.engine, self.task, result)
-            step_seconds = trial.warm_up()
             if base is None:
                 # Each row that is compared with the first times more steps of it.
-                trial.turn(trial.turn_steps(step_seconds))
+                trial.turn(trial.steps_of_a_turn)
             else:
-                self._compare(trial, step_seconds)
+                self._compare(trial, base)
         except TrialError as error:
             # The plain loop and the same in hasten refuse nothing; a switch may not apply to this task.
             if base is None or base.variant.trainer is None or not error.refused:
@@ -215,31 +189,34 @@ class Measurement:
             result.refused, result.kept = error.text.splitlines()[0], False
             self.say(f"{row.name}: refused, left out of the rows below: {result.refused}")
             return result
-        self._open[id(result)] = trial
+        self._open[result] = trial
         self._say_measured(result)
-        self._close_what_is_done()
+        # Rows that nothing builds on any more and that will not be trained in full are done.
+        newest = next(each for each in reversed(self.results) if each.kept)
+        for each in self.results:
+            waits = each is newest or each is self.results[0] or self._is_short(each)
+            if each in self._open and not waits:
+                self._open.pop(each).close()
         return result
 
-    def _compare(self, trial: _RowTrial, step_seconds: float) -> None:
-        result = trial.result
-        assert result.base is not None
-        base = self._open[id(result.base)]
-        is_lever = result.base.variant.trainer is not None
-        judged = result.comparison = Comparison()
+    def _compare(self, trial: _RowTrial, base: Result) -> None:
+        is_lever = base.variant.trainer is not None
+        judged = trial.result.comparison = Comparison()
         # A row that does not pay is raced once more, and judged by all turns: the machine may have been busy.
         for _ in range(2 if is_lever else 1):
             until = time.monotonic() + self.row_seconds
-            (found,) = race(base, [trial], steps=trial.turn_steps(step_seconds), until=until)
+            (found,) = race(self._open[base], [trial], steps=trial.steps_of_a_turn, until=until)
             if found.error is not None:
                 raise found.error
             for turns in zip(found.base, found.turns, strict=False):
                 judged.add(*turns)
             judged.verdict = judged.interval.verdict(math.log(judged.worth))
             judged.end()
-            if _pays(judged):
+            pays = judged.verdict == FASTER or (judged.verdict == UNCLEAR and judged.speed > 1.0)
+            if pays:
                 break
         # The same in hasten is what all rows below build on. Of the others those stay that pay.
-        result.kept = not result.row.alone and (not is_lever or _pays(judged))
+        trial.result.kept = not trial.result.row.alone and (pays or not is_lever)
 
     def _say_measured(self, result: Result) -> None:
         text = f"{result.row.name}: about {result.seconds:,.0f} s for {result.steps:,} steps"
@@ -253,39 +230,30 @@ class Measurement:
         self.say(text)
 
     def _is_short(self, result: Result) -> bool:
-        return self.full or (result.refused is None and result.measured_seconds <= self.row_seconds)
-
-    def _close_what_is_done(self) -> None:
-        """Close the rows that nothing builds on any more and that will not be trained in full."""
-        newest = next(each for each in reversed(self.results) if each.kept)
-        for result in self.results:
-            waits = result is newest or result is self.results[0] or self._is_short(result)
-            if id(result) in self._open and not waits:
-                self._open.pop(id(result)).close()
+        return result.refused is None and (self.full or result.measured_seconds <= self.row_seconds)
 
     def finish(self, seeds: int) -> None:
         """Train in full what is short enough, the fastest row, and the first where that is promised; test them."""
         first, fastest = self.results[0], _fastest(self.results)
-        chosen = {id(each): each for each in self.results if self._is_short(each) and each.refused is None}
-        chosen[id(fastest)] = fastest
+        same = _fastest([each for each in self.results if each.safety < Safety.OTHER_MATHS])
+        chosen = [each for each in self.results if self._is_short(each)] + [fastest]
         if seeds > 1 or self.task.full_seconds is not None:
-            chosen[id(first)] = first
+            chosen.append(first)
         if seeds > 1:
-            same = _fastest([each for each in self.results if each.safety < Safety.OTHER_MATHS])
-            chosen[id(same)] = same
-        trials = [self._trial_of(result) for result in chosen.values()]
+            chosen.append(same)
+        trials = [
+            self._open.get(result) or _RowTrial(self.engine, self.task, result)
+            for result in dict.fromkeys(chosen)
+        ]
         for turn in range(self.rounds):
             for trial in trials:
-                left = trial.result.steps - trial.result.steps_done
-                if left > 0:
-                    trial.turn(math.ceil(left / (self.rounds - turn)))
-        is_compared_in_full = id(first) in chosen
+                if trial.steps_left > 0:
+                    trial.turn(math.ceil(trial.steps_left / (self.rounds - turn)))
         for trial in trials:
-            result = trial.result
-            found = trial.ask("accuracy")
-            result.full_seconds, result.in_full = result.measured_seconds, is_compared_in_full
-            result.accuracies.append(found["test"] or 0.0)
-            result.validation_accuracy = found["validation"]
+            result, found = trial.result, trial.ask("accuracy")
+            result.full_seconds, result.in_full = result.measured_seconds, first in chosen
+            result.accuracies.append(found["test"])
+            result.validation_accuracy = found.get("validation")
             trial.close()
             self.say(
                 f"{result.row.name}: trained in full in {result.full_seconds:,.1f} s, "
@@ -293,32 +261,20 @@ class Measurement:
             )
         self._open.clear()
         if seeds > 1:
-            self._train_more_seeds([first, same], seeds)
+            for result in dict.fromkeys([first, same]):
+                self._train_more_seeds(result, seeds)
 
-    def _trial_of(self, result: Result) -> _RowTrial:
-        trial = self._open.get(id(result))
-        if trial is None:
-            result.steps_done = 0
-            trial = _RowTrial(self.engine, self.task, result)
-            trial.warm_up()
-        return trial
-
-    def _train_more_seeds(self, results: Sequence[Result], seeds: int) -> None:
-        for result in {id(each): each for each in results}.values():
-            for number in range(1, seeds):
-                self.say(
-                    f"{result.row.name}: in full for its accuracy, seed {number + 1} of {seeds}, "
-                    f"about {result.seconds:,.0f} s"
-                )
-                other = self.task.with_seed(self.task.seed + number)
-                process = self.engine.start(ROW_TARGET, other, result.variant, torch.get_num_threads())
-                process.turn(result.steps)
-                result.accuracies.append(process.ask("accuracy")["test"])
-                process.close()
-
-
-def _pays(found: Comparison) -> bool:
-    return found.verdict == FASTER or (found.verdict == UNCLEAR and found.speed > 1.0)
+    def _train_more_seeds(self, result: Result, seeds: int) -> None:
+        for number in range(1, seeds):
+            self.say(
+                f"{result.row.name}: in full for its accuracy, seed {number + 1} of {seeds}, "
+                f"about {result.seconds:,.0f} s"
+            )
+            task = self.task.with_seed(self.task.seed + number)
+            process = self.engine.start(ROW_TARGET, task, result.variant, torch.get_num_threads())
+            process.turn(result.steps)
+            result.accuracies.append(process.ask("accuracy")["test"])
+            process.close()
 
 
 def _fastest(results: Sequence[Result]) -> Result:
@@ -329,11 +285,9 @@ def shorten(task: Task) -> None:
     """Leave a task with ``full_seconds`` as many samples as the plain loop trains in that time on this machine."""
     if task.full_seconds is None:
         return
-    lengths = task.lengths(RowVariant())
-    batch = {
-        name: tensor.to(task.device) for name, tensor in next(iter(task.users_loader(RowVariant()))).items()
-    }
-    model = task.model(RowVariant()).to(task.device).train()
+    variant = RowVariant()
+    batch = {name: tensor.to(task.device) for name, tensor in next(iter(task.users_loader(variant))).items()}
+    model = task.model(variant).to(task.device).train()
     seconds = []
     # The first pass pays for loading code and for memory.
     for _ in range(2):
@@ -343,7 +297,7 @@ def shorten(task: Task) -> None:
             torch.cuda.synchronize(task.device)
         seconds.append((time.perf_counter() - began) / len(batch["labels"]))
     steps = max(FEWEST_STEPS, int(task.full_seconds / min(seconds) / task.batch_size))
-    task.shorten(min(len(lengths), steps * task.batch_size))
+    task.shorten(min(len(task.lengths(variant)), steps * task.batch_size))
 
 
 def measure(
@@ -356,7 +310,7 @@ def measure(
     say: Say = print,
     keep: Callable[[Sequence[Result]], object] = lambda results: None,
 ) -> list[Result]:
-    """Measure all rows of a task.
+    """Measure all rows of a task; each adds its switch to those above that paid.
 
     Args:
         task: whose rows.
@@ -380,7 +334,7 @@ def measure(
     check.whole("measure", "rounds", rounds, at_least=1)
     check.whole("measure", "seeds", seeds, at_least=1)
     with Engine() as engine:
-        engine.preload(PRELOADED)
+        engine.preload([*task.imports, "hasten.demo.row"])
         found = Measurement(task, engine, row_seconds=row_seconds, rounds=rounds, full=full, say=say)
         for row in task.rows:
             found.add(row)

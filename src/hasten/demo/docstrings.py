@@ -7,7 +7,6 @@ import importlib.util
 import random
 import sysconfig
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
@@ -15,16 +14,16 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from hasten.demo.task import LadderRow, RowVariant, Say, Settings, first_rows, lever_rows
+from hasten.demo.task import RowVariant, Say, Settings, first_rows, lever_rows
 from hasten.demo.text import TextDataset, TextTask, Tokens
 from hasten.demo.text_models import ModelSource
 
 # What the environment of the demo installs anyway.
 LIBRARIES = ("python", "numpy", "sklearn", "torch", "transformers")
 TRAIN, TEST = 96, 40
-# Of a library's docstrings the shortest do not tell where they come from: "Return the value."
+# Shorter docstrings do not tell where they come from: "Return the value."
 SHORTEST = 30
-# From one module, so that a long one does not make up a library.
+# At most so many from one module.
 MODULE_TEXTS = 4
 # Generated and tested code, and packages of others.
 SKIPPED = {"test", "tests", "testing", "site-packages", "idlelib", "lib2to3"}
@@ -32,6 +31,8 @@ SKIPPED = {"test", "tests", "testing", "site-packages", "idlelib", "lib2to3"}
 FULL_SECONDS = 50.0
 # New layers learn so many times as fast.
 NEW_LAYERS = 30
+
+Labeled = tuple[str, int]
 
 
 class Docstrings(TextTask):
@@ -49,9 +50,7 @@ class Docstrings(TextTask):
     """
 
     name: ClassVar[str] = "docstrings"
-    epochs = 1
     batch_size = 8
-    learning_rate = 1e-4
 
     def __init__(
         self,
@@ -62,23 +61,21 @@ class Docstrings(TextTask):
         say: Say = print,
         **settings: Unpack[Settings],
     ) -> None:
-        super().__init__(settings)
-        self.source = source
-        self.max_length = max_length
+        super().__init__(source, max_length, settings)
         self.full_seconds = FULL_SECONDS if limit is None else None
         say("Reading docstrings of the installed libraries.")
-        train, test = split_docstrings(
-            {name: find_sources(name) for name in LIBRARIES}, train=TRAIN, test=TEST
-        )
-        tokens = Tokens.of(
-            source.tokenize([text for text, _ in train + test], max_length=max_length),
-            [label for _, label in train + test],
-        )
+        folders = {name: find_sources(name) for name in LIBRARIES}
+        train, test = split_docstrings(folders, train=TRAIN, test=TEST)
+        texts, labels = zip(*train, *test, strict=True)
+        tokens = Tokens.of(source.tokenize(texts, max_length=max_length), labels)
         self.train_data = TextDataset(tokens, range(len(train)))
-        self.validation_data = None
         self.test_data = TextDataset(tokens, range(len(train), len(tokens)))
-        self.rows = self._rows()
         self.shorten(len(train) if limit is None else min(limit, len(train)))
+        names = ["packed", "last block for one token"]
+        names += ["pages kept"] * (self.device.type == "cpu")
+        names += ["fused AdamW"]
+        names += ["bf16"] * has_bf16_units(self.device)
+        self.rows = [*first_rows(self.epochs), *lever_rows(*names, draws=False)]
 
     def shorten(self, samples: int) -> None:
         self.train_data = TextDataset(self.train_data.tokens, range(samples))
@@ -88,13 +85,6 @@ class Docstrings(TextTask):
             f"batches of {self.batch_size}, no dropout; padded to {self.max_length} tokens, "
             f"{self.text_share:.0%} of them are text"
         )
-
-    def _rows(self) -> list[LadderRow]:
-        names = ["packed", "last block for one token"]
-        names += ["pages kept"] * (self.device.type == "cpu")
-        names += ["fused AdamW"]
-        names += ["bf16"] * has_bf16_units(self.device)
-        return [*first_rows(self.epochs), *lever_rows(*names, draws=False)]
 
     def configuration(self, variant: RowVariant) -> dict[str, Any]:
         # One short epoch does not overfit. Without dropout, all rows draw the same random numbers: none.
@@ -108,11 +98,8 @@ class Docstrings(TextTask):
         new: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in model.named_parameters():
             new["pooler" in name or "classifier" in name].append(parameter)
-        groups: list[dict[str, Any]] = [
-            {"params": new[False]},
-            {"params": new[True], "lr": NEW_LAYERS * self.learning_rate},
-        ]
-        return AdamW(groups, lr=self.learning_rate)
+        fast: dict[str, Any] = {"params": new[True], "lr": NEW_LAYERS * self.learning_rate}
+        return AdamW([{"params": new[False]}, fast], lr=self.learning_rate)
 
 
 def has_bf16_units(device: torch.device) -> bool:
@@ -131,17 +118,16 @@ def find_sources(library: str) -> Path:
     if library == "python":
         return Path(sysconfig.get_path("stdlib"))
     spec = importlib.util.find_spec(library)
-    places = spec.submodule_search_locations if spec is not None else None
-    if not places:
+    if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(
             f"The docstrings task reads the sources of {library}, which is not installed: pip install 'hasten[demo]'."
         )
-    return Path(next(iter(places)))
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def split_docstrings(
     folders: dict[str, Path], *, train: int, test: int
-) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+) -> tuple[list[Labeled], list[Labeled]]:
     """Return texts and labels to train and to test on, as many of each folder, in an order that stays.
 
     Args:
@@ -152,28 +138,22 @@ def split_docstrings(
     """
     chance = random.Random(0)
     seen: set[str] = set()
-    parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
+    parts: tuple[list[Labeled], list[Labeled]] = ([], [])
     for label, folder in enumerate(folders.values()):
-        modules = _modules(folder, chance)
+        modules = sorted(
+            path for path in folder.rglob("*.py") if not SKIPPED & set(path.relative_to(folder).parts)
+        )
+        chance.shuffle(modules)
         for part, count in ((parts[1], test), (parts[0], train)):
             texts: list[str] = []
-            for module in modules:
-                fresh = [text for text in dict.fromkeys(docstrings_of(module)) if text not in seen]
+            while modules and len(texts) < count:
+                fresh = [text for text in dict.fromkeys(docstrings_of(modules.pop(0))) if text not in seen]
                 texts += chance.sample(fresh, min(MODULE_TEXTS, len(fresh)))
                 seen.update(fresh)
-                if len(texts) >= count:
-                    break
             part.extend((text, label) for text in texts[:count])
     for part in parts:
         chance.shuffle(part)
     return parts
-
-
-def _modules(folder: Path, chance: random.Random) -> Iterator[Path]:
-    """Yield the source files below a folder in a random order that stays."""
-    found = sorted(path for path in folder.rglob("*.py") if not SKIPPED & set(path.relative_to(folder).parts))
-    chance.shuffle(found)
-    yield from found
 
 
 def docstrings_of(path: Path) -> list[str]:

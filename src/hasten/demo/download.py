@@ -1,12 +1,15 @@
-"""Fetch a file of known size and digest: shows progress, goes on where it was cut, and checks what came."""
+"""Archives of the demo: fetched where they are not yet, checked, and read without unpacking them to disk."""
 
 from __future__ import annotations
 
 import hashlib
 import http.client
 import os
+import tarfile
 import urllib.error
 import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,138 +35,149 @@ class Remote:
     size_bytes: int
     sha256: str
 
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.url.rpartition("/")[2]
+
 
 class _CutShort(Exception):
     """The connection ended before the file did."""
 
 
-def download(remote: Remote, target: Path, *, timeout_seconds: float = 30.0, progress: bool = True) -> Path:
-    """Fetch ``remote`` to ``target``, unless it is there already.
+def download(remote: Remote, folder: Path, *, timeout_seconds: float = 30.0) -> Path:
+    """Fetch a file, unless it is there already, with a progress bar in a terminal.
 
-    What has come so far stays in ``<target>.part``: after a cut the next try, or the next call, asks the
-    server for the rest only. The file appears under its name only when size and digest are right.
+    What has come so far stays in ``<name>.part``: after a cut the next try, or the next call, asks the server for the
+    rest only. The file appears under its name only when size and digest are right.
 
     Args:
         remote: what to fetch.
-        target: where to put it; its folder is created.
+        folder: where to put it; it is created.
         timeout_seconds: how long the server may be silent.
-        progress: show a bar.
 
     Returns:
-        ``target``.
+        The path of the file.
 
     Raises:
         DemoError: no network, a server that refuses, a connection cut again and again, or a wrong content.
 
     """
-    if target.is_file() and target.stat().st_size == remote.size_bytes and _sha256(target) == remote.sha256:
-        return target
-    part = target.with_name(target.name + ".part")
+    target = folder / remote.name
+    part = folder / f"{remote.name}.part"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _fetch_whole(remote, part, timeout_seconds, progress)
-        found = _sha256(part)
+        if target.is_file() and sha256_of(target) == remote.sha256:
+            return target
+        folder.mkdir(parents=True, exist_ok=True)
+        for tries_left in reversed(range(TRIES)):
+            try:
+                _fetch_rest(remote, part, timeout_seconds)
+                break
+            except _CutShort as error:
+                if not tries_left:
+                    raise DemoError(
+                        f"The download of {remote.url} was cut {TRIES} times, last after {error}. What came is kept: "
+                        "run again to continue."
+                    ) from error
+        found = sha256_of(part)
         if found != remote.sha256:
             part.unlink()
             raise DemoError(
-                f"{remote.url} has the right size but another content than expected (sha256 {found}, "
-                f"expected {remote.sha256}). It was thrown away; run again, or give a copy you trust with --data."
+                f"{remote.url} has the right size but another content than expected (sha256 {found}, not "
+                f"{remote.sha256}). Run again, or give a copy you trust with --data."
             )
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(target)
-    except _CutShort as error:
-        raise DemoError(
-            f"The download of {remote.url} was cut {TRIES} times, last {error}. What came is kept: run again to "
-            "continue."
-        ) from error
     except urllib.error.HTTPError as error:
         raise DemoError(
             f"{remote.url} answered {error.code} {error.reason}. Fetch the archive another way and name it "
             "with --data."
         ) from error
     except (urllib.error.URLError, TimeoutError, http.client.HTTPException, ConnectionError) as error:
-        reason = getattr(error, "reason", None) or error
         raise DemoError(
-            f"No network, or {remote.url} cannot be reached ({reason}). Fetch the archive on another machine and "
-            f"name it with --data {Path(remote.url).name}."
+            f"No network, or {remote.url} cannot be reached ({getattr(error, 'reason', None) or error}). Fetch the "
+            f"archive on another machine and name it with --data {remote.name}."
         ) from error
     except OSError as error:
         raise DemoError(f"{target} cannot be written: {error}. Choose a folder with --cache-dir.") from error
     return target
 
 
-def _fetch_whole(remote: Remote, part: Path, timeout_seconds: float, progress: bool) -> None:
-    for attempt in range(1, TRIES + 1):
-        try:
-            _fetch_rest(remote, part, timeout_seconds, progress)
-            return
-        except _CutShort:
-            if attempt == TRIES:
-                raise
-
-
-def _fetch_rest(remote: Remote, part: Path, timeout_seconds: float, progress: bool) -> None:
+def _fetch_rest(remote: Remote, part: Path, timeout_seconds: float) -> None:
+    size = remote.size_bytes
     have = part.stat().st_size if part.exists() else 0
-    if have > remote.size_bytes:
-        part.unlink()
-        have = 0
-    if have == remote.size_bytes:
+    if have == size:
         return
-    request = urllib.request.Request(remote.url, headers={"User-Agent": "hasten-demo"})
-    if have:
-        request.add_header("Range", f"bytes={have}-")
+    headers = {"User-Agent": "hasten-demo"} | ({"Range": f"bytes={have}-"} if 0 < have < size else {})
+    request = urllib.request.Request(remote.url, headers=headers)
     with urllib.request.urlopen(request, timeout=timeout_seconds) as answer:
-        goes_on = (
-            have > 0
-            and answer.status == 206
-            and answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+        # The server may send the whole file, asked for a part or not.
+        goes_on = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(
+            f"bytes {have}-"
         )
-        if not goes_on:
-            # The server sends the whole file, asked for a part or not.
-            have = 0
-        _check_size(remote, have, answer.headers.get("Content-Length"))
-        tqdm = need("tqdm", purpose="the download of an archive").tqdm
-        with (
-            part.open("ab" if goes_on else "wb") as file,
-            tqdm(
-                total=remote.size_bytes,
-                initial=have,
-                unit="B",
-                unit_scale=True,
-                desc=Path(remote.url).name,
-                disable=None if progress else True,
-            ) as bar,
-        ):
-            while True:
-                try:
-                    block = answer.read(BLOCK_BYTES)
-                except (TimeoutError, http.client.IncompleteRead, ConnectionError) as error:
-                    raise _CutShort(f"after {have:,} of {remote.size_bytes:,} bytes ({error!r})") from error
-                if not block:
-                    break
+        have = have if goes_on else 0
+        length = answer.headers.get("Content-Length", "")
+        if length.isdecimal():
+            _check_size(remote, have + int(length))
+        bar = need("tqdm", purpose="the download of an archive").tqdm(
+            total=size, initial=have, unit="B", unit_scale=True, desc=remote.name, disable=None
+        )
+        with part.open("ab" if goes_on else "wb") as file, bar:
+            while block := _read(answer, have, size):
                 file.write(block)
                 have += len(block)
                 bar.update(len(block))
-    if have < remote.size_bytes:
-        raise _CutShort(f"after {have:,} of {remote.size_bytes:,} bytes")
-    if have > remote.size_bytes:
-        part.unlink()
-        raise DemoError(_wrong_size(remote, have))
+    if have < size:
+        raise _CutShort(f"{have:,} of {size:,} bytes")
+    _check_size(remote, have)
 
 
-def _check_size(remote: Remote, have: int, length: str | None) -> None:
-    if length is not None and length.isdecimal() and have + int(length) != remote.size_bytes:
-        raise DemoError(_wrong_size(remote, have + int(length)))
+def _read(answer: http.client.HTTPResponse, have: int, size: int) -> bytes:
+    try:
+        return answer.read(BLOCK_BYTES)
+    except (TimeoutError, http.client.IncompleteRead, ConnectionError) as error:
+        raise _CutShort(f"{have:,} of {size:,} bytes ({error!r})") from error
 
 
-def _wrong_size(remote: Remote, size_bytes: int) -> str:
-    return (
-        f"{remote.url} has {size_bytes:,} bytes, expected {remote.size_bytes:,}: it is not the archive "
-        "this demo knows. Give a copy you trust with --data."
-    )
+def _check_size(remote: Remote, size_bytes: int) -> None:
+    if size_bytes != remote.size_bytes:
+        raise DemoError(
+            f"{remote.url} has {size_bytes:,} bytes, expected {remote.size_bytes:,}: it is not the archive of this "
+            "demo. Give a copy you trust with --data."
+        )
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the digest of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_files(data: Path, remote: Remote, wanted: Callable[[str], object]) -> Iterator[tuple[str, bytes]]:
+    """Yield the paths and contents of some files of an archive, or of the folder that it unpacks to.
+
+    Args:
+        data: the archive or the folder.
+        remote: the archive that is meant, for messages.
+        wanted: whether a path is.
+
+    Raises:
+        DemoError: there is no such file or folder, or the archive is not whole.
+
+    """
+    instead = f"Give {remote.name} or the folder it unpacks to."
+    if not data.exists():
+        raise DemoError(f"--data {data}: there is no such file or folder. {instead}")
+    if data.is_dir():
+        for path in sorted(path for path in data.rglob("*") if wanted(path.as_posix())):
+            yield path.as_posix(), path.read_bytes()
+        return
+    try:
+        with tarfile.open(data) as archive:
+            for member in archive:
+                content = archive.extractfile(member) if wanted(member.name) else None
+                if content is not None:
+                    yield member.name, content.read()
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise DemoError(f"--data {data}: not a whole tar archive ({error}). {instead}") from error

@@ -8,7 +8,6 @@ import platform
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -19,19 +18,16 @@ from hasten._lib import VERSION
 from hasten._lib.optional import need
 from hasten.demo.cumulative import Result
 from hasten.demo.task import RowVariant, Task, code_of, plural
-from hasten.machine.host import cpu_name, usable_cores
+from hasten.machine.host import usable_cores
 from hasten.report.peaks import flop_counter, measured_peaks
+from hasten.speed.inspect_run import device_name
 from hasten.speed.safety import Safety
 
 # The same work took so many times as long in another turn: then the figures are not worth quoting.
 UNSTEADY = 1.5
-WIDEST = 100
-NARROWEST = 72
-# Columns of fixed width: number, name, seconds, speed, speed all in, padding, accuracy; the changed line gets the rest.
-NAME, SECONDS, SPEED, ALL_IN, PAD, ACCURACY = 22, 8, 8, 8, 6, 7
-FIGURES = SECONDS + SPEED + ALL_IN + PAD + ACCURACY
-# A narrower column would break code in the middle of words: then it gets its own lines.
-NARROWEST_CODE = 33
+NARROWEST, WIDEST = 72, 100
+# Width of the column of each figure: seconds, speed, speed all in, padding, accuracy.
+FIGURES = (8, 8, 8, 6, 7)
 COLUMNS = (
     *("row", "line", "seconds", "speed", "all_in_seconds", "all_in_speed", "pad_share"),
     *("test_accuracy", "validation_accuracy", "basis", "same_maths", "kept"),
@@ -40,14 +36,14 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the model FLOPs utilisation of a row is computed from.
+    """What the model FLOPs utilization of a row is computed from.
 
     Args:
         useful_flops: floating point operations of the whole training, forward and backward, of real tokens only.
         peaks: operations a second that a large matrix product reaches on this device, by the type of its numbers:
             float32, bfloat16 and, on a GPU, tf32.
 
-    ModelSource: Chowdhery et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311
+    Source: Chowdhery et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311
 
     """
 
@@ -78,11 +74,8 @@ def useful_flops(task: Task) -> float:
     """
     lengths = task.lengths(RowVariant())
     short, long = min(lengths), max(lengths)
-    flops = {length: sample_flops(task, lengths.index(length)) for length in {short, long}}
-    if short == long:
-        return float(flops[short]) * len(lengths)
-    per_token = {length: flops[length] / length for length in flops}
-    b = (per_token[long] - per_token[short]) / (long - short)
+    per_token = {length: sample_flops(task, lengths.index(length)) / length for length in {short, long}}
+    b = (per_token[long] - per_token[short]) / max(long - short, 1)
     a = per_token[short] - b * short
     return sum(a * length + b * length**2 for length in lengths)
 
@@ -99,7 +92,7 @@ def sample_flops(task: Task, sample: int) -> int:
 def hardware(device: torch.device) -> dict[str, Any]:
     """Return what the numbers were measured on: device, cores, threads and versions."""
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device": device_name(device),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -110,15 +103,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """Return the hardware in one line.
-
-    Example::
-
-        >>> describe({"device": "a CPU", "cores": 2, "threads": 2, "torch": "2.13.0", "hasten": "0.1.0",
-        ...           "python": "3.11.7", "system": "Linux"})
-        'a CPU, 2 cores, 2 threads; torch 2.13.0, hasten 0.1.0, Python 3.11.7'
-
-    """
+    """Return the hardware in one line."""
     return (
         f"{facts['device']}, {plural(facts['cores'], 'core')}, {plural(facts['threads'], 'thread')}; "
         f"torch {facts['torch']}, hasten {facts['hasten']}, Python {facts['python']}"
@@ -152,33 +137,28 @@ def table(
 ) -> str:
     """Return the ladder as text, at most ``width`` (72 to 100) columns wide, plain ASCII."""
     width = max(NARROWEST, min(WIDEST, width))
-    code_width = width - (3 + NAME + 2 + 2 + FIGURES)
-    beside = code_width >= NARROWEST_CODE
-    name_width = NAME if beside else NAME + 2 + code_width
+    name_width = width - 3 - sum(FIGURES)
     rule = "-" * width
-    heads = f"{'seconds':>{SECONDS}}{'speed':>{SPEED}}{'all in':>{ALL_IN}}{'pad':>{PAD}}{'acc.':>{ACCURACY}}"
-    code_head = f"{'changed line':<{code_width}}  " if beside else ""
     lines = [
         *textwrap.wrap(f"{task.name}: {task.title}", width),
         *textwrap.wrap(describe(facts), width),
         rule,
-        f"{'':3}{'row':<{name_width}}  {code_head}{heads}",
+        f"   {'row, and the changed line':<{name_width}}{_aligned('seconds', 'speed', 'all in', 'pad', 'acc.')}",
         rule,
     ]
     for number, result in enumerate(results, start=1):
-        names = textwrap.wrap(result.row.name + _mark(result), name_width)
-        figures = _figures(result, results[0])
-        code = textwrap.wrap(result.row.line, code_width if beside else width - 5)
-        if not beside:
-            lines.append(f"{number!s:<3}{names[0]:<{name_width}}  {figures}".rstrip())
-            lines += [f"     {part}" for part in code]
-            continue
-        for part, (name, line) in enumerate(zip_longest(names, code, fillvalue="")):
-            start, end = (f"{number}", figures) if part == 0 else ("", "")
-            lines.append(f"{start:<3}{name:<{NAME}}  {line:<{code_width}}  {end}".rstrip())
-    notes = [*_legend(results), *_utilisation(results, arithmetic)]
-    lines += [rule, *(line for note in notes for line in textwrap.wrap(note, width, subsequent_indent="  "))]
+        name, *rest = textwrap.wrap(result.row.name + _mark(result), name_width)
+        lines.append(f"{number:<3}{name:<{name_width}}{_figures(result, results[0])}".rstrip())
+        lines += [f"   {part}" for part in rest]
+        lines += [f"     {part}" for part in textwrap.wrap(result.row.line, width - 5)]
+    lines.append(rule)
+    for note in [*_legend(results), *_utilization(results, arithmetic)]:
+        lines += textwrap.wrap(note, width, subsequent_indent="  ")
     return "\n".join(lines)
+
+
+def _aligned(*figures: str) -> str:
+    return "".join(f"{figure:>{width}}" for figure, width in zip(figures, FIGURES, strict=False))
 
 
 def _mark(result: Result) -> str:
@@ -188,12 +168,14 @@ def _mark(result: Result) -> str:
 
 def _figures(result: Result, first: Result) -> str:
     if result.refused is not None:
-        return f"{'refused':>{SECONDS}}"
-    seconds = ("" if result.in_full else "~") + _seconds(result.seconds)
-    speed, all_in = _speed(first.seconds / result.seconds), _speed(first.all_in / result.all_in)
-    accuracy = "" if result.accuracy is None else f"{result.accuracy:.1%}"
-    pad = f"{result.pad_share:.0%}"
-    return f"{seconds:>{SECONDS}}{speed:>{SPEED}}{all_in:>{ALL_IN}}{pad:>{PAD}}{accuracy:>{ACCURACY}}"
+        return _aligned("refused")
+    return _aligned(
+        ("" if result.in_full else "~") + _seconds(result.seconds),
+        _speed(first.seconds / result.seconds),
+        _speed(first.all_in / result.all_in),
+        f"{result.pad_share:.0%}",
+        "" if result.accuracy is None else f"{result.accuracy:.1%}",
+    )
 
 
 def _legend(results: Sequence[Result]) -> list[str]:
@@ -213,15 +195,11 @@ def _legend(results: Sequence[Result]) -> list[str]:
         graphs_above = any(above.kept and above.variant.records_graphs for above in results[: number - 1])
         if graphs_above and "packed" in result.row.arguments:
             notes.append(f"Row {number} is without CUDA graphs: packed batches are not recorded.")
-    by_basis: dict[str, list[int]] = {}
-    for number, result in measured:
-        if not result.in_full:
-            by_basis.setdefault(result.basis, []).append(number)
-    if by_basis:
-        places = "; ".join(f"{_rows(rows)}: {basis}" for basis, rows in by_basis.items())
+    bases = [(number, result.basis) for number, result in measured if not result.in_full]
+    if bases:
         notes.append(
-            f"~ timed over a sample of steps, in turns with the row it builds on, and scaled to all ({places}); no "
-            "accuracy where not trained in full."
+            "~ timed over a sample of steps, in turns with the row it builds on, and scaled to all "
+            f"({_grouped(bases)}); no accuracy where not trained in full."
         )
     notes += [
         f"Row {number} was then trained in full, for its accuracy: in {_seconds(result.full_seconds)} s."
@@ -232,62 +210,19 @@ def _legend(results: Sequence[Result]) -> list[str]:
         notes.append(
             "* changes the maths: not the same training, check the accuracy. The rows below keep the change."
         )
-    notes += _classes(numbered)
+    classes = [
+        (number, result.row.safety)
+        for number, result in sorted(numbered, key=lambda each: each[1].row.safety)
+        if result.row.same_maths and not result.row.safety.is_automatic
+    ]
+    if classes:
+        notes.append(f"More than rounding: {_grouped(classes)}.")
     left_out = [number for number, result in measured if _mark(result).endswith("-")]
     if left_out:
         notes.append(f"- does not pay here, so the rows below do without it: {_rows(left_out)}.")
-    notes += [
-        f"Row {number} was refused: {result.refused}"
-        for number, result in numbered
-        if result.refused is not None
-    ]
-    notes += _seeds(numbered)
-    spread = {
-        number: max(result.repeats) / min(result.repeats) for number, result in measured if result.repeats
-    }
-    worst = max(spread, key=spread.__getitem__, default=0)
-    if worst and spread[worst] > UNSTEADY:
-        notes.append(
-            f"This machine was busy: the same work in row {worst} took up to {spread[worst]:.1f} times as long. "
-            "Run again when it is idle."
-        )
-    return notes
-
-
-def _rows(numbers: Sequence[int]) -> str:
-    return f"row{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def _classes(numbered: Sequence[tuple[int, Result]]) -> list[str]:
-    """Return a sentence on rows that change more than rounding and less than the maths."""
-    found: dict[Safety, list[int]] = {}
     for number, result in numbered:
-        if result.row.same_maths and not result.row.safety.is_automatic:
-            found.setdefault(result.row.safety, []).append(number)
-    each = [f"{safety} in {_rows(rows)}" for safety, rows in sorted(found.items())]
-    return [f"More than rounding: {'; '.join(each)}."] if each else []
-
-
-def _utilisation(results: Sequence[Result], arithmetic: Arithmetic | None) -> list[str]:
-    """Return what share of the machine's peak the first row and the fastest reach with useful work."""
-    if arithmetic is None:
-        return []
-    fastest = min(range(len(results)), key=lambda place: results[place].seconds)
-    shares = {place + 1: arithmetic.mfu(results[place]) for place in sorted({0, fastest})}
-    parts = [f"row {number} {share:.0%}" for number, share in shares.items() if share is not None]
-    peaks = " and ".join(f"{peak / 1e9:,.0f} in {name}" for name, peak in arithmetic.peaks.items())
-    if not parts:
-        return []
-    return [
-        f"Useful arithmetic (padding does not count) as a share of this device's peak: {', '.join(parts)}. The peak "
-        f"is that of a large matrix product: {peaks} GFLOP/s."
-    ]
-
-
-def _seeds(numbered: Sequence[tuple[int, Result]]) -> list[str]:
-    """Return sentences on accuracies of several seeds: their mean and its standard error."""
-    notes = []
-    for number, result in numbered:
+        if result.refused is not None:
+            notes.append(f"Row {number} was refused: {result.refused}")
         if len(result.accuracies) > 1:
             error = stdev(result.accuracies) / len(result.accuracies) ** 0.5
             each = ", ".join(f"{accuracy:.1%}" for accuracy in result.accuracies)
@@ -295,7 +230,44 @@ def _seeds(numbered: Sequence[tuple[int, Result]]) -> list[str]:
                 f"Row {number}: accuracy over {len(result.accuracies)} seeds {mean(result.accuracies):.1%} "
                 f"+- {error:.1%} ({each})."
             )
+    spread, worst = max(
+        ((max(result.repeats) / min(result.repeats), number) for number, result in measured if result.turns),
+        default=(1.0, 0),
+    )
+    if spread > UNSTEADY:
+        notes.append(
+            f"This machine was busy: the same work in row {worst} took up to {spread:.1f} times as long. Run again "
+            "when it is idle."
+        )
     return notes
+
+
+def _grouped(described: Sequence[tuple[int, str]]) -> str:
+    """Return rows with what each is described as: "rows 1, 2: 3 of 117 steps; row 4: 1 of 117 steps"."""
+    found: dict[str, list[int]] = {}
+    for number, text in described:
+        found.setdefault(text, []).append(number)
+    return "; ".join(f"{_rows(numbers)}: {text}" for text, numbers in found.items())
+
+
+def _rows(numbers: Sequence[int]) -> str:
+    return f"row{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _utilization(results: Sequence[Result], arithmetic: Arithmetic | None) -> list[str]:
+    """Return what share of the machine's peak the first row and the fastest reach with useful work."""
+    if arithmetic is None:
+        return []
+    fastest = min(range(len(results)), key=lambda place: results[place].seconds)
+    shares = {place + 1: arithmetic.mfu(results[place]) for place in sorted({0, fastest})}
+    parts = [f"row {number} {share:.0%}" for number, share in shares.items() if share is not None]
+    if not parts:
+        return []
+    peaks = " and ".join(f"{peak / 1e9:,.0f} in {name}" for name, peak in arithmetic.peaks.items())
+    return [
+        f"Useful arithmetic (padding does not count) as a share of this device's peak: {', '.join(parts)}. The peak "
+        f"is that of a large matrix product: {peaks} GFLOP/s."
+    ]
 
 
 def _seconds(seconds: float) -> str:
@@ -336,13 +308,8 @@ def write(
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-    whole: dict[str, Any] = {
-        "task": task.name,
-        "title": task.title,
-        "command": command,
-        "hardware": facts,
-        "rows": rows,
-    }
+    about = {"task": task.name, "title": task.title, "command": command}
+    whole: dict[str, Any] = {**about, "hardware": facts, "rows": rows}
     if arithmetic is not None:
         whole |= {"useful_flops": arithmetic.useful_flops, "peak_flops": arithmetic.peaks}
         for row, result in zip(rows, results, strict=True):
@@ -385,50 +352,38 @@ def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any
     """Draw the ladder: a bar for each row, as long as it is fast, with seconds and accuracy beside it."""
     purpose = "the bar chart of `hasten demo`"
     # The figure is made without pyplot: no window, no global state, whatever backend is set.
-    figure_class = need("matplotlib.figure", purpose=purpose).Figure
-    canvas_class = need("matplotlib.backends.backend_agg", purpose=purpose).FigureCanvasAgg
-    figure = figure_class(figsize=(9.0, 1.5 + 0.52 * len(results)), layout="constrained")
-    canvas_class(figure)
+    figure = need("matplotlib.figure", purpose=purpose).Figure(
+        figsize=(9.0, 1.5 + 0.52 * len(results)), layout="constrained"
+    )
+    need("matplotlib.backends.backend_agg", purpose=purpose).FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    speeds = [results[0].seconds / result.seconds for result in results]
-    places = list(range(len(results)))
-    colours = ["#8a8f98" if result.variant.trainer is None else "#2f6fb5" for result in results]
-    bars = axes.barh(places, speeds, color=colours, height=0.68)
-    axes.set_yticks(places, [result.row.name + _mark(result) for result in results])
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
-    axes.set_xlim(0, max(speeds) * 1.5)
-    for place, bar, result, speed in zip(places, bars, results, speeds, strict=True):
-        about = "" if result.in_full else "~"
+    for place, result in enumerate(results):
+        speed = results[0].seconds / result.seconds
         text = "refused"
         if result.refused is None:
-            text = f"{_speed(speed)}   {about}{_seconds(result.seconds)} s"
-        if about:
-            bar.set_hatch("///")
-            bar.set_edgecolor("white")
+            text = f"{_speed(speed)}   {'' if result.in_full else '~'}{_seconds(result.seconds)} s"
         if result.accuracy is not None:
             text += f"   accuracy {result.accuracy:.1%}"
+        color = "#8a8f98" if result.variant.trainer is None else "#2f6fb5"
+        hatch = None if result.in_full else "///"
+        axes.barh(place, speed, color=color, height=0.68, hatch=hatch, edgecolor="white")
         axes.annotate(
-            text,
-            (speed, place),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            backgroundcolor="white",
-            fontsize=9,
-        )
+            text, (speed, place), (5, 0), textcoords="offset points", va="center", backgroundcolor="white", fontsize=9
+        )  # fmt: skip
+    axes.set_yticks(range(len(results)), [result.row.name + _mark(result) for result in results])
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
+    axes.set_xlim(0, max(results[0].seconds / result.seconds for result in results) * 1.5)
     axes.set_xlabel("times as fast as the plain PyTorch loop (training time, longer is better)")
     axes.set_title("\n".join(textwrap.wrap(f"{task.name}: {task.title}", 100)), fontsize=9, loc="left")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    notes = [describe(facts)]
-    if not all(result.in_full for result in results):
-        notes.append("hatched, ~: timed over a sample of steps")
-    if not all(result.row.same_maths for result in results):
-        notes.append("*: changes the maths")
-    if any(_mark(result).endswith("-") for result in results):
-        notes.append("-: does not pay, left out of the rows below")
-    figure.supxlabel(
-        "\n".join(textwrap.wrap(";  ".join(notes), 120)), fontsize=7.5, color="#555555", x=0.01, ha="left"
-    )
+    axes.spines[["top", "right"]].set_visible(False)
+    notes = [
+        describe(facts),
+        "hatched, ~: timed over a sample of steps" * any(not result.in_full for result in results),
+        "*: changes the maths" * any(not result.row.same_maths for result in results),
+        "-: does not pay, left out of the rows below"
+        * any(_mark(result).endswith("-") for result in results),
+    ]
+    below = "\n".join(textwrap.wrap(";  ".join(filter(None, notes)), 120))
+    figure.supxlabel(below, fontsize=7.5, color="#555555", x=0.01, ha="left")
     figure.savefig(path, dpi=144)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 import hasten as L
 from hasten.demo.task import Batch, RowVariant, Task
@@ -22,25 +21,15 @@ def train(
     optimizer: Optimizer,
     loss_of: Callable[[nn.Module, Batch], Tensor],
     *,
-    epochs: int,
     device: torch.device,
-    after_step: Callable[[Tensor, Batch], None] = lambda loss, batch: None,
-) -> None:
-    """Train in float32 with nothing but PyTorch: what every row of the ladder is compared with.
+    after_step: Callable[[Tensor, Batch], None],
+) -> NoReturn:
+    """Train in float32 with nothing but PyTorch, until ``after_step`` ends the process.
 
-    Args:
-        model: what to train; on ``device`` already.
-        loader: gives batches, mappings of tensors.
-        optimizer: of the model's parameters.
-        loss_of: returns the loss of the model on a batch, 0-d.
-        epochs: passes over the loader; -1 goes on until ``after_step`` ends the process.
-        device: where to compute.
-        after_step: called with the loss and the batch of each step.
-
+    This is what every row of the ladder is compared with.
     """
     model.train()
-    epoch = 0
-    while epoch != epochs:
+    while True:
         for batch in loader:
             on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             optimizer.zero_grad()
@@ -48,7 +37,6 @@ def train(
             loss.backward()
             optimizer.step()
             after_step(loss, on_device)
-        epoch += 1
 
 
 @torch.no_grad()
@@ -65,13 +53,7 @@ def accuracy(model: nn.Module, loader: Iterable[Batch], task: Task) -> float:
 
 
 class Classifier(L.LightningModule):
-    """Model, loss and optimizer of a task; ``val_acc`` is logged over the epoch in validation.
-
-    Args:
-        task: what to train.
-        variant: which of its variants.
-
-    """
+    """Model, loss and optimizer of a task; ``val_acc`` is logged over the epoch in validation."""
 
     def __init__(self, task: Task, variant: RowVariant) -> None:
         super().__init__()
@@ -94,11 +76,6 @@ class RowTraining(L.Callback):
     """Report each step to the parent process, and keep the weights that the whole training ends with.
 
     Steps go on after the whole training, so that rows can be compared for as long as that takes.
-
-    Args:
-        session: what steps are reported to.
-        task: what is trained.
-        variant: of the row.
 
     Attributes:
         weights: after the whole training; empty before.
@@ -126,33 +103,27 @@ class RowTraining(L.Callback):
         self.after_step(pl_module.model, outputs["loss"], batch)
 
     def after_step(self, model: nn.Module, loss: Tensor, batch: Batch) -> None:
-        """Report a step of ``model``."""
+        """Report a step of ``model``: its tokens, as a part of those of the whole training, and the places computed."""
         self._steps_left -= 1
         if self._steps_left == 0:
             self.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        tokens, slots = self._work(batch)
+        mask, packs = batch.get("attention_mask"), self.variant.argument("packed")
+        # Where all batches cost the same, each stands for the average, not for the tokens that it happens to have.
+        average = round(len(batch["labels"]) * self._tokens_per_sample)
+        tokens: Tensor | int = average
+        slots: int | None = average
+        if mask is not None:
+            slots = None if packs else round(mask.numel() * self._scale)
+            if packs or self.variant.argument("batching"):
+                tokens = mask.sum() * self._scale
         self.session.after_step(loss, tokens=tokens, slots=slots)
 
-    def _work(self, batch: Batch) -> tuple[Tensor | int, int | None]:
-        """Return a batch's tokens, as a part of those of the whole training, and the places computed for them."""
-        mask, packs = batch.get("attention_mask"), self.variant.argument("packed")
-        if mask is not None and (self.variant.argument("batching") or packs):
-            slots = None if packs else round(mask.numel() * self._scale)
-            return mask.sum() * self._scale, slots
-        # All batches cost the same: each stands for the average, not for the tokens that it happens to have.
-        tokens = round(len(batch["labels"]) * self._tokens_per_sample)
-        return tokens, tokens if mask is None else round(mask.numel() * self._scale)
-
-    def accuracy(self) -> dict[str, float | None]:
-        """Return the accuracy of the whole training, on the validation and on the test samples."""
+    def accuracy(self) -> dict[str, float]:
+        """Return the accuracy of the whole training on the held-out samples."""
         model = self.task.model(self.variant)
         model.load_state_dict(self.weights)
         model.to(self.task.device)
-        validation = self.task.validation_loader()
-        return {
-            "validation": None if validation is None else accuracy(model, validation, self.task),
-            "test": accuracy(model, self.task.test_loader(), self.task),
-        }
+        return {name: accuracy(model, loader, self.task) for name, loader in self.task.held_out().items()}
 
 
 def run(session: Session, task: Task, variant: RowVariant, threads: int) -> None:
@@ -167,27 +138,19 @@ def run(session: Session, task: Task, variant: RowVariant, threads: int) -> None
     """
     torch.set_num_threads(threads)
     training = RowTraining(session, task, variant)
+    loader = task.users_loader(variant)
     torch.manual_seed(task.seed)
-    if variant.trainer is not None:
-        _train_in_hasten(training, task.users_loader(variant))
-        return
-    model = task.model(variant).to(task.device)
-    optimizer = task.optimizer(model)
-    torch.manual_seed(task.seed)
-    session.ready()
-    train(
-        model,
-        task.users_loader(variant),
-        optimizer,
-        task.loss,
-        epochs=-1,
-        device=task.device,
-        after_step=lambda loss, batch: training.after_step(model, loss, batch),
-    )
-
-
-def _train_in_hasten(training: RowTraining, loader: DataLoader[Any]) -> None:
-    task, variant = training.task, training.variant
+    if variant.trainer is None:
+        model = task.model(variant).to(task.device)
+        session.ready()
+        train(
+            model,
+            loader,
+            task.optimizer(model),
+            task.loss,
+            device=task.device,
+            after_step=lambda loss, batch: training.after_step(model, loss, batch),
+        )
     logging.getLogger("hasten").setLevel(logging.WARNING)
     trainer = L.Trainer(
         # What chooses its own speed has to know how much there is to train.
@@ -200,8 +163,6 @@ def _train_in_hasten(training: RowTraining, loader: DataLoader[Any]) -> None:
         enable_progress_bar=False,
         limit_val_batches=0,
         callbacks=[training],
-        **(variant.trainer or {}),
+        **variant.trainer,
     )
-    module = Classifier(task, variant)
-    torch.manual_seed(task.seed)
-    trainer.fit(module, loader)
+    trainer.fit(Classifier(task, variant), loader)

@@ -61,7 +61,7 @@ class LadderRow:
         arguments: of the Trainer, added to those of the rows above that paid.
         changes: to the other fields of the :class:`RowVariant`.
         safety: what the row may change at most.
-        alone: the row stands for itself: it takes nothing from the rows above and passes nothing on.
+        alone: the row takes nothing from the rows above and passes nothing on.
 
     """
 
@@ -129,14 +129,9 @@ def lever_rows(*names: str, draws: bool = True) -> list[LadderRow]:
     rows = []
     for name in names:
         arguments = LEVER_ROWS[name]
-        safety = max(
-            (
-                lever.safety_in({"step_draws": draws, "samples_draw": False})
-                for lever in LEVERS
-                if arguments.items() <= lever.arguments.items()
-            ),
-            default=Safety.ROUNDING,
-        )
+        levers = [lever for lever in LEVERS if arguments.items() <= lever.arguments.items()]
+        facts = {"step_draws": draws, "samples_draw": False}
+        safety = max((lever.safety_in(facts) for lever in levers), default=Safety.ROUNDING)
         line = f"L.Trainer({code_of(arguments)})"
         rows.append(LadderRow(name, line, arguments, safety=safety, alone="speed" in arguments))
     return rows
@@ -184,24 +179,31 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
+    # What every row imports.
+    imports: ClassVar[tuple[str, ...]] = ()
     title: str
     rows: list[LadderRow]
     epochs: int
     batch_size: int
     learning_rate: float
-    # Seconds in which the first row shall be trained in full, on fewer samples where necessary; None: on all of them.
+    seed: int = 0
+    device: torch.device = torch.device("cpu")
+    # Seconds in which the first row is to be trained in full, on fewer samples where necessary; None: on all of them.
     full_seconds: float | None = None
 
     def __init__(self, settings: Settings) -> None:
-        self.epochs = settings.get("epochs", self.epochs)
-        self.batch_size = settings.get("batch_size", self.batch_size)
-        self.learning_rate = settings.get("learning_rate", self.learning_rate)
-        self.seed = settings.get("seed", 0)
-        self.device = settings.get("device", torch.device("cpu"))
+        for name, value in settings.items():
+            setattr(self, name, value)
 
-    @abstractmethod
     def model(self, variant: RowVariant) -> nn.Module:
         """Return a fresh model on the CPU, with the same weights in each call."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self.build(variant)
+
+    @abstractmethod
+    def build(self, variant: RowVariant) -> nn.Module:
+        """Return a model with weights drawn from torch's generator, or read from a file."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -223,12 +225,8 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def validation_loader(self) -> DataLoader[Any] | None:
-        """Return a loader of the samples held out to choose settings with; None where there are none."""
-
-    @abstractmethod
-    def test_loader(self) -> DataLoader[Any]:
-        """Return a loader of the samples held out to the end."""
+    def held_out(self) -> dict[str, DataLoader[Any]]:
+        """Return loaders of the samples held out: "test", and "validation" where a task has such samples."""
 
     @abstractmethod
     def lengths(self, variant: RowVariant) -> Sequence[int]:
@@ -251,6 +249,11 @@ class Task(ABC):
     def shorten(self, samples: int) -> None:
         """Train on so many of the samples only. A task with ``full_seconds`` defines it."""
         raise TypeError(f"The {self.name} task is trained on all of its samples.")
+
+
+def shuffled(count: int, seed: int = 0) -> Tensor:
+    """Return the numbers below ``count`` in an order that stays, int64, shape ``(count,)``."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def plural(count: int, noun: str) -> str:

