@@ -48,7 +48,7 @@ def collect_earlier_models(module: nn.Module) -> None:
 
     A module and its Trainer refer to each other, so those of an earlier training stay in memory until a full pass.
     """
-    earlier = [model for ref in _trained if (model := ref()) is not None and model is not module]
+    earlier = [model for model in (ref() for ref in _trained) if model not in (None, module)]
     size_bytes = sum(
         p.numel() * p.element_size() for model in earlier for p in model.parameters() if not is_lazy(p)
     )

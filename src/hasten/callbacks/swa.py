@@ -336,13 +336,12 @@ def _run_once_more(run: Run) -> None:
     """Run ``training_step`` over the batches of an epoch; only what modules gather themselves remains."""
     step = run.runtime.bind(with_batch_idx_if_taken(run.module.training_step), module=run.module)
     transfer = make_transfer(run, run.train)
-    position = run.train.state_dict(run.progress.batch)
+    position = run.train.stream.state_dict(run.progress.batch)
     # A loader without an end gives as many batches as the epoch had.
     count = None if math.isfinite(run.train.limit) else run.progress.batch
     with isolate_rng(), _nothing_logged(run):
-        if run.restore_random is not None:
-            # Resumed with nothing left to train: the batches come in the order of the uninterrupted run.
-            run.restore_random()
+        # Resumed with nothing left to train: the batches come in the order of the uninterrupted run.
+        run.restore_random()
         batches = run.train.start_epoch()
         try:
             for batch_idx, (batch, _) in enumerate(islice(batches, count)):
@@ -351,7 +350,7 @@ def _run_once_more(run: Run) -> None:
                 step(batch, batch_idx)
         finally:
             batches.close()  # type: ignore[attr-defined]
-    run.train.load_state_dict(position)
+    run.train.stream.load_state_dict(position)
 
 
 @contextmanager

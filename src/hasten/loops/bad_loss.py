@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from hasten._lib.errors import BadLossError
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten._lib.tree import by_kind
+from hasten._lib.tree import by_kind, parameters_of
 from hasten.loops.saved_state import StepState, generator_states, set_generators
 from hasten.loops.user_code import with_batch_idx_if_taken
 
@@ -166,10 +165,7 @@ class Guard:
             else:
                 self._rewind()
 
-        def guarded_step(closure: Any = None) -> Any:
-            return step(closure) if self._passes else None
-
-        return guarded_finish, guarded_step
+        return guarded_finish, lambda closure=None: step(closure) if self._passes else None
 
     def in_closure(self, optimizer: Any, finish: Callable[[], None]) -> Callable[[], None]:
         """Return a version of ``finish`` that leaves the closure, by ``StepSkipped``, if the step is to be skipped.
@@ -186,15 +182,15 @@ class Guard:
         return guarded_finish
 
     def one_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
-        """Call ``step``, which calls a closure that may leave it by ``StepSkipped``."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        """Call ``step``, whose closure may leave it by ``StepSkipped``; raise if the weights were changed by then."""
         # Those with 16 bits are written back in between by what keeps their small updates.
-        before = [(p, p._version) for p in parameters if p.dtype in (torch.float32, torch.float64)]
+        wide = [p for p in parameters_of(optimizer) if p.dtype in (torch.float32, torch.float64)]
+        versions = [p._version for p in wide]
         self._judged = False
         try:
             step()
         except StepSkipped:
-            if any(p._version != version for p, version in before):
+            if versions != [p._version for p in wide]:
                 raise RuntimeError(
                     f"Trainer(on_bad_loss={self._mode!r}): the weights were changed before the closure of "
                     f"{type(optimizer).__name__} was called, so the step cannot be left out. {self._last} Use "
@@ -208,7 +204,7 @@ class Guard:
         self._judge(None)
 
     def check_manual(self, loss: Tensor) -> None:
-        """Raise before the backward of a loss that is not finite, where the user's own code steps."""
+        """Raise before the backward of a loss that is not finite on any process, where the user's own code steps."""
         run = self._run
         bad = torch.isfinite(loss.detach()).logical_not().any()
         if run.runtime.world_size > 1:
@@ -224,26 +220,25 @@ class Guard:
             )
 
     def after_batch(self) -> None:
-        """Do what is due between two batches."""
+        """Do what is due between two batches, or raise the error that is to end the run."""
         if self._end is not None:
             raise self._end
-        progress = self._run.progress
-        if progress.accumulation_index == 0:
-            if progress.logged_step % self._every == 0:
-                self._report()
-            saved = self._saved
-            if saved is not None and self._in_a_row == 0:
-                is_old = progress.logged_step - saved.logged_step >= self._every
-                if is_old or saved.is_of_other_groups():
-                    self.keep_state()
+        progress, saved = self._run.progress, self._saved
+        if progress.accumulation_index:
+            return
+        if progress.logged_step % self._every == 0:
+            self._report()
+        if saved is not None and self._in_a_row == 0:
+            is_old = progress.logged_step - saved.logged_step >= self._every
+            if is_old or saved.is_of_other_groups():
+                self.keep_state()
 
     def end_epoch(self) -> None:
-        """Report the skipped steps."""
+        """Report the skipped steps; raise if every step of the run so far was skipped."""
         self._report()
         if self._skipped and self._skipped >= self._windows:
-            raise BadLossError(
-                f"Trainer(on_bad_loss={self._mode!r}): each of the {self._windows} steps so far was left out, so "
-                f"nothing was trained. {self._last}"
+            raise self._error(
+                f"each of the {self._windows} steps so far was left out, so nothing was trained."
             )
 
     def _report(self) -> None:
@@ -307,24 +302,24 @@ class Guard:
             self._saved.restore()
 
     def _too_often(self, what: str) -> BadLossError:
-        return BadLossError(
-            f"Trainer(on_bad_loss={self._mode!r}): {what}, so the run ends here. {self._last} "
-            "on_bad_loss='stop' says whether the data or a layer is the cause; often a smaller learning rate helps."
+        return self._error(
+            f"{what}, so the run ends here.",
+            " on_bad_loss='stop' says whether the data or a layer is the cause; often a smaller learning rate helps.",
         )
 
+    def _error(self, what: str, advice: str = "") -> BadLossError:
+        return BadLossError(f"Trainer(on_bad_loss={self._mode!r}): {what} {self._last}{advice}")
+
     def _describe(self, here: int, bad: list[tuple[int, Tensor]]) -> str:
-        run, progress = self._run, self._run.progress
+        progress = self._run.progress
         batch_idx = bad[0][0] if bad else self._batch[1]
         where = f"at step {progress.logged_step} (epoch {progress.epoch}, batch {batch_idx})"
         if here == _BAD_LOSS:
             return f"The loss of training_step is {float(bad[0][1])} {where}."
         if here == _FINE:
             return f"On another process the loss of training_step or its gradient is not finite {where}."
-        names = [
-            name
-            for name, p in run.module.named_parameters()
-            if p.grad is not None and not all(_are_finite([], [_values(p.grad)]))
-        ]
+        gradients = ((name, p.grad) for name, p in self._run.module.named_parameters() if p.grad is not None)
+        names = [name for name, gradient in gradients if not all(_are_finite([], [_values(gradient)]))]
         listed = f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
         return f"The loss of training_step is finite but its gradient is not, {where}{listed}."
 
@@ -335,15 +330,10 @@ class _SavedTraining:
     def __init__(self, run: Run) -> None:
         self._run = run
         self.logged_step = run.progress.logged_step
-        trained = [p for one in run.optimizers for group in one.param_groups for p in group["params"]]
-        tensors = {id(tensor): tensor for tensor in [*run.module.parameters(), *trained]}
+        tensors = {id(p): p for p in [*run.module.parameters(), *parameters_of(*run.optimizers)]}
         self._weights = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
-        # By (name of the layer, name of the buffer there).
         self._buffers = {
-            (path, name): buffer.detach().clone()
-            for path, layer in run.module.named_modules()
-            for name, buffer in layer._buffers.items()
-            if buffer is not None
+            name: buffer.detach().clone() for name, buffer in run.module.named_buffers(remove_duplicate=False)
         }
         self._of, self._groups = list(run.optimizers), _group_sizes(run.optimizers)
         self._optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers]
@@ -352,13 +342,12 @@ class _SavedTraining:
 
     def use_buffers(self, copies: dict[str, Tensor]) -> None:
         """Return to other values of some buffers, by their names."""
-        for (path, name), saved in self._buffers.items():
-            self._buffers[path, name] = copies.get(f"{path}.{name}".lstrip("."), saved).to(saved)
+        self._buffers |= {name: copies[name].to(b) for name, b in self._buffers.items() if name in copies}
 
     def is_of_other_groups(self) -> bool:
         """Return whether the run has other optimizers by now, or parameters were added to them."""
         present = self._run.optimizers
-        same = len(present) == len(self._of) and all(a is b for a, b in zip(present, self._of, strict=True))
+        same = list(map(id, present)) == list(map(id, self._of))
         return not same or self._groups != _group_sizes(present)
 
     @torch.no_grad()
@@ -368,15 +357,15 @@ class _SavedTraining:
         for tensor, saved in self._weights:
             tensor.copy_(saved)
         layers = dict(run.module.named_modules())
-        for (path, name), buffer in self._buffers.items():
-            owner = layers.get(path)
-            if owner is None or name not in owner._buffers:
+        for path, buffer in self._buffers.items():
+            owner, _, name = path.rpartition(".")
+            if owner not in layers or name not in layers[owner]._buffers:
                 continue
-            present = owner._buffers[name]
+            present = layers[owner]._buffers[name]
             if present is not None and present.shape == buffer.shape:
                 present.copy_(buffer)
             else:
-                owner._buffers[name] = buffer.clone()
+                layers[owner]._buffers[name] = buffer.clone()
         for optimizer, state in zip(run.optimizers, self._optimizers, strict=True):
             options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             optimizer.load_state_dict(copy.deepcopy(state))
@@ -391,8 +380,7 @@ def _group_sizes(optimizers: Iterable[Any]) -> list[list[int]]:
 
 
 def _gradients(optimizer: Any) -> list[Tensor]:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    values = [_values(p.grad) for p in parameters if p.grad is not None]
+    values = [_values(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
     return [value for value in values if value.numel()]
 
 
@@ -470,7 +458,9 @@ def _first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *
         step = with_batch_idx_if_taken(run.module.training_step)
         step = run.runtime.bind(step, module=run.module, wrapped=run.module, training=True)
         # On for forward as well, to have the line of the function shown.
-        with _uncompiled(), torch.enable_grad(), torch.autograd.set_detect_anomaly(backward):
+        # Compiled layers run as they were written, and so call their hooks.
+        as_written = torch.compiler.set_stance("force_eager")
+        with as_written, torch.enable_grad(), torch.autograd.set_detect_anomaly(backward):
             output = step(batch, batch_idx)
             if backward and not found:
                 loss = output if isinstance(output, Tensor) else output["loss"]
@@ -487,12 +477,6 @@ def _first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *
             handle.remove()
         set_generators(after)
     return found[0] if found else ""
-
-
-def _uncompiled() -> Any:
-    """Return a context in which compiled layers run as they were written, and so call their hooks."""
-    set_stance = getattr(torch.compiler, "set_stance", None)
-    return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
 def _bad_in(thing: Any, path: str) -> str | None:

@@ -14,7 +14,7 @@ from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops.prepare import compiled_step, recorded_steps
 from hasten.loops.progress import RunningStage, TrainerFn
 from hasten.loops.run import Run, Stopped
-from hasten.loops.run_data import StageData, make_transfer
+from hasten.loops.run_data import LIMIT_OF, STEP_OF, StageData, make_transfer
 from hasten.loops.user_code import annotate, check_takes_loader, takes
 from hasten.module import LightningModule
 from hasten.report.results import print_results
@@ -52,13 +52,13 @@ def evaluate(
     """
     testing = source.stage == "test"
     sanity = run.state.stage == RunningStage.SANITY_CHECKING
+    fitting = run.state.fn == TrainerFn.FITTING
     if not sanity:
         run.enter(RunningStage.TESTING if testing else RunningStage.VALIDATING)
-        if run.state.fn == TrainerFn.FITTING:
+        if fitting:
             source.reload_if_due(run.progress.epoch)
-            source.load()
-    hooks, logged, progress = run.hooks, run.logged, run.progress
-    stage = "test" if testing else "validate"
+    count = len(source.load())
+    hooks, logged, progress, stage = run.hooks, run.logged, run.progress, source.stage
     loggers = logged.loggers
     if sanity:
         logged.loggers = ()
@@ -67,10 +67,9 @@ def evaluate(
         with run.averages.applied(), _in_eval_mode(run.module, stage), without_gradients(run):
             (hooks.on_test_start if testing else hooks.on_validation_start)()
             (hooks.on_test_epoch_start if testing else hooks.on_validation_epoch_start)()
-            several = len(source.loaders) > 1
-            for loader_idx in range(len(source.loaders)):
-                logged.enter_loader(stage, loader_idx if several else None)
-                _evaluate_loader(run, source, loader_idx if several else None)
+            for loader_idx in range(count):
+                logged.enter_loader(stage, loader_idx if count > 1 else None)
+                _evaluate_loader(run, source, loader_idx, several=count > 1)
             logged.enter_loader(stage, None)
             by_loader, values = logged.close_epoch(stage)
             (hooks.on_test_epoch_end if testing else hooks.on_validation_epoch_end)()
@@ -80,7 +79,6 @@ def evaluate(
             values |= late
             for result in by_loader:
                 result.update(late_by_loader[0])
-            fitting = run.state.fn == TrainerFn.FITTING
             step = max(progress.logged_step - 1, 0) if fitting else progress.logged_step
             logged.log_epoch(values, step, progress.current_epoch)
             (hooks.on_test_end if testing else hooks.on_validation_end)()
@@ -92,70 +90,72 @@ def evaluate(
         # Also on the way out of an interrupted evaluation, which starts again when the run is resumed.
         logged.start_epoch(stage)
         logged.loggers = loggers
-    return by_loader[: len(source.loaders)] + [{} for _ in range(len(source.loaders) - len(by_loader))]
+    return by_loader[:count] + [{} for _ in range(count - len(by_loader))]
 
 
 def evaluate_and_print(run: Run, *, testing: bool, verbose: bool) -> list[dict[str, float]]:
     """Evaluate, and print the values logged if ``verbose``; what ``validate`` and ``test`` do."""
     source = run.test if testing else run.validation
     if source.is_off():
-        call, limit = ("test", "limit_test_batches") if testing else ("validate", "limit_val_batches")
+        limit = LIMIT_OF[source.stage]
         rank_zero_warn(
-            f"Trainer.{call}() evaluates nothing, as {limit}=0. Set trainer.{limit} = 1.0 before it."
+            f"Trainer.{source.stage}() evaluates nothing, as {limit}=0. Set trainer.{limit} = 1.0 before it."
         )
         return []
-    source.load()
-    check_takes_loader(run.module, "test" if testing else "validation", len(source.loaders))
+    check_takes_loader(run.module, "test" if testing else "validation", len(source.load()))
     results = evaluate(run, source)
     run.leave_if_stopped()
     if verbose and run.runtime.is_global_zero:
-        print_results(results, "test" if testing else "validate")
+        print_results(results, source.stage)
     return results
 
 
-def _evaluate_loader(run: Run, source: StageData, loader_idx: int | None) -> None:
-    hooks, logged, stop = run.hooks, run.logged, run.stop
-    testing = source.stage == "test"
-    stage = "test" if testing else "validate"
-    step_name = "test_step" if testing else "validation_step"
-    context = logged.context_of(STEPS[step_name])
-    step = _step(run, step_name, loader_idx)
-    transfer = make_transfer(run, source, loader_idx or 0)
-    suffix = () if loader_idx is None else (loader_idx,)
-    if loader_idx is not None:
-        context.enter_loader(loader_idx)
-    several_processes = run.runtime.world_size > 1
-    graphs = recorded_steps(run)
-    for batch_idx, (batch, _) in enumerate(source.batches(loader_idx or 0)):
+def _evaluate_loader(run: Run, source: StageData, loader_idx: int, *, several: bool) -> None:
+    hooks, logged, stage = run.hooks, run.logged, source.stage
+    testing = stage == "test"
+    name = STEP_OF[stage]
+    step = _step(run, name, loader_idx if several else None)
+    transfer = make_transfer(run, source, loader_idx)
+    suffix = (loader_idx,) if several else ()
+    if several:
+        logged.context_of(STEPS[name]).enter_loader(loader_idx)
+    for batch_idx, (batch, _) in enumerate(source.batches(loader_idx)):
         if transfer is not None:
             batch = transfer(batch)
         logged.batch, logged.batch_size = batch, 0
-        start = hooks.on_test_batch_start if testing else hooks.on_validation_batch_start
-        if start is not nothing:
-            start(batch, batch_idx, *suffix)
+        (hooks.on_test_batch_start if testing else hooks.on_validation_batch_start)(batch, batch_idx, *suffix)
+        output = step(batch, batch_idx)
+        end = hooks.on_test_batch_end if testing else hooks.on_validation_batch_end
+        end(output, batch, batch_idx, *suffix)
+        if logged.logs_evaluation_steps:
+            logged.publish_evaluation_step(stage, batch_idx)
+        _leave_if_stopped(run)
+
+
+def _step(run: Run, name: str, loader_idx: int | None) -> Callable[[Any, int], Any]:
+    """Return a step of the user's for batch and index; it is given ``loader_idx`` too, unless that is None."""
+    user_step = getattr(run.module, name)
+    step = run.runtime.bind(compiled_step(run, name, user_step), module=run.module)
+    arguments = 3 if loader_idx is not None else 2 if takes(user_step, "batch_idx", at=2) else 1
+    logged, context, graphs = run.logged, run.logged.context_of(STEPS[name]), recorded_steps(run)
+
+    def compute(batch: Any, batch_idx: int) -> Any:
         logged.context = context
         try:
             if graphs is not None:
                 graphs.begin()
-            output = step(batch, batch_idx)
+            return step(*(batch, batch_idx, loader_idx)[:arguments])
         except Exception as error:
-            annotate(error, step_name, run.module, batch, batch_idx)
+            annotate(error, name, run.module, batch, batch_idx)
             raise
-        end = hooks.on_test_batch_end if testing else hooks.on_validation_batch_end
-        if end is not nothing:
-            end(output, batch, batch_idx, *suffix)
-        if logged.logs_evaluation_steps:
-            logged.publish_evaluation_step(stage, batch_idx)
-        if stop.signal is not None and not several_processes:
-            raise Stopped(stop.signal)
+
+    return compute
 
 
-def _step(run: Run, name: str, loader_idx: int | None) -> Callable[..., Any]:
-    step = getattr(run.module, name)
-    bound = run.runtime.bind(compiled_step(run, name, step), module=run.module)
-    if loader_idx is not None:
-        return lambda batch, batch_idx: bound(batch, batch_idx, loader_idx)
-    return bound if takes(step, "batch_idx", at=2) else lambda batch, batch_idx: bound(batch)
+def _leave_if_stopped(run: Run) -> None:
+    # Several processes leave together, at the end of the evaluation.
+    if run.stop.signal is not None and run.runtime.world_size == 1:
+        raise Stopped(run.stop.signal)
 
 
 def without_gradients(run: Run) -> Any:
@@ -199,8 +199,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
         on_predict_epoch_end, on_predict_end
     """
     run.enter(RunningStage.PREDICTING)
-    hooks, module, source = run.hooks, run.module, run.predict
-    source.load()
+    hooks, module, several = run.hooks, run.module, len(run.predict.load()) > 1
     restore = remember_modes(module)
     module.on_predict_model_eval()
     outputs: list[list[Any]] = []
@@ -209,8 +208,7 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
         with without_gradients(run):
             hooks.on_predict_start()
             hooks.on_predict_epoch_start()
-            several = len(source.loaders) > 1
-            for loader_idx in range(len(source.loaders)):
+            for loader_idx in range(len(run.predict.load())):
                 outputs.append([])
                 run.epoch_batch_indices.append([])
                 keeps = return_predictions or run.keeps_predictions
@@ -228,43 +226,27 @@ def predict(run: Run, *, return_predictions: bool) -> list[Any] | None:
 
 
 def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | None) -> None:
-    hooks, logged, stop = run.hooks, run.logged, run.stop
-    context = logged.context_of(STEPS["predict_step"])
-    predict_step = compiled_step(run, "predict_step", run.module.predict_step)
-    bound = run.runtime.bind(predict_step, module=run.module)
-    if several:
-        suffix: tuple[int, ...] = (loader_idx,)
-        if takes(run.module.predict_step, "dataloader_idx", at=3):
-            step = lambda batch, batch_idx: bound(batch, batch_idx, loader_idx)  # noqa: E731
-        else:
-            step = bound
-    else:
-        suffix = ()
-        step = bound if takes(run.module.predict_step, "batch_idx", at=2) else lambda batch, _: bound(batch)
+    hooks = run.hooks
+    takes_loader = several and takes(run.module.predict_step, "dataloader_idx", at=3)
+    step = _step(run, "predict_step", loader_idx if takes_loader else None)
     transfer = make_transfer(run, run.predict, loader_idx)
+    suffix = (loader_idx,) if several else ()
     # Those of a whole data set rarely fit on a device.
     on_host = run.runtime.device.type == "cpu"
     # Callbacks that write predictions read in these two hooks of which samples a batch is made.
     keeps_indices = hooks.on_predict_batch_end is not nothing or hooks.on_predict_epoch_end is not nothing
+    stream: Any = run.predict.load()[loader_idx]
     if keeps_indices:
-        run.predict.keep_indices(loader_idx)
-    graphs = recorded_steps(run)
+        stream.keep_indices()
     for batch_idx, (batch, _) in enumerate(run.predict.batches(loader_idx)):
         if keeps_indices:
-            run.batch_indices = run.predict.batch_indices(loader_idx, batch_idx)
+            run.batch_indices = stream.batch_indices(batch_idx)
             if run.keeps_predictions:
                 run.epoch_batch_indices[-1].append(run.batch_indices)
         if transfer is not None:
             batch = transfer(batch)
         hooks.on_predict_batch_start(batch, batch_idx, *suffix)
-        logged.context = context
-        try:
-            if graphs is not None:
-                graphs.begin()
-            output = step(batch, batch_idx)
-        except Exception as error:
-            annotate(error, "predict_step", run.module, batch, batch_idx)
-            raise
+        output = step(batch, batch_idx)
         if output is None:
             warn_once(
                 "predict_step",
@@ -273,5 +255,4 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
         hooks.on_predict_batch_end(output, batch, batch_idx, *suffix)
         if kept is not None:
             kept.append(output if on_host else move_to(output, "cpu"))
-        if stop.signal is not None and run.runtime.world_size == 1:
-            raise Stopped(stop.signal)
+        _leave_if_stopped(run)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hasten._lib.out_of_memory import full_passes_once
 from hasten._lib.rank_zero import rank_zero_info
-from hasten._lib.tree import by_kind
+from hasten._lib.tree import by_kind, parameters_of
 from hasten.checkpoint.metrics import metric_states
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
@@ -95,7 +95,8 @@ def fit(run: Run) -> None:
 def train(run: Run) -> None:
     """Train until a limit is reached, without messages and without validating in between."""
     validation, run.validation = run.validation, copy.copy(run.validation)
-    run.validation.switch_off()
+    run.validation.next_limit = 0
+    run.validation.take_limit()
     run.enter(RunningStage.TRAINING)
     run.logged.start_epoch("train")
     run.hooks.on_train_start()
@@ -108,25 +109,24 @@ def train(run: Run) -> None:
 
 def train_epoch(run: Run) -> None:
     """Train one epoch, or the rest of one that a resumed run is in the middle of."""
-    progress, hooks, logged = run.progress, run.hooks, run.logged
+    progress, hooks, logged, train = run.progress, run.hooks, run.logged, run.train
+    several_processes = run.runtime.world_size > 1
     progress.in_epoch = True
     ends_unknown = False
     if progress.mid_epoch:
-        if run.runtime.world_size > 1:
-            ends_unknown = agree_on_end(run)
-        batches = run.train.resume_epoch(progress.last_batch)
-        _restore_random(run)
+        ends_unknown = several_processes and agree_on_end(run)
+        batches = train.resume_epoch(progress.last_batch)
+        run.restore_random()
     else:
-        _restore_random(run)
+        run.restore_random()
         progress.next_epoch()
-        run.train.take_limit()
-        run.train.reload_if_due(progress.epoch)
-        run.train.finish_epoch()
-        run.train.set_epoch(progress.epoch)
+        train.take_limit()
+        train.reload_if_due(progress.epoch)
+        train.stream.finish()
+        train.set_epoch(progress.epoch)
         hooks.on_train_epoch_start()
-        if run.runtime.world_size > 1:
-            ends_unknown = agree_on_end(run)
-        batches = run.train.start_epoch()
+        ends_unknown = several_processes and agree_on_end(run)
+        batches = train.start_epoch()
     if ends_unknown and not progress.last_batch:
         batches = batch_by_batch(run, batches)
 
@@ -252,7 +252,11 @@ def after_batch(run: Run) -> None:
     if not run.validation_schedule.due(run):
         finish()
         return
-    if progress.accumulation_index == 0 and _may_release_gradients(run):
+    # Where gradients may wait for more batches, only the user's own hook can know.
+    may_release = not run.gradients_may_count() or overrides(
+        run.module, LightningModule, "on_validation_model_zero_grad"
+    )
+    if progress.accumulation_index == 0 and may_release:
         run.module.on_validation_model_zero_grad()
     # A run that ends within this validation starts with it when resumed: it draws the same numbers again, and what its
     # metrics have accumulated in it must not count twice.
@@ -265,43 +269,27 @@ def after_batch(run: Run) -> None:
     run.validation_schedule.mark_done()
 
 
-def _may_release_gradients(run: Run) -> bool:
-    # Where they may wait for more batches, only the user's own hook can know.
-    return not run.gradients_may_count() or overrides(
-        run.module, LightningModule, "on_validation_model_zero_grad"
-    )
-
-
 # -- what the loop needs for a batch, chosen once, and again when something changed
 
 
 @dataclass(slots=True)
 class _EpochPlan:
-    """What the loop needs for each batch.
-
-    Args:
-        train_step: trains on a batch.
-        transfer: brings a batch to the device; None where it stays as it is.
-        step_schedulers: steps the schedulers that a batch completes.
-        accumulation_size: batches of an accumulation.
-        tail_size: batches of the epoch's last accumulation.
-        tail_start: index of its first batch.
-        log_every_n_steps: optimizer steps between two rows of the loggers; infinite for none.
-        max_steps: optimizer steps to train.
-        per_batch: whether something may follow any batch.
-        next_validation: batches of the run after which validation may be due.
-
-    """
+    """What the loop needs for each batch."""
 
     train_step: Step
+    # Brings a batch to the device; None where it stays as it is.
     transfer: Callable[[Any], Any] | None
     step_schedulers: Callable[..., None]
+    # Batches of an accumulation, of the epoch's last one, and the index of the first batch of that one.
     accumulation_size: int
     tail_size: int
     tail_start: float
+    # Infinite for never.
     log_every_n_steps: float
     max_steps: float
+    # Whether something may follow any batch.
     per_batch: bool
+    # Batches of the run after which validation may be due.
     next_validation: float
 
 
@@ -366,10 +354,7 @@ def _automatic_step(run: Run) -> Step:
 def _closure_step(run: Run) -> Step:
     """Hand forward and backward to ``optimizer_step`` as a closure, for optimizers that call it themselves."""
     progress, window, optimizer = run.progress, run.window, run.optimizers[0]
-    forward_backward = _forward_backward(run)
-    finish_gradients = _finish_gradients(run)
-    if run.guard is not None:
-        finish_gradients = run.guard.in_closure(optimizer, finish_gradients)
+    forward_backward, finish_gradients = _forward_backward(run), _finish_in_closure(run)
 
     def train_step(batch: Any, batch_idx: int) -> Any:
         if not window.is_end:
@@ -393,6 +378,13 @@ def _closure_step(run: Run) -> Step:
         return outputs
 
     return train_step
+
+
+def _finish_in_closure(run: Run) -> Callable[[], None]:
+    finish_gradients = _finish_gradients(run)
+    return (
+        finish_gradients if run.guard is None else run.guard.in_closure(run.optimizers[0], finish_gradients)
+    )
 
 
 def _step_with_closure(run: Run, batch_idx: int, compute: Callable[[], Tensor | None]) -> None:
@@ -430,16 +422,13 @@ def _step_with_closure(run: Run, batch_idx: int, compute: Callable[[], Tensor | 
 
 def _unchanged(optimizer: Any) -> Callable[[], bool]:
     """Return a function that says whether weights and gradients are still what they are now."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [(p, p._version, _address(p), p.grad is not None) for p in parameters]
 
-    def unchanged() -> bool:
-        return all(
-            p._version == version and _address(p) == address and (p.grad is not None) == has_gradient
-            for p, version, address, has_gradient in before
-        )
+    def state() -> list[Any]:
+        return [(p._version, _address(p), p.grad is not None) for p in parameters]
 
-    return unchanged
+    parameters = parameters_of(optimizer)
+    before = state()
+    return lambda: state() == before
 
 
 def _address(parameter: Tensor) -> int:
@@ -615,7 +604,7 @@ def _training_step(run: Run) -> Callable[..., Any]:
 def _zero_grad(run: Run, optimizer: Any) -> Callable[[], None]:
     module, progress = run.module, run.progress
     if optimizer is None:
-        return lambda: module.zero_grad()
+        return module.zero_grad
     if overrides(module, LightningModule, "optimizer_zero_grad"):
         return lambda: module.optimizer_zero_grad(progress.epoch, progress.batch, optimizer)
     return run.runtime.make_zero_grad(optimizer)
@@ -647,8 +636,8 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
     custom = any(
         overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients")
     )
-    by_norm = arguments.gradient_clip_algorithm != "value"
     clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward)
+    clip = runtime.clip_value if arguments.gradient_clip_algorithm == "value" else runtime.clip_norm
 
     def finish_gradients() -> None:
         if unscale is not None:
@@ -665,11 +654,7 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
             _scale_gradients(optimizer, window.size / (progress.accumulation_index + 1))
         hooks.on_before_optimizer_step(optimizer)
         if clips:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            if by_norm:
-                runtime.clip_norm(parameters, max_value)
-            else:
-                runtime.clip_value(parameters, max_value)
+            clip(parameters_of(optimizer), max_value)
         elif custom:
             module.configure_gradient_clipping(
                 optimizer,
@@ -687,13 +672,12 @@ def _divide_gradients(optimizer: Any, weight: Any) -> None:
     elif weight:
         _scale_gradients(optimizer, 1.0 / weight)
     else:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in parameters_of(optimizer):
+            parameter.grad = None
 
 
 def _scale_gradients(optimizer: Any, factor: Any) -> None:
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
     for alike in by_kind(gradients):
         torch._foreach_mul_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
 
@@ -766,9 +750,7 @@ def _step_late(run: Run) -> None:
         finish_gradients()
         step(None)
         return
-    finish_gradients = _finish_gradients(run)
-    if run.guard is not None:
-        finish_gradients = run.guard.in_closure(optimizer, finish_gradients)
+    finish_gradients = _finish_in_closure(run)
     finished = False
 
     def compute() -> None:
@@ -786,12 +768,6 @@ def _step_late(run: Run) -> None:
 
 def _enough(run: Run) -> bool:
     return run.progress.global_step >= run.max_steps or (run.should_stop and run.may_stop_early())
-
-
-def _restore_random(run: Run) -> None:
-    if run.restore_random is not None:
-        run.restore_random()
-        run.restore_random = None
 
 
 def _say_why_finished(run: Run) -> None:

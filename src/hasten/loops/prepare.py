@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hasten import optim
 from hasten._lib.errors import MisconfigurationException
@@ -25,7 +26,7 @@ from hasten.compile.settings import CompileSettings, check_possible
 from hasten.compile.user_compiled import users_settings
 from hasten.data.memory.resident import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
-from hasten.hooks import overrides
+from hasten.hooks import nothing, overrides
 from hasten.loops import micro_batches
 from hasten.loops.progress import TrainerFn
 from hasten.loops.resume import RunState, check_left_to_train
@@ -63,12 +64,16 @@ def prepare(
     module, runtime, hooks, fn = run.module, run.runtime, run.hooks, run.state.fn
     assert fn is not None
     fitting = fn == TrainerFn.FITTING
-    set_matmul_precision(run)
+    precision = run.arguments.speed.matmul_precision
+    if precision is not None:
+        run.undo.enter_context(matmul_precision(precision))
+        if (reason := without_effect(precision, runtime.device)) is not None:
+            rank_zero_info(f"Trainer(matmul_precision={precision!r}) changes nothing here: {reason}.")
     check_compile(run)
     if fitting:
         collect_earlier_models(module)
         warn_about_missing_parts(run.validation, module, wanted=run.arguments.limit_val_batches != 0)
-    {"fit": run.train, "validate": run.validation, "test": run.test, "predict": run.predict}[fn].require()
+    run.data_of(fn)[0].require()
     for logger in run.logged.loggers:
         # One that cannot write says so now, and paths that hold its version are known from here on.
         getattr(logger, "experiment", None)
@@ -99,7 +104,8 @@ def prepare(
         state.restore(checkpoint, Phase.MODEL, str(path))
 
     if run.arguments.sync_batchnorm and runtime.world_size > 1:
-        if fitting and runtime.device.type == "cpu" and _has_batchnorm(module):
+        normalizes = any(isinstance(part, _BatchNorm) for part in module.modules())
+        if fitting and runtime.device.type == "cpu" and normalizes:
             raise MisconfigurationException(
                 "Trainer(sync_batchnorm=True): torch's SyncBatchNorm trains on accelerators only, and this run is on "
                 "the CPU. Leave it out, or use a normalisation that does not depend on the batch, such as GroupNorm."
@@ -123,22 +129,14 @@ def prepare(
             run.progress.in_epoch = run.progress.mid_epoch
         run.train.load()
         check_fit(run)
-        if checkpoint is None:
-            _start_training(run)
-        else:
+        if checkpoint is not None:
             _resume_training(run, state, checkpoint, str(path))
-
-
-def _has_batchnorm(module: torch.nn.Module) -> bool:
-    return any(isinstance(child, torch.nn.modules.batchnorm._BatchNorm) for child in module.modules())
-
-
-def _start_training(run: Run) -> None:
-    if run.progress.mid_epoch:
-        # An earlier fit ended in the middle of an epoch; this one begins the next.
-        run.progress.epoch_ended = True
-    run.progress.in_epoch = False
-    run.averages.resume_with(None)
+            return
+        if run.progress.mid_epoch:
+            # An earlier fit ended in the middle of an epoch; this one begins the next.
+            run.progress.epoch_ended = True
+        run.progress.in_epoch = False
+        run.averages.resume_with(None)
 
 
 def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path: str) -> None:
@@ -150,9 +148,15 @@ def _resume_training(run: Run, state: RunState, checkpoint: dict[str, Any], path
     if len(ranks) == run.runtime.world_size:
         # Without the rest of the checkpoint, which would stay in memory until then.
         own = {"hasten": {"ranks": ranks}}
-        run.restore_random = functools.partial(state.restore, own, Phase.RANDOM, path)
+
+        def restore_random() -> None:
+            run.restore_random = nothing
+            state.restore(own, Phase.RANDOM, path)
+
+        run.restore_random = restore_random
     elif run.progress.mid_epoch:
-        run.train.start_at(run.progress.batch)
+        # No exact position is known.
+        run.train.stream.start_at(run.progress.batch)
 
 
 def configure_optimizers(run: Run) -> None:
@@ -166,12 +170,8 @@ def configure_optimizers(run: Run) -> None:
 
 def take_optimizers(run: Run, optimizers: list[Any], schedulers: list[optim.LRSchedulerConfig]) -> None:
     """Have a run train with these optimizers and schedulers; with others from when their lists change."""
-
-    def schedulers_changed() -> None:
-        run.changed = True
-
     run.optimizers = WatchedList(optimizers, lambda: _optimizers_changed(run))
-    run.schedulers = WatchedList(schedulers, schedulers_changed)
+    run.schedulers = WatchedList(schedulers, lambda: setattr(run, "changed", True))
     run.averages = AveragedWeights(optimizers)
     run.undo.callback(lambda: run.averages.keep_averaged())
     run.wrapped_optimizers = [_counted(run, optimizer) for optimizer in optimizers]
@@ -227,16 +227,6 @@ def _log_hyperparams(run: Run, datamodule: LightningDataModule | None) -> None:
         logger.save()
 
 
-def set_matmul_precision(run: Run) -> None:
-    """Set the precision of 32-bit matrix products until the run ends; say so if that has no effect here."""
-    precision = run.arguments.speed.matmul_precision
-    if precision is None:
-        return
-    run.undo.enter_context(matmul_precision(precision))
-    if (reason := without_effect(precision, run.runtime.device)) is not None:
-        rank_zero_info(f"Trainer(matmul_precision={precision!r}) changes nothing here: {reason}.")
-
-
 def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
     """Make optimizers fused, or step in backward, as the arguments say; return them."""
     fused = run.arguments.speed.fused_optimizer
@@ -251,59 +241,55 @@ def change_optimizers(run: Run, optimizers: list[Any]) -> list[Any]:
 
 
 def follow_arguments(run: Run, optimizer: InBackward) -> None:
-    """Have an optimizer that steps in backward clip as the arguments say."""
-    _check_in_backward(run, optimizer)
-    clip_value = run.arguments.gradient_clip_val
-    optimizer.clip_value = float(clip_value) if clip_value else None
-
-
-def _check_in_backward(run: Run, optimizer: InBackward) -> None:
-    """Check that nothing of the run needs gradients after backward."""
-    arguments, speed = run.arguments, run.arguments.speed
-    name = optimizer.optimizer_class.__name__
+    """Have an optimizer that steps in backward clip as the arguments say; refuse what needs gradients after it."""
+    arguments, speed, batches = run.arguments, run.arguments.speed, run.accumulate_grad_batches
+    name, owner = optimizer.optimizer_class.__name__, type(run.module).__name__
     instead = f"use torch.optim.{name} as it is."
-    reason = None
-    if run.accumulate_grad_batches > 1:
-        reason = (
-            f"Trainer(accumulate_grad_batches={run.accumulate_grad_batches}): each batch steps by itself in backward, "
-            f"so gradients cannot be summed over several. Use larger batches, or {instead}"
-        )
-    elif speed.micro_batch is not None:
-        reason = (
+    clip_value = arguments.gradient_clip_val
+    for holds, reason in (
+        (
+            batches > 1,
+            f"Trainer(accumulate_grad_batches={batches}): each batch steps by itself in backward, so gradients cannot "
+            f"be summed over several. Use larger batches, or {instead}",
+        ),
+        (
+            speed.micro_batch is not None,
             f"Trainer(micro_batch={speed.micro_batch!r}): the parts of a batch would each step in backward. Leave it "
-            f"out, or {instead}"
-        )
-    elif arguments.on_bad_loss != "warn":
-        reason = (
+            f"out, or {instead}",
+        ),
+        (
+            arguments.on_bad_loss != "warn",
             f"Trainer(on_bad_loss={arguments.on_bad_loss!r}): whether all gradients are finite is known when backward "
-            f"is over, and by then each parameter has stepped. Use on_bad_loss='warn', or {instead}"
-        )
-    elif speed.memory == "auto":
-        reason = (
+            f"is over, and by then each parameter has stepped. Use on_bad_loss='warn', or {instead}",
+        ),
+        (
+            speed.memory == "auto",
             "Trainer(memory='auto'): a step that runs out of memory is begun again, and by then some parameters have "
-            "stepped. Use memory='selective' or 'full'."
-        )
-    elif arguments.gradient_clip_val and arguments.gradient_clip_algorithm != "value":
-        reason = (
-            f"Trainer(gradient_clip_val={arguments.gradient_clip_val}): the norm of all gradients is known when "
-            "backward is over, and by then each parameter has stepped. Use gradient_clip_algorithm='value', which "
-            f"limits each element, or {instead}"
-        )
-    elif overrides(run.module, LightningModule, "configure_gradient_clipping"):
-        reason = (
-            f"{type(run.module).__name__}.configure_gradient_clipping(): there are no gradients left to clip after "
-            f"backward. Leave it out, or {instead}"
-        )
-    if reason is not None:
-        raise ValueError(f"in_backward({name}) and {reason}")
+            "stepped. Use memory='selective' or 'full'.",
+        ),
+        (
+            clip_value and arguments.gradient_clip_algorithm != "value",
+            f"Trainer(gradient_clip_val={clip_value}): the norm of all gradients is known when backward is over, and "
+            "by then each parameter has stepped. Use gradient_clip_algorithm='value', which limits each element, or "
+            f"{instead}",
+        ),
+        (
+            overrides(run.module, LightningModule, "configure_gradient_clipping"),
+            f"{owner}.configure_gradient_clipping(): there are no gradients left to clip after backward. Leave it out, "
+            f"or {instead}",
+        ),
+    ):
+        if holds:
+            raise ValueError(f"in_backward({name}) and {reason}")
     run.runtime.check_in_backward("Trainer", name)
     for hook in ("on_after_backward", "on_before_optimizer_step"):
         if overrides(run.module, LightningModule, hook):
             warn_once(
-                f"in_backward {hook} {type(run.module).__name__}",
-                f"in_backward({name}): each parameter has stepped before {type(run.module).__name__}.{hook}() runs, "
-                f"and its gradient is None there. If that hook reads or changes gradients, {instead}",
+                f"in_backward {hook} {owner}",
+                f"in_backward({name}): each parameter has stepped before {owner}.{hook}() runs, and its gradient is "
+                f"None there. If that hook reads or changes gradients, {instead}",
             )
+    optimizer.clip_value = float(clip_value) if clip_value else None
 
 
 def remake_loader(
@@ -351,23 +337,19 @@ def change_module(run: Run) -> None:
         first_token = speed.packed == "first_token"
         run.undo.enter_context(packed_blocks(module, first_token=first_token, asked=asked))
     if speed.dropout is not None:
-        change_dropout(run)
+        from hasten.packed.dropout import fast_dropout
+
+        kind = run.runtime.device.type
+        if kind != "cpu":
+            raise MisconfigurationException(
+                f"Trainer(dropout='fast'): on {kind} dropout is one kernel already. Leave it out."
+            )
+        if not run.undo.enter_context(fast_dropout(module)) and not speed.packed:
+            raise MisconfigurationException(
+                f"Trainer(dropout='fast'): {type(module).__name__} has no nn.Dropout layer. Leave it out; dropout "
+                "within attention is made cheap by packed=True."
+            )
     micro_batches.prepare_module(run)
-
-
-def change_dropout(run: Run) -> None:
-    """Have the dropout layers draw their masks from random bytes."""
-    from hasten.packed.dropout import fast_dropout
-
-    if run.runtime.device.type != "cpu":
-        raise MisconfigurationException(
-            f"Trainer(dropout='fast'): on {run.runtime.device.type} dropout is one kernel already. Leave it out."
-        )
-    if not run.undo.enter_context(fast_dropout(run.module)) and not run.arguments.speed.packed:
-        raise MisconfigurationException(
-            f"Trainer(dropout='fast'): {type(run.module).__name__} has no nn.Dropout layer. Leave it out; dropout "
-            "within attention is made cheap by packed=True."
-        )
 
 
 def resume_batch_size(run: Run, checkpoint: dict[str, Any], datamodule: Any) -> None:
@@ -395,9 +377,9 @@ def check_compile(run: Run) -> None:
     if settings.cuda_graphs and run.arguments.speed.packed:
         asked = f"compile={dict(settings.options)}, " if settings.context is None else ""
         raise ValueError(
-            f"Trainer({asked}packed={run.arguments.speed.packed!r}): a CUDA graph is "
-            "recorded for one number of tokens, and packed batches have another each time. Use compile=True with "
-            "packed, or batching='length' in place of packed: its few widths are recorded once each."
+            f"Trainer({asked}packed={run.arguments.speed.packed!r}): a CUDA graph is recorded for one number of "
+            "tokens, and packed batches have another each time. Use compile=True with packed, or batching='length' in "
+            "place of packed: its few widths are recorded once each."
         )
     check_possible("Trainer", settings, run.runtime.device)
 

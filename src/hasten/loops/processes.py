@@ -40,7 +40,7 @@ def agree_on_end(run: Run) -> bool:
     # The smallest of a number and of its negative: all numbers are equal where their sum is 0.
     numbers = torch.tensor([known, -known, run.train.limits[0], -float(asks)], dtype=torch.float64)
     fewest, most, limit, nobody_asks = run.runtime.all_reduce(numbers, op="min").tolist()
-    run.train.agree_on_limit(limit)
+    run.train.agreed_limit = limit
     run.stop.granted = nobody_asks < 0
     run.take_agreement()
     if fewest < 0:
@@ -48,7 +48,7 @@ def agree_on_end(run: Run) -> bool:
     if fewest != -most:
         lengths = run.runtime.gather_objects(int(known))
         _warn(lengths.index(min(lengths)), f"has {int(fewest)} batches, and others have up to {int(-most)}")
-        run.train.end_at(int(fewest))
+        run.train.most_batches = int(fewest)
     return False
 
 

@@ -175,7 +175,7 @@ class RunState:
             metrics = metric_states(run.module, leave_out=run.logged.evaluation_metrics())
         data = None
         if run.train.loaded:
-            data = run.train.state_dict(progress.batch, again=progress.begun and is_inside(run))
+            data = run.train.stream.state_dict(progress.batch, again=progress.begun and is_inside(run))
         return {
             "random": run.random_before_validation or collect_rng_state(),
             "data": data,
@@ -198,7 +198,7 @@ class RunState:
     def _restore_process(self, state: dict[str, Any]) -> None:
         run = self._run
         if state["data"] is not None:
-            run.train.load_state_dict(state["data"])
+            run.train.stream.load_state_dict(state["data"])
         rows = {row.name: row for row in HOOKS} | STEPS
         run.logged.load_state_dict(state["values"], rows, run.module.get_submodule)
         run.window_weight, run.resumed_divisor = state["window_weight"], state.get("window_divisor")
@@ -394,7 +394,7 @@ class BatchStart:
             self._metrics = metric_states(run.module, leave_out=leave_out, copied=True)
             self._versions = self._weight_versions()
             # A step may change its batch, and the resumed run needs it whole.
-            run.train.replace_held(copy.deepcopy)
+            run.train.stream.replace_held(copy.deepcopy)
             yield item
 
     @contextmanager

@@ -12,7 +12,7 @@ from torch import nn
 
 from hasten._lib.observers import follow
 from hasten.arguments import Arguments
-from hasten.hooks import Hooks, overrides
+from hasten.hooks import Hooks, nothing, overrides
 from hasten.logged_values import LoggedValues
 from hasten.loops.progress import Progress, RunningStage, TrainerState
 from hasten.loops.run_data import StageData, StallMonitor
@@ -100,7 +100,7 @@ class Run:
     resumed: bool = False
     skip_sanity: bool = False
     # Restores the random generators of a checkpoint, once the first batch is due.
-    restore_random: Callable[[], None] | None = None
+    restore_random: Callable[[], None] = nothing
     is_last_batch: bool = False
     window: Window = field(default_factory=Window)
     window_weight: Any = None
@@ -149,9 +149,9 @@ class Run:
         """Go on with other arguments from the next batch, and with another limit of batches from the next epoch."""
         before, self.arguments = self.arguments, arguments
         if arguments.limit_train_batches is not before.limit_train_batches:
-            self.train.change_limit(arguments.limit_train_batches)
+            self.train.next_limit = arguments.limit_train_batches
         if arguments.limit_val_batches is not before.limit_val_batches:
-            self.validation.change_limit(arguments.limit_val_batches)
+            self.validation.next_limit = arguments.limit_val_batches
             self.validation.take_limit()
         self.validation_schedule.change(arguments.val_check_interval, arguments.check_val_every_n_epoch)
         self.train.reload_every_n_epochs = arguments.reload_dataloaders_every_n_epochs

@@ -28,7 +28,7 @@ from hasten.module.datamodule import DataHooks, LightningDataModule
 if TYPE_CHECKING:
     from hasten.loops.run import Run
 
-
+# By stage: the hook that gives the loaders, the step, and the argument that limits the batches.
 HOOK_OF = {
     "train": "train_dataloader",
     "validate": "val_dataloader",
@@ -80,40 +80,39 @@ class StageData:
         reload_every_n_epochs: int = 0,
         remake: Callable[[Any, str, str], Any] | None = None,
     ) -> None:
-        self.stage = stage
+        self.stage, self.given, self.datamodule = stage, given, datamodule
         self._remake = remake
-        self.datamodule = datamodule
-        self._given = given
         self._reads_datamodule = reads_datamodule
         self._module = module
-        self._limit = self._next_limit = limit
-        self._cap = math.inf
-        self._agreed_limit = math.inf
+        # The number or share of batches, and the one from the next ``take_limit`` on.
+        self._limit = self.next_limit = limit
+        # Every epoch ends after this many batches, also where there are more.
+        self.most_batches = math.inf
+        # The limit of the process with the fewest batches: windows and validation are planned by it on all.
+        self.agreed_limit = math.inf
         self._sampler_kwargs = sampler_kwargs
         self._overfit = overfit
         self.reload_every_n_epochs = reload_every_n_epochs
         self._streams: list[Stream | CombinedStream] | None = None
         self._loaded_at_epoch = 0
-        self._resume_state: list[dict[str, Any]] | None = None
 
     # -- what there is
 
     def has_data(self) -> bool:
-        """Return whether somebody provides this stage's data."""
-        return self._given is not None or self._owner() is not None
+        """Return whether the call, the datamodule or the module provides this stage's data."""
+        return self.given is not None or self._owner() is not None
 
     def is_off(self) -> bool:
         """Return whether the stage has nothing to do."""
         if self._limit == 0 or self._module is None or not self.has_data():
             return True
-        if self.stage in ("validate", "test") and not overrides(
-            self._module, LightningModule, STEP_OF[self.stage]
-        ):
+        evaluates = self.stage in ("validate", "test")
+        if evaluates and not overrides(self._module, LightningModule, STEP_OF[self.stage]):
             return True
         return all(limit == 0 for limit in self.limits)
 
     def require(self) -> None:
-        """Raise unless somebody provides the data."""
+        """Raise unless the data is provided."""
         if self.has_data():
             return
         hook = HOOK_OF[self.stage]
@@ -133,28 +132,23 @@ class StageData:
         """The prepared loaders. Joined ones are in the structure they were given in."""
         return [
             stream.loader.iterables if isinstance(stream, CombinedStream) else stream.loader
-            for stream in self._loaded()
+            for stream in self.load()
         ]
 
     @property
     def limits(self) -> list[float]:
         """Batches of each loader to use, as far as their lengths are right; infinite when unknown."""
-        return [min(self._limited(stream), self._cap) for stream in self._loaded()]
+        return [min(self._limited(stream), self.most_batches) for stream in self.load()]
 
     @property
     def limit(self) -> float:
         """Batches of the only loader to use, on the process that says the fewest; infinite when unknown."""
-        return min(self.limits[0], self._agreed_limit)
-
-    @property
-    def given(self) -> Any:
-        """What was passed to the call, or None."""
-        return self._given
+        return min(self.limits[0], self.agreed_limit)
 
     def streams(self) -> list[Any]:
         """Return every loader by itself, also those that are joined."""
         found: list[Any] = []
-        for stream in self._loaded():
+        for stream in self.load():
             found += stream.loader.flattened if isinstance(stream, CombinedStream) else [stream.loader]
         return found
 
@@ -167,93 +161,58 @@ class StageData:
             if not getattr(stream.loader, "persistent_workers", False)
         )
 
-    def switch_off(self) -> None:
-        """Have nothing to do."""
-        self._limit = self._next_limit = 0
-
-    def change_limit(self, limit: int | float | None) -> None:
-        """Use other numbers of batches, from the next ``take_limit`` on."""
-        self._next_limit = limit
-
     def take_limit(self) -> None:
-        """Use the latest limit from now on."""
-        self._limit = self._next_limit
+        """Use ``next_limit`` from now on."""
+        self._limit = self.next_limit
 
-    def reload(self) -> None:
-        """Ask for the loaders again when they are needed next."""
-        self.close()
-        self._streams = None
+    @contextmanager
+    def limited_to(self, steps: int) -> Iterator[None]:
+        """Use at most ``steps`` batches of each loader for a while; -1 for all."""
+        self.most_batches = math.inf if steps < 0 else steps
+        try:
+            yield
+        finally:
+            self.most_batches = math.inf
 
-    def remake_with(self, remake: Callable[[Any, str, str], Any]) -> None:
-        """Make the loaders with another function, when they are needed next."""
-        self.reload()
-        self._remake = remake
-
-    def load(self) -> None:
-        """Ask for the loaders now, so that what is wrong with them shows before anything starts."""
-        self._loaded()
+    # -- making, loading and closing the loaders
 
     @property
     def loaded(self) -> bool:
         """Whether the loaders are there."""
         return self._streams is not None
 
-    # -- epochs of training
+    def load(self) -> list[Stream | CombinedStream]:
+        """Return the streams; the first time, ask for the loaders, and raise if something is wrong with them."""
+        if self._streams is None:
+            given, name = self.given, f"the {self.stage} dataloader"
+            if given is None:
+                owner, hook = self._owner(), HOOK_OF[self.stage]
+                given, name = getattr(owner, hook)(), f"{type(owner).__name__}.{hook}()"
+                if given is None:
+                    raise MisconfigurationException(
+                        f"{name} returned None. Return a DataLoader or an iterable."
+                    )
+            found = self._several(given, name)
+            self._streams = [
+                self._stream(loader, name if len(found) == 1 else f"{name}[{index}]")
+                for index, loader in enumerate(found)
+            ]
+            for stream in self._streams:
+                self._limited(stream)  # Raises if the limit does not fit the loader.
+            empty = self.stage == "train" and self._streams[0].length == 0
+            if empty and not self._may_be_empty():
+                raise MisconfigurationException("the train dataloader has no batches.")
+        return self._streams
 
-    def start_epoch(self) -> Iterator[tuple[Any, bool]]:
-        """Return the batches of a new epoch with a flag for the last."""
-        return self._only().batches(self._cut(self._only()))
-
-    def finish_epoch(self) -> None:
-        """Give up what is left of an epoch that was ended before its loader ended, if a resumed run is in one."""
-        self._only().finish()
-
-    @property
-    def certain_end(self) -> float | None:
-        """After how many batches an epoch of training is sure to end; None where only the loader knows."""
-        length, cut = self._only().certain_length, self._cut(self._only())
-        if length is None:
-            return None
-        return length if cut is None else min(length, cut)
-
-    def agree_on_limit(self, limit: float) -> None:
-        """Plan an epoch for as many batches as all processes say: windows and validation are at the same ones."""
-        self._agreed_limit = limit
-
-    def end_at(self, batches: int) -> None:
-        """End every epoch after this many batches, also where there are more."""
-        self._cap = batches
-
-    def resume_epoch(self, last_batch: bool) -> Iterator[tuple[Any, bool]]:
-        """Return the batches that an interrupted epoch still has; its worker processes are where they were."""
-        stream = self._only()
-        if last_batch:
-            stream.finish()
-            return iter(())
-        stream.open()
-        return stream.batches(self._cut(stream))
-
-    def start_at(self, batch: int) -> None:
-        """Leave out the first batches of the next epoch, where no exact position is known."""
-        self._only().start_at(batch)
-
-    def begin_next(self, epoch: int) -> None:
-        """Let persistent workers start the next epoch during validation, if nothing can observe that."""
-        stream, every = self._only(), self.reload_every_n_epochs
-        if isinstance(stream, Stream) and not (every and epoch - self._loaded_at_epoch >= every):
-            stream.begin_next(epoch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of samplers."""
-        for stream in self._loaded():
-            stream.set_epoch(epoch)
+    def reload(self) -> None:
+        """Ask for the loaders again when they are needed next."""
+        self.close()
+        self._streams = None
 
     def reload_if_due(self, epoch: int) -> None:
         """Ask for the loaders again where ``reload_dataloaders_every_n_epochs`` says so."""
-        every = self.reload_every_n_epochs
-        if every and self._streams is not None and epoch - self._loaded_at_epoch >= every:
-            self.close()
-            self._streams = None
+        if self._streams is not None and self._reloads_at(epoch):
+            self.reload()
             self._loaded_at_epoch = epoch
 
     def loaded_in(self, epoch: int) -> None:
@@ -261,99 +220,83 @@ class StageData:
         every = self.reload_every_n_epochs
         self._loaded_at_epoch = epoch - epoch % every if every else 0
 
-    def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
-        """Return where the training data is, ``consumed`` batches into the epoch; ``again``: before the one in hand."""
-        return self._only().state_dict(consumed, again=again)
-
-    def is_in_hand(self, consumed: int) -> bool:
-        """Return whether one batch more than ``consumed`` of this epoch was handed out."""
-        return self.loaded and self._only().handed == consumed + 1
-
-    def replace_held(self, change: Callable[[Any], Any]) -> None:
-        """Have ``state_dict(again=True)`` give ``change`` of the batch that was handed out last."""
-        self._only().replace_held(change)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where ``state_dict`` was."""
-        self._only().load_state_dict(state)
-
-    # -- evaluation
-
-    def batches(self, loader_idx: int) -> Iterator[tuple[Any, bool]]:
-        """Return the batches of one loader with a flag for the last."""
-        stream = self._loaded()[loader_idx]
-        return iter(()) if self.limits[loader_idx] == 0 else stream.batches(self._cut(stream))
-
-    def keep_indices(self, loader_idx: int) -> None:
-        """Remember of which samples each batch of a loader is made."""
-        stream = self._loaded()[loader_idx]
-        if isinstance(stream, Stream):
-            stream.keep_indices()
-
-    def batch_indices(self, loader_idx: int, batch_idx: int) -> list[int]:
-        """Return the samples of a batch just read, by their index in the dataset; empty where unknown."""
-        stream = self._loaded()[loader_idx]
-        return stream.batch_indices(batch_idx) if isinstance(stream, Stream) else []
-
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Return where the loaders are, between two evaluations or inside one."""
-        return [stream.state_dict(stream.position) for stream in self._loaded()]
-
-    def load_evaluations(self, states: list[dict[str, Any]]) -> None:
-        """Go to where ``evaluations`` was taken; an evaluation that was interrupted starts again."""
-        for stream, state in zip(self._loaded(), states, strict=False):
-            stream.load_state_dict(state)
-            stream.finish()
-
-    @contextmanager
-    def limited_to(self, steps: int) -> Iterator[None]:
-        """Use at most ``steps`` batches of each loader for a while; -1 for all."""
-        self._cap = math.inf if steps < 0 else steps
-        try:
-            yield
-        finally:
-            self._cap = math.inf
+    def remake_with(self, remake: Callable[[Any, str, str], Any]) -> None:
+        """Make the loaders with another function, when they are needed next."""
+        self.reload()
+        self._remake = remake
 
     def close(self) -> None:
         """Shut worker processes down."""
         for stream in self._streams or []:
             stream.close()
 
+    def _reloads_at(self, epoch: int) -> bool:
+        every = self.reload_every_n_epochs
+        return bool(every) and epoch - self._loaded_at_epoch >= every
+
+    # -- reading
+
+    @property
+    def stream(self) -> Stream | CombinedStream:
+        """The only stream, of training."""
+        return self.load()[0]
+
+    def start_epoch(self) -> Iterator[tuple[Any, bool]]:
+        """Return the batches of a new epoch with a flag for the last."""
+        return self.stream.batches(self._cut(self.stream))
+
+    def resume_epoch(self, last_batch: bool) -> Iterator[tuple[Any, bool]]:
+        """Return the batches that an interrupted epoch still has; its worker processes are where they were."""
+        if last_batch:
+            self.stream.finish()
+            return iter(())
+        self.stream.open()
+        return self.start_epoch()
+
+    @property
+    def certain_end(self) -> float | None:
+        """After how many batches an epoch of training is sure to end; None where only the loader knows."""
+        length, cut = self.stream.certain_length, self._cut(self.stream)
+        return length if length is None or cut is None else min(length, cut)
+
+    def begin_next(self, epoch: int) -> None:
+        """Let persistent workers start the next epoch during validation, if nothing can observe that."""
+        if isinstance(self.stream, Stream) and not self._reloads_at(epoch):
+            self.stream.begin_next(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of samplers."""
+        for stream in self.load():
+            stream.set_epoch(epoch)
+
+    def is_in_hand(self, consumed: int) -> bool:
+        """Return whether one batch more than ``consumed`` of this epoch was handed out."""
+        return self.loaded and self.stream.handed == consumed + 1
+
+    def batches(self, loader_idx: int) -> Iterator[tuple[Any, bool]]:
+        """Return the batches of one loader of an evaluation with a flag for the last."""
+        stream = self.load()[loader_idx]
+        return iter(()) if self.limits[loader_idx] == 0 else stream.batches(self._cut(stream))
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return where the loaders are, between two evaluations or inside one."""
+        return [stream.state_dict(stream.position) for stream in self.load()]
+
+    def load_evaluations(self, states: list[dict[str, Any]]) -> None:
+        """Go to where ``evaluations`` was taken; an evaluation that was interrupted starts again."""
+        for stream, state in zip(self.load(), states, strict=False):
+            stream.load_state_dict(state)
+            stream.finish()
+
     # -- inside
 
     def _owner(self) -> Any:
+        """Return the datamodule or module whose hook gives the loaders, or None."""
+        owners = (self.datamodule if self._reads_datamodule else None, self._module)
         name = HOOK_OF[self.stage]
-        read = self.datamodule if self._reads_datamodule else None
-        if read is not None and overrides(read, DataHooks, name):
-            return read
-        if self._module is not None and overrides(self._module, DataHooks, name):
-            return self._module
-        return None
-
-    def _only(self) -> Stream | CombinedStream:
-        return self._loaded()[0]
-
-    def _loaded(self) -> list[Stream | CombinedStream]:
-        if self._streams is None:
-            given = self._given
-            name = HOOK_OF[self.stage]
-            if given is None:
-                owner = self._owner()
-                given = getattr(owner, name)()
-                name = f"{type(owner).__name__}.{name}()"
-                if given is None:
-                    raise MisconfigurationException(
-                        f"{name} returned None. Return a DataLoader or an iterable."
-                    )
-            else:
-                name = f"the {self.stage} dataloader"
-            found = self._several(given, name)
-            self._streams = [
-                self._stream(loader, name if len(found) == 1 else f"{name}[{index}]")
-                for index, loader in enumerate(found)
-            ]
-            self._check_limits()
-        return self._streams
+        return next(
+            (owner for owner in owners if owner is not None and overrides(owner, DataHooks, name)), None
+        )
 
     def _stream(self, loader: Any, name: str) -> Stream | CombinedStream:
         if not isinstance(loader, CombinedLoader):
@@ -374,7 +317,6 @@ class StageData:
             marks_last = manual or isinstance(prepared, DataLoader)
             return Stream(prepared, name=HOOK_OF[self.stage], replays=trains, marks_last=marks_last)
         streams = [self._stream(leaf, f"{name}[{index}]") for index, leaf in enumerate(loader.flattened)]
-        assert all(isinstance(stream, Stream) for stream in streams)
         combined = copy.copy(loader)
         combined.flattened = [stream.loader for stream in streams]
         return CombinedStream(combined, cast("list[Stream]", streams), name=HOOK_OF[self.stage])
@@ -395,40 +337,26 @@ class StageData:
                     f"{name} is a CombinedLoader(mode={given.mode!r}); prediction reads one loader after the other. "
                     'Use mode="sequential".'
                 )
-            return [given]
-        if isinstance(given, Mapping) or is_collection(given):
+        elif isinstance(given, Mapping) or is_collection(given):
             return CombinedLoader(given, "sequential").flattened
         return [given]
 
-    def _check_limits(self) -> None:
-        for stream in self._streams or []:
-            self._limited(stream)
-        if (
-            self.stage == "train"
-            and self._streams
-            and self._streams[0].length == 0
-            and not self._may_be_empty()
-        ):
-            raise MisconfigurationException("the train dataloader has no batches.")
-
     def _cut(self, stream: Stream | CombinedStream) -> int | None:
         """Return after how many batches an epoch is to end; None where the loader ends it, whatever its length says."""
-        limit = self._limit
-        if limit is None or (isinstance(limit, float) and limit == 1.0):
-            return _whole(self._cap)
-        batches = limit if isinstance(limit, int) else self._limited(stream)
-        return _whole(min(batches, self._cap))
+        limit: float = math.inf
+        if self._limit is not None and not _is_all(self._limit):
+            limit = self._limit if isinstance(self._limit, int) else self._limited(stream)
+        limit = min(limit, self.most_batches)
+        return None if math.isinf(limit) else int(limit)
 
     def _limited(self, stream: Stream | CombinedStream) -> float:
         length = math.inf if stream.length is None else stream.length
         limit = self._limit
-        if limit is None or (isinstance(limit, float) and limit == 1.0):
+        if limit is None or _is_all(limit):
             return length
-        if isinstance(limit, int):
+        if isinstance(limit, int) or limit == 0.0:
             return min(length, limit)
         argument = "overfit_batches" if self._overfit else LIMIT_OF[self.stage]
-        if limit == 0.0:
-            return 0
         if math.isinf(length):
             raise MisconfigurationException(
                 f"Trainer({argument}={limit}): a share needs a loader with a length, and "
@@ -443,47 +371,36 @@ class StageData:
         return batches
 
 
-def _whole(limit: float) -> int | None:
-    return None if math.isinf(limit) else int(limit)
+def _is_all(limit: int | float) -> bool:
+    return isinstance(limit, float) and limit == 1.0
 
 
 def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[[Any], Any] | None:
     """Return the function that moves a batch, or None when batches stay as they are."""
-    transfer = _chosen(run, source, loader_idx)
-    return transfer if transfer is None else run.watch("batch_to_device", transfer)
+    device, owners = run.runtime.device, (source.datamodule, run.module)
 
+    def hook(name: str) -> Callable[..., Any] | None:
+        found = (owner for owner in owners if owner is not None and overrides(owner, DataHooks, name))
+        owner = next(found, None)
+        return None if owner is None else getattr(owner, name)
 
-def _chosen(run: Run, source: StageData, loader_idx: int) -> Callable[[Any], Any] | None:
-    device = run.runtime.device
-    module, datamodule = run.module, source.datamodule
-
-    def owner_of(name: str) -> Any:
-        for owner in (datamodule, module):
-            if owner is not None and overrides(owner, DataHooks, name):
-                return owner
-        return None
-
-    before, move, after = (
-        owner_of(name)
-        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    before, move, after = map(
+        hook, ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     )
     to_device = run.runtime.to_device if device.type != "cuda" else SideStream(device)
     if before is None and move is None and after is None:
-        return None if device.type == "cpu" else to_device
+        return None if device.type == "cpu" else run.watch("batch_to_device", to_device)
 
     def transfer(batch: Any) -> Any:
         if before is not None:
-            batch = before.on_before_batch_transfer(batch, loader_idx)
-        if move is not None:
-            batch = move.transfer_batch_to_device(batch, device, loader_idx)
-        else:
-            batch = to_device(batch)
-        if after is not None:
-            batch = after.on_after_batch_transfer(batch, loader_idx)
-        return batch
+            batch = before(batch, loader_idx)
+        batch = to_device(batch) if move is None else move(batch, device, loader_idx)
+        return batch if after is None else after(batch, loader_idx)
 
-    return transfer
+    return run.watch("batch_to_device", transfer)
 
+
+# -- whether training waits for its data
 
 # Shorter runs are not worth a warning, and their figures are those of a warm-up.
 _SECONDS = 5.0
@@ -534,10 +451,8 @@ class StallMonitor:
             self._starting += run.train.worker_start_seconds
         if self._epochs <= 2:
             before, began = self._datasets, self._began
-            self._datasets, self._began = (
-                fingerprint([loader.dataset for loader in starting]),
-                time.perf_counter(),
-            )
+            self._datasets = fingerprint([loader.dataset for loader in starting])
+            self._began = time.perf_counter()
             # Workers that live on would not see what was changed.
             if before and not any(place and place in before for place in changed(before, self._datasets)):
                 _judge_starts(run, self._began - began, starting[0])
@@ -574,14 +489,12 @@ class StallMonitor:
         # The mean, as batches of workers come in bursts; and no mean where validation and checkpoints are in it.
         waited, computed = sum(self._waited) / steps, statistics.median(self._computed)
         share = waited / (waited + computed)
-        if share < _SHARE or self._idle < steps / 2:
-            return
-        loader = run.train.loaders[0]
-        rank_zero_warn(
-            f"Training waits for its data: {100 * share:.0f} % of the time of the first {steps} steps "
-            f"({1000 * waited:.3g} of {1000 * (waited + computed):.3g} ms a step). "
-            + _advice(run, loader, starts=self._starting > sum(self._waited) / 2)
-        )
+        if share >= _SHARE and self._idle >= steps / 2:
+            rank_zero_warn(
+                f"Training waits for its data: {100 * share:.0f} % of the time of the first {steps} steps "
+                f"({1000 * waited:.3g} of {1000 * (waited + computed):.3g} ms a step). "
+                + _advice(run, run.train.loaders[0], starts=self._starting > sum(self._waited) / 2)
+            )
 
 
 def _starting_loaders(run: Run) -> list[DataLoader[Any]]:
@@ -598,15 +511,13 @@ def _starting_loaders(run: Run) -> list[DataLoader[Any]]:
 
 def _judge_starts(run: Run, epoch_seconds: float, loader: DataLoader[Any]) -> None:
     """Warn where starting processes costs seconds in each epoch."""
-    train, validation = run.train.worker_start_seconds, run.validation.worker_start_seconds
-    seconds = train + validation
-    if seconds < max(_SECONDS_OF_STARTS, _SHARE_OF_STARTS * epoch_seconds):
-        return
-    whose = " and ".join(name for name, cost in (("training", train), ("validation", validation)) if cost)
-    rank_zero_warn(
-        f"Starting the worker processes for {whose} takes {seconds:.1f} of the {epoch_seconds:.1f} s of an epoch. "
-        f"{_kept(loader)} keeps them."
-    )
+    costs = {"training": run.train.worker_start_seconds, "validation": run.validation.worker_start_seconds}
+    seconds = sum(costs.values())
+    if seconds >= max(_SECONDS_OF_STARTS, _SHARE_OF_STARTS * epoch_seconds):
+        rank_zero_warn(
+            f"Starting the worker processes for {' and '.join(name for name, cost in costs.items() if cost)} takes "
+            f"{seconds:.1f} of the {epoch_seconds:.1f} s of an epoch. {_kept(loader)} keeps them."
+        )
 
 
 def _kept(loader: DataLoader[Any]) -> str:
@@ -614,14 +525,7 @@ def _kept(loader: DataLoader[Any]) -> str:
 
 
 def _advice(run: Run, loader: Any, *, starts: bool) -> str:
-    """Return what would help.
-
-    Args:
-        run: the run.
-        loader: of the training.
-        starts: most of the waiting is for processes that start.
-
-    """
+    """Return what would help; ``starts``: most of the waiting is for processes that start."""
     speed = run.arguments.speed
     if not isinstance(loader, DataLoader):
         return (
@@ -649,7 +553,5 @@ def _advice(run: Run, loader: Any, *, starts: bool) -> str:
             "Trainer(resident='auto') holds data in memory that fits there and is the same in each epoch"
         )
     return (
-        "; ".join(ways) + "."
-        if ways
-        else "Make the samples cheaper: smaller files, decoded once, or stored decoded."
+        "; ".join(ways or ["Make the samples cheaper: smaller files, decoded once, or stored decoded"]) + "."
     )
