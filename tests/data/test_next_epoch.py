@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from hasten.data.loader_parts import ShardSampler
-from hasten.data.resume.epochs import begins_early
-from hasten.data.resume.stream import Stream
+from hasten.data.resume.stream import Stream, begins_early
 from tests.models import Classifier, quiet, same_weights
 
 SAMPLES, BATCH_SIZE = 16, 4

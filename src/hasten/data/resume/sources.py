@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -29,17 +30,18 @@ from hasten.seed import generator_state, restore_rng_state, set_generator_state
 State = dict[str, Any]
 
 
-def source_of(loader: Any, *, replays: bool = True) -> BatchSource:
+def source_of(loader: Iterable[Any], *, replays: bool = True) -> BatchSource:
     """Return the source for a loader; ``replays``: a position inside an epoch may be saved."""
     if has_state(loader):
         return StatefulSource(loader)
-    if not isinstance(loader, DataLoader):
-        return IterableSource(loader, replays=replays)
-    return WorkerSource(loader) if loader.num_workers > 0 else InProcessSource(loader)
+    if isinstance(loader, DataLoader):
+        return WorkerSource(loader) if loader.num_workers > 0 else InProcessSource(loader)
+    # A list draws no random numbers, and without resuming, what was drawn does not matter.
+    return BatchSource(loader) if isinstance(loader, (list, tuple)) or not replays else ReplayedSource(loader)
 
 
 class BatchSource:
-    """The batches of one kind of loader."""
+    """The batches of one kind of loader; here of a list, read again up to the place."""
 
     # Whether something survives from one epoch to the next that a new process has to rebuild.
     survives = False
@@ -50,8 +52,8 @@ class BatchSource:
     # How long the worker processes took to start, the last time; None without any, or before their batches.
     start_seconds: float | None = None
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader: Any = loader
         # The iterator of an epoch whose batches can only be reached by fetching those before.
         self._replay: Replay | None = None
 
@@ -80,7 +82,7 @@ class BatchSource:
 
     def draws(self) -> bool:
         """Return whether fetching may draw from the random generators of this process."""
-        return self._replay is None or not self._replay.is_quiet()
+        return self._replay is not None and not self._replay.is_quiet
 
     def describe(self, error: Exception, number: int) -> str:
         """Return where an error in fetching batch ``number`` (from 1) happened."""
@@ -98,22 +100,14 @@ class BatchSource:
         return self._replay.skip(consumed, (state or {}).get("notes", []))
 
 
-class IterableSource(BatchSource):
-    """A list of batches, or another iterable: read again up to the place."""
-
-    def __init__(self, loader: Any, *, replays: bool = True) -> None:
-        super().__init__(loader)
-        # A list draws no random numbers, and without resuming, what was drawn does not matter.
-        self._just_skips = isinstance(loader, (list, tuple)) or not replays
+class ReplayedSource(BatchSource):
+    """An iterable that may draw random numbers: read again with the same ones."""
 
     def open(self) -> Iterator[Any]:
-        return iter(self._loader) if self._just_skips else self._replayed()
+        return self._replayed()
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
-        return super().reopen(state, consumed) if self._just_skips else self._replayed(consumed, state)
-
-    def draws(self) -> bool:
-        return not self._just_skips and super().draws()
+        return self._replayed(consumed, state)
 
 
 class StatefulSource(BatchSource):
@@ -121,11 +115,9 @@ class StatefulSource(BatchSource):
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         if state is not None and "loader" in state:
-            self._loader.load_state_dict(state["loader"])
+            self.restore_between_epochs(state)
             return self.open()
-        batches = self.open()
-        drop(batches, consumed)
-        return batches
+        return super().reopen(state, consumed)
 
     def state(self, count: int) -> State:
         return {"loader": copy.deepcopy(self._loader.state_dict())}
@@ -136,6 +128,9 @@ class StatefulSource(BatchSource):
     def restore_between_epochs(self, state: State) -> None:
         if "loader" in state:
             self._loader.load_state_dict(state["loader"])
+
+    def draws(self) -> bool:
+        return True
 
     def close(self) -> None:
         shut_down(self._loader)
@@ -160,9 +155,8 @@ class _DataLoaderSource(BatchSource):
             order = " and their order" if self._is_iterable else ""
             warn_once(
                 f"resume-num-workers-{saved}-{now}",
-                f"an epoch begun with num_workers={saved} goes on with num_workers={now}: until its end, random "
-                f"numbers drawn for the samples{order} differ from those of an uninterrupted run. Use "
-                f"num_workers={saved} to go on exactly.",
+                f"an epoch begun with num_workers={saved} goes on with num_workers={now}: its other random numbers"
+                f"{order} differ from those of an uninterrupted run. Use num_workers={saved} to go on exactly.",
             )
         return bool(saved != now)
 
@@ -175,10 +169,12 @@ class _DataLoaderSource(BatchSource):
         if self._stateful_sampler is not None and "sampler" in state:
             self._stateful_sampler.load_state_dict(state["sampler"])
 
-    def _start_at(
-        self, indices: CountingSampler, state: State, number: int, *, skip: bool, once: bool = False
-    ) -> None:
+    def draws(self) -> bool:
+        return self._replay is None or super().draws()
+
+    def _start_at(self, indices: CountingSampler, state: State, number: int, *, once: bool = False) -> None:
         """Make ``indices`` begin at index batch ``number``, by the sampler's own state if it has one."""
+        skip = not self._is_iterable
         if self._stateful_sampler is not None and state.get("sampler") is not None:
             self._stateful_sampler.load_state_dict(state["sampler"])
             skip = False
@@ -186,10 +182,8 @@ class _DataLoaderSource(BatchSource):
 
     def _place(self, number: int) -> str:
         kind = type(self._dataset)
-        name = (
-            kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        )
-        return f"batch {number - 1} of the dataset {name}"
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        return f"batch {number - 1} of the dataset {module}{kind.__qualname__}"
 
 
 class InProcessSource(_DataLoaderSource):
@@ -209,7 +203,7 @@ class InProcessSource(_DataLoaderSource):
             return self._replayed(consumed, state)
         self._load_dataset(state)
         loader, indices = self._counted()
-        self._start_at(indices, state, consumed, skip=not self._is_iterable)
+        self._start_at(indices, state, consumed)
         batches: Iterator[Any] = iter(loader)
         indices.opened()
         return batches
@@ -217,7 +211,7 @@ class InProcessSource(_DataLoaderSource):
     def state(self, count: int) -> State:
         state = {**self._dataset_state(), **super().state(count)}
         if self._stateful_sampler is not None and self.indices is not None:
-            state["sampler"] = self.indices.state(count)
+            state["sampler"] = self.indices.state_after(count)
         return state
 
     def between_epochs(self) -> State:
@@ -322,7 +316,7 @@ class WorkerSource(_DataLoaderSource):
         base, workers, birth = state["base"], state["workers"], state["birth"]
         self._init.states = workers
         self._states.start_epoch(base, workers or [None] * self._count)
-        self._start_at(self.indices, state, base, skip=not self._is_iterable, once=birth is not None)
+        self._start_at(self.indices, state, base, once=birth is not None)
         loader = self._loader_with_states
         if birth is not None:
             # This epoch drew no seed for its workers, but they need the one they were born with.
@@ -348,7 +342,7 @@ class WorkerSource(_DataLoaderSource):
             "birth": self._birth if self._born_before else None,
         }
         if self._stateful_sampler is not None:
-            state["sampler"] = self.indices.state(base)
+            state["sampler"] = self.indices.state_after(base)
         return state
 
     def draws(self) -> bool:
@@ -356,7 +350,7 @@ class WorkerSource(_DataLoaderSource):
         return not self._is_iterable or overrides_iter(self._loader)
 
     def describe(self, error: Exception, number: int) -> str:
-        indices = None if self._is_iterable else self.indices.batch(number)
+        indices = None if self._is_iterable else self.indices.batches.get(number)
         if indices is None:
             return self._place(number)
         text = repr(indices)
@@ -393,7 +387,7 @@ class WorkerSource(_DataLoaderSource):
     def _finish_issued(self) -> None:
         """Let the workers finish the work already issued, to know the states in which they end the epoch."""
         assert self._iterator is not None
-        self.indices.stop()
+        self.indices.stopped = True
         for _ in range(self._issued_ahead + self._count):
             try:
                 next(self._iterator)
@@ -411,30 +405,31 @@ def drop(batches: Iterator[Any], count: int) -> None:
 
 def _sample_in(error: Exception) -> Any:
     """Return the index of the sample whose fetching raised ``error``, from the frames of PyTorch's fetcher."""
-    found, trace = None, error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename.endswith(os.path.join("data", "_utils", "fetch.py")):
             found = frame.f_locals.get("idx", found)
-        trace = trace.tb_next
     return found
 
 
 class CountingSampler:
     """Replaces the index sampler of a loader: the same index batches, counted, from any place on.
 
-    The latest ``keep`` of them are remembered, and the states that the sampler ``stateful`` had after them.
+    The latest ``keep`` of them are in ``batches`` by their numbers (from 1), and the states that the sampler
+    ``stateful`` had after them are known. ``stopped``: give no more in this epoch.
     """
 
-    def __init__(self, sampler: Any, *, stateful: Any = None, keep: int = 2) -> None:
-        self.sampler_of_loader = sampler
+    def __init__(self, sampler: Iterable[Any], *, stateful: object = None, keep: int = 2) -> None:
+        self.sampler_of_loader: Any = sampler
         self.on_iter: Callable[[], None] | None = None
-        self._stateful, self._keep = stateful, keep
+        self.stopped = False
+        self.batches: dict[int, Any] = {}
+        self._stateful: Any = stateful
+        self._keep = keep
         self._first = self._skip = self._to_skip = 0
-        self._once = self._stopped = False
+        self._once = False
         self._ended_at = -1
         self._current: Iterator[Any] | None = None
-        self._batches: dict[int, Any] = {}
         self._states: dict[int, Any] = {}
 
     def start_at(self, number: int, *, skip: bool, once: bool = False) -> None:
@@ -449,8 +444,8 @@ class CountingSampler:
         if self._once and self._current is not None:
             self._once = False
             return self._current
-        self._stopped, self._ended_at, self._to_skip = False, -1, self._skip
-        self._batches.clear()
+        self.stopped, self._ended_at, self._to_skip = False, -1, self._skip
+        self.batches.clear()
         self._states.clear()
         self._drawn = iter(self.sampler_of_loader)
         self._remember_state(self._first)
@@ -472,20 +467,8 @@ class CountingSampler:
         self._skip_now()
         self.start_at(0, skip=False)
 
-    def stop(self) -> None:
-        """Give no more index batches in this epoch."""
-        self._stopped = True
-
-    def batch(self, number: int) -> Any:
-        """Return index batch ``number`` (from 1) if it is still known, else None."""
-        return self._batches.get(number)
-
-    def state(self, number: int) -> Any:
-        """Return the sampler's state after index batch ``number``, or None where it is not known or is the end.
-
-        A sampler at its end may already be back at its beginning.
-
-        """
+    def state_after(self, number: int) -> Any:
+        """Return the sampler's state after index batch ``number``, if known; None at its end, maybe its start."""
         return None if number == self._ended_at else self._states.get(number)
 
     def _skip_now(self) -> None:
@@ -499,15 +482,15 @@ class CountingSampler:
 
     def _counted(self, number: int) -> Iterator[Any]:
         self._skip_now()
-        while not self._stopped:
+        while not self.stopped:
             try:
                 indices = next(self._drawn)
             except StopIteration:
                 self._ended_at = number
                 return
             number += 1
-            self._batches[number] = indices
-            self._batches.pop(number - self._keep, None)
+            self.batches[number] = indices
+            self.batches.pop(number - self._keep, None)
             self._remember_state(number)
             yield indices
 
@@ -543,6 +526,11 @@ class Replay:
     def __iter__(self) -> Replay:
         return self
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the loader is no longer watched."""
+        return self._quiet >= _QUIET
+
     def __next__(self) -> Any:
         if self._quiet >= _QUIET:
             self._number += 1
@@ -558,10 +546,6 @@ class Replay:
             self._notes.append([self._number, {kind: before[kind] for kind in drawn}])
             self._moved.difference_update(drawn)
         return batch
-
-    def is_quiet(self) -> bool:
-        """Return whether the loader is no longer watched."""
-        return self._quiet >= _QUIET
 
     def notes(self, count: int) -> list[list[Any]]:
         """Return the states to restore within the first ``count`` batches."""

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
 from hasten._lib.rank_zero import warn_once
+from hasten.batching.samplers import PlannedBatches
 from hasten.data.combined import CombinedLoader, joint_length
-from hasten.data.loader_parts import epoch_setters, generators_of
-from hasten.data.resume.epochs import NextEpoch, begins_early, ends_at_its_length, epochs_of
+from hasten.data.loader_parts import (
+    ShardSampler,
+    epoch_setters,
+    generators_of,
+    has_state,
+    index_sampler,
+    is_iterable,
+    length_of,
+    overrides_iter,
+    stateful_sampler,
+)
+from hasten.data.memory.resident import is_resident
 from hasten.data.resume.sources import BatchSource, source_of
 from hasten.data.resume.workers import RngWatch, with_own_type
 from hasten.data.worker_count import with_workers_of
@@ -52,28 +74,32 @@ class Stream:
     """
 
     def __init__(
-        self, loader: Any, *, name: str = "train_dataloader", replays: bool = True, marks_last: bool = True
+        self,
+        loader: Iterable[Any],
+        *,
+        name: str = "train_dataloader",
+        replays: bool = True,
+        marks_last: bool = True,
     ) -> None:
         self.loader = loader
         self.name = name
         self.epoch: int | None = None
-        self._replays = replays
+        # How many batches of its epoch were yielded.
+        self.handed = 0
+        self._replays, self._marks_last = replays, marks_last
         self._source: BatchSource = source_of(loader, replays=replays)
         self._generators = generators_of(loader)
         self._watch = RngWatch()
         self._iterator: Iterator[Any] | None = None
         self._loaded: dict[str, Any] | None = None
         self._start: dict[str, Any] | None = None
-        self._handed = 0
         self._held: Any = None
-        self._at_end = False
-        self._exhausted = False
-        self._again: Any = _END
-        self._ahead: Any = _END
+        self._at_end = self._exhausted = False
+        # A batch to yield once more, one that was fetched ahead, and the position before the latter.
+        self._again = self._ahead = _END
         self._ahead_mark: dict[str, Any] | None = None
         # Whether fetching draws from random generators that training draws from too.
         self._draws = False
-        self._marks_last = marks_last
         # The epoch after this one, where its first batches are fetched already.
         self._next: NextEpoch | None = None
         self._running: Iterator[Any] | None = None
@@ -81,10 +107,7 @@ class Stream:
     @property
     def length(self) -> int | None:
         """The length of the loader in batches; None if it has none."""
-        try:
-            return len(self.loader)
-        except (TypeError, NotImplementedError):
-            return None
+        return length_of(self.loader)
 
     @property
     def certain_length(self) -> int | None:
@@ -96,9 +119,10 @@ class Stream:
         """How many batches of its epoch a loaded state has behind it; 0 between epochs."""
         state = self._loaded
         if state is None:
-            return 0 if self._at_end else self._handed
-        consumed: int = state["consumed"] - ("again" in state)
-        return consumed if "again" in state or not state["ended"] else 0
+            return 0 if self._at_end else self.handed
+        if "again" in state:
+            return int(state["consumed"]) - 1
+        return 0 if state["ended"] else state["consumed"]
 
     # -- the batches
 
@@ -129,13 +153,13 @@ class Stream:
         iterator = self._begin()
         if self._again is not _END:
             iterator, self._again = chain((self._again,), iterator), _END
-            self._handed -= 1
-        number = self._handed
+            self.handed -= 1
+        number = self.handed
         self._running = iterator
         try:
             for batch in islice(iterator, max(0, end - number - 1)):
                 number += 1
-                self._handed, self._held = number, batch
+                self.handed, self._held = number, batch
                 yield batch, False
             batch = next(iterator, _END) if number == end - 1 else _END
             if batch is not _END:
@@ -145,7 +169,7 @@ class Stream:
                     # The user's generator moves once more when its sampler ends. That belongs to this epoch's
                     # state, so it must have happened when the state is taken.
                     next(iterator, None)
-                self._handed, self._held, self._at_end = number, batch, True
+                self.handed, self._held, self._at_end = number, batch, True
                 yield batch, True
                 if exhaust and not self._generators and self._running is iterator:
                     next(iterator, None)
@@ -159,15 +183,19 @@ class Stream:
 
     def _of_unknown_length(self, limit: int | None) -> Iterator[tuple[Any, bool]]:
         iterator = self._begin()
-        number, batch, length = self._handed, self._again, self.length
+        number, batch, length = self.handed, self._again, self.length
         fetched = number
         try:
             if batch is _END and (limit is None or number < limit):
                 fetched = number = number + 1
                 if self._ahead_mark is not None:
                     batch = self._ahead
+                elif number == 1:
+                    before = self._watch.state()
+                    batch = next(iterator, _END)
+                    self._draws = self._watch.state() != before
                 else:
-                    batch = self._first(iterator) if number == 1 else next(iterator, _END)
+                    batch = next(iterator, _END)
                 self._ahead_mark = None
             self._again = _END
             while batch is not _END:
@@ -182,9 +210,13 @@ class Stream:
                         fetched = number + 1
                         self._ahead = next(iterator, _END)
                     is_last = self._exhausted = self._ahead is _END
-                    if not is_last and number == length:
-                        self._warn_of_more(number)
-                self._handed, self._held, self._at_end = number, batch, is_last
+                    if not is_last and number == length and self._replays:
+                        warn_once(
+                            f"more-batches-{self.name}",
+                            f"{self.name} gives more batches than its length of {length} says, and all are read. "
+                            f"limit_train_batches={length} ends an epoch there.",
+                        )
+                self.handed, self._held, self._at_end = number, batch, is_last
                 yield batch, is_last
                 fetched = number + 1
                 if is_last:
@@ -200,35 +232,24 @@ class Stream:
         finally:
             self._leave()
 
-    def _first(self, iterator: Iterator[Any]) -> Any:
-        """Return the first batch of an epoch, and note whether fetching it draws random numbers here."""
-        before = self._watch.state()
-        batch = next(iterator, _END)
-        self._draws = self._watch.state() != before
-        return batch
-
-    def _warn_of_more(self, length: int) -> None:
-        if self._replays:
-            warn_once(
-                f"more-batches-{self.name}",
-                f"{self.name} gives more batches than its length of {length} says, and all are read. "
-                f"limit_train_batches={length} ends an epoch there; a right __len__ keeps plans and bars right.",
-            )
-
     # -- the position
 
     def open(self) -> None:
         """Go to the position of a loaded state now, if there is one: start workers, skip what was consumed.
 
         The random generators of this process keep their states.
-
         """
-        state = self._loaded
+        state, self._loaded = self._loaded, None
         if state is None:
             return
-        self._loaded = None
         self._draws = state.get("draws", False)
-        self._check_length(state)
+        length = self.length
+        if not state["ended"] and state["length"] != length:
+            warn_once(
+                f"resume-length-{self.name}",
+                f"{self.name} has {length} batches, and had {state['length']} when the checkpoint was written in the "
+                "middle of an epoch, whose rest will differ. Resume with the same data, batch size and processes.",
+            )
         if state["ended"] and not state["rebuild"]:
             self._set_generators(state["generators"])
             self._source.restore_between_epochs(state["source"])
@@ -237,10 +258,9 @@ class Stream:
             if state["epoch"] is not None:
                 self.set_epoch(state["epoch"])
             iterator = self._reopen(state)
-        if "again" in state:
-            self._again = state["again"]
+        self._again = state.get("again", self._again)
         if "again" in state or not state["ended"]:
-            self._iterator, self._handed, self._at_end = iterator, state["consumed"], False
+            self._iterator, self.handed, self._at_end = iterator, state["consumed"], False
 
     def _reopen(self, state: dict[str, Any]) -> Iterator[Any]:
         self._start = state["start"] or self._mark_start()
@@ -259,11 +279,7 @@ class Stream:
         return iterator
 
     def start_at(self, consumed: int) -> None:
-        """Begin the next epoch after its first ``consumed`` batches, where no exact state is known.
-
-        A loader that shuffles gives a new order.
-
-        """
+        """Begin the next epoch after its first ``consumed`` batches, in a new order if the loader shuffles."""
         state = {**self._place(), "consumed": consumed, "ended": False}
         self.load_state_dict({**state, "start": None, "ahead": None, "source": None})
 
@@ -283,7 +299,9 @@ class Stream:
 
         """
         indices = self._source.indices
-        found = None if indices is None else indices.batch(batch_idx + 1)
+        found = None if indices is None else indices.batches.get(batch_idx + 1)
+        if found is None:
+            return []
         found = found if isinstance(found, (list, tuple)) else [found]
         return [] if None in found else list(found)
 
@@ -294,11 +312,6 @@ class Stream:
             self._again, self._ahead, self._ahead_mark = _END, _END, None
             self._at_end = True
             self._leave()
-
-    @property
-    def handed(self) -> int:
-        """How many batches of its epoch were yielded."""
-        return self._handed
 
     def replace_held(self, change: Callable[[Any], Any]) -> None:
         """Change the last batch for ``state_dict(again=True)``."""
@@ -323,26 +336,20 @@ class Stream:
         state["generators"] = self._generator_states() if self._next is None else self._next.generators
         if self._start is None:
             return {**state, "source": self._source.between_epochs()}
-        again = again or (not (self._at_end and consumed == 0) and consumed == self._handed - 1)
-        if not again and consumed != self._handed and not self._at_end:
-            raise ValueError(
-                f"{self.name}: state_dict(consumed={consumed}), but {self._handed} batches were handed out. "
-                f"Use {self._handed}, or {max(0, self._handed - 1)} to yield the last one again."
-            )
+        again = _yields_again(self, consumed, again)
         if again:
             state["again"] = self._held
-        state["consumed"] = self._handed
+        state["consumed"] = self.handed
         if self._at_end and not self._source.survives:
             # Nothing is left of an epoch that ran to its end; one cut short by a limit may leave a place behind.
             return {**state, "source": {} if self._exhausted else self._source.between_epochs()}
         mark = self._ahead_mark
         state["ended"] = state["rebuild"] = self._at_end
-        state["start"] = self._start
-        state["ahead"] = mark
+        state["start"], state["ahead"] = self._start, mark
         if self._next is not None:
             state["source"] = self._next.source
         else:
-            state["source"] = self._source.state(self._handed) if mark is None else mark["source"]
+            state["source"] = self._source.state(self.handed) if mark is None else mark["source"]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -374,10 +381,10 @@ class Stream:
             next(iterator, None)
         self._running = None
         self._leave()
-        generators, source = self._generator_states(), self._source.state(self._handed)
+        generators, source = self._generator_states(), self._source.state(self.handed)
         for each in epoch_setters(self.loader):
             each.set_epoch(epoch)
-        self._next = NextEpoch(generators, source, epochs_of(self.loader), self._source.open())
+        self._next = NextEpoch(generators, source, _epochs_of(self.loader), self._source.open())
 
     def close(self) -> None:
         """End the worker processes now, also persistent ones; the next epoch starts new ones."""
@@ -394,12 +401,12 @@ class Stream:
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             return iterator
-        if self._next is not None and self._next.epochs != epochs_of(self.loader):
-            # Somebody has set another epoch than the one that follows.
+        if self._next is not None and self._next.epochs != _epochs_of(self.loader):
+            # The user has set another epoch than the one that follows.
             self.close()
         begun, self._next = self._next, None
         self._start = self._mark_start()
-        self._handed, self._at_end, self._exhausted = 0, False, False
+        self.handed, self._at_end, self._exhausted = 0, False, False
         self._again = self._ahead = _END
         self._ahead_mark = None
         if begun is not None:
@@ -450,20 +457,97 @@ class Stream:
         for generator, state in zip(self._generators, states, strict=False):
             set_generator_state(generator, state)
 
-    def _check_length(self, state: dict[str, Any]) -> None:
-        length = self.length
-        if not state["ended"] and state["length"] != length:
-            warn_once(
-                f"resume-length-{self.name}",
-                f"{self.name} has {length} batches, and had {state['length']} when the checkpoint was written in the "
-                "middle of an epoch: the rest of this epoch will not have the samples of an uninterrupted run. "
-                "Resume with the same dataset, batch size and number of processes to go on exactly.",
-            )
-
     def _explained(self, error: Exception, number: int) -> Exception:
         error = with_own_type(error)
         error.add_note(f"in {self.name}: {self._source.describe(error, number)}")
         return error
+
+
+# -- where a loader's epoch ends, and whether its next one can begin before this one is over
+
+
+def ends_at_its_length(loader: object) -> bool:
+    """Return whether a loader is sure to give as many batches as ``len(loader)`` says.
+
+    Sure is a length that torch or hasten computes from the samplers it reads. An ``IterableDataset`` may give another
+    number of batches than its length says (with workers even one that counts its samples right), and so may any class
+    that defines ``__len__`` itself.
+    """
+    if type(loader) in (list, tuple, range):
+        return True
+    if not isinstance(loader, DataLoader) or is_iterable(loader):
+        return False
+    kind = type(loader)
+    counts = not overrides_iter(loader) and kind.__len__ is DataLoader.__len__
+    iterates = kind._get_iterator is DataLoader._get_iterator or is_resident(loader)
+    if not (counts and iterates) and not kind.__module__.startswith("torchdata."):
+        return False
+    return all(
+        type(each) in _SAMPLERS or type(each).__module__.startswith(("hasten.", "torchdata."))
+        for each in _orders_of(loader)
+    )
+
+
+_SAMPLERS = (
+    BatchSampler,
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
+
+
+def _orders_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield the sampler that a loader takes its indices from, and those inside it that the order comes from."""
+    sampler = index_sampler(loader)[1]
+    while sampler is not None:
+        yield sampler
+        wraps = type(sampler) in (BatchSampler, ShardSampler) or isinstance(sampler, PlannedBatches)
+        sampler = getattr(sampler, "sampler", None) if wraps else None
+
+
+@dataclass(frozen=True)
+class NextEpoch:
+    """An epoch that was begun while the one before was not over."""
+
+    # The states of the loader's generators and of its source before it began, and the epoch of each sampler.
+    generators: list[bytes]
+    source: dict[str, Any]
+    epochs: list[Any]
+    batches: Iterator[Any]
+
+
+def _epochs_of(loader: object) -> list[Any]:
+    """Return the epoch that was last set in each part of a loader."""
+    return [getattr(each, "epoch", None) for each in epoch_setters(loader)]
+
+
+def begins_early(loader: object) -> bool:
+    """Return whether a loader's next epoch can begin at any time after the last batch, with the same batches.
+
+    Its workers must live on: new ones would be copies of a dataset that a callback may still change. Its order must
+    come from its own generator, from the epoch, or not from chance at all: validation may draw from torch's generator.
+    """
+    if not isinstance(loader, DataLoader) or overrides_iter(loader) or is_iterable(loader):
+        return False
+    lives_on = loader.num_workers > 0 and loader.persistent_workers and loader.in_order
+    if not lives_on or has_state(loader.dataset) or stateful_sampler(loader) is not None:
+        return False
+    shared = False
+    for sampler in _orders_of(loader):
+        kind = type(sampler)
+        if isinstance(sampler, PlannedBatches):
+            seeded = sampler.seed is not None or sampler.generator is not None
+            is_settled = not sampler.shuffle or seeded or getattr(sampler, "num_replicas", 1) > 1
+        elif kind is RandomSampler:
+            is_settled = shared or sampler.generator is not None
+        else:
+            shared = shared or kind is ShardSampler
+            is_settled = kind in (ShardSampler, BatchSampler, SequentialSampler, DistributedSampler)
+        if not is_settled:
+            return False
+    return True
 
 
 class CombinedStream:
@@ -483,11 +567,10 @@ class CombinedStream:
     ) -> None:
         self.loader = loader
         self.name = name
+        self.handed = 0
         self._readers = [_Reader(stream) for stream in streams]
         self._loaded: dict[str, Any] | None = None
-        self._handed = 0
-        self._at_end = False
-        self._resumes = False
+        self._at_end = self._resumes = False
 
     @property
     def length(self) -> int | None:
@@ -501,7 +584,7 @@ class CombinedStream:
     def position(self) -> int:
         if self._loaded is not None:
             return 0 if self._loaded["ended"] else self._loaded["consumed"]
-        return 0 if self._at_end else self._handed
+        return 0 if self._at_end else self.handed
 
     @property
     def worker_start_seconds(self) -> float | None:
@@ -513,21 +596,19 @@ class CombinedStream:
     # -- the batches
 
     def batches(self, limit: int | None = None) -> Iterator[tuple[Any, bool]]:
-        """Yield ``(batch, is_last)`` of a new epoch, or of the rest of the one that a loaded state is in."""
         self.open()
         if not self._resumes:
+            self.handed = 0
             for reader in self._readers:
                 reader.restart()
-            self._handed = 0
         self._resumes, self._at_end = False, False
-        ends = [number for number in (self.certain_length, limit) if number is not None]
-        end = min(ends) if ends else None
+        end = min((number for number in (self.certain_length, limit) if number is not None), default=None)
         rounds = self._one_by_one if self.loader.mode == "sequential" else self._side_by_side
         try:
-            if end is None or self._handed < end:
+            if end is None or self.handed < end:
                 for batch, is_last in rounds(end):
-                    self._handed += 1
-                    self._at_end = is_last or self._handed == end
+                    self.handed += 1
+                    self._at_end = is_last or self.handed == end
                     yield batch, self._at_end
                     if self._at_end:
                         break
@@ -538,51 +619,44 @@ class CombinedStream:
 
     def _side_by_side(self, end: int | None) -> Iterator[tuple[Any, bool]]:
         cycles, shortest = self.loader.mode == "max_size_cycle", self.loader.mode == "min_size"
-        readers = self._readers
         while True:
             batches: list[Any] = []
-            for reader in readers:
+            for reader in self._readers:
                 if reader.at_end and cycles:
                     reader.again()
-                batch = reader.next(end, self._handed)
+                batch = reader.next(end, self.handed)
                 if batch is _END and cycles:
                     reader.again()
-                    batch = reader.next(end, self._handed)
+                    batch = reader.next(end, self.handed)
                 batches.append(batch)
             ends_early = [batch is _END for batch in batches]
             if all(ends_early) or (shortest and any(ends_early)):
                 return
             batches = [None if batch is _END else batch for batch in batches]
             enough = any if shortest else all
-            yield self.loader.combine(batches), enough(reader.done for reader in readers)
+            yield self.loader.combine(batches), enough(reader.done for reader in self._readers)
 
     def _one_by_one(self, end: int | None) -> Iterator[tuple[Any, bool]]:
-        for index, reader in enumerate(self._readers):
-            last_reader = index == len(self._readers) - 1
+        for reader in self._readers:
             for other in self._readers:
                 other.took = False
-            while (batch := reader.next(end, self._handed)) is not _END:
-                yield batch, reader.at_end and last_reader
+            while (batch := reader.next(end, self.handed)) is not _END:
+                yield batch, reader.at_end and reader is self._readers[-1]
 
     # -- the position
 
     def open(self) -> None:
-        state = self._loaded
+        state, self._loaded = self._loaded, None
         if state is None:
             return
-        self._loaded = None
         for reader, saved in zip(self._readers, state["readers"], strict=True):
             reader.at_end, reader.done, reader.count = saved["at_end"], saved["done"], saved["count"]
             if saved["at_end"] or state["ended"]:
                 reader.stream.finish()
             else:
                 reader.stream.open()
-        self._handed, self._at_end = state["consumed"], state["ended"]
+        self.handed, self._at_end = state["consumed"], state["ended"]
         self._resumes = not state["ended"]
-
-    @property
-    def handed(self) -> int:
-        return self._handed
 
     def replace_held(self, change: Callable[[Any], Any]) -> None:
         for reader in self._readers:
@@ -591,19 +665,14 @@ class CombinedStream:
     def state_dict(self, consumed: int, *, again: bool = False) -> dict[str, Any]:
         if self._loaded is not None:
             return self._loaded
-        again = again or (not (self._at_end and consumed == 0) and consumed == self._handed - 1)
-        if not again and consumed != self._handed and not self._at_end:
-            raise ValueError(
-                f"{self.name}: state_dict(consumed={consumed}), but {self._handed} batches were handed out."
-            )
+        again = _yields_again(self, consumed, again)
         return {
-            "consumed": self._handed - again,
+            "consumed": self.handed - again,
             "ended": self._at_end and not again,
             "readers": [reader.state_dict(again) for reader in self._readers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``."""
         readers = state.get("readers", [])
         if len(readers) != len(self._readers):
             raise ValueError(
@@ -616,33 +685,27 @@ class CombinedStream:
         self._loaded = state
 
     def start_at(self, consumed: int) -> None:
-        left = consumed
+        mode, left = self.loader.mode, consumed
         states: list[dict[str, Any]] = []
         for reader in self._readers:
-            length, mode = reader.stream.length, self.loader.mode
+            length, count = reader.stream.length, consumed
             done = length is not None and consumed >= length
-            count = consumed
-            if length is not None and mode == "max_size_cycle" and length:
-                count = consumed % length
-            elif length is not None and mode == "max_size":
-                count = min(consumed, length)
-            elif length is not None and mode == "sequential":
+            if length is not None and mode == "sequential":
                 count = min(left, length)
-                left -= count
-                done = count == length
+                left, done = left - count, count == length
+            elif length and mode != "min_size":
+                count = consumed % length if mode == "max_size_cycle" else min(consumed, length)
             reader.stream.start_at(count)
             at_end = done and mode in ("max_size", "sequential")
-            states.append(
-                {"stream": reader.stream.state_dict(count), "at_end": at_end, "done": done, "count": count}
-            )
+            stream = reader.stream.state_dict(count)
+            states.append({"stream": stream, "at_end": at_end, "done": done, "count": count})
         self._loaded = {"consumed": consumed, "ended": False, "readers": states}
 
     def finish(self) -> None:
-        if self._loaded is None:
-            return
-        self._loaded = {**self._loaded, "ended": True}
-        self.open()
-        self._at_end = True
+        if self._loaded is not None:
+            self._loaded = {**self._loaded, "ended": True}
+            self.open()
+            self._at_end = True
 
     def set_epoch(self, epoch: int) -> None:
         for reader in self._readers:
@@ -654,6 +717,18 @@ class CombinedStream:
             reader.stream.close()
 
 
+def _yields_again(stream: Stream | CombinedStream, consumed: int, again: bool) -> bool:
+    """Return whether a position after ``consumed`` batches is one before the last batch that was yielded."""
+    handed, at_end = stream.handed, stream._at_end
+    again = again or (consumed == handed - 1 and not (at_end and consumed == 0))
+    if not again and consumed != handed and not at_end:
+        raise ValueError(
+            f"{stream.name}: state_dict(consumed={consumed}), but {handed} batches were handed out. "
+            f"Use {handed}, or {max(0, handed - 1)} to yield the last one again."
+        )
+    return again
+
+
 class _Reader:
     """One of the streams, and how much of it the joint epoch has read."""
 
@@ -663,13 +738,13 @@ class _Reader:
 
     def restart(self) -> None:
         """Be at the beginning of a joint epoch."""
-        self.batches: Iterator[tuple[Any, bool]] | None = None
-        self.count = 0
-        self.at_end = self.done = self.took = self.was_done = False
+        self.again()
+        self.done = self.took = self.was_done = False
 
     def again(self) -> None:
         """Begin the stream's next own epoch inside a joint one."""
-        self.batches, self.count, self.at_end = None, 0, False
+        self.batches: Iterator[tuple[Any, bool]] | None = None
+        self.count, self.at_end = 0, False
 
     def next(self, end: int | None, handed: int) -> Any:
         """Return the next batch; ``_END`` past the end, also if that comes before the stream's length."""
@@ -680,8 +755,9 @@ class _Reader:
             # The joint epoch may end before this stream's own: the limit makes its state that of an end.
             left = None if end is None else end - (handed - self.count)
             length = self.stream.certain_length
-            cut = left if left is not None and (length is None or left < length) else None
-            self.batches = self.stream.batches(cut)
+            self.batches = self.stream.batches(
+                left if left is not None and (length is None or left < length) else None
+            )
         for batch, is_last in self.batches:
             self.count += 1
             self.at_end = is_last
@@ -699,12 +775,10 @@ class _Reader:
     def state_dict(self, again: bool) -> dict[str, Any]:
         """Return the stream's position; ``again``: before the last joint batch."""
         back = again and self.took
-        stream = (
-            self.stream.state_dict(self.count - back, again=back) if self.count else self.stream.state_dict(0)
-        )
+        count = self.count - back
         return {
-            "stream": stream,
+            "stream": self.stream.state_dict(count, again=back) if self.count else self.stream.state_dict(0),
             "at_end": self.at_end and not back,
             "done": self.was_done if back else self.done,
-            "count": self.count - back,
+            "count": count,
         }

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,8 +62,9 @@ class BatchWithState:
 
     __slots__ = ("batch", "state", "worker")
 
-    def __init__(self, batch: Any, worker: int, state: State | None) -> None:
-        self.batch, self.worker, self.state = batch, worker, state
+    def __init__(self, batch: object, worker: int, state: State | None) -> None:
+        self.batch: Any = batch
+        self.worker, self.state = worker, state
 
     def pin_memory(self) -> BatchWithState:
         """Pin the batch; the loader's pinning thread calls this."""
@@ -86,7 +88,7 @@ class StateCollate:
         self._watch = RngWatch()
         self._last: State = {}
 
-    def __call__(self, samples: Any) -> BatchWithState:
+    def __call__(self, samples: list[Any]) -> BatchWithState:
         batch = self._collate(samples)
         info = get_worker_info()
         assert info is not None
@@ -241,8 +243,9 @@ class WorkerStates:
 class UnpackingIterator:
     """Iterates over a loader's batches as its own iterator does, and keeps the states that come with them."""
 
-    def __init__(self, iterator: Any, states: WorkerStates) -> None:
-        self._hasten_iterator, self._hasten_states = iterator, states
+    def __init__(self, iterator: Iterator[Any], states: WorkerStates) -> None:
+        self._hasten_iterator: Any = iterator
+        self._hasten_states = states
 
     def __iter__(self) -> UnpackingIterator:
         return self
@@ -265,25 +268,19 @@ def with_own_type(error: Exception) -> Exception:
     """Return an error of a worker with the type that it had there.
 
     PyTorch rebuilds it from its text alone, and as a ``RuntimeError`` if its class takes other arguments.
-
     """
-    trace, kind = error.__traceback__, None
-    while trace is not None:
-        wrapper = trace.tb_frame.f_locals.get("self")
+    kind = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        wrapper = frame.f_locals.get("self")
         if isinstance(wrapper, ExceptionWrapper):
             kind = wrapper.exc_type
-        trace = trace.tb_next
     if kind is None or isinstance(error, kind) or not issubclass(kind, Exception):
         return error
     text = str(error)
-    namespace = {
-        "__init__": lambda self, text: Exception.__init__(self, text),
-        "__str__": lambda self: text,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }
+    namespace = {"__init__": Exception.__init__, "__str__": lambda self: text}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     try:
-        same: Exception = type(kind.__name__, (kind,), namespace)(text)
+        same: Exception = type(kind.__name__, (kind,), namespace | names)(text)
     except Exception:
         return error
     return same.with_traceback(error.__traceback__)
