@@ -6,8 +6,7 @@ from abc import ABC
 from typing import Any
 
 from hasten._lib.errors import absent
-from hasten.checkpoint.background import AsyncCheckpointIO
-from hasten.checkpoint.io import CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from hasten.machine.cluster import (
     ClusterEnvironment,
     LightningEnvironment,

@@ -79,17 +79,32 @@ def test_all_counters_are_given_and_the_rest_is_kept() -> None:
     }
 
 
-def test_after_a_batch() -> None:
-    # Written by on_train_batch_end after batch 2 of epoch 1, five batches an epoch, two accumulated.
-    theirs = lightning(epoch=1, global_step=4, batch=(2, 1), total=(7, 6), epochs_processed=1, stepped=3)
-    assert progress(theirs) == Progress(
-        epoch=1, batch=2, total_batches=7, global_step=4, logged_step=4, post_batch_done=False
-    )
+# Batches are (processed, completed), five an epoch, two accumulated: as on_train_batch_end sees it; after a validation
+# within the epoch; and in manual optimization, which counts batches and steps apart.
+AT = {
+    "after a batch": (
+        {"epoch": 1, "global_step": 4, "batch": (2, 1), "total": (7, 6), "epochs_processed": 1, "stepped": 3},
+        Progress(epoch=1, batch=2, total_batches=7, global_step=4, logged_step=4, post_batch_done=False),
+    ),
+    "after a validation": (
+        {"epoch": 2, "global_step": 7, "batch": (3, 3), "total": (13, 13), "epochs_processed": 2, "stepped": 7},
+        Progress(epoch=2, batch=3, total_batches=13, global_step=7, logged_step=7),
+    ),
+    **{
+        f"manual, {optimizers} optimizers": (
+            {"epoch": 0, "global_step": 10, "batch": (5, 4), "total": (5, 4), "epochs_processed": 0, "stepped": 4,
+             "optimizers": optimizers, "automatic": False},
+            Progress(batch=5, total_batches=5, global_step=10, logged_step=5, post_batch_done=False),
+        )
+        for optimizers in (1, 2)
+    },
+}  # fmt: skip
 
 
-def test_after_a_validation_within_the_epoch() -> None:
-    theirs = lightning(epoch=2, global_step=7, batch=(3, 3), total=(13, 13), epochs_processed=2, stepped=7)
-    assert progress(theirs) == Progress(epoch=2, batch=3, total_batches=13, global_step=7, logged_step=7)
+@pytest.mark.parametrize("moment", AT)
+def test_counters_within_an_epoch(moment: str) -> None:
+    theirs, ours = AT[moment]
+    assert progress(lightning(**theirs)) == ours
 
 
 def test_at_the_end_of_an_epoch() -> None:
@@ -100,25 +115,7 @@ def test_at_the_end_of_an_epoch() -> None:
     assert (found.epoch, found.epochs_done, found.mid_epoch) == (2, 3, False)
     found.next_epoch()
     assert (found.epoch, found.batch, found.total_batches) == (3, 0, 15)
-
-
-@pytest.mark.parametrize(("optimizers", "automatic"), [(2, False), (1, False)])
-def test_manual_optimisation_counts_batches_and_steps_apart(optimizers: int, automatic: bool) -> None:
-    theirs = lightning(
-        epoch=0,
-        global_step=10,
-        batch=(5, 4),
-        total=(5, 4),
-        epochs_processed=0,
-        stepped=4,
-        optimizers=optimizers,
-        automatic=automatic,
-    )
-    found = progress(theirs)
-    assert (found.global_step, found.logged_step) == (10, 5)
-
-
-def test_without_counters_the_epoch_counts_as_complete() -> None:
+    # Without counters the epoch counts as complete.
     theirs = {"pytorch-lightning_version": "2.0.0", "epoch": 3, "global_step": 40, "state_dict": {}}
     found = progress(theirs)
     assert (found.epochs_done, found.global_step, found.mid_epoch) == (4, 40, False)

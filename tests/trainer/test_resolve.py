@@ -156,7 +156,7 @@ def test_an_accelerator_of_ones_own() -> None:
         ({"accelerator": "mps"}, MisconfigurationException, "Use accelerator='cpu'"),
         ({"accelerator": 1}, TypeError, "not int"),
         ({"accelerator": CPUAccelerator}, TypeError, "Write CPUAccelerator()"),
-        ({"devices": 0}, ValueError, "(devices=0, accelerator='cpu'): the CPU has no indices. Use the number of processes"),
+        ({"devices": 0}, ValueError, "(devices=0, accelerator='cpu'): the CPU has no indices. Use the number"),
         ({"devices": 1.0}, TypeError, "(devices=1.0): use a number"),
         ({"devices": True}, TypeError, "(devices=True): use a number"),
         ({"devices": [0]}, TypeError, "the CPU has no indices"),

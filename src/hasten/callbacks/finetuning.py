@@ -12,7 +12,7 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.checkpoint.allowed_types import is_plain
+from hasten.checkpoint.files import is_plain
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:

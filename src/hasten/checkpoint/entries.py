@@ -2,15 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-# The counters of ``loops.fit`` in files of hasten.
-_COUNTERS = ("epoch", "batch", "total_batches", "global_step", "updates", "window")
-_FLAGS = ("followed", "epoch_ended", "last_batch")
+_DAMAGED = (
+    "The file is damaged, or was changed by another program. Nothing was restored; use an earlier checkpoint."
+)
+
+# What an entry must be: called with its value and its place in the checkpoint; raises _Wrong.
+_Check = Callable[[Any, str], None]
+_ABSENT = object()
 
 
-def check_entries(checkpoint: Any, source: str, *, training: bool) -> None:
+class _Wrong(Exception):
+    """What is wrong with an entry."""
+
+    def __init__(self, place: str, value: object, wanted: str) -> None:
+        is_what = "missing" if value is _ABSENT else f"{_describe(value)}, and must be {wanted}"
+        super().__init__(f"the entry {place!r} is {is_what}")
+
+
+def _describe(value: object) -> str:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)[:60]
+    return f"a {type(value).__name__}"
+
+
+def _count(value: Any, place: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise _Wrong(place, value, "a whole number of at least 0")
+
+
+def _flag(value: Any, place: str) -> None:
+    if not isinstance(value, bool):
+        raise _Wrong(place, value, "True or False")
+
+
+def _anything(value: Any, place: str) -> None:
+    if value is _ABSENT:
+        raise _Wrong(place, value, "")
+
+
+def _dict(
+    entries: Mapping[str, _Check] | None = None, *, every: _Check | None = None, none: bool = False
+) -> _Check:
+    """Return a check for a dict.
+
+    Args:
+        entries: what its entries must be; one whose name ends with "?" may be absent.
+        every: what each of its entries must be.
+        none: allow None.
+
+    """
+
+    def check(value: Any, place: str) -> None:
+        if value is None and none:
+            return
+        if not isinstance(value, Mapping):
+            raise _Wrong(place, value, "a dict")
+        for name, of_entry in (entries or {}).items():
+            key = name.removesuffix("?")
+            if key in value or key == name:
+                of_entry(value.get(key, _ABSENT), f"{place}.{key}" if place else key)
+        if every is not None:
+            for key, item in value.items():
+                every(item, f"{place}[{key!r}]")
+
+    return check
+
+
+def _list(each: _Check, *, empty: bool = True) -> _Check:
+    """Return a check for a list; ``empty`` allows one without items."""
+
+    def check(value: Any, place: str) -> None:
+        if not isinstance(value, (list, tuple)) or not (value or empty):
+            raise _Wrong(place, value, "a list" if empty else "a list that is not empty")
+        for index, item in enumerate(value):
+            each(item, f"{place}[{index}]")
+
+    return check
+
+
+def _weights(value: Any, place: str) -> None:
+    _dict()(value, place)
+    for name in value:
+        if not isinstance(name, str):
+            raise _Wrong(f"{place}[{name!r}]", name, "named by a str")
+
+
+def _gradients(value: Any, place: str) -> None:
+    if value is not None and not isinstance(value, list):  # Files of earlier versions have a list.
+        _dict({"ranks": _list(_dict({"optimizers": _dict(), "others": _dict()}), empty=False)})(value, place)
+
+
+def _own(value: Any, place: str) -> None:
+    # Files of earlier versions have the metrics of the first process, for all.
+    for_all = isinstance(value, Mapping) and "metric_states" in value
+    rank = _RANK if for_all else {**_RANK, "metrics": _dict()}
+    _dict({"gradients?": _gradients, "metric_states?": _dict(), "ranks": _list(_dict(rank), empty=False)})(
+        value, place
+    )
+
+
+_ANY = {
+    "state_dict": _weights,
+    "hyper_parameters?": _dict(none=True),
+    "datamodule_hyper_parameters?": _dict(none=True),
+    "callbacks?": _dict(every=_dict(none=True), none=True),
+}
+_FIT = dict.fromkeys(("epoch", "batch", "total_batches", "global_step", "updates", "window"), _count)
+_FLAGS = dict.fromkeys(("followed", "epoch_ended", "last_batch"), _flag)
+_BATCHES = _dict({"processed": _count, "completed": _count})
+_LOOPS = {
+    "fit?": _dict({**_FIT, **_FLAGS}),
+    "fit_loop?": _dict(
+        {"epoch_loop.batch_progress?": _dict({"current": _BATCHES, "total": _BATCHES})}, none=True
+    ),
+}
+_RANK = {
+    "random": _dict(),
+    "values": _dict({"train": _list(_dict()), "callback": _dict(), "logged": _dict(), "bar": _dict()}),
+    "data": _dict(none=True),
+    "evaluations": _dict(every=_list(_dict())),
+    "window_weight": _anything,
+}
+_TRAINING = {
+    "epoch?": _count,
+    "global_step?": _count,
+    "loops?": _dict(_LOOPS, every=_dict(none=True), none=True),
+    "optimizer_states": _list(
+        _dict({"state?": _dict(), "param_groups?": _list(_dict({"params": _anything}))})
+    ),
+    "lr_schedulers": _list(_dict()),
+    "MixedPrecision?": _dict(none=True),
+    "hasten?": lambda value, place: None if value is None else _own(value, place),
+}
+
+
+def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
     """Raise if an entry of a checkpoint is missing or has a wrong type.
 
     Args:
@@ -29,152 +158,25 @@ def check_entries(checkpoint: Any, source: str, *, training: bool) -> None:
     <https://lightning.ai/docs/pytorch/stable/common/checkpointing_basic.html>`_.
 
     """
-    entries = _Entries(source)
+    bare = "Load bare weights with model.load_state_dict(torch.load(path))."
     if not isinstance(checkpoint, Mapping):
         raise ValueError(
-            f"{source} holds {_describe(checkpoint)} instead of a dict: it is not a checkpoint of a Trainer. Load bare "
-            "weights with model.load_state_dict(torch.load(path))."
+            f"{source} holds {_describe(checkpoint)} instead of a dict: it is not a checkpoint of a Trainer. {bare}"
         )
     if "state_dict" not in checkpoint:
+        keys = sorted(map(str, checkpoint))[:8]
         raise ValueError(
-            f"{source} holds no 'state_dict' (it has {sorted(map(str, checkpoint))[:8]}): a Trainer did not "
-            "write it. Load bare weights with model.load_state_dict(torch.load(path))."
+            f"{source} holds no 'state_dict' (it has {keys}): a Trainer did not write it. {bare}"
         )
-    for name in entries.mapping(checkpoint, "state_dict"):
-        if not isinstance(name, str):
-            raise entries.wrong(f"state_dict[{name!r}]", name, "named by a str")
-    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-        entries.mapping(checkpoint, key, none=True)
-    if "callbacks" in checkpoint:
-        for key, state in entries.mapping(checkpoint, "callbacks", none=True).items():
-            if state is not None and not isinstance(state, Mapping):
-                raise entries.wrong(f"callbacks[{key!r}]", state, "a dict")
-    if not training:
-        return
-    if "optimizer_states" not in checkpoint:
+    if training and "optimizer_states" not in checkpoint:
         raise ValueError(
             f"{source} holds weights only, so training cannot go on from it. "
             "Load it with Model.load_from_checkpoint(path), or save with save_weights_only=False."
         )
-    for name in ("epoch", "global_step"):
-        if name in checkpoint:
-            entries.count(checkpoint, name)
-    _check_loops(entries, checkpoint)
-    for place, state in entries.mappings(checkpoint, "optimizer_states"):
-        if "state" in state:
-            entries.mapping(state, "state", place)
-        if "param_groups" in state:
-            for inner, group in entries.mappings(state, "param_groups", place):
-                if "params" not in group:
-                    raise ValueError(f"{source}: the entry {inner!r} has no 'params'. {_DAMAGED}")
-    if "lr_schedulers" not in checkpoint:
-        raise ValueError(f"{source}: the entry 'lr_schedulers' is missing. {_DAMAGED}")
-    list(entries.mappings(checkpoint, "lr_schedulers"))
-    if "MixedPrecision" in checkpoint:
-        entries.mapping(checkpoint, "MixedPrecision", none=True)
-    if checkpoint.get("hasten") is not None:
-        _check_own(entries, entries.mapping(checkpoint, "hasten"))
-
-
-def _check_loops(entries: _Entries, checkpoint: Mapping[str, Any]) -> None:
-    if "loops" not in checkpoint:
-        return
-    loops = entries.mapping(checkpoint, "loops", none=True)
-    for key in loops:
-        place = f"loops.{key}"
-        loop = entries.mapping(loops, key, "loops", none=True)
-        if key == "fit":
-            for name in _COUNTERS:
-                entries.count(loop, name, place)
-            for name in _FLAGS:
-                if not isinstance(loop.get(name), bool):
-                    raise entries.wrong(f"{place}.{name}", loop.get(name), "True or False")
-        elif key == "fit_loop" and "epoch_loop.batch_progress" in loop:
-            progress = entries.mapping(loop, "epoch_loop.batch_progress", place)
-            for name in ("current", "total"):
-                inner = f"{place}.epoch_loop.batch_progress"
-                counts = entries.mapping(progress, name, inner)
-                for each in ("processed", "completed"):
-                    entries.count(counts, each, f"{inner}.{name}")
-
-
-def _check_own(entries: _Entries, own: Mapping[str, Any]) -> None:
-    gradients = own.get("gradients")
-    if isinstance(gradients, Mapping):
-        for place, each in entries.mappings(gradients, "ranks", "hasten.gradients", empty=False):
-            for key in ("optimizers", "others"):
-                entries.mapping(each, key, place)
-    elif gradients is not None and not isinstance(gradients, list):
-        raise entries.wrong("hasten.gradients", gradients, "a dict")
-    if "metric_states" in own:
-        entries.mapping(own, "metric_states", "hasten")
-    for place, rank in entries.mappings(own, "ranks", "hasten", empty=False):
-        entries.mapping(rank, "random", place)
-        values = entries.mapping(rank, "values", place)
-        list(entries.mappings(values, "train", f"{place}.values"))
-        for key in ("callback", "logged", "bar"):
-            entries.mapping(values, key, f"{place}.values")
-        entries.mapping(rank, "data", place, none=True)
-        evaluations = entries.mapping(rank, "evaluations", place)
-        for key in evaluations:
-            list(entries.mappings(evaluations, key, f"{place}.evaluations"))
-        if "metric_states" not in own:
-            entries.mapping(rank, "metrics", place)
-        if "window_weight" not in rank:
-            raise ValueError(f"{entries.source}: the entry '{place}.window_weight' is missing. {_DAMAGED}")
-
-
-_DAMAGED = (
-    "The file is damaged, or was changed by another program. Nothing was restored; use an earlier checkpoint."
-)
-
-
-class _Entries:
-    """Reads the entries of nested dicts, and names the place of one that makes no sense."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-
-    def mapping(
-        self, owner: Mapping[str, Any], name: str, place: str = "", *, none: bool = False
-    ) -> Mapping[Any, Any]:
-        value = owner.get(name)
-        if none and value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            raise self.wrong(_at(place, name), value, "a dict")
-        return value
-
-    def mappings(
-        self, owner: Mapping[str, Any], name: str, place: str = "", *, empty: bool = True
-    ) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        values = owner.get(name)
-        if not isinstance(values, (list, tuple)) or (not values and not empty):
-            raise self.wrong(_at(place, name), values, "a list" if empty else "a list that is not empty")
-        for index, value in enumerate(values):
-            if not isinstance(value, Mapping):
-                raise self.wrong(f"{_at(place, name)}[{index}]", value, "a dict")
-            yield f"{_at(place, name)}[{index}]", value
-
-    def count(self, owner: Mapping[str, Any], name: str, place: str = "") -> None:
-        value = owner.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.wrong(_at(place, name), value, "a whole number of at least 0")
-
-    def wrong(self, place: str, value: Any, wanted: str) -> ValueError:
-        return ValueError(
-            f"{self.source}: the entry {place!r} is {_describe(value)}, and must be {wanted}. {_DAMAGED}"
-        )
-
-
-def _at(place: str, name: str) -> str:
-    return f"{place}.{name}" if place else name
-
-
-def _describe(value: Any) -> str:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)[:60]
-    return f"a {type(value).__name__}"
+    try:
+        _dict({**_ANY, **_TRAINING} if training else _ANY)(checkpoint, "")
+    except _Wrong as wrong:
+        raise ValueError(f"{source}: {wrong}. {_DAMAGED}") from None
 
 
 def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -> dict[str, Any]:
@@ -206,71 +208,42 @@ def from_lightning(checkpoint: dict[str, Any], source: str = "the checkpoint") -
     """
     if "pytorch-lightning_version" not in checkpoint or "hasten_version" in checkpoint:
         return checkpoint
+    loops = checkpoint.get("loops") or {}
     try:
-        loops = checkpoint.get("loops") or {}
-        several = len(checkpoint.get("optimizer_states") or ()) > 1
-        counters = _counters(checkpoint, loops.get("fit_loop") or {}, several=several)
+        counters = _counters(checkpoint, loops.get("fit_loop") or {})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{source}: the counters of the entry 'loops.fit_loop' make no sense ({type(error).__name__}: {error}). "
-            "The file is damaged, or was changed by another program. Nothing was restored; use an earlier checkpoint."
+            f"{_DAMAGED}"
         ) from error
     return {**checkpoint, "loops": {**loops, "fit": counters}}
 
 
-def _counters(checkpoint: Mapping[str, Any], loop: Mapping[str, Any], *, several: bool) -> dict[str, Any]:
+def _counters(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[str, Any]:
     epoch, global_step = int(checkpoint.get("epoch", 0)), int(checkpoint.get("global_step", 0))
+    # Without the loop's own counters (another tool wrote it, or took them out) the epoch counts as complete.
+    counters = {
+        "epoch": epoch, "batch": 0, "total_batches": 0, "global_step": global_step, "updates": global_step,
+        "window": 0, "followed": True, "epoch_ended": True, "last_batch": True, "begun": False,
+    }  # fmt: skip
     batches = loop.get("epoch_loop.batch_progress")
     if batches is None:
-        # Without the loop's own counters (another tool wrote it, or took them out) the epoch counts as complete.
-        return _progress(epoch=epoch, global_step=global_step, updates=global_step, ended=True)
-    now, total = batches["current"], batches["total"]
-    automatic = _nested(
-        loop, "epoch_loop.automatic_optimization.optim_progress", "optimizer", "step", "total"
-    )
-    stepped_automatically = automatic.get("completed", 0) > 0 and not several
+        return counters
+    now = batches["current"]
+    progress = loop.get("epoch_loop.automatic_optimization.optim_progress") or {}
+    steps = progress.get("optimizer", {}).get("step", {}).get("total", {})
+    several = len(checkpoint.get("optimizer_states") or ()) > 1
+    stepped_automatically = steps.get("completed", 0) > 0 and not several
     # Seen from on_train_batch_end, the batch is processed and not completed, and the last step not counted here.
     follows = now["processed"] > now["completed"]
     stepped = loop.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", global_step)
-    epochs = _nested(loop, "epoch_progress", "current")
-    return _progress(
-        epoch=epoch,
-        batch=now["processed"],
-        total_batches=total["processed"],
-        global_step=global_step,
-        updates=global_step if stepped_automatically else stepped + follows,
-        followed=not follows,
-        ended=epochs.get("processed", 0) > epoch,
-        last=bool(batches.get("is_last_batch", False)),
-    )
-
-
-def _progress(
-    *,
-    epoch: int,
-    global_step: int,
-    updates: int,
-    ended: bool,
-    batch: int = 0,
-    total_batches: int = 0,
-    followed: bool = True,
-    last: bool = False,
-) -> dict[str, Any]:
-    return {
-        "epoch": epoch,
-        "batch": batch,
-        "total_batches": total_batches,
-        "global_step": global_step,
-        "updates": updates,
-        "window": 0,
-        "followed": followed,
+    epochs = (loop.get("epoch_progress") or {}).get("current") or {}
+    ended = epochs.get("processed", 0) > epoch
+    return counters | {
+        "batch": now["processed"],
+        "total_batches": batches["total"]["processed"],
+        "updates": global_step if stepped_automatically else stepped + follows,
+        "followed": not follows,
         "epoch_ended": ended,
-        "last_batch": last or ended,
-        "begun": False,
+        "last_batch": ended or bool(batches.get("is_last_batch", False)),
     }
-
-
-def _nested(mapping: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    for key in keys:
-        mapping = mapping.get(key) or {}
-    return mapping

@@ -11,20 +11,26 @@ import pickletools
 import secrets
 import shutil
 import struct
+import sys
 import warnings
 import zipfile
 import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from hasten._lib.files import TEMPORARY, is_url, local, remove_abandoned, replacing, sync_folder
+from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
-from hasten._lib.rank_zero import rank_zero_warn
-from hasten.checkpoint.allowed_types import check_storable, numpy_allowed
+from hasten._lib.rank_zero import rank_zero_warn, warn_once
+
+if TYPE_CHECKING:
+    from hasten.types import MapLocation
 
 
 class CheckpointDamaged(RuntimeError):
@@ -35,7 +41,12 @@ class CheckpointRefused(RuntimeError):
     """Raised for a file that cannot be read without running code from it."""
 
 
-def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: Any = None) -> None:
+def save(
+    contents: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    storage_options: object = None,
+) -> None:
     """Write a checkpoint; at any moment ``path`` is the old file or the new one, whole.
 
     The file is what ``torch.save`` writes, with a checksum at its end; ``torch.load`` reads it.
@@ -81,7 +92,7 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_opti
 
 
 def load(
-    path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True
+    path: str | os.PathLike[str], *, map_location: MapLocation = "cpu", weights_only: bool = True
 ) -> dict[str, Any]:
     """Read a checkpoint after checking that it is whole.
 
@@ -113,7 +124,7 @@ def load(
             with numpy_allowed(), warnings.catch_warnings():
                 # An unusual pickle protocol is reported by the error, if there is one.
                 warnings.filterwarnings("ignore", "Detected pickle protocol")
-                return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[no-any-return]
+                return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[no-any-return, arg-type]
         except pickle.UnpicklingError as error:
             raise CheckpointRefused(_why_refused(file, path, error)) from None
         except Exception as error:
@@ -159,18 +170,16 @@ def newest_valid(candidates: Iterable[str | os.PathLike[str]]) -> str | None:
         >>> newest_valid(["no/such/file.ckpt"])
 
     """
-    paths = [Path(path) for path in candidates]
-    present = [path for path in paths if path.is_file()]
+    present = [path for path in map(Path, candidates) if path.is_file()]
     skipped: list[str] = []
     chosen = None
     for path in sorted(present, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
             verify(path)
+            chosen = str(path)
+            break
         except (CheckpointDamaged, OSError) as error:
             skipped.append(str(error))
-            continue
-        chosen = str(path)
-        break
     if skipped:
         outcome = f"Going on with {chosen}." if chosen else "There is no whole checkpoint beside them."
         rank_zero_warn(f"passed over {len(skipped)} newer checkpoint(s): {' '.join(skipped)} {outcome}")
@@ -194,7 +203,7 @@ def clean(folder: str | os.PathLike[str]) -> list[Path]:
     return [] if is_url(folder) else remove_abandoned(_local(folder))
 
 
-def remove(path: str | os.PathLike[str], *, storage_options: Any = None) -> None:
+def remove(path: str | os.PathLike[str], *, storage_options: object = None) -> None:
     """Remove a checkpoint (a file, link or folder) if it exists.
 
     Args:
@@ -232,9 +241,7 @@ def safe_name(text: str) -> str:
     Source: `Naming files <https://learn.microsoft.com/windows/win32/fileio/naming-a-file>`_.
 
     """
-    kept = "".join(
-        "_" if character in '<>:"/\\|?*' or not character.isprintable() else character for character in text
-    )
+    kept = "".join("_" if sign in '<>:"/\\|?*' or not sign.isprintable() else sign for sign in text)
     kept = kept.replace("..", "").strip(". ")
     # File systems count bytes; the name also has to hold what the caller puts around it.
     return kept.encode()[:150].decode(errors="ignore") or "_"
@@ -301,6 +308,144 @@ def _explained(target: Path) -> Iterator[None]:
         ) from error
 
 
+# -- what may be in a file: what can be read back without running code
+
+_LEAVES = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device}
+)
+_TENSORS = frozenset({Tensor, nn.Parameter})
+_MAPPINGS = frozenset({dict, OrderedDict, Counter})
+_SEQUENCES = frozenset({list, tuple, set})
+_NUMBERS = ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+
+
+def check_plain(contents: object, name: str = "checkpoint") -> None:
+    """Raise unless ``torch.load(..., weights_only=True)`` can read ``contents`` back.
+
+    Args:
+        contents: nested dicts, lists, tuples and sets.
+        name: the name of ``contents`` in the message.
+
+    Raises:
+        TypeError: something in it is another Python object; the message says where and what to do.
+
+    Example::
+
+        >>> check_plain({"step": 3, "weight": torch.ones(2)})
+        >>> check_plain({"hparams": {"activation": len}})
+        Traceback (most recent call last):
+        ...
+        TypeError: checkpoint['hparams']['activation'] is a builtin_function_or_method, which a checkpoint does \
+not hold: reading it back would run code. Store numbers, strings, tensors and dicts or lists of them instead.
+
+    Source: `torch.load <https://docs.pytorch.org/docs/stable/generated/torch.load.html>`_.
+
+    """
+    _check(contents, name, set())
+
+
+_objects_allowed = False
+
+
+def allow_objects(allow: bool) -> None:
+    """Allow Python objects in checkpoints, with a warning, for packages written for Lightning."""
+    global _objects_allowed
+    _objects_allowed = allow
+
+
+def objects_allowed() -> bool:
+    """Return whether checkpoints may hold Python objects."""
+    return _objects_allowed
+
+
+def check_storable(contents: object) -> None:
+    """Raise unless ``contents`` may be written: it is plain, or objects are allowed; see ``check_plain``."""
+    try:
+        check_plain(contents)
+    except TypeError as error:
+        if not _objects_allowed:
+            raise
+        place = str(error).partition(", which")[0]
+        warn_once(
+            "objects in a checkpoint",
+            f"{place}: the checkpoint can be read back with weights_only=False only, which runs code in it.",
+        )
+
+
+def is_plain(contents: object) -> bool:
+    """Return whether ``check_plain`` accepts ``contents``."""
+    try:
+        check_plain(contents)
+    except TypeError:
+        return False
+    return True
+
+
+@contextmanager
+def numpy_allowed() -> Iterator[None]:
+    """Let ``torch.load(..., weights_only=True)`` read numpy's numbers and arrays of numbers, which are plain data."""
+    if "numpy" not in sys.modules:
+        yield
+        return
+    import numpy
+
+    # The module has different names in numpy 1 and 2; a file may be from either.
+    multiarray = sys.modules.get("numpy._core.multiarray") or sys.modules["numpy.core.multiarray"]
+    known: list[Any] = [numpy.ndarray, numpy.dtype]
+    known += [type(numpy.dtype(number)) for number in _NUMBERS]
+    for function in ("scalar", "_reconstruct"):
+        for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
+            known.append((getattr(multiarray, function), f"{module}.{function}"))
+    with torch.serialization.safe_globals(known):
+        yield
+
+
+def _check(value: Any, place: str, above: set[int]) -> None:
+    kind = type(value)
+    if kind in _LEAVES:
+        return
+    if kind in _TENSORS:
+        attributes = vars(value)
+        if attributes:
+            _check(attributes, f"the attributes of {place}", above)
+    elif kind in _MAPPINGS or kind in _SEQUENCES:
+        if id(value) in above:
+            raise TypeError(f"{place} contains itself, which a checkpoint does not hold.")
+        above.add(id(value))
+        if kind in _MAPPINGS:
+            for key, inner in value.items():
+                _check(key, f"a key of {place}", above)
+                _check(inner, f"{place}[{key!r}]", above)
+        else:
+            for index, inner in enumerate(value):
+                _check(inner, f"{place}[{index}]", above)
+        above.discard(id(value))
+    elif not _can_be_loaded(value):
+        advice = "Store numbers, strings, tensors and dicts or lists of them instead"
+        if hasattr(value, "as_posix"):
+            advice = "Store str(path) instead"
+        elif hasattr(value, "value") and hasattr(value, "name"):
+            advice = "Store its .value instead"
+        article = "an" if kind.__name__[0] in "aeiouAEIOU" else "a"
+        raise TypeError(
+            f"{place} is {article} {kind.__name__}, which a checkpoint does not hold: reading it back would run "
+            f"code. {advice}."
+        )
+
+
+def _can_be_loaded(value: Any) -> bool:
+    """Return whether another object can be read back: a tensor subclass, a numpy array, a type the user allowed."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        with numpy_allowed():
+            torch.load(buffer, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError, ValueError):
+        return False
+    return True
+
+
 # -- reading
 
 
@@ -325,8 +470,6 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 def _not_found(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    from hasten._lib.names import did_you_mean
-
     others = sorted(each.name for each in path.parent.iterdir() if each.suffix == path.suffix)
     return f"there is no such checkpoint.{did_you_mean(path.name, others)}"
 
@@ -458,15 +601,8 @@ def _ends_elsewhere(file: IO[bytes], size: int) -> bool:
 
 
 _NOT_AN_ARCHIVE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    OSError,
-    NotImplementedError,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    struct.error,
-)
+    zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, RuntimeError, ValueError,
+)  # fmt: skip
 
 
 def _check_pickle(begin: bytes, path: str | os.PathLike[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
@@ -47,7 +48,7 @@ def metric_states(module: nn.Module, *, leave_out: set[int], copied: bool = Fals
     starting_again = {
         id(child) for _, metric in _named(module) if id(metric) in leave_out for child in metric.modules()
     }
-    take = _copied if copied else _same
+    take = _copied if copied else lambda value: value
     found = {}
     for name, metric in _named(module):
         entry: dict[str, Any] = {}
@@ -119,9 +120,8 @@ def _named(module: nn.Module) -> Iterable[tuple[str, Any]]:
                             yield f"{place}.{inner_name}".rstrip("."), inner
 
 
-def _is_torchmetrics(thing: Any) -> bool:
-    kind: Any = type(thing)
-    return _made_by_torchmetrics(kind)
+def _is_torchmetrics(thing: object) -> bool:
+    return _made_by_torchmetrics(type(thing))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def _changed(metric: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+    if type(value) in (list, tuple):
         return all(map(_is_plain, value))
     if type(value) is dict:
         return all(isinstance(key, (str, int, float)) and _is_plain(item) for key, item in value.items())
@@ -187,28 +187,18 @@ def _is_plain(value: Any) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    leaves, structure = _pytree.tree_flatten(one)
+    others, other_structure = _pytree.tree_flatten(other)
+    return structure == other_structure and all(map(_equal_leaves, leaves, others))
+
+
+def _equal_leaves(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
         return one.device == other.device and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     return bool(one == other)
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, list):
-        return [_copied(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(_copied(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return value
+    return _pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)

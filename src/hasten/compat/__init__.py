@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from hasten._lib.rank_zero import rank_zero_only
-from hasten.checkpoint.allowed_types import allow_objects
+from hasten.checkpoint.files import allow_objects
 from hasten.compat.modules import FINDER, ROOTS, AliasModule
 
 __all__ = ["install", "installed", "uninstall"]

@@ -19,8 +19,8 @@ from hasten._lib.rank_zero import rank_zero_warn, warn_once
 from hasten._lib.tree import move_to, parameters_of
 from hasten.arguments import Arguments
 from hasten.checkpoint import contents
-from hasten.checkpoint.allowed_types import objects_allowed
 from hasten.checkpoint.contents import Phase
+from hasten.checkpoint.files import objects_allowed
 from hasten.checkpoint.metrics import load_metric_states, metric_states
 from hasten.hooks import HOOKS, STEPS
 from hasten.loggers.base import Logger

@@ -24,8 +24,8 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint import files
+from hasten.checkpoint.contents import load_weights
 from hasten.checkpoint.entries import check_entries
-from hasten.checkpoint.weights import load_weights
 from hasten.loggers.base import as_dict
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from hasten.checkpoint.weights import load_optimizer, load_weights
+from hasten.checkpoint.contents import load_optimizer, load_weights
 
 if TYPE_CHECKING:
     from typing import Protocol
