@@ -72,16 +72,13 @@ class BatchSizeFinder(Callback):
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search now; the loaders are made again with the size found."""
         from hasten.tuner.batch_size import search
-        from hasten.tuner.probe import ProbeRun
 
         if trainer.fast_dev_run:
             rank_zero_warn("BatchSizeFinder: skipped, since the Trainer has fast_dev_run.")
             return
         run = trainer.current_run
         method: Stage = trainer.state.fn.value if trainer.state.fn is not None else "fit"
-        self.optimal_batch_size = self._found = search(
-            ProbeRun(trainer, run), method=method, options=self._options
-        )
+        self.optimal_batch_size = self._found = search(run, method=method, options=self._options)
         was_loaded = run.train.loaded
         for source in run.data_of(method):
             source.reload()
@@ -190,19 +187,17 @@ class LearningRateFinder(Callback):
     def lr_find(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search now."""
         from hasten.tuner.lr_find import rate_of, set_rate, sweep
-        from hasten.tuner.probe import ProbeRun
 
         if trainer.fast_dev_run:
             rank_zero_warn("LearningRateFinder: skipped, since the Trainer has fast_dev_run.")
             return
-        run = trainer.current_run
         value = rate_of(pl_module, trainer.datamodule, self._attr_name, self._update_attr)
-        self.optimal_lr = sweep(ProbeRun(trainer, run), self._options)
+        self.optimal_lr = sweep(trainer.current_run, self._options)
         suggestion = self.optimal_lr.suggestion()
         if self._update_attr and value is not None and suggestion is not None:
             self._found = suggestion
             value.set(suggestion)
-            set_rate(run, suggestion)
+            set_rate(trainer.current_run, suggestion)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search before training, unless the run continues with an earlier rate."""

@@ -400,12 +400,8 @@ def figures(
 ) -> dict[str, Any]:
     """Return the figures of a ``Row``: time, samples, memory, share of the peak.
 
-    Args:
-        turns: the turns that were measured.
-        facts: device, model and data.
-        arguments: Trainer arguments, as text.
-        usual: turns of the unchanged program, whose samples have the usual length.
-
+    ``arguments`` are Trainer arguments as text; ``usual`` are turns of the unchanged program, whose samples have the
+    usual length.
     """
 
     def total(turns: Sequence[Turn], name: str) -> int:
@@ -449,16 +445,7 @@ def _mfu(facts: Facts, arguments: Mapping[str, str], samples_per_second: float |
 def notes(
     facts: Facts, unchanged: Row, rows: Mapping[str, Row], *, noise: float, has_losses: bool
 ) -> list[str]:
-    """Return sentences on what was found.
-
-    Args:
-        facts: device, model and data.
-        unchanged: figures of the unchanged program.
-        rows: every lever.
-        noise: how much two turns side by side differ by chance.
-        has_losses: whether the losses could be compared.
-
-    """
+    """Return sentences on what was found; ``noise`` is how much two turns side by side differ by chance."""
     found = []
     if unchanged.mfu is not None:
         peaks = ", ".join(
@@ -500,13 +487,7 @@ def notes(
 
 
 def remember(key: str | None, advice: Advice) -> Path | None:
-    """Keep a result; return its file, or None if it cannot be kept.
-
-    Args:
-        key: see ``hasten.speed.inspect_run.key_of``.
-        advice: the result.
-
-    """
+    """Keep a result under ``hasten.speed.inspect_run.key_of``; return its file, or None if it cannot be kept."""
     path = cache_folder("advice") / f"{key}.json"
     return path if key and remember_json(path, json.loads(advice.to_json())) else None
 

@@ -62,21 +62,15 @@ class TooShortError(AdviceError):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is measured.
-
-    Args:
-        title: its name.
-        target: the function of a trial's process, "package.module:function".
-        arguments: its arguments after session and orders.
-        payload: written to a file whose path is the last argument; None for none.
-        preload: modules that trials share.
-
-    """
+    """What is measured."""
 
     title: str
+    # The function of a trial's process, "package.module:function", and its arguments after session and orders.
     target: str
     arguments: tuple[Any, ...] = ()
+    # Written to a file whose path is the last argument.
     payload: bytes | None = None
+    # Modules that trials share.
     preload: Sequence[str] = ()
 
 
@@ -87,16 +81,9 @@ def measure(
     plan: Plan | None = None,
     say: Say = lambda line: None,
 ) -> Advice:
-    """Measure levers on a program.
+    """Measure levers (all by default) on a program; ``say`` is called with lines of progress.
 
-    Args:
-        program: the program.
-        levers: by name or as objects; all by default.
-        plan: how much is measured.
-        say: called with a line of progress.
-
-    Returns:
-        The result. Nothing of the trials is left, whether this returns or raises.
+    Nothing of the trials is left, whether this returns or raises.
 
     Raises:
         AdviceError: the unchanged program cannot be measured.
@@ -127,16 +114,7 @@ def trial_opener(engine: Engine, program: Program) -> OpenTrial:
 
 
 class LineSearch:
-    """One search, from the first inspection to the lines to write.
-
-    Args:
-        open_trial: starts a trial.
-        plan: how much is measured.
-        title: of the program.
-        say: called with a line of progress.
-        clock: returns seconds.
-
-    """
+    """One search, from the first inspection to the lines to write."""
 
     def __init__(
         self,
@@ -211,12 +189,7 @@ class LineSearch:
     # -- before the first race
 
     def _inspect(self, *, may_split: bool) -> None:
-        """Find out about device, model and data.
-
-        Args:
-            may_split: if batches do not fit into memory, let every trial split them.
-
-        """
+        """Find out about device, model and data; if batches do not fit into memory, every trial may split them."""
         self._say("inspecting the unchanged program")
         races = self._races
         try:
@@ -266,13 +239,9 @@ class LineSearch:
     # -- climbing
 
     def _climb(self, base: Levers, levers: Sequence[Lever], *, again: bool = False) -> Levers:
-        """Try levers one after another on the fastest line so far; return that line.
+        """Try levers one after another on the fastest line so far, beginning with ``base``; return that line.
 
-        Args:
-            base: the line to begin with.
-            levers: in the order in which they are tried.
-            again: they have a row already, which only a win replaces.
-
+        Levers that are tried ``again`` have a row already, which only a win replaces.
         """
         if again:
             self._left_to_try = len(levers)

@@ -176,14 +176,7 @@ def choose_speed(
     Only levers of the classes that ``Safety.is_automatic`` names are among them: the same maths up to rounding. Other
     levers that were measured, or would be worth measuring, are logged with their class. A result kept from an earlier
     run, or from ``hasten advise``, is used without measuring. If a program cannot be measured, it trains unchanged, and
-    a message gives the reason.
-
-    Args:
-        trainer: the Trainer; its arguments change.
-        model: the model to train; it is not changed.
-        train_dataloaders: the training data, or None.
-        datamodule: the datamodule, or None.
-
+    a message gives the reason. The arguments of the Trainer change; the model does not.
     """
     if trainer.given_arguments["speed"] == "auto":
         # Once is enough: a second fit goes on with what the first one chose.

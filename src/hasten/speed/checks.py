@@ -71,7 +71,7 @@ def judge_losses(
         again: of another run of the base; it may be shorter.
         seeds: of the base with other seeds.
         alike: each step reads the samples and random numbers that it reads in the base.
-        coarse: the base computes with less than 32 bits itself, so that rounding is coarser.
+        coarse: the base computes with less than 32 bits itself.
 
     Example::
 
@@ -155,14 +155,7 @@ def judge_gradients(
 
 
 def judge_without_draws(base: Sequence[float], line: Sequence[float], *, coarse: bool) -> str:
-    """Compare what a base and a line make of the first batch without dropout; return what is wrong.
-
-    Args:
-        base: the loss, then some numbers of the gradient; empty if that was not computed.
-        line: the same of a line that draws other random numbers.
-        coarse: the base computes with less than 32 bits itself.
-
-    """
+    """Compare what ``without_draws`` returned for a base and a line that draws other numbers; return what is wrong."""
     if not base or len(base) != len(line):
         return ""
     safety = _as_coarse(Safety.ROUNDING, coarse)
@@ -217,12 +210,6 @@ def why_not_apart(module: nn.Module, batches: Sequence[Batch], *, coarse: bool) 
     a mean or sum of those of each alone, without the padding that it has only because of the others. Dropout is
     off meanwhile. Weights, buffers, gradients and random numbers are restored. If it cannot be found out (no
     automatic optimization, a batch that cannot be split, other random numbers in the step), the result is None.
-
-    Args:
-        module: the module, with the levers that are on.
-        batches: some that it was trained on.
-        coarse: it computes with less than 32 bits.
-
     """
     if not getattr(module, "automatic_optimization", True):
         return None
@@ -235,11 +222,6 @@ def without_draws(module: nn.Module, batch: Batch) -> list[float]:
     """Return the loss of a batch and some numbers of its gradient, computed without dropout; empty if it cannot be.
 
     Variants of a program that draw different random numbers can be compared by it.
-
-    Args:
-        module: the module, with the levers that are on; it is not changed.
-        batch: a training batch.
-
     """
     if not getattr(module, "automatic_optimization", True):
         return []
@@ -281,10 +263,7 @@ def _why_not_apart(module: nn.Module, batch: Any, tolerance: float) -> str | Non
 def _distance(together: Tensor, alone: Tensor) -> float:
     """Return how far a batch is from a sum or a weighted mean of its samples, as a share of their size.
 
-    Args:
-        together: loss and gradient of the batch: ``(numbers,)``.
-        alone: the same of each sample: ``(numbers, samples)``.
-
+    ``together`` is loss and gradient of the batch, ``(numbers,)``; ``alone`` those of each, ``(numbers, samples)``.
     """
     # The loss counts as much as all of the gradient.
     size = max(together[1:].norm().item(), alone[1:].norm(dim=0).max().item()) or 1.0

@@ -60,14 +60,7 @@ _PRELOADED = ("torch", "torch._dynamo", "hasten.trainer", "hasten.callbacks", "h
 
 
 class TrialError(RuntimeError):
-    """A trial failed.
-
-    Args:
-        text: what went wrong.
-        refused: whether the program or an argument refused; otherwise something broke.
-        log: the last lines that the program wrote.
-
-    """
+    """A trial failed: the program or an argument refused, or something broke. ``log`` is the program's last lines."""
 
     def __init__(self, text: str, *, refused: bool = False, log: str = "") -> None:
         super().__init__(text)
@@ -91,26 +84,18 @@ class LateError(TrialError):
 
 @dataclasses.dataclass
 class Turn:
-    """Some steps of a trial.
+    """Some steps of a trial: totals over its batches, None if they are unknown."""
 
-    Args:
-        seconds: of all steps, from the order to the end of the last one.
-        step_seconds: of each step.
-        losses: of each step; None for a step without one.
-        samples: in all batches; None if the size of a batch is not known.
-        tokens: useful tokens in all batches; None without an ``attention_mask``.
-        slots: places for tokens in all batches, padding included.
-        faults: pages of memory that the operating system provided.
-        memory_bytes: peak memory of the process so far.
-
-    """
-
+    # From the order to the end of the last step.
     seconds: float
     step_seconds: list[float]
+    # Of each step; None for a step without one.
     losses: list[float | None] = dataclasses.field(default_factory=list)
     samples: int | None = None
+    # Useful tokens, and places for tokens, padding included.
     tokens: int | None = None
     slots: int | None = None
+    # Pages of memory that the operating system provided, and the peak memory of the process so far.
     faults: int = 0
     memory_bytes: int = 0
 
@@ -138,11 +123,7 @@ class Engine:
     """Starts trials and ends all of them when it is closed, whatever happens.
 
     Trials are forks of one process that has imported torch, hasten and the preloaded modules, so a start takes
-    milliseconds; if forks do not work, each is a fresh process.
-
-    Args:
-        timeout_seconds: how long a trial may take to answer.
-
+    milliseconds; if forks do not work, each is a fresh process. A trial must answer within ``timeout_seconds``.
     """
 
     def __init__(self, *, timeout_seconds: float = 900.0) -> None:
@@ -487,12 +468,7 @@ class SpeedInterval(NamedTuple):
     high: float
 
     def verdict(self, worth: float) -> str:
-        """Return "faster", "slower", "no gain", or nothing while more than one of them is possible.
-
-        Args:
-            worth: the smallest logarithm of a speed-up that counts.
-
-        """
+        """Return "faster", "slower", "no gain" or nothing yet; ``worth`` is the smallest logarithm that counts."""
         if self.low > 0 and self.middle >= worth:
             return FASTER
         if self.high < 0 and self.middle <= -worth:
@@ -505,11 +481,7 @@ def interval(log_ratios: Sequence[float], looks: int = 0) -> SpeedInterval:
 
     The mean is trimmed, as turns on a busy machine have outliers (Yuen, "The two-sample trimmed t for unequal
     population variances", Biometrika 1974); the risk of the whole series is ``1 / 10``, of which the look number k
-    spends a share of 1 / (k (k + 1)).
-
-    Args:
-        log_ratios: of the seconds without and with a change, turn by turn.
-        looks: the number of looks before this one.
+    spends a share of 1 / (k (k + 1)), after ``looks`` before it.
 
     Example::
 
@@ -557,20 +529,14 @@ def _risk_beyond(t: float, freedom: int) -> float:
 
 @dataclasses.dataclass
 class Comparison:
-    """How fast a trial is, measured in turns with another.
+    """How fast a trial is, measured in turns with another."""
 
-    Args:
-        worth: the smallest speed-up that counts.
-        base: turns of the trial it is compared with.
-        turns: its own turns.
-        verdict: "faster", "slower", "no gain", "unclear" (the time was over first), or "failed"; empty before.
-        error: why it failed.
-
-    """
-
+    # The smallest speed-up that counts.
     worth: float = 1.0 + SMALLEST_GAIN
+    # Turns of the trial it is compared with, and its own.
     base: list[Turn] = dataclasses.field(default_factory=list)
     turns: list[Turn] = dataclasses.field(default_factory=list)
+    # "faster", "slower", "no gain", "unclear" (the time was over first) or "failed"; empty before.
     verdict: str = ""
     error: TrialError | None = None
 
@@ -636,19 +602,11 @@ def race(
     """Let trials take turns (A B C A B C ...), each challenger until it is certain how it compares with the base.
 
     The interval of a speed-up holds over all looks at it: a factor of four shows in two turns, three percent in
-    forty. Two turns are taken also if the time is over.
-
-    Args:
-        base: the trial that the others are compared with.
-        challengers: the others.
-        steps: steps of a turn.
-        worth: the smallest speed-up that counts.
-        most: most turns of each.
-        until: when the time is over, on the clock.
-        clock: returns seconds.
+    forty. Two turns are taken also if the time is over, and at most ``most``. A challenger that fails has the error in
+    its comparison.
 
     Raises:
-        TrialError: the base failed. A challenger that fails has the error in its comparison.
+        TrialError: the base failed.
 
     Example::
 

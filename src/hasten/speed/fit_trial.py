@@ -35,35 +35,22 @@ _REPORTED = (*SPEED_NAMES, "precision", "plugins")
 
 @dataclasses.dataclass(frozen=True)
 class Orders:
-    """How a trial trains.
+    """How a trial trains."""
 
-    Args:
-        arguments: Trainer arguments of the levers that are on.
-        changes: places of the functions that levers call, see ``Lever.place``.
-        seed: set when the training begins.
-        inspects: profile the steps, and examine model and data.
-        compares: compute the first batch once without dropout.
-        allocator: the allocator that the process is started with, see ``Lever.preload``.
-
-    """
-
+    # Of the levers that are on: Trainer arguments, and places of functions (``Lever.place``).
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     changes: tuple[str, ...] = ()
     seed: int = 0
+    # Profile the steps, and examine model and data.
     inspects: bool = False
+    # Compute the first batch once without dropout.
     compares: bool = False
+    # The process is started with it (``Lever.preload``).
     allocator: str | None = None
 
 
 class FitTrial:
-    """Lets the Trainers of this process train under a session.
-
-    Args:
-        session: gives the orders.
-        orders: how to train.
-        trainer_class: ``hasten.Trainer``.
-
-    """
+    """Lets the Trainers of this process train under a session."""
 
     def __init__(self, session: Session, orders: Orders, trainer_class: type[Trainer]) -> None:
         self.session, self.orders = session, orders

@@ -41,17 +41,12 @@ _READ_THE_FIRST_TOKEN = tuple(
 
 
 class Observed:
-    """What the steps of a trial show: shapes of batches, useful tokens, operations, random draws.
-
-    Attributes:
-        draws: whether a step has moved torch's generators.
-        flops: operations of the step that was counted; None before.
-        samples_counted: samples of its batch.
-
-    """
+    """What the steps of a trial show: shapes of batches, useful tokens, operations, random draws."""
 
     def __init__(self) -> None:
+        # Whether a step has moved torch's generators.
         self.draws = False
+        # Operations of the step that was counted, and samples of its batch.
         self.flops: int | None = None
         self.samples_counted = 0
         self._counts_next = False
@@ -115,15 +110,7 @@ def mask_of(batch: Batch) -> Tensor | None:
 def facts(
     observed: Observed, trainer: Trainer, module: nn.Module, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return everything known of device, model and data, as plain values that JSON can hold.
-
-    Args:
-        observed: the steps so far.
-        trainer: in the middle of ``fit``.
-        module: the model.
-        given: the program's own Trainer arguments.
-
-    """
+    """Return everything known of device, model and data of a running ``fit``, as plain values that JSON can hold."""
     device: torch.device = trainer.strategy.root_device
     data = leaves([trainer.train_dataloader])
     loader = next((leaf for leaf in data if isinstance(leaf, DataLoader)), None)
@@ -195,14 +182,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def key_of(given: Mapping[str, Any], module: nn.Module, device: torch.device) -> str:
-    """Return the name under which a result is kept: program, model, device, versions and relevant arguments.
-
-    Args:
-        given: the Trainer's arguments.
-        module: the model; the names, shapes and types of its parameters count.
-        device: where it trains.
-
-    """
+    """Return the name under which a result is kept: program, model, device, versions and relevant arguments."""
     main = sys.modules.get("__main__")
     relevant = (*SPEED_NAMES, "precision", "accumulate_grad_batches", "strategy", "gradient_clip_val")
     known = [

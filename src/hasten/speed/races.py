@@ -106,17 +106,11 @@ OpenTrial = Callable[[Orders], TrainerTrial]
 
 @dataclasses.dataclass
 class TrialRecord:
-    """What a trial left behind.
-
-    Args:
-        levers: the levers that were on.
-        turns: all turns; the first sets up.
-        first_steps: gradients of the first steps, and the first batch without dropout.
-
-    """
+    """What a trial left behind: its turns, of which the first sets up, and what it computed in its first steps."""
 
     levers: Levers
     turns: list[Turn]
+    # Gradients of the first steps, and the first batch without dropout.
     first_steps: Mapping[str, Any]
 
     @property
@@ -149,38 +143,27 @@ class _Entry:
 
 
 class Races:
-    """Races lines of one program.
-
-    Args:
-        open_trial: starts a trial.
-        plan: how much is measured.
-        clock: returns seconds.
-
-    Attributes:
-        always: levers that are on in every trial, as the program cannot run without.
-        facts: about device, model and data, once the program is inspected.
-        given: the program's own Trainer arguments, as text.
-        steps_planned: steps of the whole training; None if unknown.
-        inspected: the run in which the unchanged program was inspected.
-        speeds: speed of lines by the names of their levers, in times of the unchanged program.
-        start_seconds: seconds from the start of a trial until it was ready to train.
-        noises: how much turns side by side differed, race by race.
-        unchanged_seconds: spent on steps of the unchanged program.
-
-    """
+    """Races lines of one program."""
 
     def __init__(
         self, open_trial: OpenTrial, plan: Plan | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._open_trial, self._plan, self._clock = open_trial, plan or Plan(), clock
+        # Levers that are on in every trial, as the program cannot run without.
         self.always: Levers = ()
+        # Found when the unchanged program is inspected: about device, model and data; its own Trainer arguments, as
+        # text; steps of the whole training, if known; and the run.
         self.facts: dict[str, Any] = {}
         self.given: Mapping[str, str] = {}
         self.steps_planned: float | None = None
         self.inspected = TrialRecord((), [], {})
+        # By the names of the levers of a line: times as fast as the unchanged program.
         self.speeds: dict[frozenset[str], float] = {frozenset(): 1.0}
+        # From the start of a trial until it was ready to train.
         self.start_seconds = 0.0
+        # How much turns side by side differed, race by race.
         self.noises: list[float] = []
+        # Spent on steps of the unchanged program.
         self.unchanged_seconds = 0.0
         # By the names of the levers, and the seed.
         self._runs: dict[tuple[frozenset[str], int], TrialRecord] = {}
@@ -188,12 +171,7 @@ class Races:
     # -- the unchanged program
 
     def inspect(self) -> None:
-        """Find out about device, model and data, and how long a step takes.
-
-        Raises:
-            TrialError: the program cannot be trained.
-
-        """
+        """Find out about device, model and data, and how long a step takes; ``TrialError`` if it cannot be trained."""
         with self._trial((), inspects=True) as trial:
             began = self._clock()
             self.given = trial.ready().get("given", {})
@@ -226,17 +204,10 @@ class Races:
         until: float = math.inf,
         enough_at: float = math.inf,
     ) -> list[Row]:
-        """Race lines against a base; return a row for each.
+        """Race lines, by the names of their rows, against a base; return a row for each.
 
-        Args:
-            base: the line they are compared with.
-            lines: by the names of their rows.
-            until: a line that is not ready by then gets no turns.
-            enough_at: from then on only the turns that any verdict needs are taken.
-
-        Raises:
-            TrialError: the base failed.
-
+        A line that is not ready by ``until`` gets no turns; from ``enough_at`` on, only the turns that any verdict
+        needs are taken. Raises ``TrialError`` if the base fails.
         """
         with ExitStack() as stack:
             # All start at once, and then wait for their turns.

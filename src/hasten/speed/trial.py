@@ -50,32 +50,21 @@ _NEVER_PRELOADED = (
 class Session:
     """Counts and times the steps of a training, and pauses it at the end of each turn until the next order.
 
-    Args:
-        read_fd: pipe of the orders.
-        write_fd: pipe of the answers.
-        scratch: the parent's folder, removed if the parent dies.
-
-    Attributes:
-        handlers: functions by name that answer ``TrialProcess.ask``; they return values that JSON can hold.
-        device: the device whose memory is reported, and that a turn waits for at its end.
-        scratch: the parent's folder.
-
+    Orders come from the pipe ``read_fd``, answers go to ``write_fd``; ``scratch`` is the parent's folder, removed if
+    the parent dies.
     """
 
     def __init__(self, read_fd: int, write_fd: int, scratch: str = "") -> None:
         self._orders = os.fdopen(read_fd, "r", encoding="utf-8")
         self._answers = os.fdopen(write_fd, "w", encoding="utf-8")
         self.scratch = scratch
+        # Functions by name that answer ``TrialProcess.ask``; they return values that JSON can hold.
         self.handlers: dict[str, Callable[..., Any]] = {}
+        # Its memory is reported, and a turn waits for it at its end.
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def ready(self, **facts: object) -> None:
-        """Report that the training is set up, and wait for the first order; the clock runs from then on.
-
-        Args:
-            facts: sent to the parent, see ``TrialProcess.ready``.
-
-        """
+        """Report that the training is set up, with facts, and wait for the first order; then the clock runs."""
         self._send("ready", facts=facts)
         self._wait()
 
@@ -89,17 +78,8 @@ class Session:
     ) -> bool:
         """Note that a step has ended; at the end of a turn answer, and wait for the next order.
 
-        Tensors are read at the end of the turn: no step waits for the device.
-
-        Args:
-            loss: of the step.
-            samples: in its batch; None if unknown.
-            tokens: in its batch, without padding.
-            slots: places for tokens in its batch, padding included.
-
-        Returns:
-            Whether a turn has ended.
-
+        Tensors are read at the end of the turn: no step waits for the device. The counts are those of the step's batch,
+        None if unknown: ``tokens`` without padding, ``slots`` with it. Returns whether a turn has ended.
         """
         # A copy: the next replay of a graph writes to the same memory.
         self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) else loss)
@@ -195,14 +175,7 @@ def main() -> NoReturn:
 
 
 def run(path: str, read_fd: int, write_fd: int) -> NoReturn:
-    """Call the function that the parent has written to a file; this process ends when it returns.
-
-    Args:
-        path: file with the pickled name of the function, its arguments, and the parent's folder.
-        read_fd: pipe of the orders.
-        write_fd: pipe of the answers.
-
-    """
+    """Call the function that the parent has pickled to a file with its arguments; this process ends when it returns."""
     with open(path, "rb") as file:
         # Written by the parent a moment ago, into a folder that only this user can read.
         target, pickled, scratch = pickle.load(file)
@@ -241,12 +214,7 @@ def function_at(place: str) -> Callable[..., Any]:
 
 
 def leave(scratch: str = "") -> NoReturn:
-    """End this process and its workers at once; nothing of the program runs any more.
-
-    Args:
-        scratch: a folder to remove, if the process that made it cannot.
-
-    """
+    """End this process and its workers at once; remove the folder ``scratch`` if its owner cannot."""
     for child in multiprocessing.active_children():
         child.kill()
     if scratch:

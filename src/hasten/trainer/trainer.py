@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import signal as signals
 from collections.abc import Callable, Iterator
@@ -486,14 +487,20 @@ class Trainer(TrainerView):
         if self._arguments.speed.batch_size != "auto":
             yield
             return
-        from hasten.tuner.automatic import find_batch_size, set_batch_size
+        from hasten.tuner.batch_size import find_batch_size
 
-        find_batch_size(self, model, given, datamodule, ckpt_path)
+        size = find_batch_size(self, model, given, datamodule, ckpt_path)
+        if size is not None:
+            self._set_batch_size(size)
         try:
             yield
         finally:
             # The next fit may have another model.
-            set_batch_size(self, "auto")
+            self._set_batch_size("auto")
+
+    def _set_batch_size(self, size: int | Literal["auto"]) -> None:
+        speed = dataclasses.replace(self._arguments.speed, batch_size=size)
+        self._arguments = dataclasses.replace(self._arguments, speed=speed)
 
     def _call(
         self,

@@ -1,9 +1,11 @@
-"""The largest batch size that fits, found by training with it."""
+"""The largest batch size that fits, found by training with it: for the Tuner and for ``Trainer(batch_size="auto")``."""
 
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -11,28 +13,27 @@ from torch.utils.data import DataLoader
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import free_cached_memory
-from hasten._lib.rank_zero import rank_zero_info
+from hasten._lib.rank_zero import rank_zero_debug, rank_zero_info
+from hasten.data.memory.read import available_bytes, gigabytes
+from hasten.loops.micro_batches import check_rebatched
+from hasten.loops.resume import resolve_path
 from hasten.loops.run_data import HOOK_OF
+from hasten.machine.host import process_memory_bytes
 from hasten.tuner.probe import ProbeRun
+from hasten.tuner.tuned_value import TunedValue
 
 if TYPE_CHECKING:
+    from hasten.loops.run import Run
+    from hasten.module import LightningModule
+    from hasten.module.datamodule import LightningDataModule
+    from hasten.trainer import Trainer
     from hasten.trainer.limited_runs import Stage
+    from hasten.types import PathLike
 
 
 @dataclass(frozen=True)
 class BatchSizeOptions:
-    """The options of a search.
-
-    Args:
-        mode: "power" doubles until memory runs out; "binsearch" then halves the interval.
-        steps_per_trial: steps with each size.
-        init_val: the first size.
-        max_trials: how many sizes are tried at most.
-        batch_arg_name: the attribute that holds the size.
-        margin: how much smaller than the largest found the size of "binsearch" is, as a share.
-        max_val: no larger size is tried.
-
-    """
+    """The options of a search; see ``Tuner.scale_batch_size``."""
 
     mode: str
     steps_per_trial: int
@@ -58,15 +59,15 @@ class BatchSizeOptions:
         return cls(mode, **options)
 
 
-def search(probe: ProbeRun, *, method: Stage, options: BatchSizeOptions) -> int:
-    """Return the largest batch size that trained; it is left set, everything else is restored.
+def search(run: Run, *, method: Stage, options: BatchSizeOptions) -> int:
+    """Return the largest batch size that trained in a run; it is left set, everything else is restored.
 
     Raises:
         MisconfigurationException: the size cannot be changed, because loaders were passed or do not use it.
         RuntimeError: none of the sizes tried fits into memory.
 
     """
-    name, source = options.batch_arg_name, probe.run.data_of(method)[0]
+    name, source, probe = options.batch_arg_name, run.data_of(method)[0], ProbeRun(run)
     if source.given is not None:
         raise MisconfigurationException(
             "scale_batch_size: the batch size of a loader that is passed in cannot be changed. Define "
@@ -104,6 +105,7 @@ class Search:
         self._batches_have_size = False
         # The number of samples, if known.
         self._samples: int | None = None
+        # Of the trial before: the size that was set, and the size of its largest batch.
         self._before: tuple[int, int] | None = None
 
     def run(self) -> int:
@@ -115,10 +117,7 @@ class Search:
         while bad is not None and bad - good > 1 and self._trials_left > 0:
             middle = (good + bad) // 2
             trained = self._trained_with(middle)
-            if trained:
-                good = trained
-            else:
-                bad = middle
+            good, bad = (trained, bad) if trained else (good, middle)
         return self._with_margin(good)
 
     def _report(self, text: str) -> None:
@@ -138,16 +137,15 @@ class Search:
 
     def _double(self) -> tuple[int, int | None]:
         """Return the largest power that fits and the smallest that does not (None: no failure was seen)."""
-        first = self._options.init_val
-        first = first if first <= self._most else self._capped()
-        size, good, bad = first, 0, None
+        first = size = self._capped(self._options.init_val)
+        good, bad = 0, None
         while self._trials_left > 0:
             trained = self._trained_with(size)
             if trained:
                 good = trained
                 if bad is not None or trained >= self._most:
                     break
-                size = 2 * size if 2 * size <= self._most else self._capped()
+                size = self._capped(2 * size)
             else:
                 bad = size
                 if good or size == 1:
@@ -161,7 +159,9 @@ class Search:
             ) from self._probe.error
         return good, bad
 
-    def _capped(self) -> int:
+    def _capped(self, size: int) -> int:
+        if size <= self._most:
+            return size
         why = f"there are {self._samples} samples" if self._most == self._samples else "that is max_val"
         self._report(f"scale_batch_size: no size above {self._most} is tried: {why}.")
         return self._most
@@ -215,7 +215,7 @@ class Search:
     def _check(self, size: int, loaders: list[Any]) -> None:
         """Check that a loader follows the attribute, and count its samples."""
         loaders = [loader for loader in loaders if isinstance(loader, DataLoader)]
-        sizes = {size_of(loader) for loader in loaders} - {None}
+        sizes = {_size_of(loader) for loader in loaders} - {None}
         self._loader_has_size = bool(sizes)
         if sizes and size not in sizes:
             name = self._options.batch_arg_name
@@ -223,13 +223,13 @@ class Search:
                 f"scale_batch_size: {name} is {size}, and the loader's batch_size is {sizes.pop()}. Make the loader "
                 f"with batch_size=self.{name} in each call of the hook."
             )
-        counts = [_samples_of(loader) for loader in loaders if not sizes or size_of(loader) == size]
+        counts = [_samples_of(loader) for loader in loaders if not sizes or _size_of(loader) == size]
         known = [count for count in counts if count is not None]
         if known and len(known) == len(counts):
             self._samples = max(known)
 
 
-def size_of(loader: DataLoader[Any]) -> int | None:
+def _size_of(loader: DataLoader[Any]) -> int | None:
     """Return the size of a loader's batches; None if its batch sampler has no ``batch_size``."""
     size = loader.batch_size
     return size if size is not None else getattr(loader.batch_sampler, "batch_size", None)
@@ -240,3 +240,122 @@ def _samples_of(loader: DataLoader[Any]) -> int | None:
         return len(loader.sampler)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
+
+
+# -- Trainer(batch_size="auto")
+
+_MOST_TRIALS = 40
+# Memory of a device varies from batch to batch, and from one epoch to the next.
+_MARGIN = 0.05
+_MOST = 65_536
+# On the CPU, where memory hardly runs out, larger batches only make fewer steps of an epoch.
+_MOST_ON_CPU = 1024
+# Of the memory available on the host: a process that takes more than there is gets killed, without an error.
+_SHARE_OF_HOST = 0.5
+
+
+def find_batch_size(
+    trainer: Trainer,
+    module: LightningModule,
+    given: dict[str, Any],
+    datamodule: LightningDataModule | None,
+    ckpt_path: PathLike | None,
+) -> int | None:
+    """Return the largest batch size, and set it where module or datamodule have a ``batch_size``.
+
+    Weights, optimizers, random numbers, loaders and counters are restored, and no file is written. All processes find
+    the same size: one that fits on each of them.
+
+    Args:
+        trainer: with ``batch_size="auto"``.
+        module: the module.
+        given: the loaders of the call, by stage.
+        datamodule: of the call, or None.
+        ckpt_path: of the call.
+
+    Returns:
+        The size; None to keep that of the loader (``fast_dev_run``), or of the checkpoint of a resumed run.
+
+    Raises:
+        ValueError: something else than a loader decides how large its batches are.
+        RuntimeError: not even one sample fits.
+
+    """
+    if trainer.fast_dev_run:
+        rank_zero_info(
+            "Trainer(batch_size='auto', fast_dev_run=...): the batch size stays that of the loader."
+        )
+        return None
+    if resolve_path(trainer, ckpt_path) is not None:
+        return None
+    size: int = trainer.prepared_run("fit", module, given, datamodule, _search_automatically)
+    TunedValue(module, datamodule or trainer.datamodule, "batch_size").set(size)
+    return size
+
+
+def _search_automatically(run: Run) -> int:
+    probe = ProbeRun(run)
+    loaders = run.train.streams()
+    for loader in loaders:
+        check_rebatched(loader, "auto", name="the train dataloader")
+    sizes = [_size_of(loader) or 1 for loader in loaders if isinstance(loader, DataLoader)]
+    loader_size = probe.maximum(max(sizes))
+    on_cpu = run.runtime.device.type == "cpu"
+    most, margin = (_MOST_ON_CPU, 0.0) if on_cpu else (_MOST, _MARGIN)
+    first = min(loader_size, most)
+    options = BatchSizeOptions("binsearch", 3, first, _MOST_TRIALS, "batch_size", margin, most)
+    search = _AutomaticSearch(probe, options, on_cpu=on_cpu)
+    size = search.run()
+    each = " on each process" if run.runtime.world_size > 1 else ""
+    rank_zero_info(
+        f"Trainer(batch_size='auto'): {size} samples a batch{each}; the loader has {loader_size}. {search.why(size)}"
+    )
+    return size
+
+
+class _AutomaticSearch(Search):
+    """A search that changes the batch size of the loaders, also of those passed to the call."""
+
+    caller = "Trainer(batch_size='auto')"
+
+    def __init__(self, probe: ProbeRun, options: BatchSizeOptions, *, on_cpu: bool) -> None:
+        super().__init__(probe, "fit", options)
+        self._on_cpu = on_cpu
+        self._too_large: list[int] = []
+        self._host_full = ""
+
+    def _report(self, text: str) -> None:
+        rank_zero_debug(text)
+
+    def _set_size(self, size: int) -> None:
+        self._probe.batch_size = size
+        super()._set_size(size)
+
+    def _trained_with(self, size: int) -> int:
+        if not self._on_cpu:
+            trained = super()._trained_with(size)
+        else:
+            # "5" resets the peak to the present size.
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            before = process_memory_bytes() or 0
+            trained = super()._trained_with(size)
+            growth, left = max(0, (process_memory_bytes(peak=True) or 0) - before), available_bytes()
+            if trained and self._probe.maximum(int(2 * growth > _SHARE_OF_HOST * left)):
+                self._most = trained
+                self._host_full = f"took {gigabytes(growth)}, and {gigabytes(left)} are left on this machine"
+        if not trained:
+            self._too_large.append(size)
+        return trained
+
+    def why(self, size: int) -> str:
+        """Return a sentence that explains why the size is not larger."""
+        if self._too_large:
+            return f"{min(self._too_large)} do not fit into memory."
+        if self._samples is not None and size >= self._samples:
+            each = " for each process" if self._probe.run.runtime.world_size > 1 else ""
+            return f"The data has {self._samples}{each}."
+        if self._host_full:
+            return f"They {self._host_full}."
+        where = " on the CPU, where memory seldom runs out. Give a number to use more" if self._on_cpu else ""
+        return f"No more than {self._options.max_val} are tried{where}."

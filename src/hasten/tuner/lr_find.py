@@ -19,11 +19,15 @@ from hasten.tuner.probe import ProbeRun
 from hasten.tuner.tuned_value import TunedValue
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
     from hasten.loops.run import Run
+    from hasten.module import LightningModule
+    from hasten.module.datamodule import LightningDataModule
     from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
 
-NAMES = ("lr", "learning_rate")
 _SMOOTHING = 0.98
 
 
@@ -46,15 +50,12 @@ class LRFinder:
         >>> found.suggestion(skip_begin=0)
         0.001
 
-    StageData: Smith, Cyclical Learning Rates for Training Neural Networks, 2017.
+    Source: Smith, Cyclical Learning Rates for Training Neural Networks, 2017.
 
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
-        self.mode = mode
-        self.lr_min = lr_min
-        self.lr_max = lr_max
-        self.num_training = num_training
+        self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
         self._optimal_idx: int | None = None
 
@@ -90,7 +91,7 @@ class LRFinder:
         self._optimal_idx = steepest + skip_begin
         return rates[steepest]
 
-    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+    def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Figure | SubFigure:
         """Draw the loss over the learning rate; return the figure.
 
         Args:
@@ -103,7 +104,7 @@ class LRFinder:
 
         """
         pyplot = need("matplotlib.pyplot", purpose="the plot of lr_find")
-        ax = pyplot.subplots()[1] if ax is None else ax
+        ax = ax or pyplot.subplots()[1]
         ax.plot(self.results["lr"], self.results["loss"])
         if self.mode == "exponential":
             ax.set_xscale("log")
@@ -111,9 +112,9 @@ class LRFinder:
         ax.set_ylabel("loss")
         if suggest:
             self.suggestion()
-            index = self._optimal_idx
-            if index is not None:
-                ax.plot(self.results["lr"][index], self.results["loss"][index], "o", color="red")
+            if self._optimal_idx is not None:
+                rate, loss = (self.results[name][self._optimal_idx] for name in ("lr", "loss"))
+                ax.plot(rate, loss, "o", color="red")
         if show:
             pyplot.show()
         return ax.figure
@@ -145,16 +146,14 @@ class SweepOptions:
                 f"{owner}(min_lr={min_lr!r}, max_lr={max_lr!r}): use 0 < min_lr < max_lr, for instance 1e-8 and 1."
             )
         check.whole(owner, "num_training", options["num_training"], at_least=2, error=error)
-        threshold, allowed = (
-            options["early_stop_threshold"],
-            "a number above 1 (times the best loss), or None",
-        )
-        name = "early_stop_threshold"
-        check.number(owner, name, threshold, above=1, allow_none=True, allowed=allowed, error=error)
+        name, allowed = "early_stop_threshold", "a number above 1 (times the best loss), or None"
+        check.number(owner, name, options[name], above=1, allow_none=True, allowed=allowed, error=error)
         return cls(mode, **options)
 
 
-def rate_of(module: Any, datamodule: Any, name: str, update: bool) -> TunedValue | None:
+def rate_of(
+    module: LightningModule, datamodule: LightningDataModule | None, name: str, update: bool
+) -> TunedValue | None:
     """Return the attribute that holds the learning rate; None if there is none and it is not needed.
 
     Raises:
@@ -175,24 +174,24 @@ def rate_of(module: Any, datamodule: Any, name: str, update: bool) -> TunedValue
     return found
 
 
-def sweep(probe: ProbeRun, options: SweepOptions) -> LRFinder:
-    """Train with a growing learning rate; afterwards everything is restored.
+def sweep(run: Run, options: SweepOptions) -> LRFinder:
+    """Train with a growing learning rate in a run; afterwards everything is restored.
 
     Raises:
         MisconfigurationException: the module uses manual optimization, or has not exactly one optimizer.
 
     """
-    if not probe.module.automatic_optimization:
+    probe, optimizers = ProbeRun(run), run.optimizers
+    if not run.module.automatic_optimization:
         raise MisconfigurationException("lr_find: manual optimization sets the learning rate itself.")
-    optimizers = probe.run.optimizers
     if len(optimizers) != 1:
         raise MisconfigurationException(
             f"lr_find: `model.configure_optimizers()` returned {len(optimizers)} optimizers, and one is needed."
         )
     found = LRFinder(options.mode, options.min_lr, options.max_lr, options.num_training)
     callback = _Sweep(found, optimizers[0], options.early_stop_threshold)
-    with probe.trainer.limited_run("fit", options.num_training, callbacks=[callback], keep_limit=True) as run:
-        train(run)
+    with probe.trainer.limited_run("fit", options.num_training, callbacks=[callback], keep_limit=True) as few:
+        train(few)
     probe.leave_if_stopped()
     if not found.results["lr"]:
         raise MisconfigurationException(
@@ -240,25 +239,26 @@ def _rebase(scheduler: Any) -> None:
 class _Sweep(Callback):
     """Sets the learning rate of each optimizer step, and records its loss."""
 
-    def __init__(self, found: LRFinder, optimizer: Any, threshold: float | None) -> None:
+    def __init__(self, found: LRFinder, optimizer: torch.optim.Optimizer, threshold: float | None) -> None:
         self._found, self._optimizer, self._threshold = found, optimizer, threshold
+        self._rates, self._losses = found.results["lr"], found.results["loss"]
         self._first_step = 0
+        # Of the batches of a step: the sum of their losses, and of their weights if they have some.
         self._loss: Any = None
         self._weight: Any = None
-        self._average = 0.0
-        self._averaged = 0
-        self._best = math.inf
+        self._average, self._averaged, self._best = 0.0, 0, math.inf
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Batch, batch_idx: int) -> None:
-        rate = self._found.lr_at(len(self._found.results["lr"]))
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
         for group in self._optimizer.param_groups:
-            _write(group, "lr", rate)
+            _write(group, "lr", self._found.lr_at(len(self._rates)))
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         if isinstance(outputs, Mapping):
             # Losses of an accumulation are divided by their number: the sum is the mean.
@@ -266,25 +266,23 @@ class _Sweep(Callback):
             self._loss = loss if self._loss is None else self._loss + loss
             if weight is not None:
                 self._weight = weight if self._weight is None else self._weight + weight
-        step = len(self._found.results["lr"])
+        step = len(self._rates)
         if trainer.global_step - self._first_step <= step:
             return
         value = self._mean(trainer)
-        self._found.results["lr"].append(self._found.lr_at(step))
-        self._found.results["loss"].append(self._smoothed(value))
         self._loss = self._weight = None
+        smoothed = self._smoothed(value)
+        self._rates.append(self._found.lr_at(step))
+        self._losses.append(smoothed)
         if self._threshold is not None and self._averaged > 1 and value is not None:
-            smoothed = self._found.results["loss"][-1]
             # A negative loss may also grow by three times its size, with a threshold of 4.
-            if not smoothed <= self._best + (self._threshold - 1) * abs(self._best):
-                trainer.should_stop = True
-        self._best = min(self._best, self._found.results["loss"][-1])
+            most = self._best + (self._threshold - 1) * abs(self._best)
+            trainer.should_stop = trainer.should_stop or not smoothed <= most
+        self._best = min(self._best, smoothed)
 
     def _mean(self, trainer: Trainer) -> float | None:
         """Return the mean loss of all processes; None if the step was skipped."""
-        loss = self._loss
-        if loss is not None and self._weight is not None:
-            loss = loss / self._weight
+        loss = self._loss if self._loss is None or self._weight is None else self._loss / self._weight
         if trainer.world_size > 1:
             # All of them take part, also one that skipped its batch.
             local = torch.tensor([0.0, 0.0] if loss is None else [float(loss), 1.0], dtype=torch.float64)

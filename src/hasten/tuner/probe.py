@@ -1,4 +1,4 @@
-"""What both searches use: a few steps on the user's model and data, and the attribute that holds the value found."""
+"""What both searches use: a few steps on the user's model and data."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 class ProbeRun:
     """Runs a few steps at a time inside a prepared run, with its weights, optimizers and epoch.
 
-    Args:
-        trainer: the Trainer of the run.
-        run: the run; each probe reads its data from the beginning.
+    Each probe reads the data from the beginning.
+
+    Attributes:
+        batch_size: samples of a batch in each probe; None for those of the loaders.
+        error: the latest out-of-memory error of this process.
 
     """
 
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        self.trainer, self.run = trainer, run
-        self.module: LightningModule = run.module
-        self.datamodule: Any = trainer.datamodule
-        # Samples of a batch in each probe; None for those of the loaders.
+    def __init__(self, run: Run) -> None:
+        self.run, self.module = run, run.module
+        # Spawned processes have another Trainer than the one that was called.
+        self.trainer: Trainer = run.module.trainer
         self.batch_size: int | None = None
-        # The latest out-of-memory error of this process.
         self.error: BaseException | None = None
 
     def value(self, name: str) -> TunedValue:
         """Return the tuned value ``name`` of the module and the datamodule."""
-        return TunedValue(self.module, self.datamodule, name)
+        return TunedValue(self.module, self.trainer.datamodule, name)
 
     def largest_batch(
         self, method: Stage, steps: int, *, check: Callable[[list[Any]], None] = lambda loaders: None
@@ -64,10 +64,9 @@ class ProbeRun:
         """
         strategy = self.run.runtime.strategy
         counter = _BatchCounter(steps * self.run.accumulate_grad_batches)
+        options: dict[str, Any] = {"exchange_gradients": False, "batch_size": self.batch_size}
         try:
-            with self.trainer.limited_run(
-                method, steps, callbacks=[counter], exchange_gradients=False, batch_size=self.batch_size
-            ) as run:
+            with self.trainer.limited_run(method, steps, callbacks=[counter], **options) as run:
                 check(run.data_of(method)[0].streams())
                 for source in run.data_of(method):
                     if not source.is_off() and strategy.world_size > 1:
@@ -122,7 +121,7 @@ def _agree_after_each_loader(source: StageData, strategy: Strategy) -> None:
     """
     batches = source.batches
 
-    def agreed(loader_idx: int) -> Iterator[tuple[Any, bool]]:
+    def agreed(loader_idx: int) -> Iterator[tuple[Batch, bool]]:
         yield from batches(loader_idx)
         if strategy.reduce_boolean_decision(False, all=False):
             raise _FailedElsewhere
@@ -144,7 +143,7 @@ class _BatchCounter(Callback):
             self.largest = max(self.largest, size)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: StepOutput, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         self._count(batch)
         if self.batches >= self._most:
@@ -156,7 +155,7 @@ class _BatchCounter(Callback):
     def on_validation_batch_end(
         self,
         trainer: Trainer,
-        pl_module: Any,
+        pl_module: LightningModule,
         outputs: StepOutput,
         batch: Batch,
         batch_idx: int,

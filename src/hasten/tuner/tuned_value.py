@@ -1,19 +1,23 @@
-"""A value that is tuned, wherever module, datamodule or their hyper-parameters keep it."""
+"""The attribute that holds the value found, wherever module, datamodule or their hyper-parameters keep it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
+
+if TYPE_CHECKING:
+    from hasten.module import LightningModule
+    from hasten.module.datamodule import LightningDataModule
 
 
 class TunedValue:
     """A value by its name in the module, its hyper-parameters, the datamodule and its hyper-parameters."""
 
-    def __init__(self, module: Any, datamodule: Any, name: str) -> None:
+    def __init__(self, module: LightningModule, datamodule: LightningDataModule | None, name: str) -> None:
         self.name = name
         self._owners = [owner for owner in (module, datamodule) if owner is not None]
 
@@ -34,16 +38,16 @@ class TunedValue:
 
         """
         found = self.holders()
-        if not found:
-            known = [key for owner in self._owners for key in vars(owner) if key[0] != "_"]
-            known += [key for owner in self._owners for key in getattr(owner, "hparams", {})]
-            raise MisconfigurationException(
-                f"Field {self.name!r} not found: neither {type(self._owners[0]).__name__} nor the datamodule nor their "
-                f"hparams have it.{did_you_mean(self.name, known)} Set self.{self.name} in __init__ and use it."
-            )
-        return self._read(found[0])
+        if found:
+            return self._read(found[0])
+        known = [key for owner in self._owners for key in vars(owner) if key[0] != "_"]
+        known += [key for owner in self._owners for key in getattr(owner, "hparams", {})]
+        raise MisconfigurationException(
+            f"Field {self.name!r} not found: neither {type(self._owners[0]).__name__} nor the datamodule nor their "
+            f"hparams have it.{did_you_mean(self.name, known)} Set self.{self.name} in __init__ and use it."
+        )
 
-    def set(self, value: Any) -> None:
+    def set(self, value: object) -> None:
         """Set the value in all holders."""
         for holder in self.holders():
             self._write(holder, value)
@@ -62,7 +66,7 @@ class TunedValue:
     def _read(self, holder: Any) -> Any:
         return holder[self.name] if isinstance(holder, dict) else getattr(holder, self.name)
 
-    def _write(self, holder: Any, value: Any) -> None:
+    def _write(self, holder: Any, value: object) -> None:
         if isinstance(holder, dict):
             holder[self.name] = value
             return

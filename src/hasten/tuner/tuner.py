@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten.loops.run import Run
 from hasten.module.datamodule import LightningDataModule
 from hasten.tuner import batch_size, lr_find
 from hasten.tuner.lr_find import LRFinder
-from hasten.tuner.probe import ProbeRun
 from hasten.tuner.tuned_value import TunedValue
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+    from hasten.types import Dataloaders
 
 Method = Literal["fit", "validate", "test", "predict"]
 
@@ -58,9 +56,9 @@ class Tuner:
     def scale_batch_size(
         self,
         model: LightningModule,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        dataloaders: Any = None,
+        train_dataloaders: Dataloaders = None,
+        val_dataloaders: Dataloaders = None,
+        dataloaders: Dataloaders = None,
         datamodule: LightningDataModule | None = None,
         method: Method = "fit",
         mode: str = "power",
@@ -108,20 +106,18 @@ class Tuner:
         )
         if self._skipped("scale_batch_size"):
             return None
+        data, datamodule = _data(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
         search = functools.partial(batch_size.search, method=method, options=options)
-        size: int = self._run(
-            search, method, model, train_dataloaders, val_dataloaders, dataloaders, datamodule
-        )
-        data = self._datamodule(datamodule, train_dataloaders, dataloaders)
-        TunedValue(model, data, batch_arg_name).set(size)
+        size: int = self._trainer.prepared_run(method, model, data, datamodule, search)
+        TunedValue(model, datamodule or self._trainer.datamodule, batch_arg_name).set(size)
         return size
 
     def lr_find(
         self,
         model: LightningModule,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        dataloaders: Any = None,
+        train_dataloaders: Dataloaders = None,
+        val_dataloaders: Dataloaders = None,
+        dataloaders: Dataloaders = None,
         datamodule: LightningDataModule | None = None,
         method: Method = "fit",
         min_lr: float = 1e-8,
@@ -170,12 +166,11 @@ class Tuner:
         )
         if self._skipped("lr_find"):
             return None
-        data = self._datamodule(datamodule, train_dataloaders, dataloaders)
-        value = lr_find.rate_of(model, data, attr_name, update_attr)
+        data, datamodule = _data(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
+        holder = datamodule or self._trainer.datamodule
+        value = lr_find.rate_of(model, holder, attr_name, update_attr)
         search = functools.partial(lr_find.sweep, options=options)
-        found: LRFinder = self._run(
-            search, "fit", model, train_dataloaders, val_dataloaders, dataloaders, datamodule
-        )
+        found: LRFinder = self._trainer.prepared_run("fit", model, data, datamodule, search)
         suggestion = found.suggestion() if update_attr and value is not None else None
         if value is not None and suggestion is not None:
             value.set(suggestion)
@@ -186,43 +181,27 @@ class Tuner:
             rank_zero_warn(f"Tuner.{call}(): skipped, since the Trainer has fast_dev_run.")
         return bool(self._trainer.fast_dev_run)
 
-    def _run(
-        self,
-        search: Callable[[ProbeRun], Any],
-        method: Method,
-        model: LightningModule,
-        train_dataloaders: Any,
-        val_dataloaders: Any,
-        dataloaders: Any,
-        datamodule: LightningDataModule | None,
-    ) -> Any:
-        """Prepare a run without callbacks and loggers, and search in it."""
-        if isinstance(train_dataloaders, LightningDataModule):
-            datamodule, train_dataloaders = train_dataloaders, None
-        if isinstance(dataloaders, LightningDataModule):
-            datamodule, dataloaders = dataloaders, None
-        methods = ("fit", "validate", "test", "predict")
-        check.one_of("Tuner", "method", method, methods, error=MisconfigurationException)
-        if method == "fit" and dataloaders is not None:
-            raise MisconfigurationException(
-                "Tuner(method='fit', dataloaders=...): for fit, pass train_dataloaders and val_dataloaders."
-            )
-        if method != "fit" and (train_dataloaders is not None or val_dataloaders is not None):
-            raise MisconfigurationException(
-                f"Tuner(method={method!r}): pass dataloaders=..., not train_dataloaders or val_dataloaders."
-            )
-        given: dict[str, Any] = {"train": train_dataloaders, "validate": val_dataloaders}
-        if method != "fit":
-            given = {method: dataloaders}
-        body = functools.partial(_in_a_run, search)
-        return self._trainer.prepared_run(method, model, given, datamodule, body)
 
-    def _datamodule(self, *given: Any) -> Any:
-        """Return the datamodule passed to a call, in any argument, or the Trainer's last one."""
-        passed = (each for each in given if isinstance(each, LightningDataModule))
-        return next(passed, self._trainer.datamodule)
-
-
-def _in_a_run(search: Callable[[ProbeRun], Any], run: Run) -> Any:
-    # Spawned processes have another Trainer.
-    return search(ProbeRun(run.module.trainer, run))
+def _data(
+    method: Method,
+    train: Dataloaders,
+    validate: Dataloaders,
+    other: Dataloaders,
+    datamodule: LightningDataModule | None,
+) -> tuple[dict[str, Any], LightningDataModule | None]:
+    """Return the loaders of a call by stage, and the datamodule, whichever argument it was passed in."""
+    if isinstance(train, LightningDataModule):
+        datamodule, train = train, None
+    if isinstance(other, LightningDataModule):
+        datamodule, other = other, None
+    check.one_of("Tuner", "method", method, get_args(Method), error=MisconfigurationException)
+    if method == "fit" and other is not None:
+        raise MisconfigurationException(
+            "Tuner(method='fit', dataloaders=...): for fit, pass train_dataloaders and val_dataloaders."
+        )
+    if method != "fit" and (train is not None or validate is not None):
+        raise MisconfigurationException(
+            f"Tuner(method={method!r}): pass dataloaders=..., not train_dataloaders or val_dataloaders."
+        )
+    data: dict[str, Any] = {"train": train, "validate": validate} if method == "fit" else {method: other}
+    return data, datamodule
