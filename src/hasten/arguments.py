@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from hasten._lib import check
-from hasten._lib.durations import Interval, parse_interval
+from hasten._lib.durations import Period, parse_interval
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_info
 from hasten.batching.fields import MicroBatch
@@ -283,7 +283,7 @@ class Arguments:
     limit_test_batches: int | float | None = field(metadata=_by(_share_or_none))
     limit_predict_batches: int | float | None = field(metadata=_by(_share_or_none))
     overfit_batches: int | float = field(metadata=_by(_share))
-    val_check_interval: int | float | Interval
+    val_check_interval: int | float | Period
     check_val_every_n_epoch: int | None = field(
         metadata=_by(_number(at_least=1, unit="epochs", allow_none=True))
     )
@@ -505,7 +505,7 @@ def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:
     return epochs, steps, time
 
 
-def _interval(name: str, value: str | dict[str, Any] | timedelta) -> Interval:
+def _interval(name: str, value: str | dict[str, Any] | timedelta) -> Period:
     interval = parse_interval(value, argument=f"Trainer({name}=...)")
     if interval.time is not None and interval.time <= timedelta(0):
         raise ValueError(f"Trainer({name}={value!r}): the time must be longer than zero.")
@@ -527,7 +527,7 @@ def _validation_schedule(value: Any, every_n_epochs: int | None) -> dict[str, An
             )
         else:
             value, every_n_epochs = 1.0, interval.epochs
-    if not isinstance(value, Interval):
+    if not isinstance(value, Period):
         allowed = (
             "a number of batches (int, at least 1), a share of an epoch (float, above 0.0 to 1.0), "
             "or a text such as '2ep', '500st', '90min'"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -253,6 +254,20 @@ def overrides(owner: object, base: type, name: str) -> bool:
     code = getattr(function, "__code__", None)
     # A program may have assigned a function to the base class itself.
     return code is None or not code.co_filename.startswith(_PACKAGE)
+
+
+def use_hooks(callback: Callback, owner: type[Callback], used: bool, *names: str) -> None:
+    """Let the loop call hooks of ``callback`` only if its configuration uses them.
+
+    Unused ones are replaced by those of ``Callback``, which are not called. A subclass of ``owner`` that overrides a
+    hook keeps it.
+    """
+    for name in names:
+        default = getattr(Callback, name)
+        if not used and getattr(type(callback), name) is getattr(owner, name):
+            setattr(callback, name, types.MethodType(default, callback))
+        elif used and getattr(vars(callback).get(name), "__func__", None) is default:
+            delattr(callback, name)
 
 
 _PACKAGE = os.path.dirname(overrides.__code__.co_filename)

@@ -30,6 +30,23 @@ class SaveLast(SaveAt):
     runs_last = True
 
 
+class Trace(L.Callback):
+    """Copies of the weights after each optimizer step and each epoch, as training has them."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+        self.epochs: list[dict[str, torch.Tensor]] = []
+        self.done = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step > self.done:
+            self.done = trainer.global_step
+            self.steps.append(weights(trainer))
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.epochs.append(weights(trainer))
+
+
 def fitted(
     make_module: Callable[[], L.LightningModule],
     make_callbacks: Callable[[], list[L.Callback]],
@@ -68,6 +85,13 @@ def assert_same(one: Any, other: Any) -> None:
             assert_same(a, b)
     else:
         assert one == other
+
+
+def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Compare weights up to rounding errors."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.allclose(value, other[name], atol=1e-6), name
 
 
 def assert_resumes_exactly(

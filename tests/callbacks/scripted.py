@@ -1,9 +1,7 @@
-"""A module whose logged values are written down beforehand."""
+"""Modules whose logged values and losses are written down beforehand."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ from torch import Tensor
 
 import hasten as L
 from tests.models import quiet
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Scripted(L.LightningModule):
@@ -58,6 +54,31 @@ class Scripted(L.LightningModule):
         self.validations = checkpoint["validations"]
 
 
+class Losses(L.LightningModule):
+    """Its losses are those it is given, one a batch of the run: a number, a dict with one, or None."""
+
+    def __init__(self, losses: list[Any]) -> None:
+        super().__init__()
+        self.losses, self.parameter = losses, torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        given = self.losses[self.trainer.total_batch_idx + 1]
+        if isinstance(given, dict):
+            return {**given, "loss": self.parameter * 0.0 + given["loss"]}
+        return None if given is None else self.parameter * 0.0 + given
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Endless:
+    """Batches without an end."""
+
+    def __iter__(self) -> Any:
+        while True:
+            yield torch.zeros(2, 1)
+
+
 BATCHES = [torch.zeros(2, 1) for _ in range(4)]
 
 
@@ -77,11 +98,19 @@ def names(folder: Path | str) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
 
 
-def run_program(program: str, *, fails: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run a program that imports hasten and tests in a new process; return its output."""
-    environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode != 0) == fails, done.stderr
-    return done
+def python_calls(function: Any, *arguments: Any) -> list[str]:
+    """Return the names of the Python functions that a call runs."""
+    import sys
+
+    calls: list[str] = []
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(count)
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return calls

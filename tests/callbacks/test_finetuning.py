@@ -12,7 +12,6 @@ from torch import nn
 import hasten as L
 from hasten.callbacks import BackboneFinetuning, BaseFinetuning
 from tests.callbacks.resuming import SaveAt, assert_resumes_exactly, fitted, weights
-from tests.callbacks.scripted import run_program
 from tests.models import loader, quiet
 
 
@@ -330,38 +329,3 @@ def test_a_state_with_groups_alone_trains_what_they_hold(tmp_path: Path) -> None
     whole = fitted(Model, lambda: [BackboneFinetuning(1)], saver, max_epochs=2)
     resumed = fitted(Forgetful, lambda: [BackboneFinetuning(1)], ckpt_path=saver.path, max_epochs=2, seed=5)
     assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(resumed).items())
-
-
-def test_on_two_processes_gradients_of_the_unfrozen_are_exchanged(tmp_path: Path) -> None:
-    program = f"""
-import torch
-import hasten as L
-from hasten.callbacks import BackboneFinetuning
-from tests.callbacks.resuming import SaveAt
-from tests.callbacks.test_finetuning import Model
-from tests.models import loader, quiet
-
-class Plain(Model):
-    def __init__(self):
-        super().__init__()
-        del self.backbone[1]
-
-def fit(path, *more, ckpt_path=None):
-    L.seed_everything(1, verbose=False)
-    model = Plain()
-    trainer = quiet(devices=2, strategy="ddp_fork", max_epochs=3, callbacks=[BackboneFinetuning(1), *more, Keep(path)])
-    trainer.fit(model, loader(16, batch_size=2), ckpt_path=ckpt_path)
-
-class Keep(L.Callback):
-    def __init__(self, path):
-        self.path = path
-    def on_fit_end(self, trainer, module):
-        torch.save(module.state_dict(), f"{{self.path}}.{{trainer.global_rank}}")
-
-fit("{tmp_path}/whole", SaveAt("{tmp_path}/a.ckpt", 6))
-fit("{tmp_path}/resumed", ckpt_path="{tmp_path}/a.ckpt")
-"""
-    run_program(program)
-    found = [torch.load(tmp_path / f"{name}.{rank}") for name in ("whole", "resumed") for rank in range(2)]
-    for other in found[1:]:
-        assert all(torch.equal(value, other[name]) for name, value in found[0].items())

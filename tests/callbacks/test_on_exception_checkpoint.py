@@ -11,7 +11,6 @@ import torch
 import hasten as L
 from hasten.callbacks import OnExceptionCheckpoint
 from tests.callbacks.resuming import assert_same, fitted, weights
-from tests.callbacks.scripted import run_program
 from tests.models import Classifier, loader, quiet
 
 
@@ -133,32 +132,3 @@ def test_ctrl_c_saves_the_run(tmp_path: Path) -> None:
         quiet(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True).fit(model, loader(8))
     stored = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
     assert stored["global_step"] == 1
-
-
-def test_on_two_processes_it_needs_both(tmp_path: Path) -> None:
-    program = f"""
-import hasten as L
-from hasten.callbacks import OnExceptionCheckpoint
-from tests.models import Classifier, loader, quiet
-
-class Model(Classifier):
-    who = "both"
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 2 and (self.who == "both" or self.global_rank == 0):
-            raise RuntimeError("on purpose")
-        return super().training_step(batch, batch_idx)
-
-for who, patience in (("both", 60.0), ("one", 1.0)):
-    OnExceptionCheckpoint.patience_seconds, Model.who = patience, who
-    callback = OnExceptionCheckpoint("{tmp_path}", who)
-    trainer = quiet(devices=2, strategy="ddp_fork", enable_checkpointing=True, callbacks=[callback])
-    try:
-        trainer.fit(Model(), loader(24))
-    except BaseException as error:
-        print(who, "on purpose" in str(error), flush=True)
-"""
-    result = run_program(program)
-    assert result.stdout.splitlines() == ["both True", "one True"], result.stderr
-    assert result.stderr.count("on some processes only") == 1
-    assert (tmp_path / "both.ckpt").exists()
-    assert not (tmp_path / "one.ckpt").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import hasten as L
 from hasten.callbacks import BasePredictionWriter
-from tests.callbacks.scripted import run_program
 from tests.models import Classifier, dataset, quiet
 
 
@@ -160,39 +158,3 @@ def test_intervals_and_missing_methods_are_refused() -> None:
     for name in ("write_on_batch_end", "write_on_epoch_end"):
         with pytest.raises(NotImplementedError, match=f"does not define {name}"):
             getattr(BasePredictionWriter(), name)(*[None] * (7 if "batch_end" in name else 4))
-
-
-def test_two_processes_write_every_sample_once(tmp_path: Path) -> None:
-    program = f"""
-import torch
-import hasten as L
-from torch.utils.data import DataLoader
-from hasten.callbacks import BasePredictionWriter
-from tests.models import Classifier, dataset, quiet
-
-class Writer(BasePredictionWriter):
-    def write_on_batch_end(self, trainer, module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
-        torch.save((prediction, batch_indices), f"{tmp_path}/{{trainer.global_rank}}-{{batch_idx}}.batch")
-    def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
-        torch.save((predictions, batch_indices), f"{tmp_path}/{{trainer.global_rank}}.epoch")
-
-L.seed_everything(0, verbose=False)
-trainer = quiet(devices=2, strategy="ddp_fork", callbacks=[Writer("batch_and_epoch")])
-trainer.predict(Classifier(), DataLoader(dataset(11), 2), return_predictions=False)
-"""
-    run_program(program)
-    L.seed_everything(0, verbose=False)
-    with torch.no_grad():
-        expected = Classifier()(dataset(11).tensors[0])
-    seen: list[int] = []
-    for path in tmp_path.glob("*.batch"):
-        prediction, indices = torch.load(path)
-        assert torch.allclose(prediction, expected[indices])
-        seen += indices
-    assert sorted(seen) == list(range(11))
-    together: list[int] = []
-    for rank in range(2):
-        predictions, (indices,) = torch.load(tmp_path / f"{rank}.epoch")
-        assert all(torch.allclose(p, expected[i]) for p, i in zip(predictions, indices, strict=True))
-        together += [index for batch in indices for index in batch]
-    assert sorted(together) == list(range(11))

@@ -19,8 +19,8 @@ import torch
 
 import hasten as L
 from hasten.callbacks import LambdaCallback, ProgressBar, RichProgressBar, TQDMProgressBar, progress
+from hasten.callbacks.progress import Tqdm
 from hasten.callbacks.rich_progress import RichProgressBarTheme, speed_text
-from hasten.callbacks.tqdm_progress import Tqdm
 from hasten.hooks import overrides
 from hasten.loggers import CSVLogger
 from tests.callbacks.scripted import BATCHES, Scripted

@@ -14,8 +14,7 @@ from torch.nn.utils import prune
 import hasten as L
 from hasten.callbacks import ModelPruning
 from tests.callbacks.resuming import SaveAt, SaveLast, assert_resumes_exactly, assert_same, fitted, weights
-from tests.callbacks.scripted import run_program
-from tests.models import Classifier, dataset, loader, quiet
+from tests.models import Classifier, loader, quiet
 
 
 def zeros(module: nn.Module | dict[str, Tensor], name: str) -> int:
@@ -336,36 +335,3 @@ def test_parameters_that_are_not_there_are_refused() -> None:
         quiet(callbacks=[Nothing("l1_unstructured")]).fit(model, loader(4))
     assert ModelPruning("l1_unstructured", amount=1).amount == 1
     assert ModelPruning("l1_unstructured", amount=1.0).amount == 1.0
-
-
-def test_on_two_processes_all_prune_alike_and_average_alike(tmp_path: Path) -> None:
-    program = f"""
-import torch
-import hasten as L
-from hasten.callbacks import ModelPruning, StochasticWeightAveraging
-from tests.callbacks.test_swa import Normalised
-from tests.models import Classifier, loader, quiet
-
-class Draws(L.Callback):
-    def on_train_start(self, trainer, module):
-        torch.manual_seed(trainer.global_rank)
-        torch.save(module.state_dict(), f"{tmp_path}/first.{{trainer.global_rank}}")
-    def on_fit_end(self, trainer, module):
-        torch.save(module.state_dict(), f"{tmp_path}/{{type(module).__name__}}.{{trainer.global_rank}}")
-
-pruning = ModelPruning("random_unstructured", amount=0.5, resample_parameters=True)
-for model, callback in ((Classifier(), pruning), (Normalised(), StochasticWeightAveraging(0.1, 1))):
-    trainer = quiet(devices=2, strategy="ddp_fork", max_epochs=2, callbacks=[callback, Draws()])
-    trainer.fit(model, loader(16))
-"""
-    run_program(program)
-    for name in ("Classifier", "Normalised"):
-        one, other = (torch.load(tmp_path / f"{name}.{rank}") for rank in range(2))
-        assert_same(dict(one), dict(other))
-    assert zeros(torch.load(tmp_path / "Classifier.0"), "layers.0.weight") > 60
-    # The statistics are those of both parts of the data: the mean over the batches of each.
-    final = torch.load(tmp_path / "Normalised.0")
-    x = dataset(16).tensors[0]
-    model = nn.Linear(8, 6)
-    model.load_state_dict({"weight": final["layers.0.weight"], "bias": final["layers.0.bias"]})
-    assert torch.allclose(final["layers.1.running_mean"], model(x).mean(0), atol=1e-6)

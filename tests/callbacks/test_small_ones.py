@@ -1,13 +1,13 @@
-"""LearningRateMonitor, Timer, LambdaCallback and ModelSummary through a Trainer."""
+"""Timer, LambdaCallback, ModelSummary and RichModelSummary through a Trainer."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import pickle
+import re
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,123 +17,18 @@ import torch
 from torch import nn
 
 import hasten as L
-from hasten.callbacks import LambdaCallback, LearningRateMonitor, ModelCheckpoint, ModelSummary, Timer
+from hasten.callbacks import (
+    LambdaCallback,
+    ModelCheckpoint,
+    ModelSummary,
+    RichModelSummary,
+    RichProgressBar,
+    Timer,
+    TQDMProgressBar,
+)
 from hasten.hooks import overrides
-from tests.callbacks.scripted import BATCHES, Scripted, run
-from tests.fakes import RowLogger
+from tests.callbacks.scripted import Scripted, python_calls, run
 from tests.models import Classifier, loader, quiet
-
-
-class Tuned(Scripted):
-    """A module with the optimizers it is given."""
-
-    def __init__(self, make: Callable[[list[nn.Parameter]], Any], automatic: bool = True) -> None:
-        super().__init__()
-        self.extra = nn.Parameter(torch.zeros(()))
-        self.make, self.automatic_optimization = make, automatic
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.automatic_optimization:
-            return self.weight + self.extra
-        for optimizer in self.optimizers():
-            optimizer.step()
-        return None
-
-    def configure_optimizers(self) -> Any:
-        return self.make([self.weight, self.extra])
-
-
-def logged(
-    make: Callable[[list[nn.Parameter]], Any], monitor: LearningRateMonitor, **arguments: Any
-) -> RowLogger:
-    rows = RowLogger()
-    trainer = quiet(
-        callbacks=[monitor], logger=rows, **{"max_epochs": 2, "log_every_n_steps": 2, **arguments}
-    )
-    trainer.fit(Tuned(make, automatic=arguments.get("accumulate_grad_batches", 1) >= 1), BATCHES)
-    return rows
-
-
-def halving(interval: str, name: str | None = None) -> Callable[[list[nn.Parameter]], Any]:
-    def make(parameters: list[nn.Parameter]) -> Any:
-        optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.9, weight_decay=0.01)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        return [optimizer], [{"scheduler": scheduler, "interval": interval, "name": name}]
-
-    return make
-
-
-def test_a_scheduler_by_steps_is_logged_by_steps() -> None:
-    rows = logged(halving("step"), monitor := LearningRateMonitor())
-    assert rows.of("lr-SGD") == [(1, 0.5), (3, 0.125), (5, 0.5**5), (7, 0.5**7)]
-    assert len(monitor.lrs["lr-SGD"]) == 4
-
-
-def test_a_scheduler_by_epochs_is_logged_by_epochs() -> None:
-    assert logged(halving("epoch"), LearningRateMonitor()).of("lr-SGD") == [(0, 1.0), (4, 0.5)]
-
-
-def test_other_callbacks_can_use_a_learning_rate(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(tmp_path, "{lr-SGD:.3f}")
-    callbacks = [LearningRateMonitor(), checkpoint]
-    trainer = quiet(callbacks=callbacks, logger=RowLogger(), enable_checkpointing=True, log_every_n_steps=1)
-    trainer.fit(Tuned(halving("step")), BATCHES)
-    assert trainer.callback_metrics["lr-SGD"] == 0.125
-    assert [path.name for path in tmp_path.iterdir()] == ["lr-SGD=0.125.ckpt"]
-
-
-@pytest.mark.parametrize(("interval", "steps"), [("step", [1, 3, 5, 7]), ("epoch", [0, 4])])
-def test_the_interval_can_be_chosen(interval: Any, steps: list[int]) -> None:
-    rows = logged(
-        halving("step", "rate"), LearningRateMonitor(interval, log_momentum=True, log_weight_decay=True)
-    )
-    assert [step for step, _ in rows.of("rate")] == steps
-    assert rows.of("rate-momentum")[0][1] == 0.9
-    assert rows.of("rate-weight_decay")[0][1] == 0.01
-
-
-def test_accumulation_logs_a_step_once() -> None:
-    rows = logged(
-        halving("step"), LearningRateMonitor("step"), accumulate_grad_batches=2, log_every_n_steps=1
-    )
-    assert [step for step, _ in rows.of("lr-SGD")] == [0, 1, 2, 3]
-
-
-def test_names_of_groups_and_several_optimizers() -> None:
-    def groups(parameters: list[nn.Parameter]) -> Any:
-        return torch.optim.Adam(
-            [{"params": parameters[:1]}, {"params": parameters[1:], "name": "bias"}], lr=0.1
-        )
-
-    rows = logged(groups, LearningRateMonitor()).rows
-    assert {name for _, row in rows for name in row if "lr" in name} == {"lr-Adam/pg1", "lr-Adam/bias"}
-
-    def several(parameters: list[nn.Parameter]) -> Any:
-        return [torch.optim.SGD(parameters[:1], lr=0.1), torch.optim.SGD(parameters[1:], lr=0.2)]
-
-    rows = RowLogger()
-    trainer = quiet(callbacks=[LearningRateMonitor()], logger=rows, log_every_n_steps=1)
-    trainer.fit(Tuned(several, automatic=False), BATCHES)
-    assert rows.of("lr-SGD")[0] == (0, 0.1)
-    assert rows.of("lr-SGD-1")[0] == (0, 0.2)
-
-    def twice(parameters: list[nn.Parameter]) -> Any:
-        return torch.optim.SGD([{"params": [parameter], "name": "same"} for parameter in parameters], lr=0.1)
-
-    with pytest.raises(ValueError, match="several parameter groups named 'same'"):
-        logged(twice, LearningRateMonitor())
-
-
-def test_what_the_monitor_needs() -> None:
-    with pytest.raises(ValueError, match="no logger"):
-        run(Scripted(), LearningRateMonitor(), enable_checkpointing=False)
-    with pytest.raises(ValueError, match="logging_interval='batch'"):
-        LearningRateMonitor("batch")  # type: ignore[arg-type]
-    with pytest.warns(RuntimeWarning, match="Adagrad has no momentum"):
-        logged(
-            lambda parameters: torch.optim.Adagrad(parameters, lr=0.1), LearningRateMonitor(log_momentum=True)
-        )
-
 
 # -- Timer
 
@@ -192,32 +87,18 @@ def test_a_resumed_run_has_the_time_that_is_left(tmp_path: Path) -> None:
     assert trainer.global_step == 4
 
 
-def test_without_a_duration_a_step_costs_nothing() -> None:
-    assert not overrides(Timer(), L.Callback, "on_train_batch_end")
-    assert not overrides(Timer("1h", interval="epoch"), L.Callback, "on_train_batch_end")
-    assert overrides(Timer("1h"), L.Callback, "on_train_batch_end")
-    assert not overrides(copy.deepcopy(Timer()), L.Callback, "on_train_batch_end")
-    sent = pickle.loads(pickle.dumps(Timer()))
-    run(Scripted(), sent, enable_checkpointing=False)
-    assert not overrides(sent, L.Callback, "on_train_batch_end")
-
-
-def test_with_time_left_a_step_is_one_look_at_the_clock() -> None:
+def test_a_step_is_one_look_at_the_clock_or_free() -> None:
+    for timer in (
+        Timer(),
+        Timer("1h", interval="epoch"),
+        copy.deepcopy(Timer()),
+        pickle.loads(pickle.dumps(Timer())),
+    ):
+        run(Scripted(), timer, enable_checkpointing=False)
+        assert not overrides(timer, L.Callback, "on_train_batch_end")
     timer = Timer("1h")
     run(Scripted(), timer, enable_checkpointing=False)
-    calls: list[str] = []
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        if event == "call":
-            calls.append(frame.f_code.co_name)
-
-    hook = timer.on_train_batch_end
-    sys.setprofile(count)
-    try:
-        hook(None, None, None, None, 3)  # type: ignore[arg-type]
-    finally:
-        sys.setprofile(None)
-    assert calls == ["on_train_batch_end"]
+    assert python_calls(timer.on_train_batch_end, None, None, None, None, 3) == ["on_train_batch_end"]
 
 
 # -- LambdaCallback
@@ -255,13 +136,11 @@ def summary_of(caplog: pytest.LogCaptureFixture, *callbacks: L.Callback, **argum
     return caplog.text
 
 
-def test_the_table_is_written_when_fit_begins(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_table_and_its_depth(caplog: pytest.LogCaptureFixture) -> None:
     text = summary_of(caplog, enable_model_summary=True)
     assert "0 | layers | Sequential | 178" in text
     assert "Total params" in text
-
-
-def test_depth_of_the_table(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
     assert "layers.0" in summary_of(caplog, ModelSummary(max_depth=2), enable_model_summary=True)
     caplog.clear()
     assert "Total params" not in summary_of(caplog, ModelSummary(max_depth=0), enable_model_summary=True)
@@ -275,16 +154,88 @@ def test_the_table_can_go_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
         def summarize(
             summary_data: Any,
             total_parameters: int,
-            trainable_parameters: int,
-            model_size: float,
-            total_training_modes: dict[str, int],
+            _: int,
+            size: float,
+            modes: dict[str, int],
             **summarize_kwargs: Any,
         ) -> None:
-            seen.update(summarize_kwargs, columns=dict(summary_data), total=total_parameters)
-            seen["modes"] = total_training_modes
+            seen.update(summarize_kwargs, columns=dict(summary_data), total=total_parameters, modes=modes)
 
     summary_of(caplog, Mine(max_depth=-1, colour="red"), enable_model_summary=True)
     assert seen["total"] == 178
     assert seen["columns"]["Name"][0] == "layers"
     assert seen["colour"] == "red"
     assert seen["modes"] == {"train": 5, "eval": 0}
+
+
+# -- RichModelSummary
+
+rich = pytest.importorskip("rich")
+
+
+@pytest.mark.parametrize("kind", [RichProgressBar, RichModelSummary])
+def test_without_rich(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=rf"{kind.__name__}\(\) needs the package rich.*pip install rich"
+    ):
+        kind()
+
+
+class Net(L.LightningModule):
+    def __init__(self, example: bool = True) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 2).requires_grad_(False)
+        if example:
+            self.example_input_array = torch.zeros(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.body.parameters(), lr=0.1)
+
+
+def table(capsys: pytest.CaptureFixture[str], model: L.LightningModule, **options: Any) -> list[list[str]]:
+    """Return the cells of each row of the table, and the lines below it."""
+    quiet(callbacks=[RichModelSummary(**options)], enable_model_summary=True).fit(model, [torch.zeros(3, 4)])
+    lines = capsys.readouterr().out.splitlines()
+    return [[cell.strip() for cell in re.split(r"[│┃]", line.strip("│┃ "))] for line in lines if line.strip()]
+
+
+def test_the_table_of_layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rich, "_console", None)
+    monkeypatch.setenv("COLUMNS", "120")
+    rows = table(capsys, Net())
+    assert ["Name", "Type", "Params", "Mode", "FLOPs", "In sizes", "Out sizes"] in rows
+    assert ["0", "body", "Linear", "40", "train", "192", "[3, 4]", "[3, 8]"] in rows
+    assert ["1", "head", "Linear", "18", "train", "96", "[3, 8]", "[3, 2]"] in rows
+    for line in (
+        "Trainable params: 40",
+        "Non-trainable params: 18",
+        "Total params: 58",
+        "Total estimated model params size (MB): 0.000",
+        "Modules in train mode: 2",
+        "Modules in eval mode: 0",
+        "Total FLOPs (forward of the example): 288",
+    ):
+        assert [line] in rows
+    monkeypatch.setattr(rich, "_console", None)
+    assert ["0", "body", "Linear", "40", "train"] in table(capsys, Net(example=False), header_style="red")
+    monkeypatch.setattr(rich, "_console", None)
+    assert table(capsys, Net(), max_depth=0) == []
+
+
+def test_the_table_goes_with_the_bar() -> None:
+    def kinds(**arguments: Any) -> list[type]:
+        trainer = quiet(**{"enable_model_summary": True, **arguments})
+        return [type(callback) for callback in trainer.callbacks if isinstance(callback, ModelSummary)]
+
+    assert kinds(callbacks=[RichProgressBar()], enable_progress_bar=True) == [RichModelSummary]
+    assert kinds(callbacks=[TQDMProgressBar()], enable_progress_bar=True) == [ModelSummary]
+    assert kinds(callbacks=[RichProgressBar(), ModelSummary()], enable_progress_bar=True) == [ModelSummary]
+    assert kinds(callbacks=[RichProgressBar()], enable_progress_bar=True, enable_model_summary=False) == []

@@ -15,45 +15,20 @@ import hasten as L
 from hasten.callbacks import SpikeDetection
 from hasten.callbacks.spike import TrainingSpikeException
 from tests.callbacks.resuming import SaveAt
-from tests.callbacks.scripted import run_program
+from tests.callbacks.scripted import Losses
 from tests.models import quiet
 
 NAN, INF = math.nan, math.inf
 
 
-class Told(L.LightningModule):
-    """Its losses are those it is given."""
-
-    def __init__(self, losses: list[float | None], weight: float | None = None) -> None:
-        super().__init__()
-        self.losses, self.loss_weight = losses, weight
-        self.parameter = torch.nn.Parameter(torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        value = self.losses[self.trainer.total_batch_idx + 1]
-        if value is None:
-            return None
-        loss = self.parameter * 0.0 + value
-        if self.loss_weight is not None:
-            return {"loss": loss, "loss_weight": torch.tensor(self.loss_weight * (1 + batch_idx % 2))}
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def spiked(losses: list[float | None], folder: Path, /, *, an_epoch: int = 100, **options: Any) -> int | None:
+def spiked(
+    losses: list[Any], folder: Path, *, an_epoch: int = 100, trainer: Any = None, **options: Any
+) -> int | None:
     """Return the batch at which the run ended, or None."""
-    more = options.pop("trainer", {})
-    module = Told(losses, options.pop("weight", None))
-    batches = [torch.zeros(1)] * min(an_epoch, len(losses))
-    trainer = quiet(
-        callbacks=[SpikeDetection(exclude_batches_path=folder, **options)],
-        max_epochs=-(-len(losses) // an_epoch),
-        **more,
-    )
+    callback = SpikeDetection(exclude_batches_path=folder, **options)
+    run = quiet(callbacks=[callback], max_epochs=-(-len(losses) // an_epoch), **(trainer or {}))
     try:
-        trainer.fit(module, batches)
+        run.fit(Losses(losses), [torch.zeros(1)] * min(an_epoch, len(losses)))
     except TrainingSpikeException as error:
         return error.batch_idx
     return None
@@ -124,14 +99,15 @@ def test_batches_count_over_epochs_and_are_named_by_epoch(tmp_path: Path) -> Non
 
 
 def test_accumulation_and_weights_do_not_make_spikes(tmp_path: Path) -> None:
-    losses: list[float | None] = [1.0] * 7
-    accumulate = {"accumulate_grad_batches": 4}
-    assert spiked(losses, tmp_path, rtol=0.1, trainer=accumulate) is None
-    assert spiked(losses, tmp_path, rtol=0.1, weight=3.0) is None
-    assert spiked(losses, tmp_path, rtol=0.1, weight=3.0, trainer=accumulate) is None
-    assert spiked(losses, tmp_path, rtol=0.1, weight=0.0, trainer=accumulate) is None
-    assert spiked([*losses[:-1], 1.2], tmp_path, rtol=0.1, trainer=accumulate) == 6
-    assert spiked([1.0, 1.0, 1.2, 1.0], tmp_path, rtol=0.1, trainer=accumulate) == 2
+    def weighted(weight: float) -> list[Any]:
+        return [{"loss": 1.0, "loss_weight": torch.tensor(weight * (1 + i % 2))} for i in range(7)]
+
+    options: dict[str, Any] = {"rtol": 0.1, "trainer": {"accumulate_grad_batches": 4}}
+    assert spiked(weighted(3.0), tmp_path, rtol=0.1) is None
+    for losses in ([1.0] * 7, weighted(3.0), weighted(0.0)):
+        assert spiked(losses, tmp_path, **options) is None
+    assert spiked([*[1.0] * 6, 1.2], tmp_path, **options) == 6
+    assert spiked([1.0, 1.0, 1.2, 1.0], tmp_path, **options) == 2
 
 
 def test_the_file_and_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +122,7 @@ def test_the_file_and_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(
             TrainingSpikeException, match=r"jumped in batch 2 of epoch 0\..*batches \[1, 2\]"
         ) as caught:
-            trainer.fit(Told([1.0, 1.0, 9.0]), [torch.zeros(1)] * 3)
+            trainer.fit(Losses([1.0, 1.0, 9.0]), [torch.zeros(1)] * 3)
         assert str(expected) in str(caught.value)
         assert json.loads(expected.read_text()) == [1, 2]
         assert callback.bad_batches == [1, 2]
@@ -161,7 +137,7 @@ def test_a_resumed_run_compares_with_the_losses_before(tmp_path: Path) -> None:
     def fit(*more: L.Callback, ckpt_path: Path | None = None, **options: Any) -> SpikeDetection:
         callback = SpikeDetection(exclude_batches_path=tmp_path, **options)
         trainer = quiet(callbacks=[callback, *more])
-        trainer.fit(Told(losses), [torch.zeros(1)] * 6, ckpt_path=ckpt_path)
+        trainer.fit(Losses(losses), [torch.zeros(1)] * 6, ckpt_path=ckpt_path)
         return callback
 
     # 3.25 is no spike beside a 5 in the window; without it, it would be.
@@ -176,76 +152,40 @@ def test_a_resumed_run_compares_with_the_losses_before(tmp_path: Path) -> None:
     assert SpikeDetection().state_dict() == fresh
     # A new fit begins anew, but keeps what was found bad.
     whole.bad_batches = [7]
-    quiet(callbacks=[whole]).fit(Told([50.0]), [torch.zeros(1)])
+    quiet(callbacks=[whole]).fit(Losses([50.0]), [torch.zeros(1)])
     assert whole.state_dict()["recent"] == [[50.0]]
     assert whole.bad_batches == [7]
 
 
-def test_losses_that_are_on_their_way_are_not_forgotten(tmp_path: Path) -> None:
+def test_losses_that_are_on_their_way_are_in_the_state(tmp_path: Path) -> None:
+    pending = [[3, [1.5, 1.0]], [4, [9.0, 1.0]]]
+    state = {"seen": 5, "last": [1.0], "recent": [[1.0]], "waiting": pending, "bad_batches": [1]}
     callback = SpikeDetection(exclude_batches_path=tmp_path)
-    callback._recent, callback._last, callback._seen = [__import__("collections").deque([1.0], 10)], [1.0], 5
-    from hasten._lib.tree import send_to_host
-
-    callback._pending.append((3, send_to_host([1.5, 1.0])))
-    callback._pending.append((4, send_to_host([9.0, 1.0])))
-    state = callback.state_dict()
-    assert state["waiting"] == [[3, [1.5, 1.0]], [4, [9.0, 1.0]]]
-    again = SpikeDetection(exclude_batches_path=tmp_path)
-    again.load_state_dict(state)
-    trainer = quiet(callbacks=[again])
-    again._check(trainer, keep=1)
-    assert again.state_dict()["seen"] == 6
+    callback.load_state_dict(state)
+    assert callback.state_dict() == state
+    trainer = quiet(callbacks=[callback])
     with pytest.raises(TrainingSpikeException, match="batch 4"):
-        again.on_train_epoch_end(trainer, None)  # type: ignore[arg-type]
+        callback.on_train_epoch_end(trainer, None)  # type: ignore[arg-type]
+    assert callback.state_dict()["seen"] == 7
+    assert callback.bad_batches == [1, 3, 4]
 
 
 def test_manual_optimisation_must_return_a_loss(tmp_path: Path) -> None:
-    class Manual(Told):
-        returned: Any = None
-
+    class Manual(Losses):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.returned
+            return self.losses[0]
 
-    module = Manual([])
-    module.automatic_optimization = False
-    module.returned = {"los": torch.zeros(())}
+    def fit(returned: Any) -> None:
+        trainer = quiet(callbacks=[SpikeDetection(exclude_batches_path=tmp_path)], max_epochs=2)
+        module = Manual([returned])
+        module.automatic_optimization = False
+        trainer.fit(module, [torch.zeros(1)] * 3)
+
     with pytest.raises(TypeError, match="training_step returned dict without a loss"):
-        quiet(callbacks=[SpikeDetection()]).fit(module, [torch.zeros(1)])
-    module.returned = torch.tensor(1.0)
-    quiet(callbacks=[SpikeDetection()], max_epochs=2).fit(module, [torch.zeros(1)] * 3)
-    module.returned = {"loss": torch.tensor(NAN)}
+        fit({"los": torch.zeros(())})
+    fit(torch.tensor(1.0))
     with pytest.raises(TrainingSpikeException):
-        quiet(callbacks=[SpikeDetection(exclude_batches_path=tmp_path)]).fit(module, [torch.zeros(1)] * 2)
-
-
-def test_a_spike_on_one_process_ends_all(tmp_path: Path) -> None:
-    program = f"""
-import torch
-import hasten as L
-from hasten.callbacks import SpikeDetection
-from hasten.callbacks.spike import TrainingSpikeException
-from tests.callbacks.test_spike import Told
-from tests.models import quiet
-
-class Mine(Told):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 5 and self.global_rank == 1:
-            return self.parameter * 0.0 + 9.0
-        if batch_idx == 2 and self.global_rank == 0:
-            return {{"loss": self.parameter * 0.0 + 1.0}}
-        return self.parameter * 0.0 + 1.0 + self.global_rank
-
-class Report(L.Callback):
-    def on_exception(self, trainer, module, error):
-        open(f"{tmp_path}/rank{{trainer.global_rank}}", "w").write(f"{{type(error).__name__}} {{error.batch_idx}}")
-
-trainer = quiet(devices=2, strategy="ddp_fork", callbacks=[SpikeDetection(exclude_batches_path="{tmp_path}"), Report()])
-trainer.fit(Mine([]), [torch.zeros(1)] * 8)
-"""
-    run_program(program, fails=True)
-    found = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
-    assert found == ["TrainingSpikeException 5"] * 2
-    assert json.loads((tmp_path / "skip_batches.json").read_text()) == [4, 5]
+        fit({"loss": torch.tensor(NAN)})
 
 
 def test_nothing_is_read_from_a_device_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

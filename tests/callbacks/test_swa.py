@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 import hasten as L
-from hasten.callbacks import LearningRateMonitor, StochasticWeightAveraging
-from hasten.loggers import CSVLogger
-from tests.callbacks.resuming import SaveAt, SaveLast, assert_resumes_exactly, assert_same, fitted, weights
+from hasten.callbacks import LambdaCallback, LearningRateMonitor, StochasticWeightAveraging
+from tests.callbacks.resuming import (
+    SaveAt,
+    SaveLast,
+    Trace,
+    assert_close,
+    assert_resumes_exactly,
+    assert_same,
+    fitted,
+    weights,
+)
+from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
 
 
@@ -30,42 +40,48 @@ class Normalised(Classifier):
 class Decaying(Normalised):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        return [optimizer], [ExponentialLR(optimizer, 0.9)]
+
+
+def swa(*arguments: Any, **options: Any) -> Any:
+    return lambda: [StochasticWeightAveraging(*arguments, **options)]
 
 
 def by_hand(
-    model: Classifier, data: Any, *, epochs: int, start: int, anneal: int, strategy: str = "cos"
-) -> tuple[AveragedModel, list[float]]:
-    """Train as PyTorch's page on SWA does."""
+    make: Any, *, epochs: int, start: int, anneal: int, strategy: Any = "cos"
+) -> tuple[Any, list[float]]:
+    """Train as PyTorch's page on SWA does; return the average and the learning rates."""
+    L.seed_everything(0, verbose=False)
+    model, data = make(), loader(24)
     configured = model.configure_optimizers()
-    optimizer, scheduler = configured, None
+    optimizer, schedule = configured, None
     if isinstance(configured, tuple):
-        optimizer, scheduler = configured[0][0], configured[1][0]
-    average = AveragedModel(model)
-    swa_scheduler, rates = None, []
+        optimizer, schedule = configured[0][0], configured[1][0]
+    average, rates = AveragedModel(model), []
     for epoch in range(epochs):
         if epoch == start:
-            swa_scheduler = SWALR(optimizer, 0.3, anneal_epochs=anneal, anneal_strategy=strategy)  # type: ignore[arg-type]
+            schedule = SWALR(optimizer, 0.3, anneal_epochs=anneal, anneal_strategy=strategy)
         for x, y in data:
             rates.append(optimizer.param_groups[0]["lr"])
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        if swa_scheduler is not None:
+        if epoch >= start:
             average.update_parameters(model)
-            swa_scheduler.step()
-        elif scheduler is not None:
-            scheduler.step()
+        if schedule is not None:
+            schedule.step()
     update_bn(data, average)
-    return average, rates
+    return average.module.state_dict(), rates
 
 
 class Rates(L.Callback):
+    """The learning rates of each batch."""
+
     def __init__(self) -> None:
-        self.rates: list[float] = []
+        self.seen: list[list[float]] = []
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.seen.append([group["lr"] for group in trainer.optimizers[0].param_groups])
 
 
 @pytest.mark.parametrize("make", [Classifier, Normalised, Decaying])
@@ -75,143 +91,104 @@ class Rates(L.Callback):
 def test_it_equals_the_recipe_of_pytorch(
     make: Any, start: Any, index: int, anneal: int, strategy: str
 ) -> None:
-    data, rates = loader(24), Rates()
     # 0.5 of 6 epochs is the third one.
-    trainer = fitted(
-        make,
-        lambda: [StochasticWeightAveraging(0.3, start, anneal, strategy)],
-        rates,
-        data=data,
-        max_epochs=6,
-    )
-    L.seed_everything(0, verbose=False)
-    average, expected_rates = by_hand(make(), data, epochs=6, start=index, anneal=anneal, strategy=strategy)
-    assert rates.rates == expected_rates
-    assert len(set(rates.rates)) > 1
-    expected = average.module.state_dict()
-    for name, value in weights(trainer).items():
-        assert torch.allclose(value, expected[name], atol=1e-6), name
-    assert trainer.global_step == 36
-    assert trainer.current_epoch == 6
+    rates = Rates()
+    trainer = fitted(make, swa(0.3, start, anneal, strategy), rates, data=loader(24), max_epochs=6)
+    expected, expected_rates = by_hand(make, epochs=6, start=index, anneal=anneal, strategy=strategy)
+    assert rates.seen == [[rate] for rate in expected_rates]
+    assert len(set(expected_rates)) > 1
+    assert_close(weights(trainer), dict(expected))
+    assert (trainer.global_step, trainer.current_epoch) == (36, 6)
     for module in trainer.lightning_module.modules():  # type: ignore[union-attr]
         assert not isinstance(module, nn.BatchNorm1d) or module.momentum == 0.3
 
 
+# -- resuming
+
+
 @pytest.mark.parametrize("make", [Decaying, lambda: Normalised(dropout=0.3)])
 def test_a_resumed_run_ends_with_the_same_average(tmp_path: Path, make: Any) -> None:
-    whole = assert_resumes_exactly(
-        tmp_path,
-        make,
-        lambda: [StochasticWeightAveraging(0.3, 2, annealing_epochs=2)],
-        [4, 6, 7, 12, 15, 24],
-        max_epochs=4,
-    )
+    make_swa = swa(0.3, 2, annealing_epochs=2)
+    whole = assert_resumes_exactly(tmp_path, make, make_swa, [4, 6, 7, 15, 24], max_epochs=4)
     assert whole.callbacks[0].state_dict()["n_averaged"] == 3
 
 
 def test_a_run_resumed_when_all_epochs_are_done_gets_its_average(tmp_path: Path) -> None:
-    class Ends(L.Callback):
-        runs_last = True
+    def save(trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(tmp_path / f"{trainer._progress.epoch}.ckpt")
 
-        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-            trainer.save_checkpoint(tmp_path / f"{trainer._progress.epoch}.ckpt")
-
-    def make() -> list[L.Callback]:
-        # Once before the average takes the epoch in, once after.
-        return [Ends(), StochasticWeightAveraging(0.3, 2)]
-
-    whole = fitted(Normalised, make, max_epochs=3)
+    ends = LambdaCallback(on_train_epoch_end=save)
+    ends.runs_last = True  # type: ignore[misc]
+    # Saved once before the average takes the epoch in, once after.
+    whole = fitted(Normalised, lambda: [ends, *swa(0.3, 2)()], max_epochs=3)
     for epoch in (1, 2):
-        resumed = fitted(
-            Normalised, lambda: make()[1:], ckpt_path=tmp_path / f"{epoch}.ckpt", max_epochs=3, seed=7
-        )
+        path = tmp_path / f"{epoch}.ckpt"
+        resumed = fitted(Normalised, swa(0.3, 2), ckpt_path=path, max_epochs=3, seed=7)
         assert_same(weights(resumed), weights(whole))
 
 
 def test_a_finished_run_is_extended_with_the_weights_of_training(tmp_path: Path) -> None:
-    def make() -> list[L.Callback]:
-        return [StochasticWeightAveraging(0.3, 2)]
+    def fit(epochs: int, **options: Any) -> L.Trainer:
+        data = loader(24, shuffle=True, generator=torch.Generator().manual_seed(3))
+        return fitted(Normalised, swa(0.3, 2), data=data, max_epochs=epochs, **options)
 
-    def shuffled() -> Any:
-        return loader(24, shuffle=True, generator=torch.Generator().manual_seed(3))
-
-    short = fitted(Normalised, make, data=shuffled(), max_epochs=3)
+    short = fit(3)
     short.save_checkpoint(tmp_path / "end.ckpt")
     assert_same(dict(torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"]), weights(short))
-    resumed = fitted(Normalised, make, data=shuffled(), ckpt_path=tmp_path / "end.ckpt", max_epochs=5, seed=7)
-    assert_same(weights(resumed), weights(fitted(Normalised, make, data=shuffled(), max_epochs=5)))
+    assert_same(weights(fit(5, ckpt_path=tmp_path / "end.ckpt", seed=7)), weights(fit(5)))
     short.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     assert "current_model_state" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
 
 
+def test_a_checkpoint_in_mid_run_has_the_weights_of_training(tmp_path: Path) -> None:
+    savers, trace = [SaveAt(tmp_path / "a.ckpt", 8), SaveLast(tmp_path / "b.ckpt", 8)], Trace()
+    fitted(Normalised, swa(0.3, 1), trace, *savers, max_epochs=2)
+    for saver in savers:
+        assert_same(dict(torch.load(saver.path, weights_only=True)["state_dict"]), trace.steps[7])
+
+
+# -- which epochs, and what the run notices
+
+
 def test_a_run_stopped_early_gets_the_average_of_its_epochs() -> None:
-    class Stop(L.Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            self.kept.append({k: v.clone() for k, v in module.state_dict().items()})
-            trainer.should_stop = trainer.current_epoch == 3
+    def stop(trainer: Any, module: Any) -> None:
+        trainer.should_stop = trainer.current_epoch == 3
 
-        kept: ClassVar[list[Any]] = []
-
-    trainer = fitted(
-        Classifier, lambda: [StochasticWeightAveraging(0.3, 3)], Stop(), data=loader(8), max_epochs=10
-    )
-    for name, value in weights(trainer).items():
-        assert torch.allclose(value, (Stop.kept[2][name] + Stop.kept[3][name]) / 2, atol=1e-6)
+    trace, stops = Trace(), LambdaCallback(on_train_epoch_end=stop)
+    trainer = fitted(Classifier, swa(0.3, 3), trace, stops, data=loader(8), max_epochs=10)
+    third, fourth = trace.epochs[2:]
+    assert_close(weights(trainer), {name: (third[name] + fourth[name]) / 2 for name in third})
 
 
-def test_an_epoch_that_is_cut_short_is_not_averaged(tmp_path: Path) -> None:
-    trainer = fitted(
-        Normalised, lambda: [StochasticWeightAveraging(0.3, 2)], data=loader(24), max_epochs=6, max_steps=15
-    )
+def test_an_epoch_that_is_cut_short_is_not_averaged() -> None:
+    options: dict[str, Any] = {"data": loader(24), "max_epochs": 6}
+    trainer = fitted(Normalised, swa(0.3, 2), max_steps=15, **options)
     assert trainer.callbacks[0].state_dict()["n_averaged"] == 1
-    L.seed_everything(0, verbose=False)
-    average, _ = by_hand(Normalised(), loader(24), epochs=2, start=1, anneal=10)
-    expected = average.module.state_dict()
-    for name, value in weights(trainer).items():
-        assert torch.allclose(value, expected[name], atol=1e-6), name
-    never = fitted(
-        Normalised, lambda: [StochasticWeightAveraging(0.3, 5)], data=loader(24), max_epochs=6, max_steps=8
-    )
-    plain = fitted(Normalised, list, data=loader(24), max_epochs=6, max_steps=8)
-    assert_same(weights(never), weights(plain))
+    assert_close(weights(trainer), dict(by_hand(Normalised, epochs=2, start=1, anneal=10)[0]))
+    never = fitted(Normalised, swa(0.3, 5), max_steps=8, **options)
+    assert_same(weights(never), weights(fitted(Normalised, list, max_steps=8, **options)))
 
 
-def test_nothing_but_the_weights_tells_that_it_ran_once_more(tmp_path: Path) -> None:
-    counts: dict[str, list[int]] = {"swa": [], "plain": []}
+def test_nothing_but_the_weights_shows_that_it_ran_once_more() -> None:
+    def trained(make_callbacks: Any) -> tuple[list[int], list[int], torch.Tensor, dict[str, Any]]:
+        steps: list[int] = []
+        ends: list[int] = []
 
-    class Counting(Normalised):
-        name = "plain"
+        class Counting(Normalised):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                steps.append(batch_idx)
+                self.log("batch_idx", float(batch_idx), on_step=True, on_epoch=True)
+                return super().training_step(batch, batch_idx)
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            counts[self.name].append(batch_idx)
-            self.log("batch_idx", float(batch_idx), on_step=True, on_epoch=True)
-            return super().training_step(batch, batch_idx)
+        count = LambdaCallback(on_train_batch_end=lambda *rest: ends.append(rest[-1]))
+        trainer = fitted(Counting, make_callbacks, count, max_epochs=2, limit_train_batches=4)
+        logged = {name: value for name, value in trainer.callback_metrics.items() if "batch_idx" in name}
+        return steps, ends, torch.rand(3), logged
 
-    class Swa(Counting):
-        name = "swa"
-
-    class Hears(L.Callback):
-        def __init__(self) -> None:
-            self.batches = 0
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.batches += 1
-
-    hears, draws, metrics = [], [], []
-    for make, callbacks in ((Counting, list), (Swa, lambda: [StochasticWeightAveraging(0.3, 2)])):
-        hear = Hears()
-        trainer = fitted(make, callbacks, hear, max_epochs=2, limit_train_batches=4)  # type: ignore[arg-type]
-        hears.append(hear.batches)
-        draws.append(torch.rand(3))
-        metrics.append({k: v for k, v in trainer.callback_metrics.items() if k.startswith("batch_idx")})
-        model = trainer.lightning_module
-        assert model is not None
-        assert all(p.grad is None or p.requires_grad for p in model.parameters())
-    assert hears == [8, 8]
-    assert torch.equal(draws[0], draws[1])
-    assert_same(metrics[0], metrics[1])
-    assert counts["plain"] == [0, 1, 2, 3] * 2
-    assert counts["swa"] == [0, 1, 2, 3] * 3
+    plain, averaged = trained(list), trained(swa(0.3, 2))
+    assert plain[0] == [0, 1, 2, 3] * 2
+    assert averaged[0] == [0, 1, 2, 3] * 3
+    assert_same(plain[1:], averaged[1:])
 
 
 def test_batch_normalisation_that_does_not_train_keeps_its_statistics() -> None:
@@ -219,12 +196,14 @@ def test_batch_normalisation_that_does_not_train_keeps_its_statistics() -> None:
         def on_train_epoch_start(self) -> None:
             self.layers[1].eval()
 
-    trainer = fitted(Frozen, lambda: [StochasticWeightAveraging(0.3, 1)])
-    assert torch.equal(trainer.lightning_module.layers[1].running_mean, torch.zeros(6))  # type: ignore[union-attr,operator]
-    assert int(trainer.lightning_module.layers[1].num_batches_tracked) == 0  # type: ignore[union-attr,arg-type,operator]
+    found = weights(fitted(Frozen, swa(0.3, 1)))
+    assert torch.equal(found["layers.1.running_mean"], torch.zeros(6))
+    assert found["layers.1.num_batches_tracked"] == 0
 
 
 def test_without_an_end_as_many_batches_as_the_epoch_had() -> None:
+    steps: list[int] = []
+
     class Endless(torch.utils.data.IterableDataset):
         def __iter__(self) -> Any:
             torch.manual_seed(0)
@@ -233,118 +212,85 @@ def test_without_an_end_as_many_batches_as_the_epoch_had() -> None:
 
     class Steps(Normalised):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            Steps.count += 1
+            steps.append(batch_idx)
             return super().training_step(batch, batch_idx)
 
-        count = 0
-
     data = torch.utils.data.DataLoader(Endless(), batch_size=4)
-    fitted(Steps, lambda: [StochasticWeightAveraging(0.3, 1)], data=data, limit_train_batches=3)
-    assert Steps.count == 6
+    fitted(Steps, swa(0.3, 1), data=data, limit_train_batches=3)
+    assert steps == [0, 1, 2] * 2
 
 
 def test_own_averages_and_several_groups() -> None:
     class Groups(Classifier):
         def configure_optimizers(self) -> Any:
-            first, last = self.layers[0], self.layers[3]
-            return torch.optim.SGD([{"params": first.parameters()}, {"params": last.parameters()}], lr=0.1)
+            groups = [{"params": self.layers[i].parameters()} for i in (0, 3)]
+            return torch.optim.SGD(groups, lr=0.1)
 
     def latest(average: Any, current: Any, count: Any) -> Any:
         assert count >= 1
         return current
 
-    seen: list[list[float]] = []
-
-    class Watch(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            seen.append([group["lr"] for group in trainer.optimizers[0].param_groups])
-
-    trace: list[Any] = []
-
-    class Last(L.Callback):
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            trace.append({k: v.clone() for k, v in module.state_dict().items()})
-
-    callback = StochasticWeightAveraging([0.5, 0.25], 1, annealing_epochs=0, avg_fn=latest, device=None)
-    trainer = fitted(Groups, lambda: [Last(), callback], Watch(), max_epochs=3)
-    assert seen[-1] == [0.5, 0.25]
-    assert_same(weights(trainer), trace[0])
+    rates, trace = Rates(), Trace()
+    make = swa([0.5, 0.25], 1, annealing_epochs=0, avg_fn=latest, device=None)
+    trainer = fitted(Groups, make, rates, trace, max_epochs=3)
+    assert rates.seen[-1] == [0.5, 0.25]
+    assert_same(weights(trainer), trace.steps[-1])
 
 
-def test_the_learning_rate_monitor_goes_on(tmp_path: Path) -> None:
-    monitor = LearningRateMonitor()
-    trainer = fitted(
-        Decaying,
-        lambda: [monitor, StochasticWeightAveraging(0.3, 2, annealing_epochs=1)],
-        max_epochs=4,
-        logger=CSVLogger(tmp_path),
-    )
-    assert monitor.lrs is not None
-    assert trainer.lr_scheduler_configs[0].interval == "epoch"
-    assert type(trainer.lr_scheduler_configs[0].scheduler) is SWALR
-    lines = (Path(trainer.log_dir or "") / "metrics.csv").read_text().splitlines()
-    at = lines[0].split(",").index("lr-SGD")
-    rates = [float(line.split(",")[at]) for line in lines[1:] if line.split(",")[at]]
-    assert rates == pytest.approx([0.1, 0.09, 0.3, 0.3])
+def test_the_learning_rate_monitor_goes_on() -> None:
+    logger = RowLogger()
+    make = swa(0.3, 2, annealing_epochs=1)
+    trainer = fitted(Decaying, lambda: [LearningRateMonitor(), *make()], max_epochs=4, logger=logger)
+    (config,) = trainer.lr_scheduler_configs
+    assert (config.interval, type(config.scheduler)) == ("epoch", SWALR)
+    assert [rate for _, rate in logger.of("lr-SGD")] == [0.1, 0.09, 0.3, 0.3]
 
 
-def test_when_it_starts_and_ends() -> None:
-    assert StochasticWeightAveraging(0.1, 1).swa_start == 0
-    assert StochasticWeightAveraging(0.1, 5).swa_start == 4
-    callback = StochasticWeightAveraging(0.1, 0.8)
-    callback._max_epochs = 10
-    assert (callback.swa_start, callback.swa_end) == (7, 9)
+# -- arguments
+
+
+@pytest.mark.parametrize(
+    ("start", "epochs", "expected"), [(1, 10, 0), (5, 10, 4), (0.8, 10, 7), (0.0, 10, 0)]
+)
+def test_when_it_starts_and_ends(start: Any, epochs: int, expected: int) -> None:
+    callback = StochasticWeightAveraging(0.1, start)
+    callback._max_epochs = epochs
+    assert (callback.swa_start, callback.swa_end) == (expected, epochs - 1)
     callback._max_epochs = -1
     assert callback.swa_end == float("inf")
-    callback = StochasticWeightAveraging(0.1, 0.0)
-    callback._max_epochs = 10
-    assert callback.swa_start == 0
     assert StochasticWeightAveraging.pl_module_contains_batch_norm(Normalised())
     assert not StochasticWeightAveraging.pl_module_contains_batch_norm(Classifier())
 
 
-def test_runs_it_cannot_average_are_refused_before_training() -> None:
-    class Untrained(Normalised):
-        several = False
+class Untrained(Normalised):
+    optimizers_made, schedulers_made = 1, 0
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise AssertionError("training began")
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise AssertionError("training began")
 
-    class Two(Untrained):
-        def configure_optimizers(self) -> Any:
-            self.automatic_optimization = False
-            return [super(Two, self).configure_optimizers() for _ in range(2)]
-
-    class Schedules(Untrained):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2)]
-
-    def refused(module: Any, message: str, *arguments: Any, **options: Any) -> None:
-        with pytest.raises(ValueError, match=message):
-            quiet(callbacks=[StochasticWeightAveraging(*arguments)], **options).fit(module, loader(8))
-
-    two = Two()
-    two.automatic_optimization = False
-    manual = Untrained()
-    manual.automatic_optimization = False
-    refused(two, "gives 2 optimizers; it works with one", 0.1)
-    refused(Schedules(), "gives 2 schedulers", 0.1)
-    refused(Untrained(), r"a share needs Trainer\(max_epochs=...\)", 0.1, max_epochs=-1, max_steps=5)
-    refused(Untrained(), r"swa_epoch_start=4\): training ends after max_epochs=3", 0.1, 4, max_epochs=3)
-    refused(Untrained(), "2 learning rates, and the optimizer has 1 parameter groups", [0.1, 0.2])
-    refused(manual, "batch normalisation needs training_step to run once more", 0.1)
-    quiet(callbacks=[StochasticWeightAveraging(0.1, 4)], fast_dev_run=True).fit(Normalised(), loader(8))
+    def configure_optimizers(self) -> Any:
+        made = [super(Untrained, self).configure_optimizers() for _ in range(self.optimizers_made)]
+        return made, [StepLR(made[0], 1) for _ in range(self.schedulers_made)]
 
 
-def test_a_checkpoint_in_mid_run_has_the_weights_of_training(tmp_path: Path) -> None:
-    savers = [SaveAt(tmp_path / "a.ckpt", 8), SaveLast(tmp_path / "b.ckpt", 8)]
-    trace: list[Any] = []
-
-    class Trace(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            trace.append({k: v.clone() for k, v in module.state_dict().items()})
-
-    fitted(Normalised, lambda: [StochasticWeightAveraging(0.3, 1)], Trace(), *savers, max_epochs=2)
-    for saver in savers:
-        assert_same(dict(torch.load(saver.path, weights_only=True)["state_dict"]), trace[7])
+@pytest.mark.parametrize(
+    ("module", "arguments", "trainer", "message"),
+    [
+        ({"optimizers_made": 2, "automatic": False}, (0.1,), {}, "gives 2 optimizers; it works with one"),
+        ({"schedulers_made": 2}, (0.1,), {}, "gives 2 schedulers"),
+        ({}, (0.1,), {"max_epochs": -1, "max_steps": 5}, r"a share needs Trainer\(max_epochs=...\)"),
+        ({}, (0.1, 4), {"max_epochs": 3}, r"swa_epoch_start=4\): training ends after max_epochs=3"),
+        ({}, ([0.1, 0.2],), {}, "2 learning rates, and the optimizer has 1 parameter groups"),
+        ({"automatic": False}, (0.1,), {}, "batch normalisation needs training_step to run once more"),
+    ],
+)
+def test_runs_it_cannot_average_are_refused_before_training(
+    module: dict[str, Any], arguments: Any, trainer: dict[str, Any], message: str
+) -> None:
+    options = dict(module)
+    model = Untrained()
+    model.automatic_optimization = options.pop("automatic", True)
+    vars(model).update(options)
+    with pytest.raises(ValueError, match=message):
+        quiet(callbacks=swa(*arguments)(), **trainer).fit(model, loader(8))
+    quiet(callbacks=swa(0.1, 4)(), fast_dev_run=True).fit(Normalised(), loader(8))

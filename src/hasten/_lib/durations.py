@@ -24,7 +24,7 @@ _COUNTS = {
 
 
 @dataclass(frozen=True)
-class Interval:
+class Period:
     """A number of epochs or optimizer steps, or a time: one of the three."""
 
     epochs: int | None = None
@@ -37,7 +37,7 @@ class Interval:
         return "epochs" if self.epochs is not None else "steps" if self.steps is not None else "time"
 
 
-def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) -> Interval:
+def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) -> Period:
     """Read "2ep", "500st", or a time as ``parse_duration`` does.
 
     Args:
@@ -50,18 +50,18 @@ def parse_interval(value: str | dict[str, Any] | timedelta, *, argument: str) ->
     Example::
 
         >>> parse_interval("2ep", argument="max_epochs")
-        Interval(epochs=2, steps=None, time=None)
+        Period(epochs=2, steps=None, time=None)
         >>> parse_interval("500st", argument="val_check_interval").steps
         500
 
     """
     count = re.fullmatch(r"(\d+)\s*([a-z]+)", value.strip().lower()) if isinstance(value, str) else None
     if count is None or count.group(2) not in _COUNTS:
-        return Interval(time=parse_duration(value, argument=argument))
+        return Period(time=parse_duration(value, argument=argument))
     number = int(count.group(1))
     if number == 0:
         raise ValueError(f"{argument} got {value!r}: it must be more than zero.")
-    return Interval(epochs=number) if _COUNTS[count.group(2)] == "epochs" else Interval(steps=number)
+    return Period(epochs=number) if _COUNTS[count.group(2)] == "epochs" else Period(steps=number)
 
 
 def parse_duration(value: str | dict[str, Any] | timedelta, *, argument: str) -> timedelta:

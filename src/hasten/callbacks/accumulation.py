@@ -86,7 +86,6 @@ class GradientAccumulationScheduler(Callback):
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: Trainer, *_: object) -> None:
-        """Set the number for this epoch."""
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -95,5 +94,4 @@ class GradientAccumulationScheduler(Callback):
             trainer.accumulate_grad_batches = 1
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reset the number."""
         trainer.accumulate_grad_batches = 1

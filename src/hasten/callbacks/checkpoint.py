@@ -1,4 +1,4 @@
-"""ModelCheckpoint: when to save, under which name, and which files to keep."""
+"""ModelCheckpoint: when to save, under which name, and which files to keep; OnExceptionCheckpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import proxy
@@ -15,14 +14,14 @@ import torch
 from torch import Tensor
 
 from hasten._lib import check
-from hasten._lib.durations import Interval, parse_interval
+from hasten._lib.durations import Period, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.callbacks import checkpoint_folder
-from hasten.callbacks.checkpoint_names import check_template, format_name
-from hasten.callbacks.monitored import MetricSource, check_mode, check_monitor, not_logged, validates
-from hasten.callbacks.shared_deadline import SharedDeadline
-from hasten.callbacks.unused_hooks import disable_hooks, enable_hooks
+from hasten.callbacks import checkpoint_files
+from hasten.callbacks.early_stopping import MetricSource, check_mode, check_monitor, not_logged, validates
+from hasten.callbacks.timer import SharedDeadline
+from hasten.checkpoint.files import remove
+from hasten.hooks import use_hooks
 from hasten.loggers.folders import exists, is_url, write_whole
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
@@ -46,50 +45,27 @@ class Checkpoint(Callback):
     runs_last: ClassVar[bool] = True
 
 
-@dataclass
-class Ranking:
-    """The files a ModelCheckpoint has written and their scores; a failed save restores it as a whole.
-
-    Containers are replaced, never changed in place, so a shallow copy is enough.
-    """
-
-    kth_value: Tensor
-    best_k_models: dict[str, Tensor] = field(default_factory=dict)
-    best_model_path: str = ""
-    best_model_score: Tensor | None = None
-    current_score: Tensor | None = None
-    kth_best_model_path: str = ""
-    last_model_path: str = ""
-    last_checkpoint_saved: str = ""
-    last_global_step_saved: int = 0
-    ranked_step: int = 0
-    # (optimizer steps, batches) at which a file, and ``last``, was saved.
-    saved_at: tuple[int, int] | None = None
-    last_saved_at: tuple[int, int] | None = None
-    # To be removed once their replacement is complete; stored, so that a resumed run removes them too.
-    replaced_files: list[str] = field(default_factory=list)
-
-
-_STORED_BY_NAME = (
-    "best_model_score",
+# The files written and their scores, by the keys of the checkpoint. They are replaced, never changed in place, so that
+# a failed save restores them together.
+_SCORES = (
+    "best_k_models",
     "best_model_path",
+    "best_model_score",
     "current_score",
     "kth_best_model_path",
     "kth_value",
     "last_model_path",
 )
-
-
-def _ranked(name: str) -> Any:
-    """Return a property for a field of the ranking."""
-
-    def get(checkpoint: ModelCheckpoint) -> Any:
-        return getattr(checkpoint._ranking, name)
-
-    def set_(checkpoint: ModelCheckpoint, value: Any) -> None:
-        setattr(checkpoint._ranking, name, value)
-
-    return property(get, set_)
+# The same for attributes that begin with an underscore, which the key "books" stores.
+_BOOKS = (
+    "deferred",
+    "last_at",
+    "last_checkpoint_saved",
+    "last_global_step_saved",
+    "ranked_step",
+    "saved_at",
+    "unwanted",
+)
 
 
 class ModelCheckpoint(Checkpoint):
@@ -135,15 +111,23 @@ class ModelCheckpoint(Checkpoint):
     FILE_EXTENSION: str = ".ckpt"
     STARTING_VERSION: ClassVar[int] = 1
 
-    best_k_models: dict[str, Tensor] = _ranked("best_k_models")
-    best_model_path: str = _ranked("best_model_path")
-    best_model_score: Tensor | None = _ranked("best_model_score")
-    current_score: Tensor | None = _ranked("current_score")
-    kth_best_model_path: str = _ranked("kth_best_model_path")
-    kth_value: Tensor = _ranked("kth_value")
-    last_model_path: str = _ranked("last_model_path")
-    _last_checkpoint_saved: str = _ranked("last_checkpoint_saved")
-    _last_global_step_saved: int = _ranked("last_global_step_saved")
+    best_k_models: dict[str, Tensor] = {}  # noqa: RUF012 - replaced, never changed in place
+    best_model_path: str = ""
+    best_model_score: Tensor | None = None
+    current_score: Tensor | None = None
+    kth_best_model_path: str = ""
+    kth_value: Tensor = torch.tensor(torch.inf)
+    last_model_path: str = ""
+    _last_checkpoint_saved: str = ""
+    _last_global_step_saved: int = 0
+    _ranked_step: int = 0
+    # [optimizer steps, batches] at which a file, and ``last``, was saved.
+    _saved_at: list[int] | None = None
+    _last_at: list[int] | None = None
+    # Files to be removed once their replacement is complete; stored, so that a resumed run removes them too.
+    _unwanted: list[str] = []  # noqa: RUF012 - replaced, never changed in place
+    # Whether a ranked save is due and waits for a new value of the monitored metric.
+    _deferred: bool = False
 
     def __init__(
         self,
@@ -166,7 +150,7 @@ class ModelCheckpoint(Checkpoint):
         self.mode = check_mode("ModelCheckpoint", mode)
         self.monitor = None if monitor is None else check_monitor("ModelCheckpoint", monitor)
         if filename is not None:
-            check_template(filename, "ModelCheckpoint(filename)")
+            checkpoint_files.check_template(filename, "ModelCheckpoint(filename)")
         _check_what_is_kept(save_last, save_top_k, monitor)
         self.verbose = verbose
         self.save_last = save_last
@@ -174,7 +158,7 @@ class ModelCheckpoint(Checkpoint):
         self.save_on_exception = save_on_exception
         self.save_weights_only = save_weights_only
         self.auto_insert_metric_name = auto_insert_metric_name
-        self.dirpath: str | None = checkpoint_folder.resolve(dirpath)
+        self.dirpath: str | None = checkpoint_files.resolve(dirpath)
         self.filename = filename
         self._every_n_train_steps, self._every_n_epochs, self._train_time_interval = _intervals(
             every_n_train_steps, every_n_epochs, train_time_interval
@@ -183,15 +167,13 @@ class ModelCheckpoint(Checkpoint):
         self._enable_version_counter = enable_version_counter
         self._default_folder = self.dirpath is None
 
-        self._ranking = Ranking(kth_value=torch.tensor(torch.inf if mode == "min" else -torch.inf))
+        self.best_k_models = {}
+        self.kth_value = torch.tensor(torch.inf if mode == "min" else -torch.inf)
         self._found_as_last: str | None = None
         self._resumed = False
-        # A ranked save is due and waits for a new value of the monitored metric.
-        self._deferred = False
         self._source = MetricSource(monitor)
         self._deadline = SharedDeadline()
         self._last_time_checked: float | None = None
-        self._enable_batch_hook()
 
     @property
     def every_n_epochs(self) -> int:
@@ -212,24 +194,11 @@ class ModelCheckpoint(Checkpoint):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the files and their scores."""
-        ranking = self._ranking
-        # The keys are part of the file format, also where an attribute has another name.
         return {
             "monitor": self.monitor,
             "dirpath": self.dirpath,
-            **{name: getattr(ranking, name) for name in _STORED_BY_NAME},
-            "best_k_models": dict(ranking.best_k_models),
-            "books": {
-                "last_checkpoint_saved": ranking.last_checkpoint_saved,
-                "last_global_step_saved": ranking.last_global_step_saved,
-                "ranked_step": ranking.ranked_step,
-                "saved_at": None if ranking.saved_at is None else list(ranking.saved_at),
-                "last_at": None if ranking.last_saved_at is None else list(ranking.last_saved_at),
-                "unwanted": list(ranking.replaced_files),
-                "deferred": self._deferred,
-                "origin": self._source.stage,
-            },
+            **{key: getattr(self, key) for key in _SCORES},
+            "books": {**{key: getattr(self, f"_{key}") for key in _BOOKS}, "origin": self._source.stage},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -244,27 +213,19 @@ class ModelCheckpoint(Checkpoint):
                 )
             return
         self._resumed = True
-        ranking = self._ranking
-        for name in _STORED_BY_NAME:
-            setattr(ranking, name, state_dict.get(name, getattr(ranking, name)))
-        ranking.best_k_models = dict(state_dict.get("best_k_models", ranking.best_k_models))
-        ranking.kth_value = torch.as_tensor(ranking.kth_value)
-        stored = state_dict.get("books")
-        if stored is None:
-            return
-        ranking.last_checkpoint_saved = stored["last_checkpoint_saved"]
-        ranking.last_global_step_saved = stored["last_global_step_saved"]
-        ranking.ranked_step = stored["ranked_step"]
-        ranking.saved_at = None if stored["saved_at"] is None else tuple(stored["saved_at"])
-        ranking.last_saved_at = None if stored["last_at"] is None else tuple(stored["last_at"])
-        ranking.replaced_files = list(stored["unwanted"])
-        self._deferred, self._source.stage = stored["deferred"], stored["origin"]
+        for key in _SCORES:
+            setattr(self, key, state_dict.get(key, getattr(self, key)))
+        self.kth_value = torch.as_tensor(self.kth_value)
+        books = state_dict.get("books", {})
+        for key in books.keys() & set(_BOOKS):
+            setattr(self, f"_{key}", books[key])
+        self._source.stage = books.get("origin", self._source.stage)
 
     # -- when to save
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose the folder, and remove temporary files of killed writers."""
-        folder: str = trainer.strategy.broadcast(self.dirpath or checkpoint_folder.default(trainer))
+        folder: str = trainer.strategy.broadcast(self.dirpath or checkpoint_files.default_folder(trainer))
         self.dirpath = folder
         if self.save_last == "link" and is_url(folder):
             raise ValueError(
@@ -272,8 +233,10 @@ class ModelCheckpoint(Checkpoint):
                 "Use save_last=True."
             )
         if trainer.is_global_zero and stage == TrainerFn.FITTING:
-            checkpoint_folder.clean(folder)
-        self._enable_batch_hook()
+            checkpoint_files.clean(folder)
+        # Without steps and time to count, no hook runs after each batch.
+        is_used = bool(self._every_n_train_steps) or self._train_time_interval is not None
+        use_hooks(self, ModelCheckpoint, is_used, "on_train_batch_end")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, and check what is in the folder."""
@@ -287,7 +250,7 @@ class ModelCheckpoint(Checkpoint):
             not self._default_folder
             and self.save_top_k != 0
             and not self._last_checkpoint_saved
-            and checkpoint_folder.find(self.dirpath, self.FILE_EXTENSION)
+            and checkpoint_files.find(self.dirpath, self.FILE_EXTENSION)
         ):
             rank_zero_warn(
                 f"Checkpoint directory {self.dirpath} exists and is not empty. Its files are kept; a new file of the "
@@ -297,7 +260,6 @@ class ModelCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        """Save if steps or time are due."""
         if not self._due_after_batch(trainer) or self._should_skip_saving_checkpoint(trainer):
             return
         self._source.update_in_training(trainer)
@@ -310,12 +272,10 @@ class ModelCheckpoint(Checkpoint):
         self._save(trainer, ranked=not waits)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out where the monitored value is logged."""
         if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
             self._source.update_in_training(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if it is due after validation."""
         if self._should_skip_saving_checkpoint(trainer):
             return
         self._source.update_after_validation(trainer)
@@ -325,7 +285,6 @@ class ModelCheckpoint(Checkpoint):
             self._save(trainer, ranked=self._every_n_epochs > 0)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if it is due after the training epoch."""
         if self._should_skip_saving_checkpoint(trainer):
             return
         self._source.update_after_epoch(trainer)
@@ -336,11 +295,7 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make sure that ``last`` exists."""
-        if (
-            self.save_last
-            and self._ranking.last_saved_at is None
-            and not self._should_skip_saving_checkpoint(trainer)
-        ):
+        if self.save_last and self._last_at is None and not self._should_skip_saving_checkpoint(trainer):
             self._save(trainer, ranked=False)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -352,12 +307,12 @@ class ModelCheckpoint(Checkpoint):
         """Save the state when the run is stopped from outside, and on errors with ``save_on_exception``."""
         if self._should_skip_saving_checkpoint(trainer) or trainer.total_batch_idx < 0:
             return
-        position, ranking = _position(trainer), self._ranking
+        position = _position(trainer)
         if isinstance(exception, (KeyboardInterrupt, SystemExit, BadLossError)):
-            is_saved = position in (ranking.saved_at, ranking.last_saved_at)
+            is_saved = position in (self._saved_at, self._last_at)
             if trainer.between_batches and self._keeps_stopped_run(trainer) and not is_saved:
                 self._save_stopped(trainer)
-        elif self.save_on_exception and ranking.saved_at != position:
+        elif self.save_on_exception and self._saved_at != position:
             candidates = self._monitor_candidates(trainer)
             path = self._get_metric_interpolated_filepath_name(candidates, trainer)
             self._save_checkpoint(trainer, path)
@@ -404,17 +359,8 @@ class ModelCheckpoint(Checkpoint):
         return bool(trainer.fast_dev_run) or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking
 
     def _keeps_stopped_run(self, trainer: Trainer) -> bool:
-        first = next(
-            (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)), self
-        )
-        return bool(self.save_last) or first is self
-
-    def _enable_batch_hook(self) -> None:
-        """Run a hook after each batch only if steps or time decide when to save."""
-        if self._every_n_train_steps or self._train_time_interval is not None:
-            enable_hooks(self, "on_train_batch_end")
-        else:
-            disable_hooks(self, ModelCheckpoint, "on_train_batch_end")
+        others = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
+        return bool(self.save_last) or next(others, self) is self
 
     # -- what to save
 
@@ -427,7 +373,7 @@ class ModelCheckpoint(Checkpoint):
         self._remove_replaced(trainer)
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        if self.save_top_k == 0 or self._ranking.ranked_step == trainer.global_step:
+        if self.save_top_k == 0 or self._ranked_step == trainer.global_step:
             self._deferred = False
             return
         if self.monitor is None:
@@ -453,11 +399,8 @@ class ModelCheckpoint(Checkpoint):
         current = monitor_candidates[self.monitor]
         if self.check_monitor_top_k(trainer, current):
             self._update_best_and_save(current, trainer, monitor_candidates)
-        elif self.verbose:
-            rank_zero_info(
-                f"Epoch {trainer.current_epoch}, global step {trainer.global_step}: {self.monitor!r} was not in "
-                f"top {self.save_top_k}"
-            )
+        else:
+            self._report(trainer, f"was not in top {self.save_top_k}")
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         """Return whether a value is good enough for its file to be kept."""
@@ -487,29 +430,31 @@ class ModelCheckpoint(Checkpoint):
                 self.kth_value = scores[self.kth_best_model_path]
             self.best_model_path = best(scores, key=lambda name: float(scores[name]))
             self.best_model_score = scores[self.best_model_path]
-            if self.verbose:
-                rank_zero_info(
-                    f"Epoch {trainer.current_epoch}, global step {trainer.global_step}: {self.monitor!r} reached "
-                    f"{current:0.5f} (best {self.best_model_score:0.5f}), saving model to {path!r} as top {k}"
-                )
+            best_text = f"(best {self.best_model_score:0.5f})"
+            self._report(trainer, f"reached {current:0.5f} {best_text}, saving model to {path!r} as top {k}")
             self._save_ranked(trainer, path, replaced)
 
+    def _report(self, trainer: Trainer, text: str) -> None:
+        if self.verbose:
+            epoch, step = trainer.current_epoch, trainer.global_step
+            rank_zero_info(f"Epoch {epoch}, global step {step}: {self.monitor!r} {text}")
+
     def _save_ranked(self, trainer: Trainer, path: str, previous: str) -> None:
-        self._ranking.ranked_step = trainer.global_step
+        self._ranked_step = trainer.global_step
         self._replace(trainer, previous, path)
         self._save_checkpoint(trainer, path)
 
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        position, ranking = _position(trainer), self._ranking
+        position = _position(trainer)
         if not self.save_last or trainer.total_batch_idx < 0:
             return
-        just_saved = ranking.last_checkpoint_saved if ranking.saved_at == position else ""
-        if ranking.last_saved_at == position and not (just_saved and just_saved != self.last_model_path):
+        just_saved = self._last_checkpoint_saved if self._saved_at == position else ""
+        if self._last_at == position and not (just_saved and just_saved != self.last_model_path):
             return
         previous = self.last_model_path
         path = self._free_name(trainer, monitor_candidates, self.CHECKPOINT_NAME_LAST, previous)
         with self._undo_on_failure():
-            ranking.last_model_path, ranking.last_saved_at = path, position
+            self.last_model_path, self._last_at = path, position
             self._replace(trainer, previous, path)
             if self.save_last == "link" and just_saved:
                 self._link_checkpoint(trainer, just_saved, path)
@@ -519,39 +464,38 @@ class ModelCheckpoint(Checkpoint):
     @staticmethod
     def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
         if trainer.is_global_zero:
-            checkpoint_folder.link(filepath, linkpath)
+            checkpoint_files.link(filepath, linkpath)
         trainer.strategy.barrier()
 
     def _save_stopped(self, trainer: Trainer) -> None:
         """Save a run that was stopped from outside, so that it can be resumed."""
-        previous, ranking = self.last_model_path, self._ranking
-        candidates = self._monitor_candidates(trainer)
+        previous, candidates = self.last_model_path, self._monitor_candidates(trainer)
         path = self._free_name(trainer, candidates, self.CHECKPOINT_NAME_LAST, previous)
         with self._undo_on_failure():
-            ranking.last_saved_at = _position(trainer)
+            self._last_at = _position(trainer)
             if self.save_last:
                 self.last_model_path = path
                 self._replace(trainer, previous, path)
             else:
                 # Only there to resume from: to be removed once the resumed run has saved again.
-                ranking.replaced_files = [*ranking.replaced_files, path]
+                self._unwanted = [*self._unwanted, path]
             self._save_checkpoint(trainer, path)
         rank_zero_info(f"Saved the run as {path}. To resume it, call fit with ckpt_path='last'.")
 
     @contextmanager
     def _undo_on_failure(self) -> Iterator[None]:
         """Restore the ranking if the file that it describes cannot be saved."""
-        before = replace(self._ranking)
+        before = {name: getattr(self, name) for name in (*_SCORES, *(f"_{key}" for key in _BOOKS))}
         try:
             yield
         except BaseException:
-            self._ranking = before
+            vars(self).update(before)
             raise
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
-        self._ranking.saved_at = _position(trainer)
+        self._saved_at = _position(trainer)
         trainer.save_checkpoint(filepath, self.save_weights_only)
         if trainer.is_global_zero:
             for logger in trainer.loggers:
@@ -583,7 +527,9 @@ class ModelCheckpoint(Checkpoint):
     ) -> str:
         template = filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
         equals = self.CHECKPOINT_EQUALS_CHAR
-        name = format_name(template, metrics, equals=equals, insert_names=auto_insert_metric_name)
+        name = checkpoint_files.format_name(
+            template, metrics, equals=equals, insert_names=auto_insert_metric_name
+        )
         return name if prefix is None else self.CHECKPOINT_JOIN_CHAR.join([prefix, name])
 
     def format_checkpoint_name(
@@ -627,8 +573,9 @@ class ModelCheckpoint(Checkpoint):
         path = self.format_checkpoint_name(candidates, template)
         version = self.STARTING_VERSION
         while self._enable_version_counter and path != previous and self.file_exists(path, trainer):
+            reader = trainer.runtime.checkpoint_io
             if trainer.strategy.broadcast(
-                trainer.is_global_zero and checkpoint_folder.is_damaged(path, trainer.runtime.checkpoint_io)
+                trainer.is_global_zero and checkpoint_files.is_damaged(path, reader)
             ):
                 break
             path = self.format_checkpoint_name(candidates, template, ver=version)
@@ -660,16 +607,13 @@ class ModelCheckpoint(Checkpoint):
         """
         found: str | None = None
         if trainer.is_global_zero:
-            folder = self.dirpath or checkpoint_folder.default(trainer)
+            folder = self.dirpath or checkpoint_files.default_folder(trainer)
             folders = [folder]
             if self._default_folder:
-                folders += checkpoint_folder.of_earlier_runs(trainer, folder)
+                folders += checkpoint_files.folders_of_earlier_runs(trainer, folder)
             reader = trainer.runtime.checkpoint_io
-            newest = (
-                checkpoint_folder.newest_undamaged(checkpoint_folder.find(each, self.FILE_EXTENSION), reader)
-                for each in folders
-            )
-            found = next((path for path in newest if path is not None), None)
+            newest = (checkpoint_files.newest(each, self.FILE_EXTENSION, reader) for each in folders)
+            found = next(filter(None, newest), None)
         self._found_as_last = trainer.strategy.broadcast(found)
         return self._found_as_last
 
@@ -678,7 +622,7 @@ class ModelCheckpoint(Checkpoint):
     def _replace(self, trainer: Trainer, previous: str, path: str) -> None:
         """Mark ``previous`` for removal once ``path`` is complete."""
         if previous and self._should_remove_checkpoint(trainer, previous, path):
-            self._ranking.replaced_files = [*self._ranking.replaced_files, previous]
+            self._unwanted = [*self._unwanted, previous]
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
         """Return whether a replaced file may go: it is in our folder, and the user did not resume from it by name."""
@@ -694,20 +638,19 @@ class ModelCheckpoint(Checkpoint):
         return os.path.commonpath([folder, path]) == folder
 
     def _remove_replaced(self, trainer: Trainer, keep: str | None = None) -> None:
-        wanted = {*self.best_k_models, self.best_model_path, self.last_model_path}
-        replaced = self._ranking.replaced_files
-        self._ranking.replaced_files = [path for path in replaced if path == keep]
+        wanted = {*self.best_k_models, self.best_model_path, self.last_model_path, keep}
+        replaced, self._unwanted = self._unwanted, [path for path in self._unwanted if path == keep]
         for path in replaced:
-            if path not in wanted and path != keep:
+            if path not in wanted:
                 self._remove_checkpoint(trainer, path)
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if trainer.is_global_zero:
-            checkpoint_folder.remove(filepath, trainer.runtime.checkpoint_io)
+            checkpoint_files.remove(filepath, trainer.runtime.checkpoint_io)
 
 
-def _position(trainer: Trainer) -> tuple[int, int]:
-    return trainer.global_step, trainer.total_batch_idx
+def _position(trainer: Trainer) -> list[int]:
+    return [trainer.global_step, trainer.total_batch_idx]
 
 
 # -- arguments
@@ -716,12 +659,10 @@ def _position(trainer: Trainer) -> tuple[int, int]:
 def _check_what_is_kept(
     save_last: bool | Literal["link"] | None, save_top_k: int, monitor: str | None
 ) -> None:
-    error = MisconfigurationException
-    check.one_of(
-        "ModelCheckpoint", "save_last", save_last, (True, False, "link"), allow_none=True, error=error
-    )
+    owner, error = "ModelCheckpoint", MisconfigurationException
+    check.one_of(owner, "save_last", save_last, (True, False, "link"), allow_none=True, error=error)
     allowed = "how many to keep, -1 for all, 0 for none"
-    check.whole("ModelCheckpoint", "save_top_k", save_top_k, at_least=-1, allowed=allowed, error=error)
+    check.whole(owner, "save_top_k", save_top_k, at_least=-1, allowed=allowed, error=error)
     if monitor is None and save_top_k not in (-1, 0, 1):
         raise MisconfigurationException(
             f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: nothing ranks "
@@ -735,7 +676,7 @@ def _intervals(steps: Any, epochs: Any, duration: Any) -> tuple[int, int, timede
     "2ep", "500st" and "90min" mean the same in each of the three arguments.
     """
     arguments = {"every_n_train_steps": steps, "every_n_epochs": epochs, "train_time_interval": duration}
-    given = [_interval(name, value) for name, value in arguments.items() if value is not None]
+    given = [_period(name, value) for name, value in arguments.items() if value is not None]
     if not given:
         return 0, 1, None
     active = [each for each in given if each.steps or each.epochs or each.time is not None]
@@ -744,17 +685,103 @@ def _intervals(steps: Any, epochs: Any, duration: Any) -> tuple[int, int, timede
             f"ModelCheckpoint(every_n_train_steps={steps}, every_n_epochs={epochs}, train_time_interval={duration}): "
             "these should be mutually exclusive. Use one ModelCheckpoint for each."
         )
-    interval = active[0] if active else Interval()
-    return interval.steps or 0, interval.epochs or 0, interval.time
+    period = active[0] if active else Period()
+    return period.steps or 0, period.epochs or 0, period.time
 
 
-def _interval(name: str, value: Any) -> Interval:
+def _period(name: str, value: Any) -> Period:
     if isinstance(value, (str, dict, timedelta)):
         return parse_interval(value, argument=f"ModelCheckpoint({name})")
-    if name == "train_time_interval":
-        allowed = "a datetime.timedelta, or a text such as '90min'"
+    is_time = name == "train_time_interval"
+    if is_time or not isinstance(value, int):
+        allowed = "a datetime.timedelta, or a text such as '90min'" if is_time else "a whole number"
         raise check.wrong("ModelCheckpoint", name, value, allowed, error=TypeError)
-    if not isinstance(value, int):
-        raise check.wrong("ModelCheckpoint", name, value, "a whole number", error=TypeError)
     check.whole("ModelCheckpoint", name, value, at_least=0, error=MisconfigurationException)
-    return Interval(steps=value) if name == "every_n_train_steps" else Interval(epochs=value)
+    return Period(steps=value) if name == "every_n_train_steps" else Period(epochs=value)
+
+
+class OnExceptionCheckpoint(Checkpoint):
+    """Save the run when an exception, Ctrl-C or SIGTERM ends a fit; remove the file when a later fit succeeds.
+
+    Only the successful end of a ``fit`` removes it; ``validate``, ``test`` and ``predict`` leave it alone.
+    On several processes it is saved if the exception was raised on all of them; one alone cannot save the run.
+    A run resumed from it repeats the batch in which the exception was raised. If the run cannot be saved, the
+    original exception is still raised.
+
+    Args:
+        dirpath: folder of the file; created if it does not exist.
+        filename: name of the file, without ``.ckpt``.
+
+    Raises:
+        TypeError: ``dirpath`` is not a path.
+        ValueError: ``filename`` is empty.
+
+    Example::
+
+        >>> OnExceptionCheckpoint("runs").ckpt_path.replace(os.sep, "/")
+        'runs/on_exception.ckpt'
+
+    """
+
+    FILE_EXTENSION: ClassVar[str] = ".ckpt"
+    patience_seconds: ClassVar[float] = 15.0
+
+    def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
+        check.path("OnExceptionCheckpoint", "dirpath", dirpath)
+        if not isinstance(filename, str) or not filename:
+            raise ValueError(
+                f"OnExceptionCheckpoint(filename={filename!r}): give a name without {self.FILE_EXTENSION}, "
+                "for instance 'on_exception'."
+            )
+        self.dirpath = dirpath
+        self.filename = filename
+        self._failed = False
+        self._failures = 0
+
+    @property
+    def ckpt_path(self) -> str:
+        """The file."""
+        return os.path.join(self.dirpath, self.filename + self.FILE_EXTENSION)
+
+    def setup(self, trainer: Trainer, *_: object, **__: object) -> None:
+        self._failed = False
+
+    def on_exception(self, trainer: Trainer, *_: object, **__: object) -> None:
+        """Save the run, if it is a fit whose training was set up."""
+        self._failed = True
+        if trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run or trainer.sanity_checking:
+            return
+        if not trainer.optimizers:
+            return  # not set up yet: there is nothing to resume
+        if trainer.world_size > 1 and not self._all_failed(trainer):
+            rank_zero_warn(
+                "OnExceptionCheckpoint: the exception was raised on some processes only, and a checkpoint needs all, "
+                "so nothing was saved. ModelCheckpoint(every_n_train_steps=...) saves one in any case."
+            )
+            return
+        try:
+            trainer.save_checkpoint(self.ckpt_path)
+        except Exception as error:
+            rank_zero_warn(f"OnExceptionCheckpoint could not write {self.ckpt_path}: {error}")
+        else:
+            rank_zero_info(f'Saved the run. Resume it with fit(..., ckpt_path="{self.ckpt_path}").')
+
+    def _all_failed(self, trainer: Trainer) -> bool:
+        """Return whether every process failed; those still training would block a checkpoint."""
+        store = torch.distributed.distributed_c10d._get_default_store()
+        self._failures += 1
+        keys = [f"hasten/failure-{self._failures}-{rank}" for rank in range(trainer.world_size)]
+        store.set(keys[trainer.global_rank], "failed")
+        try:
+            store.wait(keys, timedelta(seconds=self.patience_seconds))
+        except Exception:  # each store raises another type when the time is up
+            return False
+        return True
+
+    def teardown(self, trainer: Trainer, *_: object, **__: object) -> None:
+        """Remove the file of an earlier failure once a fit has succeeded."""
+        if self._failed or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
+            return
+        trainer.strategy.barrier("on_exception_checkpoint")
+        if trainer.is_global_zero:
+            remove(self.ckpt_path)

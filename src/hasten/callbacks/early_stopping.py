@@ -1,9 +1,9 @@
-"""EarlyStopping: end the training when a value no longer improves."""
+"""EarlyStopping, and where in a run a monitored value is logged."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import log, rank_zero_warn
-from hasten.callbacks.monitored import MetricSource, check_mode, check_monitor, not_logged, validates
 from hasten.loops.progress import TrainerFn
 from hasten.module.callback import Callback
 
@@ -132,7 +132,6 @@ class EarlyStopping(Callback):
         return self.mode_dict[self.mode]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the checks without improvement, and the reason for stopping."""
         return {
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
@@ -144,7 +143,6 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best value, the count of checks, and the reason for stopping."""
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.best_score = torch.as_tensor(state_dict["best_score"])
@@ -154,12 +152,10 @@ class EarlyStopping(Callback):
         self._source.stage = state_dict.get("origin")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start watching the value."""
         self._source.start(trainer)
         self._checked_validations = 0
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out where the value is logged."""
         if self._in_fit(trainer):
             self._source.update_in_training(trainer)
 
@@ -189,7 +185,6 @@ class EarlyStopping(Callback):
         self._run_early_stopping_check(trainer)
 
     def _checks_after_epoch(self, trainer: Trainer) -> bool:
-        """Return whether to check at the end of a training epoch."""
         if self._source.stage == "epoch" or not validates(trainer):
             return True
         if self._check_on_train_epoch_end is not None:
@@ -261,3 +256,74 @@ class EarlyStopping(Callback):
             log.info(reason)
         elif not self.log_rank_zero_only or trainer.global_rank == 0:
             log.info(f"[rank: {trainer.global_rank}] {reason}")
+
+
+class MonitorNotLogged(MisconfigurationException, RuntimeError):
+    """A callback monitors a value that was never logged."""
+
+
+def check_mode(owner: str, mode: Literal["min", "max"]) -> Literal["min", "max"]:
+    """Return ``mode`` if it is "min" (lower is better) or "max" (higher is better)."""
+    return check.one_of(owner, "mode", mode, ("min", "max"), error=MisconfigurationException)
+
+
+def check_monitor(owner: str, monitor: str) -> str:
+    """Return ``monitor`` if it is a name."""
+    if not isinstance(monitor, str) or not monitor:
+        raise MisconfigurationException(
+            f"{owner}(monitor={monitor!r}): use the name of a logged value, for instance monitor='val_loss'."
+        )
+    return monitor
+
+
+def not_logged(owner: str, name: str, logged: Iterable[str]) -> MonitorNotLogged:
+    """Return the error for a value that was not logged; it names those that were."""
+    known = sorted(set(logged))
+    listed = ", ".join(map(repr, known)) if known else "nothing"
+    return MonitorNotLogged(
+        f"{owner}(monitor={name!r}) could not find the monitored key, which is not available: logged so far is "
+        f"{listed}.{did_you_mean(name, known)} Log it with self.log({name!r}, ...), or monitor another value."
+    )
+
+
+class MetricSource:
+    """The part of a run that logs a monitored value, found by watching where it first appears.
+
+    ``stage`` is ``"step"`` for a value logged in training steps, which may change at any time; ``"validate"`` for one
+    that changes when a validation ends; ``"epoch"`` when a training epoch ends; None until the value appears.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self.stage: Literal["step", "validate", "epoch"] | None = None
+        self.validations = 0
+        self._is_stale = False
+
+    def start(self, trainer: Trainer) -> None:
+        """Start watching when training starts; a value left from an earlier run is ignored."""
+        self.validations = 0
+        self._is_stale = self.stage is None and self.name in trainer.callback_metrics
+
+    def update_in_training(self, trainer: Trainer) -> None:
+        """Check for the value between training batches, and just before a validation."""
+        if not self._is_stale:
+            self._update(trainer, "step")
+
+    def update_after_validation(self, trainer: Trainer) -> None:
+        """Check for the value when a validation has ended."""
+        self.validations += 1
+        self._update(trainer, "validate")
+
+    def update_after_epoch(self, trainer: Trainer) -> None:
+        """Check for the value when a training epoch has ended."""
+        if not self._is_stale:
+            self._update(trainer, "epoch")
+
+    def _update(self, trainer: Trainer, stage: Literal["step", "validate", "epoch"]) -> None:
+        if self.stage is None and self.name in trainer.callback_metrics:
+            self.stage = stage
+
+
+def validates(trainer: Trainer) -> bool:
+    """Return whether this fit validates at all."""
+    return bool(trainer.enable_validation) and sum(trainer.num_val_batches) > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.module.callback import Callback
@@ -12,9 +12,46 @@ if TYPE_CHECKING:
     from hasten.trainer import Trainer
     from hasten.trainer.limited_runs import Stage
     from hasten.tuner.lr_find import LRFinder
+    from hasten.tuner.tuned_value import TunedValue
 
 
-class BatchSizeFinder(Callback):
+class _SearchCallback(Callback):
+    """What both finders do: store the value found, and use it in a resumed run instead of searching."""
+
+    _key: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._found: Any = None
+        self._is_restored = False
+
+    def _tuned(self, trainer: Trainer, pl_module: LightningModule) -> TunedValue | None:
+        """Return the attribute of the program that holds the value."""
+        raise NotImplementedError
+
+    def _is_skipped(self, trainer: Trainer) -> bool:
+        if trainer.fast_dev_run:
+            rank_zero_warn(f"{type(self).__name__}: skipped, since the Trainer has fast_dev_run.")
+        return bool(trainer.fast_dev_run)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._found is None else {self._key: self._found}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._found = state_dict[self._key]
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Set the value a resumed run was trained with, before its loaders and optimizers are made."""
+        state = (checkpoint.get("callbacks") or {}).get(self.state_key)
+        if trainer.state.fn == "fit" and state:
+            tuned = self._tuned(trainer, pl_module)
+            if tuned is not None:
+                tuned.set(state[self._key])
+            self._is_restored = True
+
+
+class BatchSizeFinder(_SearchCallback):
     """Find the largest batch size that fits into memory before a run begins, and run with it.
 
     It searches when ``fit``, ``validate``, ``test`` or ``predict`` begins. Override ``on_train_epoch_start`` to search
@@ -43,6 +80,8 @@ class BatchSizeFinder(Callback):
 
     """
 
+    _key = "batch_size"
+
     def __init__(
         self,
         mode: str = "power",
@@ -55,9 +94,8 @@ class BatchSizeFinder(Callback):
     ) -> None:
         from hasten.tuner.batch_size import BatchSizeOptions
 
+        super().__init__()
         self.optimal_batch_size: int | None = init_val
-        self._found: int | None = None
-        self._is_restored = False
         self._options = BatchSizeOptions.checked(
             "BatchSizeFinder",
             mode,
@@ -73,8 +111,7 @@ class BatchSizeFinder(Callback):
         """Search now; the loaders are made again with the size found."""
         from hasten.tuner.batch_size import search
 
-        if trainer.fast_dev_run:
-            rank_zero_warn("BatchSizeFinder: skipped, since the Trainer has fast_dev_run.")
+        if self._is_skipped(trainer):
             return
         run = trainer.current_run
         method: Stage = trainer.state.fn.value if trainer.state.fn is not None else "fit"
@@ -99,35 +136,22 @@ class BatchSizeFinder(Callback):
             self.scale_batch_size(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search before ``test``."""
+        """Search before ``test`` and ``predict``."""
         self.scale_batch_size(trainer, pl_module)
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search before ``predict``."""
-        self.scale_batch_size(trainer, pl_module)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the size found."""
-        return {} if self._found is None else {"batch_size": self._found}
+    on_predict_start = on_test_start
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the size found."""
-        self.optimal_batch_size = self._found = state_dict["batch_size"]
+        super().load_state_dict(state_dict)
+        self.optimal_batch_size = self._found
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Set the size a resumed run was trained with, before its loaders are made."""
+    def _tuned(self, trainer: Trainer, pl_module: LightningModule) -> TunedValue:
         from hasten.tuner.tuned_value import TunedValue
 
-        state = (checkpoint.get("callbacks") or {}).get(self.state_key)
-        if trainer.state.fn == "fit" and state:
-            value = TunedValue(pl_module, trainer.datamodule, self._options.batch_arg_name)
-            value.set(state["batch_size"])
-            self._is_restored = True
+        return TunedValue(pl_module, trainer.datamodule, self._options.batch_arg_name)
 
 
-class LearningRateFinder(Callback):
+class LearningRateFinder(_SearchCallback):
     """Sweep over learning rates before training, and train with the one suggested.
 
     Override ``on_fit_start`` to do nothing and ``on_train_epoch_start`` to search at other times:
@@ -157,6 +181,8 @@ class LearningRateFinder(Callback):
 
     """
 
+    _key = "lr"
+
     def __init__(
         self,
         min_lr: float = 1e-8,
@@ -169,9 +195,8 @@ class LearningRateFinder(Callback):
     ) -> None:
         from hasten.tuner.lr_find import SweepOptions
 
+        super().__init__()
         self.optimal_lr: LRFinder | None = None
-        self._found: float | None = None
-        self._is_restored = False
         # To be set again after a checkpoint of a run without this callback has set its rate.
         self._again: float | None = None
         self._update_attr, self._attr_name = update_attr, attr_name
@@ -186,18 +211,18 @@ class LearningRateFinder(Callback):
 
     def lr_find(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search now."""
-        from hasten.tuner.lr_find import rate_of, set_rate, sweep
+        from hasten.tuner.lr_find import set_rate, sweep
 
-        if trainer.fast_dev_run:
-            rank_zero_warn("LearningRateFinder: skipped, since the Trainer has fast_dev_run.")
+        if self._is_skipped(trainer):
             return
-        value = rate_of(pl_module, trainer.datamodule, self._attr_name, self._update_attr)
-        self.optimal_lr = sweep(trainer.current_run, self._options)
+        run = trainer.current_run
+        tuned = self._tuned(trainer, pl_module)
+        self.optimal_lr = sweep(run, self._options)
         suggestion = self.optimal_lr.suggestion()
-        if self._update_attr and value is not None and suggestion is not None:
+        if self._update_attr and tuned is not None and suggestion is not None:
             self._found = suggestion
-            value.set(suggestion)
-            set_rate(trainer.current_run, suggestion)
+            tuned.set(suggestion)
+            set_rate(run, suggestion)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search before training, unless the run continues with an earlier rate."""
@@ -217,23 +242,7 @@ class LearningRateFinder(Callback):
         if again is not None:
             set_rate(trainer.current_run, again)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the rate found."""
-        return {} if self._found is None else {"lr": self._found}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the rate found."""
-        self._found = state_dict["lr"]
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Set the rate a resumed run was given, before its optimizers are made."""
+    def _tuned(self, trainer: Trainer, pl_module: LightningModule) -> TunedValue | None:
         from hasten.tuner.lr_find import rate_of
 
-        state = (checkpoint.get("callbacks") or {}).get(self.state_key)
-        if trainer.state.fn == "fit" and state:
-            value = rate_of(pl_module, trainer.datamodule, self._attr_name, self._update_attr)
-            if value is not None:
-                value.set(state["lr"])
-            self._is_restored = True
+        return rate_of(pl_module, trainer.datamodule, self._attr_name, self._update_attr)

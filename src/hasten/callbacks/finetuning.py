@@ -181,7 +181,6 @@ class BaseFinetuning(Callback):
     # -- during a run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Freeze, when fit begins."""
         if stage == "fit":
             self._restarting = False
             self.freeze_before_training(pl_module)
@@ -231,7 +230,6 @@ class BaseFinetuning(Callback):
         self._exchange_new_gradients(trainer, pl_module, before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what trains and how it is grouped."""
         return {
             "internal_optimizer_metadata": self._internal_optimizer_metadata,
             "trains": self._trainable,
@@ -239,7 +237,6 @@ class BaseFinetuning(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what trains and how it is grouped."""
         self._restarting = True
         self._internal_optimizer_metadata = dict(state_dict.get("internal_optimizer_metadata", {}))
         self._trainable = state_dict.get("trains")
@@ -362,11 +359,9 @@ class BackboneFinetuning(BaseFinetuning):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what trains, how it is grouped and the backbone's learning rate."""
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what trains and the backbone's learning rate."""
         super().load_state_dict(state_dict)
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 

@@ -39,7 +39,6 @@ class ModelSummary(Callback):
         self._summarize_kwargs = summarize_kwargs
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the table, on the first process."""
         if self._max_depth == 0:
             return
         summary = Summary(pl_module, max_depth=self._max_depth)

@@ -133,7 +133,6 @@ class BasePredictionWriter(Callback):
         raise NotImplementedError(f"{type(self).__name__} does not define write_on_epoch_end.")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the predictions if they are written at the end."""
         if self.interval.on_epoch:
             trainer.current_run.keeps_predictions = True
 
@@ -146,7 +145,6 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Write the prediction of a batch."""
         indices = trainer.predict_loop.current_batch_indices
         if not indices:
             warn_once(
@@ -158,7 +156,6 @@ class BasePredictionWriter(Callback):
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write all predictions."""
         if self.interval.on_epoch:
             loop = trainer.predict_loop
             self.write_on_epoch_end(trainer, pl_module, loop.predictions, loop.epoch_batch_indices)

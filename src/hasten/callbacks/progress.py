@@ -1,15 +1,25 @@
-"""ProgressBar, the base of all progress bars, and the schedule that the bars of tqdm and rich share."""
+"""ProgressBar, the base of all progress bars, and the default one, which is drawn with tqdm."""
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import sys
+import threading
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from tqdm import tqdm
+
+from hasten._lib import check
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.optional import installed
 from hasten._lib.rank_zero import warn_once
-from hasten.callbacks.unused_hooks import disable_hooks, enable_hooks
+from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage, TrainerFn
+from hasten.machine.host import in_notebook
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
@@ -143,7 +153,7 @@ def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
     return {"v_num": version[-4:] if isinstance(version, str) else version}
 
 
-# The bar, and the name of the description, of each stage of evaluation.
+# The bar and the description of each stage of evaluation.
 _EVALUATION = {
     RunningStage.SANITY_CHECKING: ("val", "sanity_check"),
     RunningStage.VALIDATING: ("val", "validation"),
@@ -154,10 +164,9 @@ _EVALUATION = {
 
 def _bar_of(name: str, stage: str) -> Any:
     """Return a property for the bar of a stage."""
-    attribute = f"_{name}_progress_bar"
     return property(
         lambda self: self._public_bar(self._bar(name)),
-        lambda self, bar: setattr(self, attribute, bar),
+        lambda self, bar: self._bars.__setitem__(name, bar),
         doc=f"The bar of {stage}.",
     )
 
@@ -186,23 +195,13 @@ class DrawnProgressBar(ProgressBar):
         # In a list: setting an attribute of a callback is not free, and this is set each step.
         self._train_batches = [-1]
         self._redirected = ExitStack()
-        self._train_progress_bar: Any = None
-        self._val_progress_bar: Any = None
-        self._test_progress_bar: Any = None
-        self._predict_progress_bar: Any = None
-        # The attribute with the bar of the current validation, test or prediction.
-        self._evaluation = "_val_progress_bar"
+        # "train", "val", "test", "predict", and which of the last three is current.
+        self._bars: dict[str, Any] = {}
+        self._evaluation = "val"
 
     def __getstate__(self) -> dict[str, Any]:
         # Bars hold open files and locks.
-        state = {
-            name: None if name.endswith("_progress_bar") else value for name, value in vars(self).items()
-        }
-        del state["_redirected"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _redirected=ExitStack())
+        return {**vars(self), "_bars": {}, "_redirected": ExitStack()}
 
     @property
     def is_enabled(self) -> bool:
@@ -217,17 +216,22 @@ class DrawnProgressBar(ProgressBar):
     def disable(self) -> None:
         """Stop showing bars."""
         self._enabled = False
-        self._enable_batch_hooks()
+        self._use_batch_hooks()
 
     def enable(self) -> None:
         """Show bars again."""
         self._enabled = True
-        self._enable_batch_hooks()
+        self._use_batch_hooks()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run hooks after each batch only if the bar is shown."""
         super().setup(trainer, pl_module, stage)
-        self._enable_batch_hooks()
+        self._use_batch_hooks()
+
+    def _use_batch_hooks(self) -> None:
+        stages = ("validation", "test", "predict")
+        hooks = [f"on_{stage}_batch_{edge}" for stage in stages for edge in ("start", "end")]
+        use_hooks(self, DrawnProgressBar, self.is_enabled, "on_train_batch_end", *hooks)
 
     def _open(self, name: str) -> Any:
         """Return a new bar: "sanity", "train", "validation", "test" or "predict"."""
@@ -246,37 +250,30 @@ class DrawnProgressBar(ProgressBar):
 
     def on_train_start(self, *_: object) -> None:
         """Open the bar of training, and show log messages above it."""
-        self._train_progress_bar = self._open("train")
-        self._messages_above(self._bar("train"))
+        self._bars["train"] = self._open("train")
+        self._messages_above(self._bars["train"])
 
     def on_train_epoch_start(self, trainer: Trainer, *_: object) -> None:
-        """Reset the bar for an epoch."""
         if self._leave and self._bar("train").n:
-            self._train_progress_bar = self._open("train")
+            self._bars["train"] = self._open("train")
         self._train_batches[0] = -1
         _reset(self._bar("train"), self.total_train_batches, self._epoch_description(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        """Refresh the bar, if it is time to."""
-        done = self._train_batches
-        if done[0] < 0 and self._train_progress_bar is not None:
+        done, bar = self._train_batches, self._bars.get("train")
+        if done[0] < 0 and bar is not None:
             # A resumed epoch starts in the middle: its speed is not counted from batch 0.
-            self._train_progress_bar.initial = batch_idx
+            bar.initial = batch_idx
         n = done[0] = batch_idx + 1
-        if time.monotonic() < self._next_refresh:
-            return
-        bar = self._train_progress_bar
-        if bar is not None and self._should_update(n, bar.total):
+        if time.monotonic() >= self._next_refresh and bar is not None and self._should_update(n, bar.total):
             self._refresh(bar, n, self.get_metrics(trainer, pl_module))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the epoch's last state."""
         bar = self._bar("train")
-        if not bar.disable:
-            self._refresh(bar, max(self._train_batches[0], bar.n), self.get_metrics(trainer, pl_module))
-            _write_line(bar)
+        self._show_train_state(trainer, pl_module)
+        _write_line(bar)
         if self._leave:
             bar.close()
 
@@ -286,7 +283,7 @@ class DrawnProgressBar(ProgressBar):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the terminal in order: close all bars."""
-        for bar in self._bars():
+        for bar in self._bars.values():
             bar.close()
         self._redirected.close()
 
@@ -297,10 +294,9 @@ class DrawnProgressBar(ProgressBar):
 
     def on_sanity_check_end(self, *_: object) -> None:
         self._close("val")
-        self._val_progress_bar = None
+        del self._bars["val"]
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the bar of validation."""
         if not trainer.sanity_checking:
             self._show_train_state(trainer, pl_module)
             self._begin("val", "validation")
@@ -309,7 +305,7 @@ class DrawnProgressBar(ProgressBar):
         """Close the bar of validation, and show its values beside that of training."""
         self._close("val")
         if not trainer.sanity_checking:
-            self._val_progress_bar = None
+            del self._bars["val"]
             self._show_train_state(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -332,7 +328,6 @@ class DrawnProgressBar(ProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Reset the bar for another loader."""
         if self.has_dataloader_changed(dataloader_idx):
             stage = trainer.state.stage
             assert stage is not None
@@ -350,19 +345,18 @@ class DrawnProgressBar(ProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Refresh the bar, if it is time to."""
-        bar, n = getattr(self, self._evaluation), batch_idx + 1
+        bar, n = self._bars.get(self._evaluation), batch_idx + 1
         if bar is None or (time.monotonic() < self._next_refresh and n != bar.total):
             return
         if self._should_update(n, bar.total):
-            self._refresh(bar, n, None)
+            self._refresh(bar, n)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         """Print above the bars that are shown."""
-        shown = next((bar for bar in self._bars() if not bar.disable and draws(bar)), None)
+        shown = next((bar for bar in self._bars.values() if not bar.disable and draws(bar)), None)
         if shown is None:
             print(*args, sep=sep, **{"flush": True, **kwargs})
         else:
@@ -372,25 +366,15 @@ class DrawnProgressBar(ProgressBar):
     # -- inside
 
     def _bar(self, name: str) -> Any:
-        bar = getattr(self, f"_{name}_progress_bar")
-        if bar is None:
+        if name not in self._bars:
             raise TypeError(
                 f"The `{type(self).__name__}._{name}_progress_bar` reference has not been set yet."
             )
-        return bar
-
-    def _bars(self) -> list[Any]:
-        bars = (
-            self._val_progress_bar,
-            self._train_progress_bar,
-            self._test_progress_bar,
-            self._predict_progress_bar,
-        )
-        return [bar for bar in bars if bar is not None]
+        return self._bars[name]
 
     def _begin(self, name: str, kind: str) -> None:
-        self._evaluation = f"_{name}_progress_bar"
-        setattr(self, self._evaluation, self._open(kind))
+        self._evaluation = name
+        self._bars[name] = self._open(kind)
 
     def _close(self, name: str) -> None:
         self._bar(name).close()
@@ -399,7 +383,7 @@ class DrawnProgressBar(ProgressBar):
     def _should_update(self, current: int, total: float | None) -> bool:
         return self.is_enabled and (current % self._every == 0 or current == total)
 
-    def _refresh(self, bar: Any, n: int, metrics: dict[str, Any] | None) -> None:
+    def _refresh(self, bar: Any, n: int, metrics: dict[str, Any] | None = None) -> None:
         if bar.disable:
             return
         bar.n = n
@@ -409,17 +393,9 @@ class DrawnProgressBar(ProgressBar):
         self._next_refresh = time.monotonic() + self._refresh_seconds
 
     def _show_train_state(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        bar = self._train_progress_bar
+        bar = self._bars.get("train")
         if bar is not None and not bar.disable and trainer.state.fn == TrainerFn.FITTING:
             self._refresh(bar, max(self._train_batches[0], bar.n), self.get_metrics(trainer, pl_module))
-
-    def _enable_batch_hooks(self) -> None:
-        stages = ("validation", "test", "predict")
-        hooks = [f"on_{stage}_batch_{edge}" for stage in stages for edge in ("start", "end")]
-        if self.is_enabled:
-            enable_hooks(self, "on_train_batch_end", *hooks)
-        else:
-            disable_hooks(self, DrawnProgressBar, "on_train_batch_end", *hooks)
 
 
 def _reset(bar: Any, total: float | None, description: str) -> None:
@@ -431,7 +407,7 @@ def _reset(bar: Any, total: float | None, description: str) -> None:
     bar.set_description(description, refresh=False)
     bar.postfix = None
     bar.reset(total=convert_inf(total))
-    if bar.total is not None and convert_inf(total) is None:
+    if convert_inf(total) is None:
         bar.total = None
 
 
@@ -441,11 +417,229 @@ def convert_inf(total: float | None) -> float | None:
 
 
 def _write_line(bar: Any) -> None:
-    write_line = getattr(bar, "write_line", None)
-    if write_line is not None:
-        write_line()
+    if hasattr(bar, "write_line"):
+        bar.write_line()
 
 
 def draws(bar: Any) -> bool:
     """Return whether a bar is drawn over itself, rather than written as lines."""
     return bool(getattr(bar, "_draws", True))
+
+
+# Seconds between two lines, where a bar cannot be drawn over itself.
+LINE_INTERVAL_SECONDS = 30.0
+_NUMBER_WIDTH = 5
+
+
+class TQDMProgressBar(DrawnProgressBar):
+    """The default bar, drawn with tqdm.
+
+    It is refreshed by time, at most ten times a second, and shows values that have arrived on the host: the device
+    never waits for it. To a pipe or a file it writes whole lines: one at the end of each epoch, and one each half
+    minute in between. ``TQDM_DISABLE=1`` in the environment switches it off.
+
+    Args:
+        refresh_rate: refresh after every n-th batch only; 0 for no bar.
+        process_position: leave this many lines above for bars of your own.
+        leave: keep the bar of each epoch in the terminal.
+
+    Raises:
+        MisconfigurationException: a number is out of range.
+
+    Example::
+
+        >>> TQDMProgressBar(refresh_rate=0).is_enabled
+        False
+
+    """
+
+    BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        super().__init__()
+        for name, value in (("refresh_rate", refresh_rate), ("process_position", process_position)):
+            check.whole("TQDMProgressBar", name, value, at_least=0, error=MisconfigurationException)
+        minimum = os.environ.get("TQDM_MINITERS", "")
+        if refresh_rate and minimum.isdigit():
+            refresh_rate = max(int(minimum), refresh_rate)
+        self._refresh_rate = self._every = refresh_rate
+        self._process_position = process_position
+        self._leave = leave
+
+    @property
+    def refresh_rate(self) -> int:
+        """Batches between two refreshes; 0 when off."""
+        return self._refresh_rate
+
+    @property
+    def process_position(self) -> int:
+        """Lines left above."""
+        return self._process_position
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the bar is shown."""
+        disabled = os.environ.get("TQDM_DISABLE", "").lower() not in ("", "0", "false", "no", "off")
+        return self._enabled and self._refresh_rate > 0 and not disabled
+
+    # -- the bars; override to change how they look
+
+    def init_sanity_tqdm(self) -> Any:
+        """Return the bar of the sanity check."""
+        return self._make(self.sanity_check_description, leave=False, quiet_lines=True)
+
+    def init_train_tqdm(self) -> Any:
+        """Return the bar of training."""
+        return self._make(self.train_description, leave=True, smoothing=0)
+
+    def init_predict_tqdm(self) -> Any:
+        """Return the bar of prediction."""
+        return self._make(self.predict_description, leave=True, smoothing=0)
+
+    def init_validation_tqdm(self) -> Any:
+        """Return the bar of validation: below that of training, or alone."""
+        inside = self.trainer.state.fn != TrainerFn.VALIDATING
+        return self._make(
+            self.validation_description, leave=not inside, position=int(inside), quiet_lines=inside
+        )
+
+    def init_test_tqdm(self) -> Any:
+        """Return the bar of the test."""
+        return self._make(self.test_description, leave=True)
+
+    def _make(self, description: str, *, position: int = 0, quiet_lines: bool = False, **options: Any) -> Any:
+        options |= {
+            "desc": description,
+            "position": 2 * self._process_position + position,
+            "disable": self.is_disabled,
+            "dynamic_ncols": True,
+            "file": sys.stdout,
+            "bar_format": self.BAR_FORMAT,
+        }
+        if in_notebook() and installed("ipywidgets"):
+            from tqdm.notebook import tqdm as widgets
+
+            return widgets(**options)
+        return Tqdm(quiet_lines=quiet_lines, **options)
+
+    def _open(self, name: str) -> Any:
+        return getattr(self, f"init_{name}_tqdm")()
+
+    def _messages_above(self, bar: Any) -> None:
+        """Make log messages on the terminal clear the bars first, and redraw them afterwards."""
+        self._redirected.close()
+        if bar.disable or not draws(bar):
+            return
+        from tqdm.contrib.logging import logging_redirect_tqdm
+
+        # Only loggers that write to the terminal anyway: a logger without a console stays silent.
+        terminals = (sys.stdout, sys.stderr)
+        loggers = [
+            logger
+            for logger in (logging.root, logging.getLogger("hasten"))
+            if any(getattr(handler, "stream", None) in terminals for handler in logger.handlers)
+        ]
+        self._redirected.enter_context(logging_redirect_tqdm(loggers, tqdm_class=type(bar)))
+
+
+class Tqdm(tqdm):  # type: ignore[type-arg]
+    """A tqdm bar whose numbers keep their width, and which writes whole lines where there is no terminal.
+
+    Args:
+        *args: as for ``tqdm``.
+        **kwargs: as for ``tqdm``; ``quiet_lines`` keeps a bar inside another from writing a line at its end.
+
+    Example::
+
+        >>> Tqdm.format_num(0.5)
+        '0.500'
+
+    """
+
+    # The callback refreshes bars; tqdm's monitor thread would only cost time.
+    monitor_interval: ClassVar[int] = 0
+
+    def __init__(self, *args: Any, quiet_lines: bool = False, **kwargs: Any) -> None:
+        self._draws = _is_terminal(kwargs.get("file") or sys.stderr)
+        self._quiet_lines = quiet_lines
+        self._next_line = time.monotonic() + LINE_INTERVAL_SECONDS
+        self._shown: tuple[Any, ...] | None = None
+        super().__init__(*args, **kwargs)
+
+    @staticmethod
+    def format_num(n: float | str) -> str:
+        """Return a number with a fixed width where possible, so that the bar does not flicker."""
+        text = n if isinstance(n, str) else tqdm.format_num(n)
+        if not isinstance(n, (float, str)) or "e" in text:
+            return text
+        if "." not in text and len(text) < _NUMBER_WIDTH:
+            try:
+                float(text)
+            except ValueError:
+                return text
+            text += "."
+        return text + "0" * (_NUMBER_WIDTH - len(text))
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Draw the bar; without a terminal write a line, at most one each ``LINE_INTERVAL_SECONDS``."""
+        if self._draws:
+            super().display(msg, pos)
+            return
+        now = time.monotonic()
+        if now >= self._next_line:
+            self._next_line = now + LINE_INTERVAL_SECONDS
+            self.write_line()
+
+    def write_line(self) -> None:
+        """Write the state of the bar as a line, unless the previous line was the same."""
+        if self.disable or self._draws:
+            return
+        state = (self.n, self.total, self.desc, self.postfix)
+        if state != self._shown:
+            self._shown = state
+            self.fp.write(self._line() + "\n")
+            self.fp.flush()
+
+    def clear(self, nolock: bool = False) -> None:
+        """Remove the bar from the screen; a line stays."""
+        if self._draws:
+            super().clear(nolock)
+
+    def close(self) -> None:
+        """End the bar; without a terminal its last state is written as a line."""
+        if not self._draws and not self.disable:
+            if not self._quiet_lines and self.n:
+                self.write_line()
+            self.leave = False
+        super().close()
+
+    def moveto(self, n: int) -> None:
+        """Move the cursor of a terminal."""
+        if self._draws:
+            super().moveto(n)
+
+    def _line(self) -> str:
+        state = self.format_dict
+        elapsed, total, rate = state["elapsed"], self.total, state["rate"]
+        done = f"{self.n}/{total}" if total else f"{self.n}"
+        if not rate and elapsed > 0:
+            rate = (self.n - self.initial) / elapsed
+        times = self.format_interval(elapsed)
+        if total and rate and self.n < total:
+            times += "<" + self.format_interval((total - self.n) / rate)
+        parts = [times, f"{rate:.2f}it/s" if rate else "", str(self.postfix or "")]
+        description = (self.desc or "").rstrip()
+        return f"{description} {done} [{', '.join(filter(None, parts))}]".strip()
+
+
+# A lock between threads, instead of tqdm's lock between processes, which starts a helper process.
+Tqdm.set_lock(threading.RLock())
+
+
+def _is_terminal(stream: Any) -> bool:
+    if in_notebook():
+        return True
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # not a file, or a closed one
+        return False

@@ -249,7 +249,6 @@ class ModelPruning(Callback):
     # -- during a run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the parameters, and keep their initial values."""
         if stage != "fit":
             return
         found = self.sanitize_parameters_to_prune(pl_module, self._requested, self._parameter_names)
@@ -294,12 +293,10 @@ class ModelPruning(Callback):
                 prune.custom_from_mask(module, name, mask.to(original.dtype))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prune after a complete epoch."""
         if self._prune_on_train_epoch_end and trainer.progress.last_batch:
             self._run_pruning(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prune after a validation within fit."""
         if self._prune_on_train_epoch_end or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         # What is made in inference mode cannot be trained.
@@ -307,7 +304,6 @@ class ModelPruning(Callback):
             self._run_pruning(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Apply the masks permanently."""
         if self._make_pruning_permanent:
             self.make_pruning_permanent(pl_module)
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import installed, need
-from hasten.callbacks.progress import REFRESH_SECONDS, DrawnProgressBar, convert_inf
-from hasten.callbacks.tqdm_progress import Tqdm
+from hasten.callbacks.progress import REFRESH_SECONDS, DrawnProgressBar, Tqdm, convert_inf
 
 if TYPE_CHECKING:
     from rich.progress import Task
@@ -64,7 +63,7 @@ class RichProgressBarTheme:
 
 def _task_id(name: str, stage: str) -> Any:
     return property(
-        lambda self: getattr(getattr(self, f"_{name}_progress_bar"), "id", None),
+        lambda self: getattr(self._bars.get(name), "id", None),
         doc=f"The id of the rich task of {stage}; None if there is none.",
     )
 
@@ -103,14 +102,8 @@ class RichProgressBar(DrawnProgressBar):
     ) -> None:
         need("rich", purpose="RichProgressBar()")
         super().__init__()
-        check.number(
-            "RichProgressBar",
-            "refresh_rate",
-            refresh_rate,
-            at_least=0,
-            unit="refreshes a second",
-            error=MisconfigurationException,
-        )
+        unit, error = "refreshes a second", MisconfigurationException
+        check.number("RichProgressBar", "refresh_rate", refresh_rate, at_least=0, unit=unit, error=error)
         self._refresh_rate = refresh_rate
         self._refresh_seconds = max(REFRESH_SECONDS, 1 / refresh_rate) if refresh_rate else math.inf
         self._leave = leave
@@ -134,12 +127,7 @@ class RichProgressBar(DrawnProgressBar):
         return self._enabled and self._refresh_rate > 0
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """Return the columns of a bar, before the values; override it to change them.
-
-        Args:
-            trainer: the Trainer.
-
-        """
+        """Return the columns of a bar, before the values; override it to change them."""
         from rich.progress import BarColumn, TextColumn
 
         theme = self.theme
@@ -161,7 +149,6 @@ class RichProgressBar(DrawnProgressBar):
         print(*args, **{"flush": self.progress is None, **kwargs})
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the terminal in order."""
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -251,15 +238,7 @@ class RichProgressBar(DrawnProgressBar):
 
 
 class RichBar:
-    """One bar of a RichProgressBar, with the interface of tqdm's bars.
-
-    Args:
-        owner: the RichProgressBar.
-        description: the text in front.
-        leave: keep it on the screen when it is closed.
-        shows_metrics: show values behind it.
-
-    """
+    """One bar of a RichProgressBar, with the interface of tqdm's bars; ``leave`` keeps it when it is closed."""
 
     disable = False
     _draws = True

@@ -103,7 +103,6 @@ class SpikeDetection(Callback):
     # -- during a run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the previous fit."""
         if stage == "fit":
             self._seen, self._last, self._recent = 0, [], []
             self._pending.clear()
@@ -125,11 +124,9 @@ class SpikeDetection(Callback):
         self._check(trainer, keep=self.lag if loss.is_cuda else 0)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the losses still pending."""
         self._check(trainer, keep=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the losses to compare with, and the batches to leave out."""
         return {
             "seen": self._seen,
             "last": list(self._last),
@@ -139,7 +136,6 @@ class SpikeDetection(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the losses to compare with, and the batches to leave out."""
         self._seen = state_dict.get("seen", 0)
         self._last = list(state_dict.get("last", []))
         self._recent = [deque(losses, self.window) for losses in state_dict.get("recent", [])]

@@ -1,4 +1,4 @@
-"""Timer: how long a run takes, and its end when the time is up."""
+"""Timer: how long a run takes, and its end when the time is up; and time limits on which all processes agree."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from hasten._lib import check
 from hasten._lib.durations import parse_duration
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.callbacks.shared_deadline import SharedDeadline
-from hasten.callbacks.unused_hooks import disable_hooks
+from hasten.hooks import use_hooks
 from hasten.loops.progress import RunningStage
 from hasten.module.callback import Callback
 
 if TYPE_CHECKING:
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
+
+# Seconds between two broadcasts of the first process's clock: rarely enough to cost nothing.
+_BROADCAST_SECONDS = 1.0
 
 
 class Interval(StrEnum):
@@ -74,7 +76,6 @@ class Timer(Callback):
         self._shared = SharedDeadline()
         self._is_distributed = False
         self._deadline = math.inf
-        self._disable_unused_hooks()
 
     def start_time(self, stage: str = RunningStage.TRAINING) -> float | None:
         """Return when a stage started, in seconds of ``time.monotonic``; None if it did not."""
@@ -98,7 +99,8 @@ class Timer(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Run a hook after each batch only if the clock is checked there."""
-        self._disable_unused_hooks()
+        is_used = self._duration is not None and self._interval == Interval.step
+        use_hooks(self, Timer, is_used, "on_train_batch_end")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock; a resumed run may have no time left."""
@@ -107,55 +109,46 @@ class Timer(Callback):
         if self._duration is not None:
             # Computed once: a step only compares two numbers.
             self._deadline = time.monotonic() + self._duration - self._offset
-            self._check_time_remaining(trainer)
+        self._check_time_remaining(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end(RunningStage.TRAINING)
+        self._end_time[RunningStage.TRAINING] = time.monotonic()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end(RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING)
+        stage = RunningStage.TESTING if trainer.testing else RunningStage.VALIDATING
+        self._end_time[stage] = time.monotonic()
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def on_fit_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Stop at once if no time is left."""
-        if self._duration is not None:
-            self._check_time_remaining(trainer)
+        self._check_time_remaining(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
-        """Stop if the time is up."""
         is_late = time.monotonic() >= self._deadline
         if (is_late or self._is_distributed) and self._shared.passed(trainer, is_late):
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
-        """Stop if the time is up."""
-        if self._interval == Interval.epoch and self._duration is not None:
+        if self._interval == Interval.epoch:
             self._check_time_remaining(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the time each stage took so far."""
         return {"time_elapsed": {stage.value: self.time_elapsed(stage) for stage in RunningStage}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the time already trained."""
         self._offset = state_dict.get("time_elapsed", {}).get(RunningStage.TRAINING.value, 0.0)
-
-    def _disable_unused_hooks(self) -> None:
-        if self._duration is None or self._interval != Interval.step:
-            disable_hooks(self, Timer, "on_train_batch_end")
 
     def _begin(self, stage: RunningStage) -> None:
         self._start_time[stage], self._end_time[stage] = time.monotonic(), None
 
-    def _end(self, stage: RunningStage) -> None:
-        self._end_time[stage] = time.monotonic()
-
     def _check_time_remaining(self, trainer: Trainer) -> None:
-        is_late = self._duration is not None and self.time_elapsed() >= self._duration
+        if self._duration is None:
+            return
+        is_late = self.time_elapsed() >= self._duration
         if trainer.world_size > 1:
             # Clocks differ between processes; the first one decides for all.
             is_late = trainer.strategy.broadcast(is_late)
@@ -167,3 +160,27 @@ class Timer(Callback):
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             rank_zero_info(f"Time limit reached. Elapsed time is {elapsed}. Training stops.")
         trainer.should_stop = True
+
+
+class SharedDeadline:
+    """Let a time limit pass at the same batch on every process, by the clock of the first one."""
+
+    def __init__(self) -> None:
+        self._next_batch = 0
+        self._last_batch = 0
+        self._last_seconds = time.monotonic()
+
+    def passed(self, trainer: Trainer, is_late: bool) -> bool:
+        """Return the first process's ``is_late``; False between two broadcasts."""
+        if trainer.world_size == 1:
+            return is_late
+        batch = trainer.total_batch_idx
+        # A lower number belongs to another run.
+        if self._last_batch <= batch < self._next_batch:
+            return False
+        now = time.monotonic()
+        done, seconds = batch - self._last_batch, now - self._last_seconds
+        pause = max(1, int(_BROADCAST_SECONDS * done / seconds)) if done > 0 and seconds > 0 else 1
+        is_late, pause = trainer.strategy.broadcast((is_late, min(pause, 2 * max(done, 1))))
+        self._next_batch, self._last_batch, self._last_seconds = batch + pause, batch, now
+        return is_late

@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from hasten._lib.durations import Interval
+from hasten._lib.durations import Period
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_warn
@@ -25,21 +25,21 @@ class ValidationSchedule:
 
     """
 
-    def __init__(self, interval: int | float | Interval, every_n_epochs: int | None) -> None:
+    def __init__(self, interval: int | float | Period, every_n_epochs: int | None) -> None:
         self._last_seconds = time.monotonic()
         self.change(interval, every_n_epochs)
 
-    def change(self, interval: int | float | Interval, every_n_epochs: int | None) -> None:
+    def change(self, interval: int | float | Period, every_n_epochs: int | None) -> None:
         """Validate at other times from now on."""
         self._interval = interval
         self._every_n_epochs = every_n_epochs
         # Steps and time are checked after each batch.
-        self.per_batch = isinstance(interval, Interval)
+        self.per_batch = isinstance(interval, Period)
 
     def batches_between(self, length: float) -> float:
         """Return the number of batches between validations, in an epoch of ``length`` batches."""
         interval = self._interval
-        if isinstance(interval, Interval):
+        if isinstance(interval, Period):
             return math.inf
         if isinstance(interval, int):
             if self._every_n_epochs is not None and not math.isinf(length) and interval > length:
@@ -66,7 +66,7 @@ class ValidationSchedule:
             return False
         if run.should_stop and run.may_stop_early():
             return True
-        if isinstance(self._interval, Interval):
+        if isinstance(self._interval, Period):
             if self._interval.steps is not None:
                 return progress.accumulation_index == 0 and progress.logged_step % self._interval.steps == 0
             assert self._interval.time is not None

@@ -89,7 +89,7 @@ class LayerSummary:
         return self._module.training
 
 
-class ModelSummary:
+class LayerTable:
     """The layers of a model as a table; ``print`` it.
 
     If the model has an ``example_input_array``, a forward pass with it gives the shapes each layer sees.
@@ -299,6 +299,10 @@ class ModelSummary:
                 "layers. Correct example_input_array, or set it to None."
             )
             raise
+
+
+# The name that programs import; the callback of this name is in hasten.callbacks.
+ModelSummary = LayerTable
 
 
 def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:

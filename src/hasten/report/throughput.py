@@ -148,7 +148,7 @@ class Throughput:
         return metrics
 
 
-class ThroughputMonitor(Throughput):
+class FabricThroughput(Throughput):
     """A Throughput that logs with a Fabric, on the first process.
 
     Args:
@@ -194,6 +194,10 @@ class ThroughputMonitor(Throughput):
         metrics = self.compute(**kwargs)
         self._fabric.log_dict(metrics, step=self.step)
         return metrics
+
+
+# The name that programs import; the callback of this name is in hasten.callbacks.
+ThroughputMonitor = FabricThroughput
 
 
 def compute_dtype(precision: Any) -> torch.dtype:

@@ -47,10 +47,44 @@ def settle_loggers(loggers: Iterable[Any], runtime: Runtime) -> None:
 
 
 def callbacks(arguments: Arguments) -> list[Callback]:
-    """Return the callbacks of ``Trainer(callbacks=...)`` and the default ones."""
-    from hasten.callbacks.defaults import with_defaults
+    """Return the callbacks of ``Trainer(callbacks=...)`` and the default ones that its arguments enable.
 
-    return last_ones_last(with_defaults(arguments))
+    Raises:
+        ValueError: a callback is given whose argument disables it, or several progress bars.
+
+    """
+    from hasten.callbacks.checkpoint import Checkpoint, ModelCheckpoint
+    from hasten.callbacks.model_summary import ModelSummary, RichModelSummary
+    from hasten.callbacks.progress import ProgressBar, TQDMProgressBar
+    from hasten.callbacks.timer import Timer
+
+    callbacks: list[Callback] = list(arguments.callbacks)
+
+    def names_of(kind: type) -> list[str]:
+        return [type(callback).__name__ for callback in callbacks if isinstance(callback, kind)]
+
+    bars, checkpoints = names_of(ProgressBar), names_of(Checkpoint)
+    if len(bars) > 1:
+        raise ValueError(f"Trainer(callbacks=[...]): there can be one progress bar, got {bars}.")
+    for argument, given, enabled in (
+        ("enable_progress_bar", bars, arguments.enable_progress_bar),
+        ("enable_checkpointing", checkpoints, arguments.enable_checkpointing or arguments.fast_dev_run),
+    ):
+        if given and not enabled:
+            raise ValueError(
+                f"Trainer({argument}=False, callbacks=[{given[0]}(...)]): they contradict each other. "
+                "Leave out one of them."
+            )
+    if arguments.enable_progress_bar and not bars:
+        callbacks.append(TQDMProgressBar())
+    if arguments.enable_model_summary and not names_of(ModelSummary):
+        is_rich = any(kind.__name__ == "RichProgressBar" for bar in callbacks for kind in type(bar).__mro__)
+        callbacks.append(RichModelSummary() if is_rich else ModelSummary())
+    if arguments.max_time is not None and not names_of(Timer):
+        callbacks.append(Timer(arguments.max_time))
+    if arguments.enable_checkpointing and not checkpoints:
+        callbacks.append(ModelCheckpoint())
+    return last_ones_last(callbacks)
 
 
 def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:

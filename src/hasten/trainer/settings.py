@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from hasten import arguments as table
-from hasten._lib.durations import Interval
+from hasten._lib.durations import Period
 from hasten.types import Duration
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _infinite_if_negative(steps: int) -> int | float:
 
 
 def _time_if_any(interval: Any) -> Any:
-    return interval.time if isinstance(interval, Interval) and interval.time is not None else interval
+    return interval.time if isinstance(interval, Period) and interval.time is not None else interval
 
 
 class TrainerSettings:

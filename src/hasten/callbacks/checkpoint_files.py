@@ -1,0 +1,201 @@
+"""The files of a ModelCheckpoint: names made from templates such as ``{epoch}-{val_loss:.2f}``, and their folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hasten._lib import check
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.files import TEMPORARY
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.checkpoint import files
+from hasten.checkpoint.io import CheckpointIO, TorchCheckpointIO
+from hasten.loggers.folders import entries, exists, file_system, is_url, local, version_folder
+
+if TYPE_CHECKING:
+    from hasten.trainer import Trainer
+
+FOLDER_NAME = "checkpoints"
+_FIELD = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
+# Characters that would lead to another folder.
+_UNSAFE = re.compile(r"[/\\\x00-\x1f]")
+
+
+# -- names
+
+
+def check_template(template: str, argument: str) -> None:
+    """Check before the run that a template stays inside its folder and its fields can be filled.
+
+    Raises:
+        TypeError: it is not a string.
+        MisconfigurationException: it names another folder, or a field cannot be filled with a number.
+
+    """
+    if not isinstance(template, str):
+        raise TypeError(f"{argument}={template!r}: use a string, for instance '{{epoch}}-{{val_loss:.2f}}'.")
+    problem = None
+    if os.path.isabs(template) or ".." in re.split(r"[/\\]", template) or "\0" in template:
+        problem = " leaves the folder of the checkpoints. Give the folder as dirpath=."
+    for name, spec in _FIELD.findall(template):
+        if not name:
+            problem = ": a field without a name. Write {epoch}."
+        elif not any(_fits(value, spec) for value in (1, 0.5)):
+            problem = f": {spec!r} is not a format of a number. Write for instance {{{name}:.2f}}."
+    if problem:
+        raise MisconfigurationException(f"{argument}={template!r}{problem}")
+
+
+def format_name(template: str, metrics: Mapping[str, Any], *, equals: str, insert_names: bool) -> str:
+    """Fill a template.
+
+    Args:
+        template: text with fields ``{name}`` or ``{name:format}``; a name that was not logged counts as 0.
+        metrics: values by name.
+        equals: put between a name and its value.
+        insert_names: write ``name=value`` instead of ``value``.
+
+    Raises:
+        ValueError: a value cannot be written in its format.
+
+    Example::
+
+        >>> format_name("{epoch:02d}-{val_loss:.2f}", {"epoch": 3, "val_loss": 0.517}, equals="=", insert_names=True)
+        'epoch=03-val_loss=0.52'
+
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        name, spec = match.group(1), match.group(2) or ""
+        value = metrics.get(name, 0)
+        if isinstance(value, Tensor):
+            value = value.item()
+        try:
+            text = _UNSAFE.sub("_", format(value, spec))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"The checkpoint name {template!r} cannot be filled: {name} is {value!r}, which has no format "
+                f"{spec!r}. Write {{{name}:.2f}} for a fraction."
+            ) from error
+        return f"{name}{equals}{text}" if insert_names else text
+
+    return _FIELD.sub(fill, template)
+
+
+def _fits(value: float, spec: str) -> bool:
+    try:
+        format(value, spec)
+    except ValueError:
+        return False
+    return True
+
+
+# -- the folder
+
+
+def resolve(dirpath: str | os.PathLike[str] | None) -> str | None:
+    """Return ``dirpath`` as an absolute path or URL; None (the logger's folder) stays None."""
+    check.path("ModelCheckpoint", "dirpath", dirpath, allow_none=True)
+    path = os.fspath(dirpath or "")
+    if not path:
+        return None
+    return path if is_url(path) else os.path.realpath(os.path.expanduser(local(path)))
+
+
+def default_folder(trainer: Trainer) -> str:
+    """Return the folder of a run's checkpoints: in the first logger's folder of the run, if there is one."""
+    if not trainer.loggers:
+        return os.path.join(trainer.default_root_dir, FOLDER_NAME)
+    logger = trainer.loggers[0]
+    root = logger.save_dir if logger.save_dir is not None else trainer.default_root_dir
+    return os.path.join(root, str(logger.name), version_folder(logger.version), FOLDER_NAME)
+
+
+def folders_of_earlier_runs(trainer: Trainer, folder: str) -> list[str]:
+    """Return the checkpoint folders of earlier runs of the same experiment, the latest first."""
+    if not trainer.loggers or not isinstance(trainer.loggers[0].version, int):
+        return []
+    root = os.path.dirname(os.path.dirname(folder))
+    numbers = [name.removeprefix("version_") for name in entries(root) if name.startswith("version_")]
+    earlier = sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
+    paths = [os.path.join(root, f"version_{number}", FOLDER_NAME) for number in earlier]
+    return [path for path in paths if path != folder]
+
+
+def newest(folder: str, extension: str, reader: CheckpointIO) -> str | None:
+    """Return the newest checkpoint below a folder that can be read, with a warning that names damaged ones."""
+    paths = find(folder, extension)
+    if isinstance(reader, TorchCheckpointIO) and not is_url(folder):
+        return files.newest_valid(paths)
+    for path in paths:
+        if not is_damaged(path, reader):
+            return path
+        rank_zero_warn(f"The checkpoint {path} is damaged and was skipped.")
+    return None
+
+
+def find(folder: str, extension: str) -> list[str]:
+    """Return the checkpoints in a folder and its subfolders, each once, the newest first."""
+    if is_url(folder):
+        system = file_system(folder)
+        scheme = folder.partition("://")[0]
+        paths = [f"{scheme}://{path}" for path in system.find(folder) if str(path).endswith(extension)]
+        return sorted(paths, key=lambda path: str(system.info(path).get("created", path)), reverse=True)
+    found: dict[str, tuple[int, str]] = {}
+    for subfolder, _, names in os.walk(folder):
+        for path in (os.path.join(subfolder, name) for name in names if name.endswith(extension)):
+            with contextlib.suppress(OSError):  # a broken link, or removed meanwhile
+                found.setdefault(os.path.realpath(path), (os.stat(path).st_mtime_ns, path))
+    return [path for _, path in sorted(found.values(), reverse=True)]
+
+
+def is_damaged(path: str, reader: CheckpointIO) -> bool:
+    """Return whether a checkpoint cannot be read; files of a plugin are assumed to be complete."""
+    if not isinstance(reader, TorchCheckpointIO):
+        return False
+    try:
+        files.verify(path)
+    except (RuntimeError, OSError, ValueError):
+        return True
+    return False
+
+
+def clean(folder: str) -> None:
+    """Remove temporary files of killed writers from a folder and its subfolders."""
+    if not is_url(folder):
+        for subfolder, _, _ in os.walk(folder):
+            files.clean(subfolder)
+
+
+def link(target: str, path: str) -> None:
+    """Make ``path`` a symbolic link to ``target``; an existing file is replaced in one step."""
+    if os.path.abspath(target) == os.path.abspath(path):
+        return
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    # ``clean`` removes files of this name if this process dies before the rename.
+    name = f".{os.path.basename(path)[:100]}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY}"
+    temporary = os.path.join(os.path.dirname(path), name)
+    try:
+        os.symlink(os.path.relpath(target, os.path.dirname(path)), temporary)
+    except OSError:
+        # Windows lets few users make links.
+        shutil.copy(target, temporary)
+    os.replace(temporary, path)
+
+
+def remove(path: str, writer: CheckpointIO) -> None:
+    """Remove a checkpoint; if that fails, warn and let training continue."""
+    try:
+        if exists(path) or os.path.lexists(path):
+            writer.remove_checkpoint(path)
+    except OSError as error:
+        rank_zero_warn(f"The checkpoint {path} is no longer needed and could not be removed: {error}.")

@@ -1,0 +1,545 @@
+"""Monitors: callbacks that log learning rates, the load of the device, and how fast a run is."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from hasten._lib import check
+from hasten._lib.errors import MisconfigurationException
+from hasten._lib.optional import need
+from hasten._lib.rank_zero import rank_zero_warn
+from hasten.hooks import use_hooks
+from hasten.loops.progress import RunningStage, TrainerFn
+from hasten.module.callback import Callback
+from hasten.report.throughput import Throughput, compute_dtype, get_available_flops
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from hasten.module import LightningModule
+    from hasten.trainer import Trainer
+    from hasten.types import Batch, StepOutput
+
+
+class LearningRateMonitor(Callback):
+    """Log the learning rates of all optimizers.
+
+    They are named ``lr-<Optimizer>``, or by the ``name`` of the scheduler's dict; with several parameter groups
+    ``/pg1``, ``/pg2`` or the group's own ``name`` follows, with several optimizers of one class ``-1``, ``-2``.
+    Learning rates are numbers on the host, so the device never waits for this.
+
+    Args:
+        logging_interval: "step" or "epoch"; None for the interval each scheduler steps at.
+        log_momentum: also log the momentum (for Adam and its kin the first beta) as ``<name>-momentum``.
+        log_weight_decay: also log the weight decay as ``<name>-weight_decay``.
+
+    Raises:
+        MisconfigurationException: ``logging_interval`` is something else, or the Trainer has no logger.
+
+    Example::
+
+        >>> LearningRateMonitor(logging_interval="step").lrs
+        {}
+
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        owner, name, error = "LearningRateMonitor", "logging_interval", MisconfigurationException
+        check.one_of(owner, name, logging_interval, ("step", "epoch"), allow_none=True, error=error)
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float | None] = {}
+        self.last_weight_decay_values: dict[str, float | None] = {}
+        self._logged_at = -1
+        use_hooks(self, LearningRateMonitor, logging_interval != "epoch", "on_train_batch_start")
+
+    def on_train_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        if not trainer.loggers:
+            raise MisconfigurationException(
+                "LearningRateMonitor: the Trainer has no logger. Leave it out, or do not pass logger=False."
+            )
+        self._logged_at = -1
+        found = self._named_optimizers(trainer)
+        names = [name for _, names, _ in found for name in names]
+        self.lrs = {name: [] for name in names}
+        self.last_momentum_values = {f"{name}-momentum": None for name in names}
+        self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
+        without = {
+            type(optimizer).__name__
+            for optimizer, _, _ in found
+            if "momentum" not in optimizer.defaults and "betas" not in optimizer.defaults
+        }
+        if self.log_momentum and without:
+            rank_zero_warn(
+                f"LearningRateMonitor(log_momentum=True): {', '.join(sorted(without))} has no momentum; 0 is logged "
+                "for it.",
+                RuntimeWarning,
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        """Log before a step whose values are logged too."""
+        if self.logging_interval == "epoch":
+            return
+        step = _updates(trainer)
+        # Batches of an accumulation share a step: one row is enough.
+        if (step + 1) % trainer.log_every_n_steps or step == self._logged_at:
+            return
+        self._logged_at = step
+        self._log(trainer, "step" if self.logging_interval is None else None, step)
+
+    def on_train_epoch_start(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        if self.logging_interval != "step":
+            self._log(trainer, "epoch" if self.logging_interval is None else None, _updates(trainer))
+
+    def _log(self, trainer: Trainer, interval: str | None, step: int) -> None:
+        stats: dict[str, float] = {}
+        for optimizer, names, when in self._named_optimizers(trainer):
+            # An optimizer without a scheduler has no interval: it is logged at both.
+            if interval is None or when is None or when == interval:
+                stats |= self._stats(optimizer, names)
+        if not stats:
+            return
+        # Other callbacks may name a learning rate, for instance in a checkpoint's file name.
+        trainer.current_run.logged.callback_values.update(stats)
+        if trainer.is_global_zero:
+            _log_to_all(trainer, stats, step)
+
+    def _stats(self, optimizer: Optimizer, names: list[str]) -> dict[str, float]:
+        stats: dict[str, float] = {}
+        for group, name in zip(optimizer.param_groups, names, strict=True):
+            stats[name] = _number(group["lr"])
+            self.lrs.setdefault(name, []).append(stats[name])
+            if self.log_momentum:
+                value = group["betas"][0] if "betas" in group else group.get("momentum", 0)
+                stats[f"{name}-momentum"] = self.last_momentum_values[f"{name}-momentum"] = _number(value)
+            if self.log_weight_decay:
+                value = group.get("weight_decay", 0)
+                stats[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = (
+                    _number(value)
+                )
+        return stats
+
+    def _named_optimizers(self, trainer: Trainer) -> list[tuple[Optimizer, list[str], str | None]]:
+        """Return each optimizer with a name for every parameter group and its scheduler's interval."""
+        seen: list[Any] = []
+        kinds: Counter[type] = Counter()
+        found: list[tuple[Optimizer, list[str], str | None]] = []
+        for config in trainer.lr_scheduler_configs:
+            optimizer = config.scheduler.optimizer
+            seen.append(optimizer)
+            found.append((optimizer, _names(optimizer, config.name, kinds), config.interval))
+        for wrapped in trainer.optimizers:
+            optimizer = getattr(wrapped, "optimizer", wrapped)
+            if not any(optimizer is other for other in seen):
+                seen.append(optimizer)
+                found.append((optimizer, _names(optimizer, None, kinds), None))
+        return found
+
+
+def _names(optimizer: Optimizer, given: str | None, kinds: Counter[type]) -> list[str]:
+    """Return a name for each parameter group of an optimizer."""
+    kind = type(optimizer)
+    name = given
+    if name is None:
+        kinds[kind] += 1
+        name = f"lr-{kind.__name__}" + (f"-{kinds[kind] - 1}" if kinds[kind] > 1 else "")
+    given_labels = [group.get("name") for group in optimizer.param_groups]
+    labels = [label or f"pg{i}" for i, label in enumerate(given_labels, start=1)]
+    for label, count in Counter(labels).items():
+        if count > 1:
+            raise MisconfigurationException(
+                f"LearningRateMonitor: {kind.__name__} has several parameter groups named {label!r}. "
+                "Give each group its own name, or none."
+            )
+    if len(labels) == 1 and not given_labels[0]:
+        return [name]
+    return [f"{name}/{label}" for label in labels]
+
+
+def _number(value: Any) -> float:
+    # A learning rate may be a tensor on the device (capturable optimizers); it is read once a logging interval.
+    return float(value.item()) if isinstance(value, Tensor) else value
+
+
+def _log_to_all(trainer: Trainer, values: dict[str, float], step: int) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(values), step=step)
+
+
+def _updates(trainer: Trainer) -> int:
+    """Return the number of batches after which an optimizer stepped: the x axis of loggers."""
+    module = trainer.lightning_module
+    if module is not None and not module.automatic_optimization:
+        return trainer.total_batch_idx + 1
+    return trainer.global_step
+
+
+_PURPOSE = "DeviceStatsMonitor(cpu_stats=...)"
+
+
+class DeviceStatsMonitor(Callback):
+    """Log memory and load of the device each ``log_every_n_steps``, before and after a batch.
+
+    The keys are ``DeviceStatsMonitor.on_train_batch_start/allocated_bytes.all.peak`` and the like. On CUDA they are
+    those of ``torch.cuda.memory_stats`` (bytes and counts); on the CPU ``cpu_percent``, ``cpu_vm_percent`` and
+    ``cpu_swap_percent`` of the whole machine, for which psutil must be installed. Nothing waits for the device.
+
+    Args:
+        cpu_stats: log the CPU's load too. None: where the run is on the CPU; False: never.
+
+    Raises:
+        MisconfigurationException: the Trainer has no logger.
+        ModuleNotFoundError: the CPU's load is requested and psutil is not installed.
+        TypeError: ``cpu_stats`` is neither None nor a bool.
+
+    Example::
+
+        >>> monitor = DeviceStatsMonitor(cpu_stats=True)
+
+    """
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self._cpu_stats = check.boolean("DeviceStatsMonitor", "cpu_stats", cpu_stats, allow_none=True)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that there is something to log, and a logger."""
+        if stage != "fit":
+            return
+        if not trainer.loggers:
+            raise MisconfigurationException(
+                "Cannot use `DeviceStatsMonitor` callback with `Trainer(logger=False)`: leave out one of them."
+            )
+        on_cpu = trainer.strategy.root_device.type == "cpu"
+        if self._cpu_stats or (self._cpu_stats is None and on_cpu):
+            # The first call of cpu_percent has nothing to compare with, and returns 0.
+            need("psutil", purpose=_PURPOSE).cpu_percent()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        self._log_step(trainer, "on_train_batch_start", ahead=1)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
+        self._log_step(trainer, "on_train_batch_end", ahead=0)
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Log before each ``log_every_n_steps``-th batch."""
+        self._log_evaluation(trainer, "start", batch_idx)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Log after each ``log_every_n_steps``-th batch."""
+        self._log_evaluation(trainer, "end", batch_idx)
+
+    on_test_batch_start = on_validation_batch_start
+    on_test_batch_end = on_validation_batch_end
+
+    def _log_step(self, trainer: Trainer, hook: str, *, ahead: int) -> None:
+        progress, every = trainer.progress, trainer.log_every_n_steps
+        if every and progress.accumulation_index == 0 and (progress.logged_step + ahead) % every == 0:
+            self._log(trainer, hook, progress.logged_step + ahead - 1)
+
+    def _log_evaluation(self, trainer: Trainer, edge: str, batch_idx: int) -> None:
+        every = trainer.log_every_n_steps
+        if every and (batch_idx + 1) % every == 0:
+            stage = "test" if trainer.testing else "validation"
+            self._log(trainer, f"on_{stage}_batch_{edge}", trainer.progress.logged_step)
+
+    def _log(self, trainer: Trainer, hook: str, step: int) -> None:
+        stats = self._stats(trainer) if trainer.is_global_zero else {}
+        if stats:
+            name = f"{type(self).__qualname__}.{hook}"
+            for logger in trainer.loggers:
+                separator = logger.group_separator
+                logger.log_metrics({f"{name}{separator}{key}": stats[key] for key in stats}, step=step)
+
+    def _stats(self, trainer: Trainer) -> dict[str, float]:
+        device = trainer.strategy.root_device
+        if device.type == "cpu":
+            return {} if self._cpu_stats is False else get_cpu_stats()
+        stats: dict[str, float] = dict(trainer.accelerator.get_device_stats(device))
+        return {**stats, **get_cpu_stats()} if self._cpu_stats else stats
+
+
+def get_cpu_stats() -> dict[str, float]:
+    """Return the load of this machine's CPU, memory and swap, in percent.
+
+    Raises:
+        ModuleNotFoundError: psutil is not installed.
+
+    Example::
+
+        >>> sorted(get_cpu_stats())
+        ['cpu_percent', 'cpu_swap_percent', 'cpu_vm_percent']
+
+    """
+    psutil = need("psutil", purpose=_PURPOSE)
+    return {
+        "cpu_percent": psutil.cpu_percent(),
+        "cpu_vm_percent": psutil.virtual_memory().percent,
+        "cpu_swap_percent": psutil.swap_memory().percent,
+    }
+
+
+_BATCH_START = {
+    RunningStage.TRAINING: "on_train_batch_start",
+    RunningStage.VALIDATING: "on_validation_batch_start",
+    RunningStage.TESTING: "on_test_batch_start",
+    RunningStage.PREDICTING: "on_predict_batch_start",
+}
+
+
+class ThroughputMonitor(Callback):
+    """Log how fast a run is: batches, samples and items a second, FLOP/s, and their share of the peak (MFU).
+
+    The values go to the loggers each ``log_every_n_steps``, under ``train/device/samples_per_sec`` and the like;
+    see ``hasten.report.throughput.Throughput`` for all of them. Rates are over the last ``window_size`` batches.
+    Nothing waits for the device: on CUDA times are those of CUDA events, read when they have happened. Time spent in
+    validation does not count as training.
+
+    The operations of a batch are ``pl_module.flops_per_batch``, if there is one, read at every batch; else those of
+    the first batch of each stage, counted while it runs.
+
+    Args:
+        batch_size_fn: returns the number of samples of a batch.
+        length_fn: returns the number of items (tokens, ...) of a batch.
+        **kwargs: ``window_size`` (100) and ``separator`` ("/") of Throughput, and ``available_flops``: the peak of
+            the device, for devices that are not known.
+
+    Raises:
+        TypeError: ``batch_size_fn`` or ``length_fn`` cannot be called.
+        ValueError: ``window_size`` is less than 2.
+
+    Example::
+
+        >>> monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=10)
+
+    """
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], int],
+        length_fn: Callable[[Any], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        allowed = "a function of a batch, for instance lambda batch: batch[0].size(0)"
+        check.callable_("ThroughputMonitor", "batch_size_fn", batch_size_fn, allowed=allowed)
+        check.callable_("ThroughputMonitor", "length_fn", length_fn, allowed=allowed, allow_none=True)
+        Throughput(**kwargs)  # raises for wrong arguments
+        self.kwargs = kwargs
+        self.batch_size_fn = batch_size_fn
+        self.length_fn = length_fn
+        self.available_flops: float | None = kwargs.get("available_flops")
+        # What is measured, by stage; empty on other processes than the first.
+        self._stages: dict[RunningStage, StageThroughput] = {}
+        self._counter: FlopCounterMode | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # CUDA events cannot be pickled.
+        return {**self.__dict__, "_stages": {}, "_counter": None}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        device = trainer.strategy.root_device
+        if "available_flops" not in self.kwargs:
+            self.available_flops = get_available_flops(device, compute_dtype(trainer.precision_plugin))
+        options = {**self.kwargs, "available_flops": self.available_flops, "world_size": trainer.world_size}
+        stages = [RunningStage.TRAINING, RunningStage.VALIDATING]
+        if stage != TrainerFn.FITTING.value:
+            assert trainer.state.stage is not None
+            stages = [trainer.state.stage]
+        for found in stages if trainer.is_global_zero else ():
+            self._stages[found] = StageThroughput(found, device, **options)
+        counts = trainer.is_global_zero and not hasattr(pl_module, "flops_per_batch")
+        use_hooks(self, ThroughputMonitor, counts, *_BATCH_START.values())
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop counting, after an exception too."""
+        self._end_count()
+
+    # -- hooks
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        measured = self._stage(trainer)
+        if measured is not None:
+            if trainer.state.fn == TrainerFn.FITTING or not measured.batches:
+                measured.reset()
+            measured.begin()
+
+    on_validation_start = on_test_start = on_predict_start = on_train_start
+
+    def on_train_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Count the operations of the first batch of a stage."""
+        measured = self._stage(trainer)
+        if measured is not None and measured.flops is None:
+            from torch.utils.flop_counter import FlopCounterMode
+
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
+        """Measure, and log with the step's other values."""
+        measured = self._batch_ended(trainer, pl_module, batch)
+        progress, every = trainer.progress, trainer.log_every_n_steps
+        # With the optimizer's step: an accumulation is measured when it is complete.
+        is_due = every and progress.accumulation_index == 0 and progress.logged_step % every == 0
+        if measured is not None and is_due:
+            self._log(trainer, measured, progress.logged_step - 1)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Measure, and log each ``log_every_n_steps`` batches."""
+        measured, every = self._batch_ended(trainer, pl_module, batch), trainer.log_every_n_steps
+        if measured is not None and every and measured.batches % every == 0:
+            self._log(trainer, measured, measured.batches)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue to measure training, without the time of validation."""
+        if trainer.state.fn == TrainerFn.FITTING and RunningStage.TRAINING in self._stages:
+            self._stages[RunningStage.TRAINING].begin()
+
+    # -- inside
+
+    def _stage(self, trainer: Trainer) -> StageThroughput | None:
+        """Return what is measured now; None on other processes and in the sanity check."""
+        stage = trainer.state.stage
+        return None if stage is None else self._stages.get(stage)
+
+    def _end_count(self) -> int | None:
+        if self._counter is None:
+            return None
+        counter, self._counter = self._counter, None
+        counter.__exit__(None, None, None)
+        return int(counter.get_total_flops())
+
+    def _batch_ended(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch
+    ) -> StageThroughput | None:
+        measured = self._stage(trainer)
+        if measured is None:
+            return None
+        counted = self._end_count()
+        if counted is not None:
+            measured.flops = counted
+            use_hooks(self, ThroughputMonitor, False, _BATCH_START[measured.stage])
+        flops = getattr(pl_module, "flops_per_batch", None)
+        with torch.no_grad():
+            samples = self.batch_size_fn(batch)
+            length = None if self.length_fn is None else self.length_fn(batch)
+        measured.batch_ended(samples, length, measured.flops or None if flops is None else flops)
+        return measured
+
+    @staticmethod
+    def _log(trainer: Trainer, measured: StageThroughput, step: int) -> None:
+        prefix = f"{measured.stage.value}{measured.separator}"
+        metrics = {prefix + name: value for name, value in measured.compute().items()}
+        if metrics:
+            _log_to_all(trainer, metrics, step)
+
+
+class StageThroughput(Throughput):
+    """The rates of one stage, from the times at which the device ended its batches."""
+
+    def __init__(self, stage: RunningStage, device: torch.device, **options: Any) -> None:
+        self.stage = stage
+        self._on_cuda = device.type == "cuda"
+        # The operations of a batch, once they are counted; ``reset`` keeps them.
+        self.flops: int | None = None
+        super().__init__(**options)
+
+    def reset(self) -> None:
+        """Remove all that was recorded, but not the operations of a batch."""
+        super().reset()
+        self.batches = self._total_samples = 0
+        self._total_lengths: int | None = None
+        self._seconds, self._latest = 0.0, -1.0
+        self._start: Any = None
+        # (start and end of the interval, totals at its end)
+        self._pending: deque[tuple[Any, Any, dict[str, Any]]] = deque()
+
+    def begin(self) -> None:
+        """Measure from now on."""
+        self._start = self._now()
+
+    def batch_ended(self, samples: int, length: int | None, flops: float | None) -> None:
+        """Count a batch that ends now."""
+        now = self._now()
+        self.batches += 1
+        self._total_samples += samples
+        if length is not None:
+            self._total_lengths = (self._total_lengths or 0) + length
+        totals = {
+            "batches": self.batches,
+            "samples": self._total_samples,
+            "lengths": self._total_lengths,
+            "flops": flops,
+        }
+        self._pending.append((now if self._start is None else self._start, now, totals))
+        self._start = now
+
+    def compute(self) -> dict[str, float]:
+        """Return totals and rates up to the last batch that the device has ended."""
+        while self._pending and (not self._on_cuda or self._pending[0][1].query()):
+            start, end, totals = self._pending.popleft()
+            self._seconds += start.elapsed_time(end) / 1000 if self._on_cuda else end - start
+            if self._seconds > self._latest:  # A clock may stand still between two small batches.
+                self._latest = self._seconds
+                self.update(time=self._seconds, **totals)
+        return super().compute()
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
