@@ -489,7 +489,7 @@ def test_what_needs_padded_blocks_is_refused_in_the_first_step() -> None:
     with (
         packed_blocks(model, asked="Trainer(packed=True)"),
         pytest.raises(
-            ValueError, match=r"Trainer\(packed=True\): BertModel was asked for output_hidden_states"
+            ValueError, match=r"Trainer\(packed=True\): BertModel: it was asked for output_hidden_states"
         ),
     ):
         model(**batch, output_hidden_states=True)

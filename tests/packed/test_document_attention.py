@@ -109,7 +109,9 @@ def test_the_kernels_of_a_gpu_are_given_what_they_take(
         torch.empty(9, heads, head_dim, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)
     )
     places = cu_seqlens([4, 5]).to("meta")
-    attended = document_attention._by_kernel(q, k, v, places, 5, True, 0.1, None, flash=flash)
+    attended = document_attention._by_kernel(
+        q, k, v, places, 5, {"dropout_p": 0.1, "is_causal": True, "scale": None}
+    )
     assert (attended.shape, attended.dtype) == (q.shape, dtype)
     if flash:
         # The other one's gradient has no shapes to be told by without a device.

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from hasten._lib.errors import MisconfigurationException
 from hasten.memory import recomputed
 from hasten.packed import first_token
-from hasten.packed.adapters_torch import _Begin
 from hasten.packed.blocks import packed_blocks
 from hasten.packed.layout import Layout
-from hasten.packed.stack import Stack
 from tests.models import quiet
 from tests.packed.test_blocks import WIDTH, FirstReader, batch_of, loader, logits_and_gradients, model_of
 
@@ -75,7 +73,7 @@ def test_selective_checkpointing_of_first_tokens_gives_the_same_gradients(name: 
                 torch.testing.assert_close(one, other)
 
 
-def test_wherewould_wait_a_wrong_loss_is_told_at_the_next_forward_or_the_end(
+def test_where_the_host_would_wait_a_wrong_loss_is_told_at_the_next_forward_or_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(first_token, "would_wait", lambda _: True)
@@ -125,17 +123,16 @@ def test_a_mask_is_looked_at_once_as_long_as_it_stays(monkeypatch: pytest.Monkey
         lambda mask: bool(looked.append(mask) or mask[0, 1] == -torch.inf),
     )
     encoder = FirstReader().reader.encoder.train()
-    begin = _Begin(encoder, Stack(list(encoder.layers), encoder.layers, "packed=True"))
     mask = nn.Transformer.generate_square_subsequent_mask(WIDTH)
     words = torch.randn(2, WIDTH, 16)
-    for _ in range(3):
-        begin(encoder, (words, mask), {})
-    assert len(looked) == 1
-    begin(encoder, (words, mask.clone()), {})
-    begin(encoder, (words, mask), {})
-    assert len(looked) == 3
-    mask.zero_()
-    with pytest.raises(MisconfigurationException, match=r"a mask of (shape|its own)"):
-        begin(encoder, (words, mask), {})
-    with pytest.raises(MisconfigurationException, match=r"a mask of (shape|its own)"):
-        begin(encoder, (words[:, :5], nn.Transformer.generate_square_subsequent_mask(WIDTH)), {})
+    with packed_blocks(encoder):
+        for _ in range(3):
+            encoder(words, mask)
+        assert len(looked) == 1
+        encoder(words, mask.clone())
+        encoder(words, mask)
+        assert len(looked) == 3
+        mask.zero_()
+        for given in ((words, mask), (words[:, :5], nn.Transformer.generate_square_subsequent_mask(WIDTH))):
+            with pytest.raises(MisconfigurationException, match=r"a mask of shape"):
+                encoder(*given)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hasten._lib.errors import MisconfigurationException
-from hasten.packed.layout import Layout
-from hasten.packed.patches import HookPatch, MethodPatch
-from hasten.packed.stack import CAUSAL_FIRST_TOKEN, HELP, Stack
-from hasten.packed.verify import Verified
+from hasten.packed.first_token import CAUSAL
+from hasten.packed.layout import HELP, Layout, refusal
+from hasten.packed.patches import MethodPatch
+from hasten.packed.stack import Stack, own_mask
+from hasten.packed.verify import packing
 
 # They compute each token separately, so they can compute first tokens only.
 _TOKEN_BY_TOKEN = (nn.LayerNorm, nn.RMSNorm)
@@ -36,40 +36,42 @@ def packed_encoder(encoder: nn.TransformerEncoder, asked: str, first_token: bool
     """
     asked = f"{asked}: {type(encoder).__name__}"
     blocks: list[Any] = list(dict.fromkeys(encoder.layers))
-    problem = _problem_of_stack(encoder, blocks)
-    for block in blocks:
-        problem = problem or _problem(block)
-        if first_token and not _computes_as_torch(block):
-            problem = (
-                problem or f"{type(block).__name__} overrides forward, so its last block needs all tokens"
-            )
+    problem = _problem(encoder, blocks, first_token)
     if problem is not None:
-        raise MisconfigurationException(f"{asked}: {problem}. {HELP}")
-    norm: Any = encoder.norm if type(encoder.norm) in _TOKEN_BY_TOKEN else None
-    if norm is not None and "forward" in vars(norm):
+        raise refusal(asked, problem, HELP)
+    norm: Any = encoder.norm
+    if type(norm) not in _TOKEN_BY_TOKEN or "forward" in vars(norm):
         norm = None
     stack = Stack(blocks, encoder.layers, asked, first_token=first_token, norm=norm)
-    begin = _Begin(encoder, stack)
-    finish = HookPatch(lambda _module, _args, output: stack.finish(output))
-    with ExitStack() as changed:
-        changed.callback(encoder.register_forward_pre_hook(HookPatch(begin), with_kwargs=True).remove)
-        changed.callback(encoder.register_forward_hook(finish, always_call=True).remove)
-        changed.enter_context(Verified(encoder, stack, begin.signature, begin.layout).applied())
+    layouts = _Layouts(stack)
+
+    def begin(given: dict[str, Any]) -> Layout | None:
+        if given["src"].dim() != 3:
+            return None
+        # torch's fast path for evaluation without gradients never calls the attention of the layers.
+        trains = torch.is_grad_enabled() and (encoder.training or _computes_gradients(encoder, given["src"]))
+        stack.without_gradients |= not trains
+        return layouts(given) if trains else None
+
+    with packing(encoder, stack, begin, layouts) as changed:
         for block in blocks:
             changed.enter_context(_Attention(block, stack).applied())
-        changed.enter_context(stack.packing())
         yield stack
 
 
-def _problem_of_stack(encoder: nn.TransformerEncoder, blocks: list[Any]) -> str | None:
+def _problem(encoder: nn.TransformerEncoder, blocks: list[Any], first_token: bool) -> str | None:
+    """Return why an encoder cannot be packed; None if nothing is known against it before a call."""
     if "src" not in inspect.signature(encoder.forward).parameters:
         return "its forward takes no src"
     if len(blocks) not in (1, len(encoder.layers)):
         return "it contains some layers several times"
-    return None
+    problem = next(filter(None, map(_problem_of_block, blocks)), None)
+    if problem is None and first_token and not all(map(_computes_as_torch, blocks)):
+        return "a layer overrides forward, so the last one needs all tokens"
+    return problem
 
 
-def _problem(block: nn.Module) -> str | None:
+def _problem_of_block(block: nn.Module) -> str | None:
     """Return why a layer cannot be packed; None if nothing is known against it before a call."""
     inner = getattr(block, "self_attn", None)
     if not isinstance(block, nn.TransformerEncoderLayer) or not isinstance(inner, nn.MultiheadAttention):
@@ -99,47 +101,28 @@ def _computes_as_torch(block: nn.Module) -> bool:
     )
 
 
-class _Begin:
-    """The forward pre-hook of an encoder: finds out which tokens of its batch are real."""
+class _Layouts:
+    """Finds out which tokens of a batch are real, and sets whether the attention of a stack is causal."""
 
-    def __init__(self, encoder: nn.TransformerEncoder, stack: Stack) -> None:
+    def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self.signature = inspect.signature(encoder.forward)
         # The last mask, its version, and whether it was causal; reading it again would make the host wait for a GPU.
         self._seen: tuple[weakref.ref[Tensor], int, bool] | None = None
 
-    def __call__(self, encoder: nn.Module, args: Any, kwargs: Any) -> None:
-        stack = self._stack
-        given = self.signature.bind_partial(*args, **kwargs).arguments
-        if given["src"].dim() != 3:
-            stack.begin(None)
-        elif not torch.is_grad_enabled():
-            stack.without_gradients = True
-            stack.begin(None)
-        elif not encoder.training and not _computes_gradients(encoder, given["src"]):
-            # torch's fast path for this case never calls the attention of the layers.
-            stack.without_gradients = True
-            stack.begin(None)
-        else:
-            stack.begin(self.layout(given))
-
-    def layout(self, given: dict[str, Any]) -> Layout:
-        """Return which tokens of a batch are real, and set whether attention is causal.
-
-        Args:
-            given: the arguments of the encoder's forward by name.
-
-        """
+    def __call__(self, given: dict[str, Any]) -> Layout:
+        """Return the layout of a batch, given the arguments of the encoder's forward by name."""
         stack, source, padding = self._stack, given["src"], given.get("src_key_padding_mask")
         mask, width = given.get("mask"), source.shape[1]
         stack.causal = bool(given.get("is_causal")) or self._is_causal(mask, width)
         stack.masked = mask is not None
         if stack.causal and stack.first is not None:
-            raise MisconfigurationException(f"{stack.asked}: {CAUSAL_FIRST_TOKEN}")
+            raise refusal(stack.asked, CAUSAL, "Use packed=True.")
         if mask is not None and not stack.causal:
-            raise MisconfigurationException(
-                f"{stack.asked} was called with a mask of shape {tuple(mask.shape)}; only a causal mask can be packed. "
-                f"{HELP}"
+            shape = tuple(mask.shape)
+            raise refusal(
+                stack.asked,
+                f"it was called with a mask of shape {shape}; only a causal one can be packed",
+                HELP,
             )
         return Layout((source.shape[0], width), _real(padding, stack.asked), source.device)
 
@@ -173,9 +156,10 @@ def _real(padding: Tensor | None, asked: str) -> Tensor | None:
         return ~padding
     hidden = padding == -torch.inf
     if not bool((hidden | (padding == 0)).all()):
-        raise MisconfigurationException(
-            f"{asked} was called with a src_key_padding_mask with numbers other than 0 and -inf. Weighted "
-            f"tokens cannot be packed. {HELP}"
+        raise refusal(
+            asked,
+            "its src_key_padding_mask has numbers other than 0 and -inf: weighted tokens cannot be packed",
+            HELP,
         )
     return ~hidden
 
@@ -194,10 +178,7 @@ class _Attention(MethodPatch):
             return self.original(query, key, value, *args, **kwargs)
         layer = block.self_attn
         if kwargs.get("attn_mask") is not None and not stack.masked:
-            raise MisconfigurationException(
-                f"{stack.asked}: {type(block).__name__} calls attention with a mask of its own, of "
-                f"shape {tuple(kwargs['attn_mask'].shape)}. {HELP}"
-            )
+            raise own_mask(stack.asked, block, kwargs["attn_mask"])
         row = stack.all_tokens(layer)
         if row is not None:
             given = block.norm1(row) if block.norm_first else row

@@ -5,18 +5,18 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hasten._lib.errors import MisconfigurationException
-from hasten.packed.layout import Layout
-from hasten.packed.patches import HookPatch, MethodPatch, NamePatch
-from hasten.packed.stack import CAUSAL_FIRST_TOKEN, HELP, Call, Stack
-from hasten.packed.verify import Verified
+from hasten.packed.first_token import CAUSAL
+from hasten.packed.layout import HELP, Layout, refusal
+from hasten.packed.patches import MethodPatch, NamePatch
+from hasten.packed.stack import Call, Stack, own_mask
+from hasten.packed.verify import packing
 
 # The name under which models find the attention of this file.
 ATTENTION = "hasten_packed"
@@ -66,22 +66,19 @@ def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
     asked = f"{asked}: {type(model).__name__}"
     problem = _problem(model)
     if problem is not None:
-        raise MisconfigurationException(f"{asked}: {problem}. {HELP}")
+        raise refusal(asked, problem, HELP)
     from transformers import AttentionInterface  # type: ignore[import-untyped,unused-ignore]
 
     AttentionInterface.register(ATTENTION, _attention)
-    (container,) = _lists_of_blocks(model)
+    config, (container,) = model.config, _lists_of_blocks(model)
     blocks = list(container)
     causal = any(getattr(one, "is_causal", False) for one in blocks[0].modules())
     if causal and first_token:
-        raise MisconfigurationException(f"{asked}: {CAUSAL_FIRST_TOKEN}")
-    if first_token and getattr(model.config, "num_hidden_layers", len(blocks)) != len(blocks):
+        raise refusal(asked, CAUSAL, "Use packed=True.")
+    if first_token and getattr(config, "num_hidden_layers", len(blocks)) != len(blocks):
         # ALBERT: the last block is also the first, which needs all tokens.
-        raise MisconfigurationException(
-            f"{asked}: it computes the same blocks several times, so the last one needs all tokens. Use "
-            "packed=True."
-        )
-    config = model.config
+        problem = "it computes the same blocks several times, so the last one needs all tokens"
+        raise refusal(asked, problem, "Use packed=True.")
 
     @contextmanager
     def unpatched() -> Iterator[None]:
@@ -94,42 +91,29 @@ def packed_model(model: Any, asked: str, first_token: bool) -> Iterator[Stack]:
 
     stack = Stack(blocks, container, asked, causal, first_token, unpatched=unpatched)
     inside = [one for block in blocks for one in block.modules()]
-    signature = inspect.signature(model.forward)
-
     may_checkpoint = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
-    # Open while a call is computed padded.
-    padded_call = ExitStack()
 
-    def layout(given: dict[str, Any]) -> Layout:
-        return _layout(asked, {**given, **given.get("kwargs", {})})
-
-    def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(given: dict[str, Any]) -> Layout | None:
         if not torch.is_grad_enabled():
             # Validation, generate(): any output may be read.
             stack.without_gradients = True
-            padded_call.enter_context(unpatched())
-            stack.begin(None)
-            return
+            stack.padded.enter_context(unpatched())
+            return None
         # In each call, because a program may enable it in the middle of a run.
         for one in may_checkpoint:
             if _CHECKPOINT in vars(one) and not isinstance(vars(one)[_CHECKPOINT], _Checkpoint):
                 changed.enter_context(_Checkpoint(one, stack).applied())
-        stack.begin(layout(signature.bind_partial(*args, **kwargs).arguments))
+        return layout(given)
 
-    def finish(_module: nn.Module, _args: Any, output: Any) -> None:
-        padded_call.close()
-        stack.finish(output)
+    def layout(given: dict[str, Any]) -> Layout:
+        return _layout(asked, {**given, **given.get("kwargs", {})})
 
-    with ExitStack() as changed:
-        changed.callback(model.register_forward_pre_hook(HookPatch(begin), with_kwargs=True).remove)
-        changed.callback(model.register_forward_hook(HookPatch(finish), always_call=True).remove)
-        changed.enter_context(Verified(model, stack, signature, layout).applied())
+    with packing(model, stack, begin, layout) as changed:
         before = config._attn_implementation
         changed.callback(setattr, config, "_attn_implementation", before)
         config._attn_implementation = NamePatch(ATTENTION, getattr(before, "original", before))
         _STACKS.update(dict.fromkeys(inside, stack))
         changed.callback(lambda: [_STACKS.pop(one, None) for one in inside])
-        changed.enter_context(stack.packing())
         yield stack
 
 
@@ -164,22 +148,23 @@ def _problem(model: Any) -> str | None:
     return None
 
 
-def _layout(place: str, given: dict[str, Any]) -> Layout:
+def _layout(asked: str, given: dict[str, Any]) -> Layout:
+    """Return which tokens of a batch are real, given the arguments of the model's forward by name."""
     if given.get("past_key_values") is not None:
-        raise MisconfigurationException(f"{place} was called with past_key_values. {HELP}")
+        raise refusal(asked, "it was called with past_key_values", HELP)
     for name in _OUTPUTS:
         if given.get(name):
-            raise MisconfigurationException(f"{place} was asked for {name}. {HELP}")
+            raise refusal(asked, f"it was asked for {name}", HELP)
     found = [given[key] for key in ("input_ids", "inputs_embeds") if given.get(key) is not None]
-    mask = given.get("attention_mask")
     if not found:
-        raise MisconfigurationException(f"{place} was called without input_ids and inputs_embeds. {HELP}")
-    shape = (found[0].shape[0], found[0].shape[1])
+        raise refusal(asked, "it was called without input_ids and inputs_embeds", HELP)
+    shape, mask = (found[0].shape[0], found[0].shape[1]), given.get("attention_mask")
     if mask is not None and tuple(mask.shape) != shape:
-        raise MisconfigurationException(
-            f"{place} was called with an attention_mask of shape {tuple(mask.shape)}; only a mask of padding, of "
-            f"shape {shape}, can be packed. {HELP}"
+        problem = (
+            f"it was called with an attention_mask of shape {tuple(mask.shape)}; only a mask of padding, of shape "
+            f"{shape}, can be packed"
         )
+        raise refusal(asked, problem, HELP)
     return Layout(shape, mask, found[0].device)
 
 
@@ -217,22 +202,16 @@ def _attention(
     call = None if stack is None else stack.current()
     if stack is None or call is None or call.layout is None:
         asked = "packed=True" if stack is None else stack.asked
-        raise MisconfigurationException(
-            f"{asked}: {kind} attends outside the blocks that are packed, or without the model around them. {HELP}"
-        )
+        problem = f"{kind} attends outside the blocks that are packed, or without the model around them"
+        raise refusal(asked, problem, HELP)
     if attention_mask is not None:
-        raise MisconfigurationException(
-            f"{stack.asked}: {kind} calls attention with a mask of its own, of shape "
-            f"{tuple(attention_mask.shape)}. {HELP}"
-        )
+        raise own_mask(stack.asked, module, attention_mask)
     for name in ("position_bias", "softcap", "sliding_window", "s_aux"):
         if others.get(name) is not None:
-            raise MisconfigurationException(f"{stack.asked}: {kind} computes attention with {name}. {HELP}")
+            raise refusal(stack.asked, f"{kind} computes attention with {name}", HELP)
     is_causal = others.get("is_causal")
     if bool(getattr(module, "is_causal", False) if is_causal is None else is_causal) != stack.causal:
-        raise MisconfigurationException(
-            f"{stack.asked}: {kind} is causal and other blocks are not, or the reverse. {HELP}"
-        )
+        raise refusal(stack.asked, f"{kind} is causal and other blocks are not, or the reverse", HELP)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     row = stack.all_tokens(module)

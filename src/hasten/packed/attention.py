@@ -6,40 +6,38 @@ Here each sequence attends only to itself, by matrix products into reused buffer
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hasten.packed.document_attention import Run, runs_of
 from hasten.packed.dropout import draw, kept, scale_of
 
 
-def _runs(bounds: Tensor) -> list[tuple[int, int, int]]:
-    """Return (first token, number of sequences, length) for each run of sequences of equal length."""
-    edges = bounds.tolist()
-    lengths = [end - begin for begin, end in pairwise(edges)]
-    found, place = [], 0
-    for length, same in groupby(lengths):
-        count = len(list(same))
-        if length:
-            found.append((place, count, length))
-        place += count * length
-    return found
-
-
-def _cut(rows: Tensor, run: tuple[int, int, int]) -> Tensor:
+def _cut(rows: Tensor, run: Run) -> Tensor:
     """Return one run of ``(heads, tokens, features)`` as ``(heads * sequences, length, features)``."""
     begin, count, length = run
     part = rows[:, begin : begin + count * length]
     return part if count == 1 else part.unflatten(1, (count, length)).flatten(0, 1)
 
 
-def _put(rows: Tensor, run: tuple[int, int, int], part: Tensor) -> None:
+def _put(rows: Tensor, run: Run, part: Tensor) -> None:
     """Write one run, shaped as by ``_cut``, into ``(tokens, heads, features)``."""
     begin, count, length = run
     heads = part.unflatten(0, (-1, count)).permute(1, 2, 0, 3)
     rows[begin : begin + count * length].unflatten(0, (count, length)).copy_(heads)
+
+
+def _scores(heads: int, runs: list[Run]) -> Iterator[tuple[Run, torch.Size, slice]]:
+    """Yield each run with the shape of its scores and where they are among the scores of all runs."""
+    place = 0
+    for run in runs:
+        _, count, length = run
+        shape = torch.Size((heads * count, length, length))
+        yield run, shape, slice(place, place + shape.numel())
+        place += shape.numel()
 
 
 @torch.library.custom_op("hasten::packed_attention", mutates_args=())
@@ -47,22 +45,17 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, p: float, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     heads, tokens, _ = query.shape
-    runs = _runs(bounds)
+    runs = runs_of(bounds.tolist())
     pairs = heads * sum(count * length**2 for _, count, length in runs)
     weights = torch.empty(pairs, dtype=query.dtype)
     random, threshold = draw(pairs, p) if p else (torch.empty(0, dtype=torch.uint8), 0)
     # The features of all heads of a token are adjacent, as the next layer needs them.
     output = torch.empty((tokens, heads, value.shape[-1]), dtype=query.dtype)
     scaled = query * scale
-    place = 0
-    for run in runs:
-        _, count, length = run
-        shape = torch.Size((heads * count, length, length))
-        part = slice(place, place + shape.numel())
-        place += shape.numel()
+    for run, shape, part in _scores(heads, runs):
         scores = torch.bmm(_cut(scaled, run), _cut(key, run).transpose(1, 2))
         if causal:
-            scores.masked_fill_(_future(length), -torch.inf)
+            scores.masked_fill_(torch.ones(shape[1:], dtype=torch.bool).triu_(1), -torch.inf)
         probabilities = weights[part].view(shape)
         torch.softmax(scores, -1, out=probabilities)
         if p:
@@ -108,24 +101,18 @@ def _attention_backward(
         torch.empty((one.shape[1], heads, one.shape[2]), dtype=one.dtype) for one in (query, key, value)
     )
     # The softmax's mean gradient, weighted by the probabilities, is a product of two small tensors.
-    centre = (gradient * output).sum(-1, keepdim=True).transpose(0, 1)
+    center = (gradient * output).sum(-1, keepdim=True).transpose(0, 1)
     gradient = (gradient * scale_of(p) if p else gradient).transpose(0, 1)
-    place = 0
-    for run in _runs(bounds):
-        _, count, length = run
-        shape = torch.Size((heads * count, length, length))
-        part = slice(place, place + shape.numel())
-        place += shape.numel()
+    for run, shape, part in _scores(heads, runs_of(bounds.tolist())):
         probabilities, d_output = weights[part].view(shape), _cut(gradient, run)
         d_weights = torch.bmm(d_output, _cut(value, run).transpose(1, 2))
+        dropped = probabilities
         if p:
             mask = kept(random[part], least, shape, query.dtype)
             d_weights.mul_(mask)
             dropped = mask.mul_(probabilities)
-        else:
-            dropped = probabilities
         _put(d_value, run, torch.bmm(dropped.transpose(1, 2), d_output))
-        d_scores = d_weights.sub_(_cut(centre, run)).mul_(probabilities)
+        d_scores = d_weights.sub_(_cut(center, run)).mul_(probabilities)
         _put(d_query, run, torch.bmm(d_scores, _cut(key, run)))
         _put(d_key, run, torch.bmm(d_scores.transpose(1, 2), _cut(query, run)))
     return (
@@ -136,38 +123,18 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    weights: Tensor,
-    random: Tensor,
-    threshold: Tensor,
-    bounds: Tensor,
-    p: float,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        query.new_empty(query.shape),
-        key.new_empty(key.shape),
-        value.new_empty(value.shape),
-    )
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in (query, key, value))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, bounds, ctx.p, ctx.scale, _ = inputs
-    attended, weights, random, threshold = output
-    ctx.mark_non_differentiable(weights, random, threshold)
-    ctx.save_for_backward(query, key, value, attended, weights, random, threshold, bounds)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(query, key, value, *output, bounds)
 
 
 def _backward(ctx: Any, gradient: Tensor, *_others: Any) -> tuple[Any, ...]:
-    query, key, value, attended, weights, random, threshold, bounds = ctx.saved_tensors
-    gradients = _attention_backward(
-        gradient, query, key, value, attended, weights, random, threshold, bounds, ctx.p, ctx.scale
-    )
+    gradients = _attention_backward(gradient, *ctx.saved_tensors, ctx.p, ctx.scale)
     return *gradients, None, None, None, None
 
 
@@ -196,7 +163,3 @@ def attention(
     """
     attended: Tensor = _attention(query, key, value, bounds, p, scale, causal)[0]
     return attended
-
-
-def _future(length: int) -> Tensor:
-    return torch.ones((length, length), dtype=torch.bool).triu_(1)

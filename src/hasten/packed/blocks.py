@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.packed.adapters_torch import packed_encoder
 from hasten.packed.adapters_transformers import is_packable, packed_model
-from hasten.packed.stack import HELP, INSTEAD, Stack
+from hasten.packed.layout import HELP, refusal
+from hasten.packed.stack import Stack
 
 
 @contextmanager
@@ -61,14 +61,10 @@ def packed_blocks(
                 stacks.append(changed.enter_context(packed_model(child, asked, first_token)))
         blocks = [block for stack in stacks for block in stack.blocks]
         if len(set(blocks)) != len(blocks):
-            raise MisconfigurationException(
-                f"{asked}: two transformers of {type(module).__name__} share a block. {INSTEAD}"
-            )
+            raise refusal(asked, f"two transformers of {type(module).__name__} share a block")
         if not blocks:
-            raise MisconfigurationException(
-                f"{asked}: {type(module).__name__} has no transformer that can compute on real tokens "
-                f"only. {HELP}"
-            )
+            problem = f"{type(module).__name__} has no transformer that can compute on real tokens only"
+            raise refusal(asked, problem, HELP)
         yield len(blocks)
         if any(stack.without_gradients for stack in stacks) and not any(stack.used for stack in stacks):
             rank_zero_warn(

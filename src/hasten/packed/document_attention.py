@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+# The largest head of flash attention, and the multiple of which both kernels take heads without padding.
+_LARGEST_HEAD, _MULTIPLE = 256, 8
+# The first token, the number of sequences, and their length.
+Run = tuple[int, int, int]
 
 
 def packed_attention(
@@ -61,9 +67,20 @@ def packed_attention(
 
     """
     _check(query, key, value, cu_seqlens)
-    if query.is_cuda:
-        return _on_cuda(query, key, value, cu_seqlens, max_seqlen, causal, dropout_p, scale)
-    return _by_length(query, key, value, cu_seqlens, causal, dropout_p, scale)
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": causal, "scale": scale}
+    if not query.is_cuda:
+        return _by_length(query, key, value, cu_seqlens, options)
+    if torch.is_autocast_enabled("cuda"):
+        # As autocast does for torch's attention; the kernels below are not on its list.
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return _by_length(query, key, value, cu_seqlens, options)
+    times = query.size(1) // key.size(1)
+    if times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    compute = _by_kernel if _kernels_are_known() else _jagged
+    return compute(query, key, value, cu_seqlens.to(torch.int32), int(max_seqlen), options)
 
 
 def document_mask(document_ids: Tensor, causal: bool = False) -> Tensor:
@@ -121,6 +138,24 @@ def document_block_mask(document_ids: Tensor, causal: bool = False) -> Any:
     return create_block_mask(seen, rows, None, time, time, device=ids.device)
 
 
+def runs_of(bounds: Sequence[int]) -> list[Run]:
+    """Return each run of sequences of equal length; empty sequences are left out.
+
+    Example::
+
+        >>> runs_of([0, 3, 6, 6, 7])
+        [(0, 2, 3), (6, 1, 1)]
+
+    """
+    found, place = [], bounds[0]
+    for length, same in groupby(end - begin for begin, end in pairwise(bounds)):
+        count = len(list(same))
+        if length:
+            found.append((place, count, length))
+        place += count * length
+    return found
+
+
 def _check(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> None:
     for name, given in (("query", query), ("key", key), ("value", value)):
         if given.dim() != 3 or given.size(0) != query.size(0):
@@ -141,74 +176,30 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Non
 
 
 def _by_length(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    causal: bool,
-    dropout_p: float,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, options: dict[str, Any]
 ) -> Tensor:
+    """Call torch's attention once for each run of equal lengths."""
     places = cu_seqlens.tolist()
-    lengths = [end - start for start, end in pairwise(places)]
-    if places[0] != 0 or places[-1] != query.size(0) or min(lengths, default=0) < 0:
+    if places[0] != 0 or places[-1] != query.size(0) or places != sorted(places):
         raise ValueError(
             f"packed_attention(cu_seqlens): it goes from {places[0]} to {places[-1]}, and there are {query.size(0)} "
             "tokens. It begins with 0, never falls, and ends with the number of tokens."
         )
-    # (number of sequences, length) of each run: one call each. Empty sequences have nothing to compute.
-    runs = [(len(list(same)), length) for length, same in groupby(lengths) if length]
+    runs = runs_of(places)
     if not runs:
         return torch.empty_like(query)
-    sizes = [count * length for count, length in runs]
-    grouped = query.size(1) != key.size(1)
+    sizes = [count * length for _, count, length in runs]
     parts = []
     # split instead of slices: its backward is one concatenation, not a full-size sum per sequence.
-    for (count, length), *heads in zip(
+    for (_, count, length), *heads in zip(
         runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
     ):
         q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in heads)
         part = functional.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
+            q, k, v, enable_gqa=query.size(1) != key.size(1), **options
         )
         parts.append(part.transpose(1, 2).flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _on_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    causal: bool,
-    dropout_p: float,
-    scale: float | None,
-) -> Tensor:
-    if torch.is_autocast_enabled("cuda"):
-        # As autocast does for torch's attention; the kernels below are not on its list.
-        dtype = torch.get_autocast_dtype("cuda")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return _by_length(query, key, value, cu_seqlens, causal, dropout_p, scale)
-    times = query.size(1) // key.size(1)
-    if times > 1:
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    cu_seqlens, longest = cu_seqlens.to(torch.int32), int(max_seqlen)
-    if not _kernels_are_known():
-        return _jagged(query, key, value, cu_seqlens, longest, causal, dropout_p, scale)
-    flash = (
-        query.dtype != torch.float32
-        and query.size(2) == value.size(2) <= _LARGEST_HEAD
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
-    return _by_kernel(query, key, value, cu_seqlens, longest, causal, dropout_p, scale, flash=flash)
-
-
-# The largest head of flash attention.
-_LARGEST_HEAD = 256
-# Both kernels take heads of these multiples without padding.
-_MULTIPLE = 8
 
 
 def _by_kernel(
@@ -217,21 +208,18 @@ def _by_kernel(
     value: Tensor,
     cu_seqlens: Tensor,
     longest: int,
-    causal: bool,
-    dropout_p: float,
-    scale: float | None,
-    *,
-    flash: bool,
+    options: dict[str, Any],
 ) -> Tensor:
     """Call the kernel of torch's attention, which takes the bounds of the sequences.
 
     Jagged tensors reach the same kernels after thousands of Python calls; torch.nn.attention.varlen reaches one of
     them, without dropout.
     """
-    wide = value.size(2)
-    if scale is None:
-        scale = query.size(2) ** -0.5
-    if query.size(2) % _MULTIPLE or wide % _MULTIPLE:
+    width, wide = query.size(2), value.size(2)
+    dropout_p, causal, scale = (options[name] for name in ("dropout_p", "is_causal", "scale"))
+    scale = width**-0.5 if scale is None else scale
+    flash = query.dtype != torch.float32 and width == wide <= _LARGEST_HEAD and _is_ampere(query.device)
+    if width % _MULTIPLE or wide % _MULTIPLE:
         query, key, value = (
             functional.pad(each, (0, -each.size(2) % _MULTIPLE)) for each in (query, key, value)
         )
@@ -249,12 +237,14 @@ def _by_kernel(
     return attended[..., :wide]
 
 
+def _is_ampere(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 @functools.cache
 def _kernels_are_known() -> bool:
     """Return whether this version of torch has both kernels with the expected arguments."""
-    if torch.version.hip is not None:
-        return False
-    return all(
+    return torch.version.hip is None and all(
         [argument.name for argument in operation.default._schema.arguments][: len(names)] == names
         for operation, names in (
             (torch.ops.aten._flash_attention_forward, _OF_FLASH),
@@ -275,20 +265,15 @@ def _jagged(
     key: Tensor,
     value: Tensor,
     cu_seqlens: Tensor,
-    max_seqlen: int,
-    causal: bool,
-    dropout_p: float,
-    scale: float | None,
+    longest: int,
+    options: dict[str, Any],
 ) -> Tensor:
     # Without both lengths, torch would read them from the device, and the host would wait.
     q, k, v = (
         torch.nested.nested_tensor_from_jagged(
-            each.contiguous(), offsets=cu_seqlens, min_seqlen=1, max_seqlen=max_seqlen
+            each.contiguous(), offsets=cu_seqlens, min_seqlen=1, max_seqlen=longest
         ).transpose(1, 2)
         for each in (query, key, value)
     )
-    attended = functional.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout_p, is_causal=causal, scale=scale
-    )
-    values: Tensor = attended.transpose(1, 2).values()
+    values: Tensor = functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).values()
     return values

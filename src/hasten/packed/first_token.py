@@ -10,13 +10,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hasten._lib.errors import MisconfigurationException
-from hasten.packed.layout import Layout
+from hasten.packed.layout import Layout, refusal
 
 _HELP = "Use packed=True, which computes the last block for all tokens."
+CAUSAL = "it is causal, so the first token depends on no other token"
 
 
-class FirstToken:
+class LossCheck:
+    """Raises an error if a gradient shows that a loss reads what packing leaves out; see ``refusal``."""
+
+    def __init__(self, asked: str, problem: str, instead: str) -> None:
+        self._asked, self._problem, self._instead = asked, problem, instead
+        # Whether any gradient did; read only when the host has to wait for the device anyway.
+        self._wrong: Tensor | None = None
+
+    def note(self, wrong: Tensor, *, at_once: bool = False) -> None:
+        """Note whether a gradient shows it, and raise the error where that is known, or if it must be known at once."""
+        self._wrong = wrong if self._wrong is None else self._wrong | wrong
+        if at_once or not would_wait(wrong):
+            self.confirm()
+
+    def confirm(self) -> None:
+        """Raise the error if a gradient since the last call showed it. On CUDA the host waits for the device."""
+        wrong, self._wrong = self._wrong, None
+        if wrong is not None and bool(wrong):
+            raise refusal(self._asked, self._problem, self._instead)
+
+
+class FirstToken(LossCheck):
     """The last block of a stack, computed for first tokens.
 
     Args:
@@ -25,10 +46,12 @@ class FirstToken:
     """
 
     def __init__(self, asked: str) -> None:
-        self._asked = asked
+        problem = (
+            "the loss depends on more of the last block than the first token of each sequence, or a layer after it "
+            "computes with all of them"
+        )
+        super().__init__(asked, problem, _HELP)
         self._layers: tuple[nn.Module, nn.Module] | None = None
-        # Whether other tokens received a gradient; read only when the host has to wait for the device anyway.
-        self._wrong: Tensor | None = None
 
     def begin(self, row: Tensor, layout: Layout) -> Tensor | None:
         """Return the first tokens, the input of the last block; None if it computes all tokens."""
@@ -52,27 +75,10 @@ class FirstToken:
                 others = flat.index_fill(0, layout.first_places, 0.0)
                 # A sample without tokens has no first token.
                 nothing = (flat.index_select(0, layout.first_places) != 0) & layout.empty[:, None]
-                wrong = (others != 0).any() | nothing.any()
-                self._wrong = wrong if self._wrong is None else self._wrong | wrong
-                if not would_wait(gradient):
-                    self.confirm()
+                self.note((others != 0).any() | nothing.any())
 
             batch.register_hook(check)
         return batch
-
-    def confirm(self) -> None:
-        """Check that only first tokens received gradients. On CUDA the host waits for the device.
-
-        Raises:
-            MisconfigurationException: the loss of a backward since the last check depends on other tokens.
-
-        """
-        wrong, self._wrong = self._wrong, None
-        if wrong is not None and bool(wrong):
-            raise MisconfigurationException(
-                f"{self._asked}: the loss depends on more of the last block than the first token of each sequence, or "
-                f"a layer after it computes with all of them. {_HELP}"
-            )
 
     def checked(self, row: Tensor) -> Tensor:
         """Return all tokens, ``(1, real tokens, features)``, if the block may compute with them.
@@ -83,9 +89,10 @@ class FirstToken:
 
         """
         if not torch.is_grad_enabled():
-            raise MisconfigurationException(
-                f"{self._asked}: its blocks are checkpointed with use_reentrant=True, which gives other tokens no "
-                "gradients. Checkpoint with use_reentrant=False, or use packed=True."
+            raise refusal(
+                self._asked,
+                "its blocks are checkpointed with use_reentrant=True, which gives other tokens no gradients",
+                "Checkpoint with use_reentrant=False, or use packed=True.",
             )
         return row
 
@@ -129,9 +136,11 @@ class FirstToken:
                     found.append(layer)
         if len(found) == 1:
             return found[0]
-        raise MisconfigurationException(
-            f"{self._asked}: the keys and values of its last block are not products of the block's input with one "
-            f"matrix, so they cannot be computed separately. {_HELP}"
+        raise refusal(
+            self._asked,
+            "the keys and values of its last block are not products of the block's input with one matrix, so they "
+            "cannot be computed separately",
+            _HELP,
         )
 
 

@@ -8,6 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten._lib.errors import MisconfigurationException
+
+INSTEAD = "Use batching='length' instead: it pads less, for any model."
+HELP = (
+    "packed=True works with the encoders and decoders of transformers that take an attention_mask, and with "
+    f"torch.nn.TransformerEncoder(batch_first=True). {INSTEAD}"
+)
+
+
+def refusal(asked: str, problem: str, instead: str = INSTEAD) -> MisconfigurationException:
+    """Return the error for what cannot be packed.
+
+    Args:
+        asked: the argument or call that requested packing, and the class of the model.
+        problem: without a full stop.
+        instead: what to write.
+
+    """
+    return MisconfigurationException(f"{asked}: {problem}. {instead}")
+
 
 class Layout:
     """The real tokens of one padded batch.

@@ -14,21 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten._lib.errors import MisconfigurationException
 from hasten.packed.attention import attention
 from hasten.packed.document_attention import packed_attention
-from hasten.packed.first_token import FirstToken, attend_first, would_wait
-from hasten.packed.layout import Layout
+from hasten.packed.first_token import FirstToken, LossCheck, attend_first
+from hasten.packed.layout import HELP, Layout, refusal
 from hasten.packed.patches import HookPatch, MethodPatch
 
 # The keyword argument that passes the call to a block.
 _CALL = "hasten_packed_call"
-CAUSAL_FIRST_TOKEN = "it is causal, so the first token depends on no other token. Use packed=True."
-INSTEAD = "Use batching='length' instead: it pads less, for any model."
-HELP = (
-    "packed=True works with the encoders and decoders of transformers that take an attention_mask, and with "
-    f"torch.nn.TransformerEncoder(batch_first=True). {INSTEAD}"
-)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @dataclass(frozen=True)
@@ -68,10 +62,7 @@ class Probe:
 
 def _generators() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
-    return (
-        random.getstate(),
-        None if numpy is None else numpy.random.get_state(legacy=False)["state"]["pos"],
-    )
+    return random.getstate(), numpy and numpy.random.get_state(legacy=False)["state"]["pos"]
 
 
 class _Block(MethodPatch):
@@ -91,14 +82,18 @@ class _Block(MethodPatch):
             return self.original(*args, **kwargs)
         stack = self._stack
         with stack.computing(call):
-            if stack.probe is None:
-                return self.original(*args, **kwargs)
-            attended = stack.probe.attended
+            probe = stack.probe
+            attended = 0 if probe is None else probe.attended
             output = self.original(*args, **kwargs)
-            stack.probe.outputs.append((self.module, output[0] if isinstance(output, tuple) else output))
-            if stack.probe.attended == attended:
-                stack.probe.idle.append(self.module)
+            if probe is not None:
+                probe.outputs.append((self.module, _hidden(output)))
+                if probe.attended == attended:
+                    probe.idle.append(self.module)
             return output
+
+
+def _hidden(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
 
 
 class Stack:
@@ -125,16 +120,16 @@ class Stack:
         norm: nn.Module | None = None,
         unpatched: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.blocks = blocks
-        self.asked = asked
-        self.causal = causal
+        self.blocks, self._container, self.asked, self.causal = blocks, container, asked, causal
+        self.unpatched = unpatched
         self.first = FirstToken(asked) if first_token else None
         # The module whose output becomes a padded batch again.
         self._end = blocks[-1] if norm is None else norm
         self._of_last_block = set(blocks[-1].modules())
-        self.unpatched = unpatched
         # Whether the call has a mask between tokens, which is causal then.
         self.masked = False
+        # Open while a call is computed padded.
+        self.padded = ExitStack()
         # None outside of all calls.
         self.call: Call | None = None
         # True between the first block and the end of packing.
@@ -144,8 +139,10 @@ class Stack:
         self.verified = False
         # Whether any call was packed, and whether any was padded because it needs no gradients.
         self.used = self.without_gradients = False
-        self._reads = _PaddingUnread(asked)
-        self._parts = _Parts(asked, blocks, container, norm)
+        self._padding = _PaddingCheck(asked)
+        # Of each module: (attributes, their number, children, hooks, their number, forward of the instance, mode)
+        self._seen: list[tuple[dict[str, Any], int, tuple[Any, ...], tuple[Any, ...], int, Any, bool]] = []
+        self._checked_parts()
 
     def begin(self, layout: Layout | None) -> None:
         """Begin a call of the whole stack, packed or, without a layout, padded.
@@ -160,9 +157,9 @@ class Stack:
             return
         if self.probe is None:
             self.used = True
-            self._reads.confirm()
-            if self._parts.changed():
-                self._parts.remember()
+            self._padding.confirm()
+            if self._parts_changed():
+                self._remember_parts()
                 self.verified = False
         if self.first is not None:
             self.first.confirm()
@@ -178,10 +175,12 @@ class Stack:
 
         """
         inside, self.call, self.inside = self.inside, None, False
+        self.padded.close()
         if inside and output is not None:
-            raise MisconfigurationException(
-                f"{self.asked}: the last block, {name_of(self.blocks, self.blocks[-1])}, was skipped (an early exit or "
-                f"dropped layers), but packing ends there. {INSTEAD}"
+            raise refusal(
+                self.asked,
+                f"the last block, {self.name_of(self.blocks[-1])}, was skipped (an early exit or dropped layers), "
+                "but packing ends there",
             )
 
     @contextmanager
@@ -201,10 +200,10 @@ class Stack:
 
         """
         if self.call is None and torch._C._current_graph_task_id() != -1:
-            raise MisconfigurationException(
-                f"{self.asked}: its blocks are computed again in the backward by a checkpointing that packing does "
-                "not support. Use Trainer(memory='full'), or open packed_blocks(model) before "
-                "hasten.memory.recomputed(model)."
+            raise refusal(
+                self.asked,
+                "its blocks are computed again in the backward by a checkpointing that packing does not support",
+                "Use Trainer(memory='full'), or open packed_blocks(model) before hasten.memory.recomputed(model).",
             )
         return self.call
 
@@ -239,22 +238,15 @@ class Stack:
             p = 0.0
         if first_only:
             return attend_first(query, key, value, layout, p=p, scale=scale)
-        if p and query.device.type == "cpu":
-            groups = query.shape[1] // key.shape[1]
-            if groups > 1:
-                key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-            return attention(
-                query.transpose(0, 1),
-                key.transpose(0, 1),
-                value.transpose(0, 1),
-                layout.bounds,
-                p=p,
-                scale=scale,
-                causal=self.causal,
+        if not p or query.device.type != "cpu":
+            return packed_attention(
+                query, key, value, layout.bounds, layout.width, causal=self.causal, dropout_p=p, scale=scale
             )
-        return packed_attention(
-            query, key, value, layout.bounds, layout.width, causal=self.causal, dropout_p=p, scale=scale
-        )
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        q, k, v = (each.transpose(0, 1) for each in (query, key, value))
+        return attention(q, k, v, layout.bounds, p=p, scale=scale, causal=self.causal)
 
     @contextmanager
     def packing(self) -> Iterator[None]:
@@ -269,7 +261,7 @@ class Stack:
                 yield
             finally:
                 self.call = None
-        self._reads.confirm()
+        self._padding.confirm()
         if self.first is not None:
             self.first.confirm()
 
@@ -278,82 +270,54 @@ class Stack:
         if call is None or call.layout is None:
             return args, kwargs if call is None else {**kwargs, _CALL: call}
         layout = call.layout
-        first, last = block is self.blocks[0], block is self.blocks[-1]
+        is_first = block is self.blocks[0]
         if torch._C._current_graph_task_id() == -1:  # Otherwise backward recomputes this block.
-            if not first and not self.inside:
-                raise MisconfigurationException(
-                    f"{self.asked}: {name_of(self.blocks, block)} was called before the first block (whole layers "
-                    f"dropped, or another order), where packing begins. {INSTEAD}"
+            if not is_first and not self.inside:
+                raise refusal(
+                    self.asked,
+                    f"{self.name_of(block)} was called before the first block (whole layers dropped, or another "
+                    "order), where packing begins",
                 )
             if not self.inside and self.probe is not None:
                 self.probe.states = _generators()
             self.inside = True
         # The hidden states are a row already but for the first block; what comes along never is.
-        keep = 0 if first else 1
-        args = (*args[:keep], *(layout.pack_like(each) for each in args[keep:]))
+        row, *others = args or (kwargs["hidden_states"],)
+        others = [layout.pack_like(each) for each in others]
         kwargs = {
-            name: each if name == "hidden_states" and not first else layout.pack_like(each)
-            for name, each in kwargs.items()
+            name: each if name == "hidden_states" else layout.pack_like(each) for name, each in kwargs.items()
         }
-        if self.probe is not None and self.probe.tainted and first:
-            args, kwargs = _tainted(args, kwargs, layout)
-        if self.first is not None and last:
-            row = args[0] if args else kwargs["hidden_states"]
+        if is_first:
+            row = layout.pack_like(row)
+            if self.probe is not None and self.probe.tainted:
+                row = row.clone()
+                row[:, : int(layout.bounds[1])] = math.nan
+        if self.first is not None and block is self.blocks[-1]:
             firsts = self.first.begin(row, layout)
             if firsts is not None:
-                call = Call(layout, row)
-                if args:
-                    args = (firsts, *args[1:])
-                else:
-                    kwargs["hidden_states"] = firsts
-        return args, {**kwargs, _CALL: call}
+                call, row = Call(layout, row), firsts
+        if args:
+            return (row, *others), {**kwargs, _CALL: call}
+        return (), {**kwargs, "hidden_states": row, _CALL: call}
 
     def _unpack(self, end: nn.Module, args: Any, output: Any) -> Any:
         if self.probe is not None and self.call is not None:
-            self.probe.outputs.append((end, output[0] if isinstance(output, tuple) else output))
+            self.probe.outputs.append((end, _hidden(output)))
             self.probe.drew |= self.probe.states is not None and self.probe.states != _generators()
         if self.call is None or self.call.layout is None:
             return output
         layout, self.inside = self.call.layout, False
-
-        def padded(row: Tensor) -> Tensor:
-            if self.first is not None:
-                return self.first.end(row, layout)
+        row = _hidden(output)
+        if self.first is not None:
+            batch = self.first.end(row, layout)
+        else:
             batch = layout.unpack(row)
-            if not layout.has_padding:
-                return batch
-            if not batch.requires_grad and self.probe is None:
-                batch = self._reads.of_frozen(batch)
-            return self._reads.with_check(batch, row, layout) if batch.requires_grad else batch
+            if layout.has_padding:
+                batch = self._padding.checked(batch, row, layout, trial=self.probe is not None)
+        return (batch, *output[1:]) if isinstance(output, tuple) else batch
 
-        return (padded(output[0]), *output[1:]) if isinstance(output, tuple) else padded(output)
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-class _Parts:
-    """Detects changes of the modules inside the blocks, for example in the middle of a run.
-
-    Args:
-        asked: the argument or call that requested packing and the class of the model, for messages.
-        blocks: in order.
-        container: the module list that contains them.
-        norm: behind the last block, if packing ends there.
-
-    """
-
-    def __init__(
-        self, asked: str, blocks: list[nn.Module], container: nn.Module, norm: nn.Module | None
-    ) -> None:
-        self._asked, self._blocks, self._container = asked, blocks, container
-        self._owners = blocks if norm is None else [*blocks, norm]
-        # Of each module: (attributes, their number, children, hooks, their number, forward of the instance, mode)
-        self._seen: list[tuple[dict[str, Any], int, tuple[Any, ...], tuple[Any, ...], int, Any, bool]] = []
-        self.check()
-
-    def changed(self) -> bool:
-        """Return whether a module has different children, attributes, hooks, forward or mode since ``remember``.
+    def _parts_changed(self) -> bool:
+        """Return whether a module has other children, attributes, hooks, forward or mode than were remembered.
 
         The number of attributes shows methods that were assigned to the instance.
         """
@@ -368,79 +332,76 @@ class _Parts:
                 return True
         return not self._seen
 
-    def remember(self) -> None:
-        """Remember the current state of the modules.
-
-        Raises:
-            MisconfigurationException: see ``check``.
-
-        """
-        self.check()
+    def _remember_parts(self) -> None:
         self._seen = []
-        for module in [
-            self._container,
-            *dict.fromkeys(part for one in self._owners for part in one.modules()),
-        ]:
+        for module in (self._container, *self._checked_parts()):
             own = vars(module)
-            hooks = tuple(own[name] for name in _HOOKS)
-            parts = tuple(own["_modules"].values())
+            hooks, parts = tuple(own[name] for name in _HOOKS), tuple(own["_modules"].values())
             count = sum(map(len, hooks))
             self._seen.append((own, len(own), parts, hooks, count, own.get("forward"), own["training"]))
 
-    def check(self) -> None:
-        """Check that the modules can be packed.
+    def _checked_parts(self) -> list[nn.Module]:
+        """Return the modules of the blocks and of the norm.
 
         Raises:
             MisconfigurationException: a block was replaced; or the user has a hook inside the blocks, which would
                 receive rows of tokens instead of the padded batch.
 
         """
-        asked = self._asked
         for place, block in enumerate(self._container.children()):
-            if block not in self._blocks:
-                raise MisconfigurationException(
-                    f"{asked}: block {place} was replaced by a {type(block).__name__} after packing started. "
-                    "Replace it before training, or leave packed out."
+            if block not in self.blocks:
+                raise refusal(
+                    self.asked,
+                    f"block {place} was replaced by a {type(block).__name__} after packing started",
+                    "Replace it before training, or leave packed out.",
                 )
-        for module in (part for owner in self._owners for part in owner.modules()):
+        parts = list(dict.fromkeys(part for owner in (*self.blocks, self._end) for part in owner.modules()))
+        for module in parts:
             for hook in (hook for name in _HOOKS for hook in vars(module)[name].values()):
                 if is_of_user(hook):
-                    kind, name = type(module).__name__, getattr(hook, "__name__", type(hook).__name__)
-                    raise MisconfigurationException(
-                        f"{asked}: the hook {name} on {kind}, inside the blocks, would receive one row of real "
-                        "tokens, not (samples, tokens, features). Register it on the whole model, or leave packed out."
+                    name = getattr(hook, "__name__", type(hook).__name__)
+                    raise refusal(
+                        self.asked,
+                        f"the hook {name} on {type(module).__name__}, inside the blocks, would receive one row of "
+                        "real tokens, not (samples, tokens, features)",
+                        "Register it on the whole model, or leave packed out.",
                     )
+        return parts
+
+    def name_of(self, block: nn.Module) -> str:
+        """Return the name of a block for messages, such as "block 1 (BertLayer)"."""
+        kind = type(block).__name__
+        places = (place for place, each in enumerate(self.blocks) if each is block)
+        return next((f"block {place} ({kind})" for place in places), kind)
 
 
-class _PaddingUnread:
-    """Checks in each backward that the loss does not read padding, where packing leaves zeros.
-
-    Args:
-        asked: the argument or call that requested packing and the class of the model, for messages.
-
-    """
+class _PaddingCheck(LossCheck):
+    """Checks in each backward that the loss does not read padding, where packing leaves zeros."""
 
     def __init__(self, asked: str) -> None:
-        self._asked = asked
+        super().__init__(
+            asked,
+            "the loss reads its output at padding, where packing has zeros",
+            "Exclude padding: use labels of -100, a mean weighted by the mask, or padding on the right (shifted labels "
+            "read the last padding on the left).",
+        )
         # Whether a backward was checked.
-        self._checked = False
-        self._wrong: Tensor | None = None
+        self._passed = False
 
-    def of_frozen(self, batch: Tensor) -> Tensor:
-        """Return the output of frozen blocks; until a backward was checked, it requires a gradient."""
-        if self._checked or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return batch
-        return batch.detach().requires_grad_()
-
-    def with_check(self, batch: Tensor, row: Tensor, layout: Layout) -> Tensor:
+    def checked(self, batch: Tensor, row: Tensor, layout: Layout, *, trial: bool) -> Tensor:
         """Return ``batch``, (samples, tokens, features), and check its gradient in backward.
 
-        Until the first check, padding has other tokens instead of zeros, because the gradient of a square or absolute
-        value is zero at zero.
+        Until the first check, the output of frozen blocks requires a gradient, and padding has other tokens instead of
+        zeros, because the gradient of a square or absolute value is zero at zero.
         """
+        unchecked = not self._passed and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not batch.requires_grad and unchecked and not trial:
+            batch = batch.detach().requires_grad_()
+        if not batch.requires_grad:
+            return batch
         real = layout.real
         assert real is not None
-        if not self._checked:
+        if not self._passed:
             samples, width = layout.shape
             others = torch.arange(samples * width, device=row.device) % max(row.shape[1], 1)
             filler = row.detach()[0, others] if row.shape[1] else batch.detach().flatten(0, 1)
@@ -449,44 +410,20 @@ class _PaddingUnread:
         def check(gradient: Tensor) -> None:
             # Finite values only: where a scaled loss overflows, zero times infinity is nan.
             largest = gradient.detach().abs().amax(-1)
-            wrong = ((largest > 0) & (largest < math.inf) & ~real).any()
-            self._wrong = wrong if self._wrong is None else self._wrong | wrong
             # The first time even if the host has to wait for the device: before any weight changes.
-            if not self._checked or not would_wait(gradient):
-                # Behind a head of zero weights, all gradients are zero and prove nothing.
-                self._checked = self._checked or bool((largest > 0).any())
-                self.confirm()
+            first = not self._passed
+            # Behind a head of zero weights, all gradients are zero and prove nothing.
+            self._passed = self._passed or bool((largest > 0).any())
+            self.note(((largest > 0) & (largest < math.inf) & ~real).any(), at_once=first)
 
         batch.register_hook(check)
         return batch
 
-    def confirm(self) -> None:
-        """Check the losses since the last call. On CUDA the host waits for the device.
 
-        Raises:
-            MisconfigurationException: a loss reads padding.
-
-        """
-        wrong, self._wrong = self._wrong, None
-        if wrong is not None and bool(wrong):
-            raise MisconfigurationException(
-                f"{self._asked}: the loss reads its output at padding, where packing has zeros. Exclude padding: use "
-                "labels of -100, a mean weighted by the mask, or padding on the right (shifted labels read the last "
-                "padding on the left)."
-            )
-
-
-def name_of(blocks: list[nn.Module], block: nn.Module) -> str:
-    """Return the name of a block for messages.
-
-    Example::
-
-        >>> name_of([nn.Linear(1, 1)], nn.Linear(1, 1))
-        'Linear'
-
-    """
-    kind = type(block).__name__
-    return next((f"block {number} ({kind})" for number, each in enumerate(blocks) if each is block), kind)
+def own_mask(asked: str, module: nn.Module, mask: Tensor) -> Exception:
+    """Return the error for a module that attends with a mask that the stack does not know."""
+    problem = f"{type(module).__name__} calls attention with a mask of its own, of shape {tuple(mask.shape)}"
+    return refusal(asked, problem, HELP)
 
 
 def is_of_user(hook: Any) -> bool:
@@ -494,13 +431,6 @@ def is_of_user(hook: Any) -> bool:
     function = getattr(hook, "func", hook)
     owner = getattr(function, "__module__", None) or type(function).__module__
     return owner.partition(".")[0] not in ("torch", "transformers", "hasten")
-
-
-def _tainted(args: Any, kwargs: Any, layout: Layout) -> tuple[Any, Any]:
-    """Return the arguments of the first block with the first sample's tokens set to nan."""
-    row = (args[0] if args else kwargs["hidden_states"]).clone()
-    row[:, : int(layout.bounds[1])] = math.nan
-    return ((row, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": row})
 
 
 def _attend_separately(

@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import is_out_of_memory
-from hasten.packed.layout import Layout
-from hasten.packed.patches import MethodPatch
-from hasten.packed.stack import INSTEAD, Probe, Stack, is_of_user, name_of
+from hasten.packed.layout import Layout, refusal
+from hasten.packed.patches import HookPatch, MethodPatch
+from hasten.packed.stack import Probe, Stack, is_of_user
 from hasten.seed import isolate_rng
 
 # The number of samples to compare: the longest, the shortest and one between them.
@@ -48,11 +48,60 @@ _LOW_PRECISION = 0.1
 _NOT_BY_SAMPLE = frozenset({"mask", "cache_position"})
 
 Named = dict[str, Any]
+Forward = Callable[..., Any]
+Layouts = Callable[[Named], Layout]
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
+@contextmanager
+def packing(
+    model: nn.Module, stack: Stack, begin: Callable[[Named], Layout | None], layout: Layouts
+) -> Iterator[ExitStack]:
+    """Pack the calls of a model inside the block; yields a stack for further changes to undo at its end.
+
+    Args:
+        model: the model.
+        stack: its blocks.
+        begin: called with the arguments of each call by name; returns which tokens are real, None to compute it padded.
+        layout: returns which tokens are real, given the arguments by name, in trial calls.
+
+    """
+    signature = inspect.signature(model.forward)
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        stack.begin(begin(dict(signature.bind_partial(*args, **kwargs).arguments)))
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        stack.finish(output)
+
+    with ExitStack() as changed:
+        changed.callback(model.register_forward_pre_hook(HookPatch(before), with_kwargs=True).remove)
+        changed.callback(model.register_forward_hook(HookPatch(after), always_call=True).remove)
+        changed.enter_context(_Verified(model, stack, signature, layout).applied())
+        changed.enter_context(stack.packing())
+        yield changed
+
+
+class _Verified(MethodPatch):
+    """Replaces the forward of a packed model: the first call, and the first after changes, starts with ``verify``."""
+
+    def __init__(self, model: nn.Module, stack: Stack, signature: inspect.Signature, layout: Layouts) -> None:
+        super().__init__(model)
+        self._stack, self._layout = stack, layout
+        # For code that inspects the signature.
+        self.__signature__ = signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack, call = self._stack, self._stack.call
+        if not stack.verified and call is not None and call.layout is not None:
+            arguments = _Arguments(args, kwargs, self.__signature__)
+            stack.verified = verify(self.module, self.original, stack, arguments, self._layout)
+            stack.begin(call.layout)
+        return self.original(*args, **kwargs)
+
+
 @dataclass(frozen=True)
-class ForwardArguments:
+class _Arguments:
     """The positional and keyword arguments of a call."""
 
     args: tuple[Any, ...]
@@ -63,68 +112,22 @@ class ForwardArguments:
         """Return all arguments by name."""
         return dict(self.signature.bind_partial(*self.args, **self.kwargs).arguments)
 
-    def of_samples(self, places: list[int], samples: int) -> ForwardArguments:
-        """Return the arguments for some samples of the batch.
-
-        Args:
-            places: indices of the samples, with repetitions.
-            samples: size of the batch.
-
-        """
+    def of_samples(self, places: list[int], samples: int) -> _Arguments:
+        """Return the arguments for the samples at ``places``, which may repeat, of a batch of ``samples``."""
 
         def some(name: str, value: Any) -> Any:
-            if not isinstance(value, Tensor) or name in _NOT_BY_SAMPLE:
-                return value
-            if value.dim() == 0 or value.shape[0] != samples:
+            by_sample = isinstance(value, Tensor) and value.dim() > 0 and name not in _NOT_BY_SAMPLE
+            if not by_sample or value.shape[0] != samples:
                 return value
             return value.detach()[torch.tensor(places, device=value.device)]
 
-        names = list(self.signature.parameters)
-        args = (some(name, each) for name, each in zip(names, self.args, strict=False))
+        names = [*self.signature.parameters, *("" for _ in self.args)]
+        args = tuple(some(name, each) for name, each in zip(names, self.args, strict=False))
         kwargs = {name: some(name, each) for name, each in self.kwargs.items()}
-        return ForwardArguments((*args, *self.args[len(names) :]), kwargs, self.signature)
+        return _Arguments(args, kwargs, self.signature)
 
 
-class Verified(MethodPatch):
-    """Replaces the forward of a packed model: the first call, and the first after changes, starts with ``verify``.
-
-    Args:
-        model: the model.
-        stack: its blocks.
-        signature: of its forward.
-        layout: returns which tokens are real, given the arguments by name.
-
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        stack: Stack,
-        signature: inspect.Signature,
-        layout: Callable[[Named], Layout],
-    ) -> None:
-        super().__init__(model)
-        self._stack, self._signature, self._layout = stack, signature, layout
-        # For code that inspects the signature.
-        self.__signature__ = signature
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stack, call = self._stack, self._stack.call
-        if not stack.verified and call is not None and call.layout is not None:
-            arguments = ForwardArguments(args, kwargs, self._signature)
-            if verify(self.module, self.original, stack, arguments, self._layout):
-                stack.verified = True
-            stack.begin(call.layout)
-        return self.original(*args, **kwargs)
-
-
-def verify(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    stack: Stack,
-    arguments: ForwardArguments,
-    layout: Callable[[Named], Layout],
-) -> bool:
+def verify(model: nn.Module, forward: Forward, stack: Stack, arguments: _Arguments, layout: Layouts) -> bool:
     """Compare a few samples of a batch packed and padded.
 
     Args:
@@ -148,11 +151,8 @@ def verify(
     trial = _TrialCalls(stack, forward, layout)
     with _restored(model), trial.constant_draws:
         few, again = (arguments.of_samples(each, len(lengths)) for each in (chosen, [chosen[0], *chosen]))
-        try:
-            padded = trial(few, packed=False)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
+        padded = _or_failed(lambda: trial(few, packed=False))
+        if isinstance(padded, Exception):
             # The arguments cannot be indexed by sample, so take all samples.
             few = again = arguments
             padded = trial(few, packed=False)
@@ -161,16 +161,9 @@ def verify(
         if not all(bool(output.isfinite().all()) for _, output in packed.probe.outputs):
             return False
         scaled = _scales_whole_tensors(model)
-        try:
-            tainted = trial(again, packed=True, tainted=not scaled)
-        except MisconfigurationException:
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            # The model checks that its input is finite; its values have been compared.
-            tainted = None
-        if tainted is not None:
+        tainted = _or_failed(lambda: trial(again, packed=True, tainted=not scaled))
+        # If it failed, the model checks that its input is finite; its values are compared below.
+        if not isinstance(tainted, Exception):
             if not scaled:
                 _check_apart(stack, tainted)
             _check_draws(stack, packed, tainted)
@@ -183,17 +176,28 @@ def verify(
     return True
 
 
+def _or_failed(call: Callable[[], _TrialCall]) -> _TrialCall | Exception:
+    """Return the result of a call, or its error; refusals and a lack of memory are raised."""
+    try:
+        return call()
+    except Exception as error:
+        if isinstance(error, MisconfigurationException) or is_out_of_memory(error):
+            raise
+        return error
+
+
+def _or_refused(stack: Stack, call: Callable[[], _TrialCall]) -> _TrialCall:
+    found = _or_failed(call)
+    if isinstance(found, Exception):
+        text = f"{type(found).__name__}: {str(found).partition(chr(10))[0]:.120}"
+        problem = f"its blocks fail on a row of real tokens ({text}), but not on the padded batch"
+        raise refusal(stack.asked, problem) from found
+    return found
+
+
 @dataclass(frozen=True)
 class _TrialCall:
-    """The result of one call.
-
-    Args:
-        output: of the whole model.
-        probe: observations of its blocks.
-        draws: size of each random draw inside the blocks.
-        layout: of its batch.
-
-    """
+    """The result of one call: the output of the whole model, the sizes of draws inside its blocks, and more."""
 
     output: Any
     probe: Probe
@@ -204,12 +208,12 @@ class _TrialCall:
 class _TrialCalls:
     """Calls the whole model padded or packed and collects the outputs of its blocks."""
 
-    def __init__(self, stack: Stack, forward: Callable[..., Any], layout: Callable[[Named], Layout]) -> None:
+    def __init__(self, stack: Stack, forward: Forward, layout: Layouts) -> None:
         self._stack, self._forward, self._layout = stack, forward, layout
         self.constant_draws = _ConstantDraws(stack)
 
     def __call__(
-        self, arguments: ForwardArguments, *, packed: bool, tainted: bool = False, first_only: bool = False
+        self, arguments: _Arguments, *, packed: bool, tainted: bool = False, first_only: bool = False
     ) -> _TrialCall:
         stack, draws = self._stack, self.constant_draws
         layout = self._layout(arguments.named())
@@ -376,20 +380,6 @@ def _chosen(lengths: list[int]) -> list[int]:
 # -- comparing
 
 
-def _or_refused(stack: Stack, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except MisconfigurationException:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise MisconfigurationException(
-            f"{stack.asked}: its blocks fail on a row of real tokens ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]:.120}), but not on the padded batch. {INSTEAD}"
-        ) from error
-
-
 def _scales_whole_tensors(model: nn.Module) -> bool:
     """Return whether layers multiply in 8 bits with a scale for all tokens, which padding changes."""
     owners = ("torchao", "transformer_engine", "bitsandbytes")
@@ -405,9 +395,10 @@ def _check_attention(stack: Stack, probe: Probe) -> None:
             if "attention.self" in name or "attn" in name
         ]
         by = f", {own[0]}," if own else ""
-        raise MisconfigurationException(
-            f"{stack.asked}: {name_of(stack.blocks, block)} has its own attention code{by} which packing cannot "
-            f"replace: in one row, samples would attend to one another. {INSTEAD}"
+        raise refusal(
+            stack.asked,
+            f"{stack.name_of(block)} has its own attention code{by} which packing cannot replace: in one row, samples "
+            "would attend to one another",
         )
 
 
@@ -415,72 +406,61 @@ def _check_apart(stack: Stack, tainted: _TrialCall) -> None:
     begin = int(tainted.layout.bounds[1])
     for block, output in tainted.probe.outputs:
         if isinstance(output, Tensor) and bool(output[0, begin:].isnan().any()):
-            raise MisconfigurationException(
-                f"{stack.asked}: {name_of(stack.blocks, block)} mixes tokens of different samples when they share a "
-                "row: a convolution or mean over tokens, batch statistics, or code that uses positions. "
-                f"{INSTEAD}"
+            raise refusal(
+                stack.asked,
+                f"{stack.name_of(block)} mixes tokens of different samples when they share a row: a convolution or "
+                "mean over tokens, batch statistics, or code that uses positions",
             )
 
 
 def _check_draws(stack: Stack, packed: _TrialCall, tainted: _TrialCall) -> None:
-    draws, again = packed.draws, tainted.draws
-    tokens, tokens_again = (int(each.layout.bounds[-1]) for each in (packed, tainted))
-    alike = len(draws) == len(again)
-    wrong = next(
-        (
-            one
-            for one, other in zip(draws, again, strict=False)
-            if one * tokens_again != other * tokens or one % tokens
-        ),
-        None,
-    )
-    if wrong is None and not alike:
-        wrong = draws[-1] if draws else again[-1]
     if packed.probe.drew:
-        raise MisconfigurationException(
-            f"{stack.asked}: its blocks draw from the random generator of Python or NumPy, perhaps per sample: "
-            f"dropping samples or layers at random needs the padded batch. {INSTEAD}"
+        raise refusal(
+            stack.asked,
+            "its blocks draw from the random generator of Python or NumPy, perhaps per sample: dropping samples or "
+            "layers at random needs the padded batch",
         )
-    if wrong is not None:
-        raise MisconfigurationException(
-            f"{stack.asked}: its blocks draw {wrong} random number{'s' * (wrong != 1)} for {tokens} tokens, not a "
-            "multiple: stochastic depth (drop path) or dropout of whole samples, which share one row here. "
-            f"{INSTEAD}"
-        )
+    tokens, tokens_again = (int(each.layout.bounds[-1]) for each in (packed, tainted))
+    for one, other in zip_longest(packed.draws, tainted.draws, fillvalue=0):
+        if one * tokens_again != other * tokens or one % tokens:
+            wrong = one or other
+            raise refusal(
+                stack.asked,
+                f"its blocks draw {wrong} random number{'s' * (wrong != 1)} for {tokens} tokens, not a multiple: "
+                "stochastic depth (drop path) or dropout of whole samples, which share one row here",
+            )
 
 
 def _check_values(stack: Stack, padded: _TrialCall, packed: _TrialCall, tolerance: float | None) -> None:
     layout, outputs = packed.layout, (padded.probe.outputs, packed.probe.outputs)
     if [block for block, _ in outputs[0]] != [block for block, _ in outputs[1]]:
-        raise MisconfigurationException(
-            f"{stack.asked}: it calls different blocks on a row of real tokens. {INSTEAD}"
-        )
+        raise refusal(stack.asked, "it calls different blocks on a row of real tokens")
     for (block, exact), (_, row) in zip(*outputs, strict=True):
         if not isinstance(exact, Tensor) or not isinstance(row, Tensor):
             continue
         expected = layout.pack(exact)
         if row.shape != expected.shape or not _close(row[0], expected[0], layout.bounds.tolist(), tolerance):
-            raise MisconfigurationException(
-                f"{stack.asked}: {name_of(stack.blocks, block)} computes different values for real tokens in one row "
-                f"than in the padded batch: its code depends on (samples, tokens), or reads padding. {INSTEAD}"
+            raise refusal(
+                stack.asked,
+                f"{stack.name_of(block)} computes different values for real tokens in one row than in the padded "
+                "batch: its code depends on (samples, tokens), or reads padding",
             )
 
 
 def _check_outputs(stack: Stack, padded: _TrialCall, packed: _TrialCall, tolerance: float | None) -> None:
-    exact, found, layout = list(_tensors(padded.output)), list(_tensors(packed.output)), packed.layout
-    same = len(exact) == len(found) and all(
-        one.shape == other.shape for one, other in zip(exact, found, strict=True)
-    )
+    exact, found = list(_tensors(padded.output)), list(_tensors(packed.output))
+    same = [each.shape for each in exact] == [each.shape for each in found]
     for one, other in zip(exact, found, strict=True) if same else ():
         if not one.is_floating_point():
             continue
-        if tuple(one.shape[:2]) == layout.shape:
-            one, other = layout.pack(one)[0], layout.pack(other)[0]
+        if tuple(one.shape[:2]) == packed.layout.shape:
+            one, other = packed.layout.pack(one)[0], packed.layout.pack(other)[0]
         same = same and _close(other, one, [0, len(one)], tolerance)
     if not same:
-        raise MisconfigurationException(
-            f"{stack.asked}: its output differs from that of the padded batch at real tokens: its code between or "
-            f"after the blocks depends on (samples, tokens) or reads padding. {INSTEAD}"
+        raise refusal(
+            stack.asked,
+            "its output differs from that of the padded batch at real tokens: its code between or after the blocks "
+            "depends on (samples, tokens) or reads padding",
         )
 
 
@@ -488,10 +468,10 @@ def _check_first_tokens(stack: Stack, packed: _TrialCall, first: _TrialCall) -> 
     (_, row), (block, alone) = packed.probe.outputs[-1], first.probe.outputs[-1]
     expected = row[0, packed.layout.firsts]
     if alone[0].shape != expected.shape or not _close(alone[0].detach(), expected, [0, len(expected)]):
-        raise MisconfigurationException(
-            f"{stack.asked}: {name_of(stack.blocks, block)} computes different values for first tokens alone than "
-            "among all tokens. Use packed=True."
+        problem = (
+            f"{stack.name_of(block)} computes different values for first tokens alone than among all tokens"
         )
+        raise refusal(stack.asked, problem, "Use packed=True.")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
