@@ -210,7 +210,7 @@ def test_logging_without_a_trainer_is_told_once_a_class() -> None:
 
 def test_log_and_log_dict_hand_on_the_same_options() -> None:
     model, logged = Classifier(), LoggedValues()
-    model.__dict__["_logged"] = logged
+    model.__dict__["_run_values"] = logged
     model.log("a", 1.0)
     model.log_dict({"a": 1.0, "b": 2.0})
     assert logged.given == [("a", 1.0, DEFAULTS, None)] * 2 + [("b", 2.0, DEFAULTS, None)]

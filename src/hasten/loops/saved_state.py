@@ -50,7 +50,7 @@ _TRAINING_OBJECTS = (nn.Module, Optimizer, LRScheduler, DataLoader, Dataset, Sam
 # Packages whose objects are not searched, and those whose subclasses are neither: handles of processes and files.
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "hasten"}
 _FOREIGN_BASES = {"hasten", "torch", "enum", "io", "logging", "multiprocessing", "threading"}
-_BACK_REFERENCES = ("_trainer", "trainer", "_logged")
+_BACK_REFERENCES = ("_trainer", "trainer", "_run_values")
 # What torch keeps in each module: parameters, sub-modules, buffers, hooks.
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
 _ABSENT = object()

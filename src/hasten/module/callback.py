@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten._lib import check
 from hasten._lib.names import did_you_mean
 from hasten._lib.observers import replaced
+from hasten.logged_value import LogOptions
+from hasten.module.log_methods import LogMethods
 
 if TYPE_CHECKING:
     import torch
@@ -15,10 +17,10 @@ if TYPE_CHECKING:
 
     from hasten.module import LightningModule
     from hasten.trainer import Trainer
-    from hasten.types import Batch, Group, MetricValue, StepOutput
+    from hasten.types import Batch, MetricValue, StepOutput
 
 
-class Callback:
+class Callback(LogMethods):
     """The base of callbacks: code that runs at fixed points of a run, separate from the module.
 
     Override the hooks you need; a hook that is not overridden costs nothing. Callbacks run in the order of
@@ -54,64 +56,14 @@ class Callback:
         if name in CALLBACK_HOOKS:
             replaced(self)
 
-    def log(
-        self,
-        name: str,
-        value: MetricValue,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: str | Callable[..., Any] = "mean",
-        enable_graph: bool = False,
-        sync_dist: bool = False,
-        sync_dist_group: Group = None,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        metric_attribute: str | None = None,
-        rank_zero_only: bool = False,
+    def _log_elsewhere(
+        self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None
     ) -> None:
-        """Log a value in a hook of this callback; same as ``LightningModule.log``.
-
-        Raises:
-            RuntimeError: no run is in progress.
-
-        """
-        self._logging_module().log(
-            name, value, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch,
-            reduce_fx=reduce_fx, enable_graph=enable_graph, sync_dist=sync_dist,
-            sync_dist_group=sync_dist_group, add_dataloader_idx=add_dataloader_idx, batch_size=batch_size,
-            metric_attribute=metric_attribute, rank_zero_only=rank_zero_only,
-        )  # fmt: skip
-
-    def log_dict(
-        self,
-        dictionary: Mapping[str, MetricValue],
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: str | Callable[..., Any] = "mean",
-        enable_graph: bool = False,
-        sync_dist: bool = False,
-        sync_dist_group: Group = None,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        rank_zero_only: bool = False,
-    ) -> None:
-        """Log several values with the same options; see ``log``."""
-        self._logging_module().log_dict(
-            dictionary, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch,
-            reduce_fx=reduce_fx, enable_graph=enable_graph, sync_dist=sync_dist,
-            sync_dist_group=sync_dist_group, add_dataloader_idx=add_dataloader_idx, batch_size=batch_size,
-            rank_zero_only=rank_zero_only,
-        )  # fmt: skip
-
-    def _logging_module(self) -> LightningModule:
+        # Through the module, which may override ``log``.
         module: LightningModule | None = self.__dict__.get("_module")
         if module is None:
             raise RuntimeError(f"{type(self).__name__}.log(): no run is in progress. Call it in a hook.")
-        return module
+        module.log(name, value, **LogOptions(*options)._asdict(), batch_size=batch_size)
 
     @property
     def state_key(self) -> str:
@@ -179,16 +131,16 @@ class Callback:
         """
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when validation begins."""
+        """Called when an evaluation begins."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when validation ends; ``trainer.callback_metrics`` has its values."""
+        """Called when an evaluation ends; ``trainer.callback_metrics`` has its values."""
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before the first validation batch."""
+        """Called before the first batch of an evaluation."""
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called after the last validation batch."""
+        """Called after the last batch of an evaluation."""
 
     def on_validation_batch_start(
         self,
@@ -198,7 +150,7 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Called before a validation batch."""
+        """Called before a batch of an evaluation."""
 
     def on_validation_batch_end(
         self,
@@ -209,73 +161,15 @@ class Callback:
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Called after a validation batch."""
+        """Called after a batch of an evaluation."""
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when a test begins."""
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when a test ends."""
-
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before the first test batch."""
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called after the last test batch."""
-
-    def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Called before a test batch."""
-
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: StepOutput,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Called after a test batch."""
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when prediction begins."""
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when prediction ends."""
-
-    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called before the first prediction batch."""
-
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called after the last prediction batch."""
-
-    def on_predict_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Called before a prediction batch."""
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: StepOutput,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Called after a prediction batch."""
+    # Test and prediction have the same hooks as validation.
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Called when an exception, Ctrl-C or SIGTERM ends the run."""

@@ -129,10 +129,8 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
             if isinstance(data, Sequence) and not isinstance(data, Dataset):
                 return [loaders(part, shuffle) for part in data]
             shuffle = shuffle and not isinstance(data, IterableDataset)
-            pin_memory = torch.cuda.is_available()
-            return DataLoader(
-                data, batch_size, shuffle=shuffle, num_workers=num_workers, pin_memory=pin_memory
-            )
+            pin = torch.cuda.is_available()
+            return DataLoader(data, batch_size, shuffle, num_workers=num_workers, pin_memory=pin)
 
         parameters = inspect.signature(cls).parameters
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
@@ -140,13 +138,8 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
             if takes_any or name in parameters:
                 datamodule_kwargs[name] = value
         datamodule = cls(**datamodule_kwargs)
-        datasets = {
-            "train": train_dataset,
-            "val": val_dataset,
-            "test": test_dataset,
-            "predict": predict_dataset,
-        }
-        for name, dataset in datasets.items():
+        datasets = (train_dataset, val_dataset, test_dataset, predict_dataset)
+        for name, dataset in zip(("train", "val", "test", "predict"), datasets, strict=True):
             if dataset is not None:
                 # The datasets are bound here: a loader is made at each call.
                 make = functools.partial(loaders, dataset, shuffle=name == "train")
@@ -197,11 +190,10 @@ def _sizes(make: Callable[[], Any]) -> str:
         given = make()
     except Exception:
         return "None"
-    if isinstance(given, Mapping):
-        given = list(given.values())
-    if not isinstance(given, (list, tuple)):
-        return f"size={_size(given)}"
-    return " ; ".join(f"{index}. size={_size(loader)}" for index, loader in enumerate(given, start=1))
+    loaders = list(given.values()) if isinstance(given, Mapping) else given
+    if not isinstance(loaders, (list, tuple)):
+        return f"size={_size(loaders)}"
+    return " ; ".join(f"{index}. size={_size(loader)}" for index, loader in enumerate(loaders, start=1))
 
 
 def _size(loader: Any) -> str:

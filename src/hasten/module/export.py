@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten._lib.tree import move_to, preserve_modes
 
@@ -64,18 +64,14 @@ class ModelExport:
         Source: `PyTorch, TorchScript <https://docs.pytorch.org/docs/stable/jit.html>`_.
 
         """
+        check.one_of("to_torchscript", "method", method, ("script", "trace"))
         module = self._as_module()
         with _evaluating(module):
             if method == "script":
                 scripted = torch.jit.script(module, **kwargs)
-            elif method == "trace":
+            else:
                 inputs = self._inputs("to_torchscript(method='trace')", "example_inputs", example_inputs)
                 scripted = torch.jit.trace(module, inputs, **kwargs)
-            else:
-                raise ValueError(
-                    f"to_torchscript(method={method!r}): use 'script' or 'trace'."
-                    + did_you_mean(str(method), ["script", "trace"])
-                )
         if file_path is not None:
             import fsspec
 
@@ -141,32 +137,21 @@ class ModelExport:
         Source: `Torch-TensorRT <https://docs.pytorch.org/TensorRT/>`_.
 
         """
-        for name, value, allowed in (
-            ("ir", ir, ("default", "dynamo", "ts")),
-            ("output_format", output_format, ("exported_program", "torchscript")),
-        ):
-            if value not in allowed:
-                raise ValueError(
-                    f"to_tensorrt({name}={value!r}): use one of {', '.join(map(repr, allowed))}."
-                    + did_you_mean(str(value), allowed)
-                )
+        check.one_of("to_tensorrt", "ir", ir, ("default", "dynamo", "ts"))
+        formats = ("exported_program", "torchscript")
+        check.one_of("to_tensorrt", "output_format", output_format, formats)
         tensorrt = need("torch_tensorrt", purpose="LightningModule.to_tensorrt()")
         module = self._as_module()
         inputs = self._inputs("to_tensorrt()", "input_sample", input_sample)
-        before = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        before = _device_of(module)
         device = before if before.type == "cuda" else torch.device(default_device)
         with _evaluating(module):
             try:
                 inputs = move_to(inputs, device)
                 compiled = tensorrt.compile(module.to(device), ir=ir, inputs=inputs, **compile_kwargs)
                 if file_path is not None:
-                    tensorrt.save(
-                        compiled,
-                        os.fspath(file_path),
-                        inputs=inputs,
-                        output_format=output_format,
-                        retrace=retrace,
-                    )
+                    options: dict[str, Any] = {"output_format": output_format, "retrace": retrace}
+                    tensorrt.save(compiled, os.fspath(file_path), inputs=inputs, **options)
             finally:
                 module.to(before)
         return compiled
@@ -176,17 +161,20 @@ class ModelExport:
         return self
 
     def _inputs(self, call: str, argument: str, given: Any) -> tuple[Any, ...]:
-        if given is None:
-            given = self.example_input_array
+        given = self.example_input_array if given is None else given
         if given is None:
             raise MisconfigurationException(
                 f"{type(self).__name__}.{call}: there is no input to run with. Pass {argument}=..., or set "
                 "self.example_input_array in __init__."
             )
-        inputs = given if isinstance(given, tuple) else (given,)
-        device = next((parameter.device for parameter in self._as_module().parameters()), torch.device("cpu"))
-        moved: tuple[Any, ...] = move_to(inputs, device)
+        moved: tuple[Any, ...] = move_to(
+            given if isinstance(given, tuple) else (given,), _device_of(self._as_module())
+        )
         return moved
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 @contextmanager

@@ -58,24 +58,24 @@ class ModelHooks:
         """Called when the gradients of a step are complete and unscaled, before they are clipped."""
 
     def on_validation_start(self) -> None:
-        """Called when validation begins."""
+        """Called when an evaluation begins."""
 
     def on_validation_end(self) -> None:
-        """Called when validation ends."""
+        """Called when an evaluation ends."""
 
     def on_validation_epoch_start(self) -> None:
-        """Called before the first validation batch."""
+        """Called before the first batch of an evaluation."""
 
     def on_validation_epoch_end(self) -> None:
-        """Called after the last validation batch."""
+        """Called after the last batch of an evaluation."""
 
     def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before a validation batch."""
+        """Called before a batch of an evaluation."""
 
     def on_validation_batch_end(
         self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Called after a validation batch."""
+        """Called after a batch of an evaluation."""
 
     def on_validation_model_zero_grad(self) -> None:
         """Called before validation within fit, to free the memory of the gradients."""
@@ -83,71 +83,25 @@ class ModelHooks:
         self.zero_grad()
 
     def on_validation_model_eval(self) -> None:
-        """Called when validation begins, to switch to eval mode."""
+        """Called when an evaluation begins, to switch to eval mode."""
         assert isinstance(self, nn.Module)
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Called when validation ends; unless overridden, every sub-module gets its former mode back instead."""
+        """Called when an evaluation ends; unless overridden, every sub-module gets its former mode back instead."""
         # Reached by overrides that call super(): such a module sets the mode of all its parts.
         assert isinstance(self, nn.Module)
         self.train()
 
-    def on_test_start(self) -> None:
-        """Called when a test begins."""
-
-    def on_test_end(self) -> None:
-        """Called when a test ends."""
-
-    def on_test_epoch_start(self) -> None:
-        """Called before the first test batch."""
-
-    def on_test_epoch_end(self) -> None:
-        """Called after the last test batch."""
-
-    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before a test batch."""
-
-    def on_test_batch_end(
-        self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Called after a test batch."""
-
-    def on_test_model_eval(self) -> None:
-        """Called when a test begins, to switch to eval mode."""
-        assert isinstance(self, nn.Module)
-        self.eval()
-
-    def on_test_model_train(self) -> None:
-        """Called when a test ends; unless overridden, every sub-module gets its former mode back instead."""
-        # Reached by overrides that call super(): such a module sets the mode of all its parts.
-        assert isinstance(self, nn.Module)
-        self.train()
-
-    def on_predict_start(self) -> None:
-        """Called when prediction begins."""
-
-    def on_predict_end(self) -> None:
-        """Called when prediction ends."""
-
-    def on_predict_epoch_start(self) -> None:
-        """Called before the first prediction batch."""
-
-    def on_predict_epoch_end(self) -> None:
-        """Called after the last prediction batch."""
-
-    def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Called before a prediction batch."""
-
-    def on_predict_batch_end(
-        self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Called after a prediction batch."""
-
-    def on_predict_model_eval(self) -> None:
-        """Called when prediction begins, to switch to eval mode."""
-        assert isinstance(self, nn.Module)
-        self.eval()
+    # Test and prediction have the same hooks as validation.
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
+    on_test_model_train = on_validation_model_train
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is written; may change ``checkpoint``."""

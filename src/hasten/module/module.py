@@ -18,10 +18,11 @@ from hasten.module.datamodule import DataHooks
 from hasten.module.export import ModelExport
 from hasten.module.hook_defaults import ModelHooks
 from hasten.module.hparams import HyperparametersMixin, OnClassOnly, construct
+from hasten.module.log_methods import LogMethods
+from hasten.runtime import ReadOnly
 
 if TYPE_CHECKING:
     from hasten.fabric import Fabric
-    from hasten.logged_values import LoggedValues
     from hasten.module.callback import Callback
     from hasten.trainer import Trainer
     from hasten.types import (
@@ -36,7 +37,14 @@ if TYPE_CHECKING:
     )
 
 
-class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, nn.Module):
+def _of_trainer(name: str, doc: str) -> ReadOnly[int]:
+    def number(module: LightningModule) -> int:
+        return 0 if module._trainer is None else getattr(module._trainer, name)
+
+    return ReadOnly(number, doc)
+
+
+class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, HyperparametersMixin, nn.Module):
     """A ``torch.nn.Module`` with its training, validation, test and prediction steps.
 
     Override ``training_step`` and ``configure_optimizers`` to train, the other steps for the other calls of
@@ -67,14 +75,12 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
     if TYPE_CHECKING:
         _trainer: Trainer | None
         _fabric: Fabric | None
-        _logged: LoggedValues | None
         _strict_loading: bool | None
         _example_input_array: Any
 
     # Class attributes: a subclass may set them before super().__init__().
     _trainer = None
     _fabric = None
-    _logged = None
     _automatic_optimization = True
     _strict_loading = None
     _example_input_array = None
@@ -172,110 +178,16 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
     def configure_sharded_model(self) -> None:
         """Older name of ``configure_model``."""
 
-    # -- logging
-
-    def log(
-        self,
-        name: str,
-        value: MetricValue,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: str | Callable[..., Any] = "mean",
-        enable_graph: bool = False,
-        sync_dist: bool = False,
-        sync_dist_group: Group = None,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        metric_attribute: str | None = None,
-        rank_zero_only: bool = False,
+    def _log_elsewhere(
+        self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None
     ) -> None:
-        """Log a value. It stays on its device until the next logging interval; nothing waits for the device.
-
-        Args:
-            name: the key.
-            value: a number, a tensor with one element, or a ``torchmetrics.Metric``.
-            prog_bar: show it in the progress bar.
-            logger: pass it to the loggers; True by default.
-            on_step: publish the value of each step; by default True in training steps.
-            on_epoch: publish one value per epoch; by default True in evaluation and in epoch hooks.
-            reduce_fx: how the values of an epoch become one: "mean" (weighted by batch size), "sum", "min", "max".
-            enable_graph: keep the autograd graph of the value.
-            sync_dist: reduce over all processes.
-            sync_dist_group: ignored; reductions are over all processes.
-            add_dataloader_idx: append the index of the loader to the name if there are several.
-            batch_size: number of samples in the batch; read from the batch by default.
-            metric_attribute: ignored; metrics are found by identity.
-            rank_zero_only: use the value of the first process only.
-
-        Raises:
-            ValueError: values cannot be logged in this hook, or the value has more than one element.
-
-        """
-        logged = self._logged
-        if logged is None:
-            if self._fabric is not None:
-                self._fabric.log(name, value)
-            else:
-                _warn_not_logging(type(self), name)
-            return
-        logged.record(
-            name,
-            value,
-            # The fields of LogOptions, as a plain tuple: its constructor would cost as much as the rest of this call.
-            (
-                prog_bar,
-                logger,
-                on_step,
-                on_epoch,
-                reduce_fx,
-                enable_graph,
-                sync_dist,
-                sync_dist_group,
-                add_dataloader_idx,
-                metric_attribute,
-                rank_zero_only,
-            ),
-            batch_size,
-        )
-
-    def log_dict(
-        self,
-        dictionary: Mapping[str, MetricValue],
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: str | Callable[..., Any] = "mean",
-        enable_graph: bool = False,
-        sync_dist: bool = False,
-        sync_dist_group: Group = None,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        rank_zero_only: bool = False,
-    ) -> None:
-        """Log several values (or a ``MetricCollection``) with the same options; see ``log``."""
-        if hasattr(dictionary, "keep_same_keys") or type(dictionary).__name__ == "MetricCollection":
-            items = dictionary.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
-        else:
-            items = dictionary.items()
-        for name, value in items:
-            self.log(
-                name,
-                value,
-                prog_bar,
-                logger,
-                on_step,
-                on_epoch,
-                reduce_fx,
-                enable_graph,
-                sync_dist,
-                sync_dist_group,
-                add_dataloader_idx,
-                batch_size,
-                None,
-                rank_zero_only,
+        if self._fabric is not None:
+            self._fabric.log(name, value)
+        elif type(self) not in _warned:
+            _warned.add(type(self))
+            rank_zero_warn(
+                f"self.log({name!r}, ...) in {type(self).__name__} did nothing: the module is not attached to a "
+                "Trainer. Call it from a step that the Trainer runs."
             )
 
     def print(self, *args: object, **kwargs: Any) -> None:
@@ -372,25 +284,10 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
         """The device mesh of a strategy that splits the model; None for others."""
         return None if self._trainer is None else getattr(self._trainer.strategy, "device_mesh", None)
 
-    @property
-    def current_epoch(self) -> int:
-        """Index of the epoch, from 0."""
-        return 0 if self._trainer is None else self._trainer.current_epoch
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps done so far in the whole run."""
-        return 0 if self._trainer is None else self._trainer.global_step
-
-    @property
-    def global_rank(self) -> int:
-        """Index of this process among all processes."""
-        return 0 if self._trainer is None else self._trainer.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """Index of this process on its node."""
-        return 0 if self._trainer is None else self._trainer.local_rank
+    current_epoch = _of_trainer("current_epoch", "Index of the epoch, from 0.")
+    global_step = _of_trainer("global_step", "Optimizer steps done so far in the whole run.")
+    global_rank = _of_trainer("global_rank", "Index of this process among all processes.")
+    local_rank = _of_trainer("local_rank", "Index of this process on its node.")
 
     @property
     def logger(self) -> Any:
@@ -562,9 +459,8 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
             ``data`` with tensors of shape (world_size, ...); with one process, of shape (...).
 
         """
-        if self._fabric is not None:
-            return self._fabric.all_gather(data, group=group, sync_grads=sync_grads)
-        return self.trainer.all_gather(data, group=group, sync_grads=sync_grads)
+        owner = self.trainer if self._fabric is None else self._fabric
+        return owner.all_gather(data, group=group, sync_grads=sync_grads)
 
     # -- loading
 
@@ -598,7 +494,7 @@ class LightningModule(DataHooks, ModelHooks, ModelExport, HyperparametersMixin, 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or pickle of the module is the model without its run.
         state = dict(self.__dict__)
-        for name in ("_trainer", "_logged", "_fabric"):
+        for name in ("_trainer", "_run_values", "_fabric"):
             state.pop(name, None)
         return state
 
@@ -621,15 +517,6 @@ def trainer_of(module: object) -> Trainer | None:
 
 
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
-
-
-def _warn_not_logging(owner: type, name: str) -> None:
-    if owner not in _warned:
-        _warned.add(owner)
-        rank_zero_warn(
-            f"self.log({name!r}, ...) in {owner.__name__} did nothing: the module is not attached to a Trainer. "
-            "Call it from a step that the Trainer runs."
-        )
 
 
 def toggled_parameters(module: LightningModule) -> dict[str, tuple[bool, bool]]:

@@ -135,7 +135,7 @@ def limited_run(
         trainer._arguments, trainer._run = arguments, run
         for child in module.modules():
             if isinstance(child, LightningModule):
-                child.__dict__["_logged"] = trainer._logged
+                child.__dict__["_run_values"] = trainer._logged
         try:
             for source in run.data_of(stage):
                 if not source.is_off():

@@ -92,7 +92,7 @@ def attach(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     module.trainer = trainer
     for child in module.modules():
         if isinstance(child, LightningModule):
-            child.__dict__["_logged"] = trainer._logged
+            child.__dict__["_run_values"] = trainer._logged
     if datamodule is not None:
         datamodule.trainer = trainer
     configured = module.configure_callbacks()

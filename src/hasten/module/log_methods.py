@@ -1,0 +1,103 @@
+"""``log`` and ``log_dict``, the same for modules and callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hasten.logged_values import LoggedValues
+    from hasten.types import Group, MetricValue
+
+
+class LogMethods:
+    """``log`` and ``log_dict``."""
+
+    # Annotated for type checkers only: TorchScript reads annotations of classes.
+    if TYPE_CHECKING:
+        _run_values: LoggedValues | None
+
+    _run_values = None
+
+    def log(
+        self,
+        name: str,
+        value: MetricValue,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Group = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log a value. It stays on its device until the next logging interval; nothing waits for the device.
+
+        Args:
+            name: the key.
+            value: a number, a tensor with one element, or a ``torchmetrics.Metric``.
+            prog_bar: show it in the progress bar.
+            logger: pass it to the loggers; True by default.
+            on_step: publish the value of each step; by default True in training steps.
+            on_epoch: publish one value per epoch; by default True in evaluation and in epoch hooks.
+            reduce_fx: how the values of an epoch become one: "mean" (weighted by batch size), "sum", "min", "max".
+            enable_graph: keep the autograd graph of the value.
+            sync_dist: reduce over all processes.
+            sync_dist_group: ignored; reductions are over all processes.
+            add_dataloader_idx: append the index of the loader to the name if there are several.
+            batch_size: number of samples in the batch; read from the batch by default.
+            metric_attribute: ignored; metrics are found by identity.
+            rank_zero_only: use the value of the first process only.
+
+        Raises:
+            ValueError: values cannot be logged in this hook, or the value has more than one element.
+            RuntimeError: a callback logs, and no run is in progress.
+
+        """
+        # The fields of LogOptions, as a plain tuple: its constructor would cost as much as the rest of this call.
+        options = (
+            prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
+            add_dataloader_idx, metric_attribute, rank_zero_only,
+        )  # fmt: skip
+        logged = self._run_values
+        if logged is None:
+            self._log_elsewhere(name, value, options, batch_size)
+        else:
+            logged.record(name, value, options, batch_size)
+
+    def log_dict(
+        self,
+        dictionary: Mapping[str, MetricValue],
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Group = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log several values (or a ``MetricCollection``) with the same options; see ``log``."""
+        if hasattr(dictionary, "keep_same_keys") or type(dictionary).__name__ == "MetricCollection":
+            items = dictionary.items(keep_base=False, copy_state=False)  # type: ignore[call-arg]
+        else:
+            items = dictionary.items()
+        for name, value in items:
+            self.log(
+                name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist,
+                sync_dist_group, add_dataloader_idx, batch_size, None, rank_zero_only,
+            )  # fmt: skip
+
+    def _log_elsewhere(
+        self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None
+    ) -> None:
+        """Log without values of a run."""
+        raise NotImplementedError
