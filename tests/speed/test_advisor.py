@@ -25,7 +25,7 @@ from tests.speed import planted
 
 
 @pytest.fixture(autouse=True)
-def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _in_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_fork_server: None) -> None:
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -93,26 +93,22 @@ def test_a_batch_that_does_not_fit_is_measured_in_parts() -> None:
     assert found.arguments == {"micro_batch": "auto"}
 
 
-def test_a_broken_program_says_why_before_any_lever_is_measured() -> None:
-    with pytest.raises(RuntimeError, match="cannot be measured: KeyError: 'no such column'"):
-        advise(planted.Broken(), ["compile"])
-
-
-def test_what_cannot_be_sent_names_itself_and_the_command() -> None:
+def unpicklable() -> planted.Sleeper:
     model = planted.Sleeper()
     model.__dict__["unpicklable"] = lambda: None
-    with pytest.raises(TypeError, match=r"the model cannot be sent.*hasten advise program\.py"):
-        advise(model, ["compile"])
+    return model
 
 
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
+        ({"model": planted.Broken()}, RuntimeError, "cannot be measured: KeyError: 'no such column'"),
+        ({"model": unpicklable()}, TypeError, r"the model cannot be sent.*hasten advise program\.py"),
         ({"given": ["compil"]}, ValueError, "Did you mean 'compile'"),
         ({"given": [3]}, TypeError, "names of levers"),
         ({"given": [planted.SLOW, planted.SLOW]}, ValueError, "twice"),
-        ({"given": ["compile"], "rounds": 0}, ValueError, "rounds=0"),
-        ({"given": ["compile"], "budget_seconds": -1.0}, ValueError, "budget_seconds=-1"),
+        ({"rounds": 0}, ValueError, "rounds=0"),
+        ({"budget_seconds": -1.0}, ValueError, "budget_seconds=-1"),
         (
             {"given": [Lever("l", "l", Safety.ROUNDING, change=lambda *_: None)]},
             ValueError,
@@ -120,12 +116,12 @@ def test_what_cannot_be_sent_names_itself_and_the_command() -> None:
         ),
     ],
 )
-def test_wrong_use_is_an_error_before_anything_starts(options: Any, error: Any, text: str) -> None:
+def test_wrong_use_is_an_error_before_any_lever_is_measured(options: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
-        advise(planted.Sleeper(), **options)
+        advise(**{"model": planted.Sleeper(), "given": ["compile"], **options})
 
 
-def test_what_a_training_lacks_is_an_error_before_a_process_starts() -> None:
+def test_a_training_without_data_or_model_is_an_error() -> None:
     with pytest.raises(
         MisconfigurationException, match=r"advise\(\): there is no data. Pass train_dataloaders"
     ):
@@ -162,10 +158,8 @@ def test_memory_on_a_gpu_is_all_that_other_processes_cannot_have(monkeypatch: py
 
 
 def test_samples_of_batches_by_length_count_as_samples_of_the_usual_length() -> None:
-    usual, short = (
-        Turn(1.0, [1.0], samples=4, tokens=40, slots=80),
-        Turn(1.0, [1.0], samples=4, tokens=20, slots=20),
-    )
+    usual = Turn(1.0, [1.0], samples=4, tokens=40, slots=80)
+    short = Turn(1.0, [1.0], samples=4, tokens=20, slots=20)
     found = figures([short], {}, {}, [usual])
     assert (found["samples_per_second"], found["useful_tokens"]) == (2.0, 1.0)
 
@@ -179,12 +173,9 @@ def test_attention_dropout_is_found_and_taken_off_alone() -> None:
 
 
 def test_the_name_of_an_argument_stands_for_its_levers() -> None:
-    assert [lever.name for lever in choose(["fused_optimizer"])] == ["fused optimizer"]
-    assert [lever.name for lever in choose(["packed", "allocator"])][:2] == [
-        "packed tokens",
-        "packed first token",
-    ]
-    assert {"kept memory"} <= {lever.name for lever in choose(["allocator"])}
+    names = [lever.name for lever in choose(["packed", "allocator", "bf16 autocast"])]
+    assert names[:3] == ["packed tokens", "packed first token", "kept memory"]
+    assert names[-1] == "bf16 autocast"
 
 
 def test_every_lever_has_a_line_a_class_and_known_arguments() -> None:
@@ -209,5 +200,8 @@ def test_levers_that_gain_most_by_what_was_found_come_first() -> None:
     assert first(*names, parts={"forward": 1.0, "optimizer": 3.0}) == "fused optimizer"
     assert first(*names, peak_flops={"bfloat16": 8e12, "float32": 1e12}) == "bf16 autocast"
     assert first(*names, parts={"forward": 1.0}, faults_per_step=400_000) == "kept memory"
-    # Somebody named it: it comes before all that hasten knows.
+    # Peaks measured on a busy machine do not promise more than a step can gain.
+    noisy = {"bfloat16": 1e14, "float32": 1e12}
+    assert first(*names, useful_tokens=0.3, peak_flops=noisy) == "packed tokens"
+    # It was named: it comes before the levers that hasten knows.
     assert expected_gain(planted.QUICK, {}) > 100

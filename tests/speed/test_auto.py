@@ -23,7 +23,8 @@ from tests.speed import planted
 
 
 @pytest.fixture(autouse=True)
-def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
 
@@ -47,7 +48,6 @@ class Watches(Classifier):
 
 
 def test_arguments_are_those_a_user_would_write(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
     keep(["fused optimizer", "resident data"], model := Watches())
     quiet(speed="auto").fit(model, loader())
     assert (model.arguments["fused_optimizer"], model.arguments["resident"]) == (True, True)
@@ -55,7 +55,6 @@ def test_arguments_are_those_a_user_would_write(caplog: pytest.LogCaptureFixture
 
 
 def test_auto_takes_of_a_full_verdict_what_it_promises(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
     lines = [
         Line(Safety.ROUNDING, "fused()", ["fused optimizer"], 1.5),
         Line(Safety.OTHER_BATCHES, "fused() and length()", ["fused optimizer", "batches by length"], 3.0),
@@ -87,7 +86,6 @@ def test_threads_are_as_before_after_each_training() -> None:
 
 
 def test_what_needs_consent_or_another_process_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
     keep(["fused optimizer", "tcmalloc", "no attention dropout", "gone since"], model := Watches())
     quiet(speed="auto").fit(model, loader())
     assert model.arguments["allocator"] is None
@@ -102,7 +100,6 @@ def test_what_needs_consent_or_another_process_is_left_out(caplog: pytest.LogCap
 def test_a_training_of_few_steps_starts_at_once(
     arguments: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO")
     monkeypatch.setattr(auto, "measure", never)
     trainer = quiet(**{"max_epochs": None, "speed": "auto", **arguments})
     trainer.fit(planted.Sleeper(0.0), loader())
@@ -130,7 +127,6 @@ def test_what_is_not_measured_trains_unchanged(
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise error
 
-    caplog.set_level("INFO")
     monkeypatch.setattr(auto, "measure", fails)
     model = planted.Sleeper(0.0)
     quiet(speed="auto", max_epochs=10).fit(model, loader())
@@ -162,11 +158,10 @@ def _planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_planted")
+@pytest.mark.usefixtures("_planted", "one_fork_server")
 def test_auto_switches_on_what_wins_remembers_it_and_names_the_rest(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    caplog.set_level("INFO")
     plain = planted.Sleeper()
     model = copy.deepcopy(plain)
     for each, arguments in ((plain, {}), (model, {"speed": "auto"})):

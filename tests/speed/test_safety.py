@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.commands import main
 from hasten.speed.advice import Advice, Line, Row
 from hasten.speed.checks import why_not_apart
-from hasten.speed.levers import LEVERS, Lever, choose
+from hasten.speed.levers import LEVERS, Lever
 from hasten.speed.safety import Safety
 from tests.models import quiet
 from tests.speed import planted
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "speed.md"
+
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 
 def advise(model: Any, given: Any) -> Advice:
@@ -170,7 +172,7 @@ def test_what_needs_consent_is_written_after_what_does_not() -> None:
     ]
 
 
-# -- the documentation and the command line
+# -- the documentation
 
 
 def test_the_documentation_has_the_classes_of_the_code() -> None:
@@ -203,17 +205,3 @@ def test_the_documentation_has_the_classes_of_the_code() -> None:
         "resident data",
     } <= checked
     assert len(checked) >= 13
-
-
-def test_the_command_line_lists_levers_with_their_classes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "--list"]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^batches by length +same samples in other batches +L.Trainer", shown, re.MULTILINE)
-    assert "lower precision: needs consent: products are computed with fewer bits." in shown
-
-
-def test_every_lever_is_found_by_its_name() -> None:
-    assert [lever.safety for lever in choose(["batching", "bf16 autocast"])] == [
-        Safety.OTHER_BATCHES,
-        Safety.LOWER_PRECISION,
-    ]

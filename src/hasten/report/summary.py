@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from hasten._lib import check
 from hasten._lib.tree import map_tensors, preserve_modes
 from hasten.module.module import trainer_of
 
@@ -24,6 +25,10 @@ class LayerSummary:
     Args:
         module: the layer. A hook on it waits for a forward pass; ``detach_hook`` removes it.
 
+    Attributes:
+        in_size: shape of the input, "?" if unknown.
+        out_size: shape of the output, "?" if unknown.
+
     Example::
 
         >>> layer = LayerSummary(nn.Linear(4, 2))
@@ -32,10 +37,11 @@ class LayerSummary:
 
     """
 
+    in_size: Any = UNKNOWN_SIZE
+    out_size: Any = UNKNOWN_SIZE
+
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._in_size: Any = None
-        self._out_size: Any = None
         self._handle: Any = None
         if not isinstance(module, torch.jit.ScriptModule):
             self._handle = module.register_forward_hook(self._record_shapes, with_kwargs=True)
@@ -44,8 +50,8 @@ class LayerSummary:
         self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any
     ) -> None:
         inputs = (*arguments, *named.values())
-        self._in_size = parse_batch_shape(inputs[0] if len(inputs) == 1 else inputs)
-        self._out_size = parse_batch_shape(output)
+        self.in_size = parse_batch_shape(inputs[0] if len(inputs) == 1 else inputs) or UNKNOWN_SIZE
+        self.out_size = parse_batch_shape(output) or UNKNOWN_SIZE
         self.detach_hook()
 
     def detach_hook(self) -> None:
@@ -57,16 +63,6 @@ class LayerSummary:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
             self.detach_hook()
-
-    @property
-    def in_size(self) -> Any:
-        """Shape of the input, "?" when unknown."""
-        return self._in_size or UNKNOWN_SIZE
-
-    @property
-    def out_size(self) -> Any:
-        """Shape of the output, "?" when unknown."""
-        return self._out_size or UNKNOWN_SIZE
 
     @property
     def layer_type(self) -> str:
@@ -222,7 +218,7 @@ class LayerTable:
             for layer in layers
         ]
         columns = [
-            (" ", [str(index) for index in range(len(layers))]),
+            (" ", list(map(str, range(len(layers))))),
             ("Name", self.layer_names),
             ("Type", self.layer_types),
             ("Params", params),
@@ -389,18 +385,15 @@ def parse_batch_shape(batch: Any) -> Any:
     return UNKNOWN_SIZE
 
 
-def check_depth(max_depth: Any) -> int:
+def check_depth(max_depth: int) -> int:
     """Return ``max_depth`` if it is -1, 0 or positive.
 
     Raises:
         ValueError: it is not.
 
     """
-    if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
-        raise ValueError(
-            f"ModelSummary(max_depth={max_depth!r}): `max_depth` can be -1, 0 or > 0, got {max_depth}."
-        )
-    return max_depth
+    allowed = "-1 for all levels, 0 for none, or a positive number"
+    return check.whole("ModelSummary", "max_depth", max_depth, at_least=-1, allowed=allowed, error=ValueError)
 
 
 def _with_shape(parameters: Iterable[Tensor]) -> Iterable[Tensor]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hasten._lib import check
 from hasten.report.peaks import get_available_flops as get_available_flops
+
+if TYPE_CHECKING:
+    from hasten.fabric import Fabric
+    from hasten.precision.base import Precision
 
 
 class Throughput:
@@ -57,13 +60,9 @@ class Throughput:
         self.reset()
 
     def reset(self) -> None:
-        """Remove all that was recorded."""
+        """Remove everything that was recorded."""
         # A rate is between the first and the last of these.
-        self._time: deque[float] = deque(maxlen=self.window_size)
-        self._batches: deque[int] = deque(maxlen=self.window_size)
-        self._samples: deque[int] = deque(maxlen=self.window_size)
-        self._lengths: deque[int] = deque(maxlen=self.window_size)
-        self._flops: deque[float] = deque(maxlen=self.window_size)
+        self._updates: deque[_Totals] = deque(maxlen=self.window_size)
 
     def update(
         self,
@@ -74,7 +73,7 @@ class Throughput:
         lengths: int | None = None,
         flops: float | None = None,
     ) -> None:
-        """Take the totals so far; all but ``flops`` grow with each call.
+        """Record the totals so far; all but ``flops`` grow with each call.
 
         Args:
             time: seconds since the beginning.
@@ -92,53 +91,42 @@ class Throughput:
             raise ValueError(f"Expected samples ({samples}) to be greater or equal than batches ({batches})")
         if lengths is not None and lengths < samples:
             raise ValueError(f"Expected lengths ({lengths}) to be greater or equal than samples ({samples})")
-        if (lengths is None) != (not self._lengths) and self._samples:
+        now, before = _Totals(time, batches, samples, lengths, flops), list(self._updates)[-1:]
+        if before and (lengths is None) != (before[0].lengths is None):
             raise RuntimeError(
-                f"If lengths are passed ({len(self._lengths)}), there needs to be the same number of samples "
-                f"({len(self._samples)}): give lengths in each update, or in none."
+                "If lengths are passed, there needs to be the same number of samples: give lengths in each update, or "
+                "in none."
             )
-        for name, values, value in (
-            ("time", self._time, time),
-            ("batches", self._batches, batches),
-            ("samples", self._samples, samples),
-            ("lengths", self._lengths, math.inf if lengths is None else lengths),
-        ):
-            if values and values[-1] >= value:
-                raise ValueError(
-                    f"Throughput.update({name}={value}): Expected the value to increase, last: {values[-1]}, "
-                    f"current: {value}"
-                )
-        self._time.append(time)
-        self._batches.append(batches)
-        self._samples.append(samples)
-        if lengths is not None:
-            self._lengths.append(lengths)
-        if flops is not None:
-            self._flops.append(flops)
+        for last in before:
+            for name, value, earlier in zip(_Totals._fields[:4], now, last, strict=False):
+                if value is not None and earlier is not None and earlier >= value:
+                    raise ValueError(
+                        f"Throughput.update({name}={value}): Expected the value to increase, last: {earlier}, current: "
+                        f"{value}"
+                    )
+        self._updates.append(now)
 
     def compute(self) -> dict[str, float]:
         """Return the totals, and the rates once the window is full; empty before the first update."""
-        if not self._time:
+        if not self._updates:
             return {}
-        metrics: dict[str, float] = {
-            "time": self._time[-1],
-            "batches": self._batches[-1],
-            "samples": self._samples[-1],
-        }
-        if self._lengths:
-            metrics["lengths"] = self._lengths[-1]
-        if len(self._time) < self.window_size:
+        first, last = self._updates[0], self._updates[-1]
+        metrics: dict[str, float] = {"time": last.time, "batches": last.batches, "samples": last.samples}
+        if last.lengths is not None:
+            metrics["lengths"] = last.lengths
+        if len(self._updates) < self.window_size:
             return metrics
-        seconds = self._time[-1] - self._time[0]
+        seconds = last.time - first.time
         rates = {
-            "batches_per_sec": (self._batches[-1] - self._batches[0]) / seconds,
-            "samples_per_sec": (self._samples[-1] - self._samples[0]) / seconds,
+            "batches_per_sec": (last.batches - first.batches) / seconds,
+            "samples_per_sec": (last.samples - first.samples) / seconds,
         }
-        if len(self._lengths) == self.window_size:
-            rates["items_per_sec"] = (self._lengths[-1] - self._lengths[0]) / seconds
-        if len(self._flops) == self.window_size:
-            # The operations of the first update were done before its time.
-            rates["flops_per_sec"] = (sum(self._flops) - self._flops[0]) / seconds
+        if last.lengths is not None and first.lengths is not None:
+            rates["items_per_sec"] = (last.lengths - first.lengths) / seconds
+        # The operations of the first update were done before its time.
+        flops = [update.flops for update in self._updates if update.flops is not None]
+        if len(flops) == self.window_size:
+            rates["flops_per_sec"] = sum(flops[1:]) / seconds
         for name, rate in rates.items():
             metrics[f"device{self.separator}{name}"] = rate
             if self.world_size > 1:
@@ -146,6 +134,14 @@ class Throughput:
         if "flops_per_sec" in rates and self.available_flops:
             metrics[f"device{self.separator}mfu"] = rates["flops_per_sec"] / self.available_flops
         return metrics
+
+
+class _Totals(NamedTuple):
+    time: float
+    batches: int
+    samples: int
+    lengths: int | None
+    flops: float | None
 
 
 class FabricThroughput(Throughput):
@@ -165,7 +161,7 @@ class FabricThroughput(Throughput):
 
     """
 
-    def __init__(self, fabric: Any, **kwargs: Any) -> None:
+    def __init__(self, fabric: Fabric, **kwargs: Any) -> None:
         peak = get_available_flops(fabric.device, compute_dtype(fabric.runtime.precision))
         super().__init__(available_flops=peak, world_size=fabric.world_size, **kwargs)
         self._fabric = fabric
@@ -200,7 +196,7 @@ class FabricThroughput(Throughput):
 ThroughputMonitor = FabricThroughput
 
 
-def compute_dtype(precision: Any) -> torch.dtype:
+def compute_dtype(precision: Precision) -> torch.dtype:
     """Return the type in which the matrix products of a precision are computed.
 
     Args:
@@ -217,7 +213,7 @@ def compute_dtype(precision: Any) -> torch.dtype:
     if name.startswith("64"):
         return torch.float64
     if name == "bitsandbytes":
-        dtype: torch.dtype = precision.dtype
+        dtype: torch.dtype = getattr(precision, "dtype")  # noqa: B009
         return dtype
     # Products of 8-bit floats are compared with the peak of bfloat16: only some of the layers compute them.
     if name.startswith("bf16") or name in ("fp8", "transformer-engine"):

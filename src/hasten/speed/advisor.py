@@ -12,7 +12,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -103,7 +102,7 @@ def trial_opener(engine: Engine, program: Program) -> OpenTrial:
     engine.preload(program.preload)
     arguments = program.arguments
     if program.payload is not None:
-        path = Path(engine.scratch) / "payload.pickle"
+        path = engine.scratch / "payload.pickle"
         path.write_bytes(program.payload)
         arguments = (*arguments, str(path))
 

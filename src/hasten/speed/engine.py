@@ -19,19 +19,16 @@ import math
 import os
 import pickle
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import fmean, stdev
-from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from hasten.machine.allocator import file_of
@@ -53,8 +50,7 @@ _HOPELESS = 4.0
 _WORTH_MORE_TURNS = 1.1
 _KILL_SECONDS = 5.0
 _LINES_OF_A_LOG = 12
-# Loader workers put sockets into it, and the path of a socket may have 107 characters.
-_LONGEST_FOLDER = 70
+_LONGEST_FOLDER = 48
 # What every trial needs; the first optimizer of a process imports torch._dynamo, which takes longer than torch.
 _PRELOADED = ("torch", "torch._dynamo", "hasten.trainer", "hasten.callbacks", "hasten.speed.trial")
 
@@ -132,7 +128,11 @@ class Engine:
         self._numbers = itertools.count()
 
     def __enter__(self) -> Engine:
-        self.scratch = self._closing.enter_context(_scratch_folder())
+        # Loader workers put sockets into it, and the path of a socket may have 107 characters.
+        parent = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER and os.path.isdir("/tmp") else None
+        folder = tempfile.TemporaryDirectory(prefix="hasten-advise-", dir=parent, ignore_cleanup_errors=True)
+        # If this process is killed, the server or a trial removes it.
+        self.scratch = Path(self._closing.enter_context(folder))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -423,38 +423,6 @@ def trial_environment(scratch: Path, allocator: str | None = None) -> dict[str, 
     if library is not None:
         environment["LD_PRELOAD"] = " ".join(filter(None, (library, environment.get("LD_PRELOAD"))))
     return environment
-
-
-@contextmanager
-def _scratch_folder() -> Iterator[Path]:
-    """Give a folder that is removed at the end, also when this process is asked to terminate."""
-    folder = Path(tempfile.mkdtemp(prefix="hasten-advise-"))
-    if len(str(folder)) > _LONGEST_FOLDER and os.path.isdir("/tmp"):
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="hasten-advise-", dir="/tmp"))
-    try:
-        with _unwound_by_sigterm():
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _unwound_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, unless the program handles it."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 # -- comparing

@@ -48,32 +48,18 @@ Levers = tuple[Lever, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How much is measured.
-
-    Args:
-        rounds: how long a comparison may last: at most 16 times as many turns of each.
-        steps: steps of a turn; None for about half a second's worth, 1 to 50.
-        warm_up: steps of each before the clock; one if they take long.
-        seeds: runs with other seeds, if losses can only be compared by how much they differ by chance.
-        combine: put levers on top of one another; else each is compared with the unchanged program.
-        consent: also measure levers that change more than rounding.
-        budget_seconds: how long everything may take: then it stops, the most promising levers first. None: no limit.
-        share_of_training: the same as a share of the time that the training is planned to take; if inspecting the
-            program takes longer, nothing is measured. None: no limit.
-        timeout_seconds: how long the program may take to start training, a lever to prepare, or a turn to last.
-
-    Raises:
-        ValueError: a number is too small.
-
-    """
+    """How much is measured; see ``Trainer.advise``. A number that is too small is a ``ValueError``."""
 
     rounds: int = 3
     steps: int | None = None
     warm_up: int = 3
     seeds: int = 1
     combine: bool = True
+    # Also measure levers that change more than rounding.
     consent: bool = True
     budget_seconds: float | None = None
+    # A budget as a share of the time that the training is planned to take; if inspecting the program takes longer,
+    # nothing is measured.
     share_of_training: float | None = None
     timeout_seconds: float = 900.0
 

@@ -1,0 +1,21 @@
+"""One process that trials are forks of, for the tests that use ``one_fork_server``: each start of it imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hasten.speed.engine import Engine
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[Any]:
+    with Engine() as started:
+        yield started._fork_server
+
+
+@pytest.fixture
+def one_fork_server(_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "_fork_server", _server)
