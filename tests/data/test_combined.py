@@ -106,15 +106,12 @@ def test_structure_is_kept() -> None:
         combined.flattened = [1, 2]
 
 
-def test_list_of_batches_is_one_loader() -> None:
+def test_lists_of_batches_and_limits() -> None:
     assert CombinedLoader([[1, 2, 3], range(2)], "max_size").flattened == [[[1, 2, 3], range(2)]]
     assert [batch for batch, _, _ in CombinedLoader({"a": [1, 2], "b": [3, 4]})] == [
         {"a": 1, "b": 3},
         {"a": 2, "b": 4},
     ]
-
-
-def test_limits_of_a_sequential_loader() -> None:
     combined = CombinedLoader([range(5), range(5)], "sequential")
     combined.limits = [1, 2]
     assert [batch for batch, _, _ in combined] == [0, 0, 1]
@@ -138,21 +135,17 @@ def shuffled(mode: str, workers: int) -> CombinedStream:
     return stream_of(CombinedLoader(parts, mode))
 
 
-@pytest.mark.parametrize("limit", [None, 2])
-@pytest.mark.parametrize("mode", EXPECTED)
-def test_resumed_anywhere_it_goes_on_as_if_nothing_happened(mode: str, limit: int | None) -> None:
-    check_resume(mode, limit, workers=0)
-
-
-def test_resumed_with_workers() -> None:
-    check_resume("max_size_cycle", None, workers=1, every=5)
-
-
-def check_resume(mode: str, limit: int | None, workers: int, every: int = 1) -> None:
+@pytest.mark.parametrize(
+    ("mode", "limit", "workers", "every"),
+    [*((mode, limit, 0, 1) for mode in EXPECTED for limit in (None, 2)), ("max_size_cycle", None, 1, 7)],
+)
+def test_resumed_anywhere_it_goes_on_as_if_nothing_happened(
+    mode: str, limit: int | None, workers: int, every: int
+) -> None:
     torch.manual_seed(0)
     stream = shuffled(mode, workers)
     seen, places = [], []
-    for epoch in range(3):
+    for epoch in range(2):
         stream.set_epoch(epoch)
         for number, (batch, is_last) in enumerate(stream.batches(limit)):
             draw = float(torch.rand(()))
@@ -234,24 +227,17 @@ def test_training_on_a_dict_of_loaders_cycles_the_shorter_as_a_plain_loop_does()
     assert set(trainer.train_dataloader) == {"a", "b"}
 
 
-def test_training_with_a_limit_and_another_mode() -> None:
-    model = TwoSources()
-    trainer = quiet(limit_train_batches=3)
-    trainer.fit(model, CombinedLoader({"a": loader(20), "b": loader(8)}, "min_size"))
-    assert model.seen == [(0, 4, 4), (1, 4, 4)]
-    assert trainer.num_training_batches == 2
-    trainer = quiet(limit_train_batches=0.5)
-    trainer.fit(model := TwoSources(), CombinedLoader({"a": loader(20), "b": loader(8)}, "max_size_cycle"))
-    assert len(model.seen) == 2
-
-
-def test_training_one_loader_after_the_other() -> None:
-    model = Classifier()
-    plain = Classifier()
-    plain.load_state_dict(model.state_dict())
-    quiet().fit(model, CombinedLoader([loader(20), loader(8)], "sequential"))
+def test_training_with_a_limit_and_other_modes() -> None:
+    for limit, mode, expected in ((3, "min_size", 2), (0.5, "max_size_cycle", 2)):
+        trainer, model = quiet(limit_train_batches=limit), TwoSources()
+        trainer.fit(model, CombinedLoader({"a": loader(20), "b": loader(8)}, mode))  # type: ignore[arg-type]
+        assert model.seen == [(index, 4, 4) for index in range(expected)]
+        assert trainer.num_training_batches == expected
+    one, plain = Classifier(), Classifier()
+    plain.load_state_dict(one.state_dict())
+    quiet().fit(one, CombinedLoader([loader(20), loader(8)], "sequential"))
     quiet().fit(plain, [*loader(20), *loader(8)])
-    assert same_weights(model, plain)
+    assert same_weights(one, plain)
 
 
 def test_run_resumed_in_the_middle_of_an_epoch_equals_the_uninterrupted_one(tmp_path: Any) -> None:

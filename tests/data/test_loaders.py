@@ -87,11 +87,11 @@ def samples(batches: list[list[list[int]]]) -> list[int]:
 # -- one process
 
 
-def test_loader_of_a_single_process_is_left_alone() -> None:
-    loader = DataLoader(DATA, shuffle=True)
-    assert prepare(loader) is loader
-    batches = [1, 2]
-    assert prepare(batches) is batches
+def test_what_needs_no_change_is_left_alone() -> None:
+    for loader in (DataLoader(DATA, shuffle=True), [1, 2]):
+        assert prepare(loader) is loader
+    for own in (DataLoader(DATA, sampler=DistributedSampler(DATA, 4, 3)), DataLoader(Numbers())):
+        assert prepare(own, num_replicas=2, rank=1) is own
 
 
 def test_overfitting_reads_in_order() -> None:
@@ -187,29 +187,19 @@ def test_loader_given_is_not_changed_and_its_class_is_kept(stage: str) -> None:
     assert vars(loader) == before
 
 
-def test_what_is_distributed_already_is_kept() -> None:
-    own = DataLoader(DATA, sampler=DistributedSampler(DATA, 4, 3))
-    assert prepare(own, num_replicas=2, rank=1) is own
-    stream = DataLoader(Numbers())
-    assert prepare(stream, num_replicas=2, rank=1) is stream
-
-
 # -- evaluation on several
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("number", [1, 2, 7, 11])
+@pytest.mark.parametrize("number", [1, 7, 11])
 def test_evaluation_sees_every_sample_once(stage: str, replicas: int, number: int) -> None:
     loader = DataLoader(DATA[:number], batch_size=2)
     found = parts(loader, stage=stage, replicas=replicas)
     assert samples(found) == DATA[:number]
     sizes = [sum(map(len, part)) for part in found]
     assert max(sizes) - min(sizes) <= 1
-
-
-def test_evaluation_with_a_batch_sampler_sees_every_batch_once() -> None:
-    assert samples(parts(DataLoader(DATA, batch_sampler=Buckets()), stage="test")) == DATA
+    assert samples(parts(DataLoader(DATA, batch_sampler=Buckets()), stage=stage)) == DATA
 
 
 # -- workers

@@ -136,36 +136,30 @@ def test_random_numbers_are_drawn_when_the_loader_draws_them(samples: int, drop_
         assert same(states(resident(given()), own), expected)
 
 
-def test_the_class_makes_the_same_batches_and_is_a_dataloader() -> None:
-    mine = ResidentLoader(dataset(), 6, shuffle=True)
-    assert isinstance(mine, DataLoader)
-    assert same(epochs(LOADERS["shuffled"]()), epochs(mine))
-    assert len(mine) == 7
-
-
-def test_a_sample_is_read_twice_at_most_and_the_random_state_stays() -> None:
-    data = Mapped(nested)
-    before = torch.get_rng_state()
-    mine = resident(DataLoader(data, 5, shuffle=True))
-    assert torch.equal(torch.get_rng_state(), before)
-    read = data.read
-    assert read <= 2 * len(data) + 8  # Twice, to see whether they are random.
-    epochs(mine, 3)
-    assert data.read == read
-
-
-def test_whole_batches_are_asked_of_a_dataset_that_gives_them() -> None:
-    data = Batched(nested)
-    resident(DataLoader(data, 5))
-    assert data.batches == 2  # The second time to see whether they are random.
-
-
 def test_what_a_step_does_to_a_batch_stays_out_of_the_data() -> None:
     for make in (LOADERS["in order"], LOADERS["ragged"], lambda: DataLoader(Mapped(ragged), 1)):
         mine = resident(make())
         for batch in mine:
             (batch[0] if isinstance(batch, list) else batch).zero_()
         assert any(bool((batch[0] if isinstance(batch, list) else batch).any()) for batch in mine)
+
+
+def test_a_sample_is_read_twice_at_most_and_the_random_state_stays() -> None:
+    data, whole = Mapped(nested), Batched(nested)
+    before = torch.get_rng_state()
+    mine = resident(DataLoader(data, 5, shuffle=True))
+    resident(DataLoader(whole, 5))
+    assert torch.equal(torch.get_rng_state(), before)
+    read = data.read
+    assert read <= 2 * len(data) + 8  # Twice, to see whether they are random.
+    assert whole.batches == 2
+    epochs(mine, 3)
+    assert data.read == read
+    assert same(epochs(LOADERS["shuffled"]()), epochs(ResidentLoader(dataset(), 6, shuffle=True)))
+    # For the user, it is the dataset still.
+    assert mine.dataset.classes == ["no", "yes"]
+    assert len(mine.dataset) == 23
+    assert same([mine.dataset[4], mine.dataset[-1]], [nested(4), nested(22)])
 
 
 def test_collate_functions_may_change_their_samples() -> None:
@@ -178,20 +172,13 @@ def test_collate_functions_may_change_their_samples() -> None:
     assert same(epochs(mine, 1), epochs(mine, 1))
 
 
-def test_the_dataset_is_still_the_users_for_who_asks() -> None:
-    mine = resident(DataLoader(Mapped(nested), 5))
-    assert mine.dataset.classes == ["no", "yes"]
-    assert len(mine.dataset) == 23
-    assert same(mine.dataset[4], nested(4))
-    assert same(mine.dataset[-1], nested(22))
-
-
 def test_workers_read_the_data_and_are_gone_afterwards() -> None:
     given = DataLoader(Mapped(nested, 300), 50, shuffle=True, num_workers=2)
     mine = resident(given)
-    assert mine.num_workers == 0
-    assert given.num_workers == 2
+    assert (mine.num_workers, given.num_workers) == (0, 2)
     assert same(epochs(DataLoader(Mapped(nested, 300), 50, shuffle=True)), epochs(mine))
+    with pytest.raises(ValueError, match="a sample is made with random"):
+        resident(DataLoader(Mapped(now_and_then), 2, num_workers=1))
 
 
 # -- in a run
@@ -204,12 +191,16 @@ def fitted(given: Any = None, **arguments: Any) -> Classifier:
     return module
 
 
-def test_training_gives_the_same_weights() -> None:
+def test_every_stage_reads_from_memory_with_the_same_result(caplog: pytest.LogCaptureFixture) -> None:
     assert same_weights(fitted(), fitted(resident=True))
-
-
-def test_every_stage_reads_from_memory() -> None:
-    trainer, module = quiet(resident=True), Classifier()
+    assert same_weights(fitted(), fitted(resident="auto"))
+    given = DataLoader(Mapped(lambda i: (torch.rand(8), i % 2)), 4)
+    assert resident(given, stage="validate") is given
+    assert "the validate dataloader is read as before" in caplog.text
+    trainer, module = quiet(resident="auto", max_steps=1), Classifier()
+    trainer.fit(module, given)
+    assert trainer.train_dataloader is given
+    trainer = quiet(resident=True)
     trainer.fit(module, loader(), loader())
     assert isinstance(trainer.train_dataloader, ResidentLoader)
     assert isinstance(trainer.val_dataloaders, ResidentLoader)
@@ -236,28 +227,24 @@ def test_a_run_stopped_in_mid_epoch_goes_on_as_if_it_had_not(tmp_path: Path, opt
         assert same_weights(whole, module)
 
 
-@pytest.mark.parametrize("data", [Padded, Sequences])
+@pytest.mark.parametrize("data", [Padded, Sequences, "tensors"])
 def test_it_goes_together_with_batching_by_length(data: Any) -> None:
     def given() -> Any:
+        if data == "tensors":
+            rows = [Padded()[index] for index in range(40)]
+            tensors = [torch.stack([row[key] for row in rows]) for key in ("input_ids", "attention_mask")]
+            return DataLoader(TensorDataset(*tensors), 4, shuffle=True)
         return DataLoader(data(), 4, shuffle=True, collate_fn=None if data is Padded else pad_collate)
 
     plain = epochs(rebatch(given(), LengthBatching()))
     assert same(plain, epochs(rebatch(resident(given()), LengthBatching())))
 
 
-def test_it_goes_together_with_masked_tensors_in_batches_of_like_length() -> None:
-    rows = [Padded()[index] for index in range(40)]
-    tensors = [torch.stack([row[key] for row in rows]) for key in ("input_ids", "attention_mask")]
-
-    def given() -> Any:
-        return DataLoader(TensorDataset(*tensors), 4, shuffle=True)
-
-    assert same(
-        epochs(rebatch(given(), LengthBatching())), epochs(rebatch(resident(given()), LengthBatching()))
-    )
-
-
 # -- what cannot be held
+
+
+def now_and_then(index: int) -> Any:
+    return index if index != 5 else random.random()
 
 
 class Endless(IterableDataset[Any]):
@@ -276,19 +263,20 @@ class OwnGenerator(Mapped):
         super().__init__(lambda index: self.drawn.random())
 
 
-class Iterating(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        return iter([torch.ones(1)])
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "stream": (lambda: DataLoader(Endless(), 2), TypeError, "Endless, an IterableDataset"),
     "list of batches": (lambda: [torch.ones(1)], TypeError, "is a list, whose batches are made elsewhere"),
     "own iteration": (
-        lambda: Iterating(dataset(), 2),
+        lambda: type("Iterating", (DataLoader,), {"__iter__": iter})(dataset(), 2),
         TypeError,
         "is a Iterating, which iterates in its own",
     ),
+    "own iterator": (
+        lambda: type("Iterating", (DataLoader,), {"_get_iterator": iter})(dataset(), 2),
+        TypeError,
+        "is a Iterating, which iterates in its own",
+    ),
+    "empty": (lambda: DataLoader([]), ValueError, r"its dataset \(list\) is empty"),
     "no batches": (lambda: DataLoader(dataset(), batch_size=None), TypeError, "batch_size=None"),
     "random": (
         lambda: DataLoader(Mapped(lambda i: torch.rand(2)), 2),
@@ -296,7 +284,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "sample 0 is made with random",
     ),
     "random now and then": (
-        lambda: DataLoader(Mapped(lambda i: i if i != 5 else random.random()), 2),
+        lambda: DataLoader(Mapped(now_and_then), 2),
         ValueError,
         "a sample is made with random",
     ),
@@ -339,33 +327,6 @@ def test_samples_that_torch_cannot_join_are_told_by_field_shapes_and_remedy() ->
 
     with pytest.raises(RuntimeError, match="the user's"):
         list(resident(DataLoader(Mapped(ragged), 4, collate_fn=failing)))
-
-
-def test_an_empty_dataset_is_called_what_the_user_gave() -> None:
-    with pytest.raises(ValueError, match=r"its dataset \(list\) is empty"):
-        quiet(resident=True).fit(Classifier(), DataLoader([]))
-
-
-def test_random_samples_are_seen_in_workers_too() -> None:
-    make = REFUSED["random now and then"][0]
-    with pytest.raises(ValueError, match="a sample is made with random"):
-        resident(DataLoader(make().dataset, 2, num_workers=1))
-
-
-def test_where_nothing_is_trained_the_loader_stays_and_a_line_says_why(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    given = REFUSED["random"][0]()
-    assert resident(given, stage="validate") is given
-    assert "the validate dataloader is read as before" in caplog.text
-
-
-def test_auto_reads_as_before_what_does_not_fit() -> None:
-    assert same_weights(fitted(), fitted(resident="auto"))
-    trainer = quiet(resident="auto", max_steps=1)
-    given = DataLoader(Mapped(lambda i: (torch.rand(8), i % 2)), 4)
-    trainer.fit(Classifier(), given)
-    assert trainer.train_dataloader is given
 
 
 @pytest.mark.gpu

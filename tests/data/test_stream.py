@@ -116,26 +116,34 @@ def python_calls(function: Callable[[], Any]) -> int:
 # -- batches
 
 
-@pytest.mark.parametrize("loader", [[1, 2, 3], (1, 2, 3), Countdown(3)])
-def test_last_batch_is_marked(loader: Any) -> None:
-    items = [int(value) for value in loader]
-    stream = Stream(loader)
-    for _ in range(2):
-        assert list(stream.batches()) == [
-            (items[0], False),
-            (items[1], False),
-            (items[2], True),
-        ]
+@pytest.mark.parametrize(("limit", "expected"), [(0, 0), (1, 1), (2, 2), (3, 3), (9, 3), (None, 3)])
+def test_limit_ends_an_epoch_and_the_last_batch_is_marked(limit: int | None, expected: int) -> None:
+    for loader in ([1, 2, 3], (1, 2, 3), Countdown(3), numbers(), DataLoader(Short(), batch_size=2)):
+        stream = Stream(loader)
+        for _ in range(2):
+            ends = [is_last for _, is_last in stream.batches(limit)]
+            assert ends == [False] * (expected - 1) + [True] * (expected > 0)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(0, 0), (1, 1), (2, 2), (3, 3), (9, 3)])
-def test_limit_ends_an_epoch(limit: int, expected: int) -> None:
-    for loader in ([1, 2, 3], Countdown(3), numbers()):
-        batches = list(Stream(loader).batches(limit))
-        assert [is_last for _, is_last in batches] == [False] * (expected - 1) + [True] * (expected > 0)
+def test_lengths_of_loaders() -> None:
+    class Wrong(BatchSampler):
+        def __len__(self) -> int:
+            return 2
+
+    assert Stream([1]).length == 1
+    assert Stream(Countdown(3)).length is None
+    assert Stream(DataLoader(Short(), batch_size=2)).length == 5
+    # The user's sampler gives three batches.
+    wrong = DataLoader(range(6), batch_sampler=Wrong(SequentialSampler(range(6)), 2, False))
+    assert [is_last for _, is_last in Stream(wrong).batches()] == [False, False, True]
+    with pytest.warns(UserWarning, match=r"more batches than its length of 2 says.*limit_train_batches=2"):
+        list(Stream(Sized(4, 2), name="said once").batches())
 
 
-def test_loader_of_unknown_length_is_read_one_ahead_and_not_beyond_the_limit() -> None:
+def test_only_a_loader_of_unknown_length_is_read_one_ahead_and_not_beyond_the_limit() -> None:
+    read: list[Any] = []
+    next(Stream(DataLoader(range(6), batch_size=2, collate_fn=read.append)).batches())  # type: ignore[arg-type]
+    assert len(read) == 1
     loader = Countdown(9)
     batches = Stream(loader).batches(limit=3)
     assert (next(batches), loader.read) == ((0, False), 2)
@@ -158,13 +166,6 @@ class Sized(Countdown):
             if self.draws:
                 torch.rand(1)
             yield value
-
-
-def test_a_length_of_torch_s_own_is_relied_on_and_nothing_is_read_ahead() -> None:
-    read = []
-    loader = DataLoader(range(6), batch_size=2, collate_fn=read.append)  # type: ignore[arg-type]
-    next(Stream(loader).batches())
-    assert len(read) == 1
 
 
 @pytest.mark.parametrize("says", [1, 3, 4, 5, 9])
@@ -214,29 +215,6 @@ def test_a_loader_with_a_wrong_length_goes_on_where_it_was(says: int, draws: boo
             assert rest == seen[done:], done
 
 
-def test_batches_beyond_the_length_are_said_once_with_what_ends_the_epoch_there() -> None:
-    with pytest.warns(UserWarning, match=r"more batches than its length of 2 says.*limit_train_batches=2"):
-        list(Stream(Sized(4, 2), name="said once").batches())
-
-
-def test_samplers_of_the_user_s_may_give_another_number_of_batches() -> None:
-    class Wrong(BatchSampler):
-        def __len__(self) -> int:
-            return 2
-
-    sampler = Wrong(SequentialSampler(range(6)), 2, False)
-    assert [is_last for _, is_last in Stream(DataLoader(range(6), batch_sampler=sampler)).batches()] == [
-        False,
-        False,
-        True,
-    ]
-
-
-def test_an_iterable_dataset_that_ends_before_its_length_ends_the_epoch() -> None:
-    batches = Stream(DataLoader(Short(), batch_size=2)).batches()
-    assert [is_last for _, is_last in batches] == [False, False, True]
-
-
 def test_a_batch_of_a_list_costs_one_python_call() -> None:
     stream = Stream(list(range(1000)))
     list(stream.batches())
@@ -252,12 +230,6 @@ def test_a_batch_of_a_dataloader_costs_one_python_call_more_than_the_plain_loop(
         return python_calls(lambda: list(stream.batches())) - python_calls(lambda: list(loader))
 
     assert extra(60) - extra(10) == 50
-
-
-def test_length_is_none_where_there_is_none() -> None:
-    assert Stream([1]).length == 1
-    assert Stream(Countdown(3)).length is None
-    assert Stream(DataLoader(Short(), batch_size=2)).length == 5
 
 
 # -- the place
@@ -406,19 +378,14 @@ def test_set_epoch_tells_everyone_once() -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_close_ends_the_workers(persistent: bool) -> None:
+def test_close_ends_the_workers_and_leaving_those_that_do_not_persist(persistent: bool) -> None:
     stream = Stream(numbers(num_workers=2, persistent_workers=persistent))
-    batches = stream.batches()
+    batches: Any = stream.batches()
     next(batches)
     assert len(multiprocessing.active_children()) == 2
-    stream.close()
-    assert not multiprocessing.active_children()
-
-
-def test_leaving_an_epoch_ends_workers_that_are_not_persistent() -> None:
-    batches = Stream(numbers(num_workers=2)).batches()
-    next(batches)
     batches.close()
+    assert len(multiprocessing.active_children()) == 2 * persistent
+    stream.close()
     assert not multiprocessing.active_children()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
+import operator
 import os
 import pickle
 import random
@@ -13,7 +14,7 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,13 +24,10 @@ from torch.utils.data import DataLoader
 from hasten.seed import generator_state, set_generator_state
 
 # Of a dataset with more parts, the nearest are looked at: each epoch begins with a look.
-_MOST_PARTS = 4000
-_DEEPEST = 8
-# So many elements of a long container are looked into, and so many compared if they have a hash, spread evenly.
-_ELEMENTS = 32
-_MOST_HASHED = 10_000
-# Numbers of an array that are compared, spread evenly.
-_MOST_NUMBERS = 4096
+_MOST_PARTS, _DEEPEST = 4000, 8
+# Of a long container, so many elements are looked into, so many compared if they have a hash, and so many numbers of an
+# array compared; all spread evenly.
+_ELEMENTS, _MOST_HASHED, _MOST_NUMBERS = 32, 10_000, 4096
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 _OPAQUE = (types.ModuleType, threading.Thread, io.IOBase, DataLoader, type(threading.Lock()))
@@ -42,14 +40,14 @@ _MISSING = object()
 _Part = tuple[str, Any, frozenset[str]]
 
 
-def own_generators(dataset: Any) -> dict[int, bytes]:
+def own_generators(dataset: object) -> dict[int, bytes]:
     """Return the states of the random generators that a dataset holds or its methods read, by the generator's id."""
     found = ((part, _generator(part)) for _, part in parts(dataset))
     return {id(part): pickle.dumps(access[0]()) for part, access in found if access is not None}
 
 
 @contextmanager
-def preserve(*things: Any, containers: bool = False) -> Iterator[None]:
+def preserve(*things: object, containers: bool = False) -> Iterator[None]:
     """Restore the random generators of these objects afterwards.
 
     Args:
@@ -80,15 +78,13 @@ def _refill(container: Any, before: Any) -> None:
     if isinstance(container, dict):
         same = container.keys() == before.keys() and all(container[key] is before[key] for key in before)
     else:
-        same = len(container) == len(before) and all(
-            one is other for one, other in zip(container, before, strict=True)
-        )
+        same = len(container) == len(before) and all(map(operator.is_, container, before))
     if not same:
         container.clear()
         (container.extend if hasattr(container, "extend") else container.update)(before)
 
 
-def fingerprint(dataset: Any) -> dict[str, Any]:
+def fingerprint(dataset: object) -> dict[str, Any]:
     """Return the attributes of a dataset by their places, as values to compare later.
 
     Tensors and arrays are not copied: a tensor counts its changes, of a large array some numbers are taken. Random
@@ -123,6 +119,7 @@ def _generator(part: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
 
 def _value(part: Any) -> Any:
     """Return what two parts at the same place are compared by."""
+    kind = type(part)
     if isinstance(part, Tensor):
         version = 0 if part.is_inference() else part._version
         pointer = part.data_ptr() if part.layout == torch.strided and part.device.type != "meta" else id(part)
@@ -139,47 +136,42 @@ def _value(part: Any) -> Any:
     if numpy is not None and isinstance(part, numpy.generic):
         return part.dtype.str, part.tobytes()
     if isinstance(part, (float, complex, os.PathLike)):
-        return type(part), str(part)  # As text, NaN equals NaN.
+        return kind, str(part)  # As text, NaN equals NaN.
     if isinstance(part, _PLAIN):
-        return type(part), part
-    if isinstance(part, ctypes._SimpleCData):
-        return "shared", part.value
-    if isinstance(part, (ctypes.Array, ctypes.Structure)):
+        return kind, part
+    if isinstance(part, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)):
         return "shared", bytes(part)
     if isinstance(part, (dict, set, frozenset)):
-        return type(part), len(part)
+        return kind, len(part)
     if isinstance(part, (list, tuple, deque)):
         size = len(part)
-        try:
-            return type(part), size, hash(tuple(part)[:: -(-size // _MOST_HASHED) or 1])
-        except Exception:  # Elements without a hash.
-            return type(part), size
+        with suppress(Exception):  # Elements without a hash.
+            return kind, size, hash(tuple(part)[:: -(-size // _MOST_HASHED) or 1])
+        return kind, size
     # Functions and objects are compared by identity; a bound method is a new object each time.
-    return type(part).__qualname__, id(getattr(part, "__func__", part))
+    return kind.__qualname__, id(getattr(part, "__func__", part))
 
 
-def parts(dataset: Any) -> Iterator[tuple[str, Any]]:
+def parts(dataset: object) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a dataset, each with its place, nearest first."""
     seen: dict[int, Any] = {}
     waiting: deque[tuple[int, _Part]] = deque([(0, ("", dataset, frozenset()))])
     while waiting and len(seen) < _MOST_PARTS:
         depth, (place, part, names) = waiting.popleft()
-        plain = isinstance(part, _PLAIN)
-        if not plain:
-            method = isinstance(part, types.MethodType)
-            key = hash((id(part.__func__), id(part.__self__))) if method else id(part)
-            if key in seen:
-                continue
-            # Kept, so that no other object gets its id meanwhile.
-            seen[key] = part
+        if isinstance(part, _PLAIN):
+            yield place, part
+            continue
+        method = isinstance(part, types.MethodType)
+        key = hash((id(part.__func__), id(part.__self__))) if method else id(part)
+        if key in seen:
+            continue
+        # Kept, so that no other object gets its id meanwhile.
+        seen[key] = part
         yield place, part
-        if not plain and depth < _DEEPEST:
-            try:
-                inside = list(_inside(place, part, names))
-            except Exception:
-                # The user's objects may raise whatever is read of them; then their parts are left out.
-                continue
-            waiting.extend((depth + 1, each) for each in inside)
+        if depth < _DEEPEST:
+            # The user's objects may raise whatever is read of them; then their parts are left out.
+            with suppress(Exception):
+                waiting.extend([(depth + 1, each) for each in _inside(place, part, names)])
 
 
 def _inside(place: str, part: Any, names: frozenset[str]) -> Iterator[_Part]:
@@ -187,8 +179,7 @@ def _inside(place: str, part: Any, names: frozenset[str]) -> Iterator[_Part]:
     if isinstance(part, _LEAVES) or _generator(part) is not None:
         return
     if isinstance(part, (list, tuple, deque)):
-        step = -(-len(part) // _ELEMENTS) or 1
-        for index in range(0, len(part), step):
+        for index in range(0, len(part), -(-len(part) // _ELEMENTS) or 1):
             yield f"{place}[{index}]", part[index], names
     elif isinstance(part, Mapping):
         for index, (key, value) in enumerate(list(part.items())[: 8 * _ELEMENTS]):
@@ -210,18 +201,17 @@ def _inside(place: str, part: Any, names: frozenset[str]) -> Iterator[_Part]:
 
 
 def _attributes(place: str, part: Any, names: frozenset[str]) -> Iterator[_Part]:
-    kinds = [kind for kind in type(part).__mro__ if not _is_of(kind, _LIBRARIES)]
-    if any(_is_of(kind, _RUNS) and ".data." not in f"{kind.__module__}." for kind in kinds):
+    kinds = [kind for kind in type(part).__mro__ if not _is_of(kind.__module__, _LIBRARIES)]
+    users = [kind for kind in kinds if not _is_of(kind.__module__, _RUNS)]
+    if any(kind not in users and ".data." not in f"{kind.__module__}." for kind in kinds):
         # A run and its modules change with every step: only what the dataset's code reads counts.
         for name in sorted(names):
-            try:
+            value = None
+            with suppress(Exception):  # A property of a module that is not in a run.
                 value = getattr(part, name, None)
-            except Exception:  # A property of a module that is not in a run.
-                continue
             if isinstance(value, (*_PLAIN, Tensor)) and value is not None:
                 yield _join(place, name), value, names
         return
-    users = [kind for kind in kinds if not _is_of(kind, _RUNS)]
     # Overridden methods too: super() may call them.
     functions = [(f"{kind.__name__}.{name}()", found) for kind in users for name, found in _functions(kind)]
     read = names.union(*(_names(function) for _, function in functions))
@@ -251,16 +241,13 @@ def _functions(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
 
 def _read_by(place: str, function: types.FunctionType) -> Iterator[_Part]:
     """Yield what a function reads besides its arguments: defaults, enclosing variables, globals that are data."""
-    if (function.__module__ or "").partition(".")[0] in (*_LIBRARIES, *_RUNS):
+    if _is_of(function.__module__ or "", (*_LIBRARIES, *_RUNS)):
         return
     names = _names(function)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            value = cell.cell_contents
-        except ValueError:
-            continue  # Not yet bound.
-        if name != "__class__":
-            yield f"{place}: {name}", value, names
+        with suppress(ValueError):  # Not yet bound.
+            if name != "__class__":
+                yield f"{place}: {name}", cell.cell_contents, names
     for name, value in (function.__kwdefaults__ or {}).items():
         yield f"{place}: {name}", value, names
     for index, value in enumerate(function.__defaults__ or ()):
@@ -271,21 +258,19 @@ def _read_by(place: str, function: types.FunctionType) -> Iterator[_Part]:
             yield f"global {name}", value, names
 
 
+def _names(function: Any) -> frozenset[str]:
+    code = getattr(function, "__code__", None)
+    return frozenset() if code is None else _names_in(code)
+
+
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> frozenset[str]:
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return frozenset(code.co_names).union(*map(_names_in, inner))
 
 
-def _names(function: Any) -> frozenset[str]:
-    code = getattr(function, "__code__", None)
-    return frozenset() if code is None else _names_in(code)
-
-
-def _is_of(kind: type, packages: tuple[str, ...]) -> bool:
-    return any(
-        kind.__module__ == package or kind.__module__.startswith(f"{package}.") for package in packages
-    )
+def _is_of(module: str, packages: tuple[str, ...]) -> bool:
+    return module.partition(".")[0] in packages
 
 
 def _join(place: str, name: str) -> str:

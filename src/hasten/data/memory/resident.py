@@ -96,7 +96,10 @@ class ResidentLoader(DataLoader[Any]):
         self.__dict__.update(_held(self, device, "ResidentLoader", "its loader"))
 
     def _get_iterator(self) -> Any:
-        return _Batches(self)
+        index_batches = _index_batches(self)
+        # torch's own iterator draws this seed for its workers: the order of samples depends on it.
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        return _batches(self, index_batches)
 
 
 def resident(
@@ -248,48 +251,25 @@ class _Changes:
         return places
 
 
-class _Batches:
-    """Iterates over the batches of a resident loader."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._index_batches = _index_batches(loader)
-        # The loader's own iterator draws this seed for its workers: the order of samples depends on it.
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        self._held: HeldDataset = loader.dataset
-        self._take: Any = None
-        self._collate = loader.collate_fn
-        self._pins = loader.pin_memory and torch.cuda.is_available()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __next__(self) -> Any:
-        if self._take is None:
-            # Not before the first batch: a DataLoader reads its dataset no earlier.
-            self._held._hasten_begin_epoch()
-            data = self._held._hasten_data
-            self._take = data.batch if isinstance(data, Columns) else self._held.__getitems__
+def _batches(loader: DataLoader[Any], index_batches: Iterator[Any]) -> Iterator[Any]:
+    held: Any = loader.dataset
+    # Not before the first batch: a DataLoader reads its dataset no earlier.
+    held._hasten_begin_epoch()
+    data, collate = held._hasten_data, loader.collate_fn
+    take = data.batch if isinstance(data, Columns) else held.__getitems__
+    pin: Callable[[Any], Any] | None = None
+    if loader.pin_memory and torch.cuda.is_available():
+        from torch.utils.data._utils.pin_memory import pin_memory as pin
+    for indices in index_batches:
+        samples = take(indices)
         try:
-            indices = next(self._index_batches)
-        except StopIteration:
-            self._held._hasten_changes.check()
-            raise
-        samples = self._take(indices)
-        try:
-            batch = self._collate(samples)
+            batch = collate(samples)
         except RuntimeError as error:
-            if self._collate is default_collate:
+            if collate is default_collate:
                 _raise_if_shapes_differ(samples, error)
             raise
-        if self._pins:
-            from torch.utils.data._utils.pin_memory import pin_memory
-
-            batch = pin_memory(batch)
-        return batch
+        yield batch if pin is None else pin(batch)
+    held._hasten_changes.check()
 
 
 def _index_batches(loader: Any) -> Iterator[Any]:

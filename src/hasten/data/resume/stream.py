@@ -206,7 +206,9 @@ class Stream:
                     # One ahead: only the end of the data shows which batch is the last. A run that resumes here has
                     # to fetch that batch again, under the present random state.
                     if self._ahead_mark is None:
-                        self._ahead_mark = self._mark(number)
+                        # Reading the generators costs 20 us, and is needed only if fetching draws from them.
+                        mark = self._random_state(reads=self._replays and self._source.draws())
+                        self._ahead_mark = {**mark, "source": self._source.state(number)}
                         fetched = number + 1
                         self._ahead = next(iterator, _END)
                     is_last = self._exhausted = self._ahead is _END
@@ -263,7 +265,7 @@ class Stream:
             self._iterator, self.handed, self._at_end = iterator, state["consumed"], False
 
     def _reopen(self, state: dict[str, Any]) -> Iterator[Any]:
-        self._start = state["start"] or self._mark_start()
+        self._start = state["start"] or self._random_state()
         with isolate_rng(include_cuda=False):
             self._set_random_state(self._start)
             iterator = self._source.reopen(state["source"], state["consumed"])
@@ -285,7 +287,7 @@ class Stream:
 
     @property
     def worker_start_seconds(self) -> float | None:
-        """How long the loader's processes took to start, the last time; None without any, or before their batches."""
+        """How long the processes of its loaders took to start, the last time; None without any, or before batches."""
         return self._source.start_seconds
 
     def keep_indices(self) -> None:
@@ -405,7 +407,7 @@ class Stream:
             # The user has set another epoch than the one that follows.
             self.close()
         begun, self._next = self._next, None
-        self._start = self._mark_start()
+        self._start = self._random_state()
         self.handed, self._at_end, self._exhausted = 0, False, False
         self._again = self._ahead = _END
         self._ahead_mark = None
@@ -424,34 +426,18 @@ class Stream:
 
     def _place(self) -> dict[str, Any]:
         """Return the state of a stream at the end of an epoch."""
-        return {
-            "consumed": 0,
-            "epoch": self.epoch,
-            "length": self.length,
-            "ended": True,
-            "rebuild": False,
-            "exhausted": False,
-            "generators": [],
-        }
+        place = {"consumed": 0, "epoch": self.epoch, "length": self.length}
+        return {**place, "ended": True, "rebuild": False, "exhausted": False, "generators": []}
 
-    def _mark_start(self) -> dict[str, Any]:
-        return {"rng": self._watch.state(), "generators": self._generator_states()}
-
-    def _generator_states(self) -> list[bytes]:
-        return [generator_state(generator) for generator in self._generators]
-
-    def _mark(self, count: int) -> dict[str, Any]:
-        # Reading the generators costs 20 us, and is needed only if fetching draws from them.
-        reads = self._replays and self._source.draws()
-        return {
-            "rng": self._watch.state() if reads else None,
-            "generators": self._generator_states(),
-            "source": self._source.state(count),
-        }
+    def _random_state(self, *, reads: bool = True) -> dict[str, Any]:
+        return {"rng": self._watch.state() if reads else None, "generators": self._generator_states()}
 
     def _set_random_state(self, state: dict[str, Any]) -> None:
         restore_rng_state(state["rng"] or {})
         self._set_generators(state["generators"])
+
+    def _generator_states(self) -> list[bytes]:
+        return [generator_state(generator) for generator in self._generators]
 
     def _set_generators(self, states: list[bytes]) -> None:
         for generator, state in zip(self._generators, states, strict=False):
@@ -588,7 +574,6 @@ class CombinedStream:
 
     @property
     def worker_start_seconds(self) -> float | None:
-        """How long the processes of all its loaders took to start, the last time; None without any."""
         found = [reader.stream.worker_start_seconds for reader in self._readers]
         known = [seconds for seconds in found if seconds is not None]
         return sum(known) if known else None
