@@ -49,30 +49,20 @@ def test_every_sample_comes_once_an_epoch(kind: str, shuffle: bool) -> None:
 
 @each_kind
 @pytest.mark.parametrize("replicas", [2, 3, 7])
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_processes_train_on_disjoint_samples_in_the_same_number_of_batches(
-    kind: str, replicas: int, epoch: int
+@pytest.mark.parametrize("options", [{}, {"shuffle": False, "repeat": False}], ids=["train", "evaluate"])
+def test_processes_read_disjoint_samples_in_the_same_number_of_batches(
+    kind: str, replicas: int, options: dict[str, Any]
 ) -> None:
-    samplers = [MAKE[kind](num_replicas=replicas, rank=rank) for rank in range(replicas)]
-    parts = []
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
-        torch.manual_seed(sampler.rank)  # Whatever a process has drawn before.
-        parts.append(list(sampler))
-    assert len({len(part) for part in parts}) == 1
-    assert [len(sampler) for sampler in samplers] == [len(part) for part in parts]
-    assert sorted(flat(flat(parts))) == list(range(503))  # type: ignore[arg-type]
-
-
-@each_kind
-@pytest.mark.parametrize("replicas", [2, 3, 7])
-def test_evaluation_counts_every_sample_once_over_all_processes(kind: str, replicas: int) -> None:
-    samplers = [
-        MAKE[kind](shuffle=False, num_replicas=replicas, rank=rank, repeat=False) for rank in range(replicas)
-    ]
-    parts = [list(sampler) for sampler in samplers]
-    assert [len(sampler) for sampler in samplers] == [len(part) for part in parts]
-    assert sorted(flat(flat(parts))) == list(range(503))  # type: ignore[arg-type]
+    samplers = [MAKE[kind](num_replicas=replicas, rank=rank, **options) for rank in range(replicas)]
+    for epoch in (0, 1):
+        parts = []
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+            torch.manual_seed(sampler.rank)  # Whatever a process has drawn before.
+            parts.append(list(sampler))
+        assert len({len(part) for part in parts}) == 1 or options
+        assert [len(sampler) for sampler in samplers] == [len(part) for part in parts]
+        assert sorted(flat(flat(parts))) == list(range(503))  # type: ignore[arg-type]
 
 
 def test_batches_of_one_step_have_about_the_same_length_on_all_processes() -> None:
@@ -118,6 +108,11 @@ def test_sorting_in_windows_leaves_little_padding_and_batches_random() -> None:
     longest = torch.tensor([int(LENGTHS[batch].max()) for batch in batches]).double()
     # The batches are not sorted: neighbours are as far apart as any two.
     assert longest.diff().abs().mean() > 30
+    in_order = list(LengthBatchSampler(LENGTHS, 8, shuffle=False, window=10))
+    assert sorted(flat(in_order[:10])) == list(range(80))
+    tokens = [int(LENGTHS[batch].sum()) for batch in PackedBatchSampler(LENGTHS, 256, 3)]
+    assert max(tokens) <= 3 * 256
+    assert sum(tokens) / (len(tokens) * 3 * 256) > 0.93
 
 
 def test_the_last_batch_left_out_is_no_matter_of_length() -> None:
@@ -128,11 +123,6 @@ def test_the_last_batch_left_out_is_no_matter_of_length() -> None:
         dropped += set(range(503)) - set(flat(kept))
     assert len(dropped) == 120
     assert abs(LENGTHS[dropped].double().mean() - LENGTHS.double().mean()) < 25
-
-
-def test_unshuffled_windows_keep_to_the_data() -> None:
-    batches = list(LengthBatchSampler(LENGTHS, 8, shuffle=False, window=10))
-    assert sorted(flat(batches[:10])) == list(range(80))
 
 
 def test_a_sampler_of_ones_own_decides_which_samples_come() -> None:
@@ -160,14 +150,6 @@ def test_a_token_budget_holds_with_padding_and_shapes_are_few() -> None:
     assert max(map(len, TokenBatchSampler(LENGTHS, 1000, max_batch_size=5))) == 5
 
 
-def test_packed_rows_are_nearly_full() -> None:
-    torch.manual_seed(0)
-    sampler = PackedBatchSampler(LENGTHS, 256, 3)
-    tokens = [int(LENGTHS[batch].sum()) for batch in sampler]
-    assert max(tokens) <= 3 * 256
-    assert sum(tokens) / (len(tokens) * 3 * 256) > 0.93
-
-
 def test_the_best_widths_leave_least_padding() -> None:
     lengths = [1, 2, 9, 10, 10, 30, 31, 90]
     assert widths_for(lengths, 3, multiple_of=1) == (10, 31, 90)
@@ -180,8 +162,7 @@ def test_the_best_widths_leave_least_padding() -> None:
     assert total[0] <= total[1]
 
 
-@each_kind
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in MAKE), ("length", 2)])
 def test_a_stopped_epoch_goes_on_with_the_batches_it_still_has(kind: str, workers: int) -> None:
     def stream() -> Stream:
         return Stream(

@@ -23,6 +23,7 @@ from hasten.batching.sample_lengths import sample_lengths
 from hasten.callbacks import ModelCheckpoint
 from hasten.data import (
     LengthBatching,
+    LengthBatchSampler,
     PackCollator,
     PackedBatchSampler,
     PadCollator,
@@ -62,12 +63,14 @@ def test_every_sample_comes_once_an_epoch_with_the_loss_it_has_in_padded_batches
     assert len(set(mine.shapes)) < 8
 
 
-def test_samples_that_are_padded_already_are_cut_to_what_a_batch_needs() -> None:
+def test_samples_need_no_padding_of_the_users() -> None:
     plain = trained(None, loader(Padded(), collate_fn=None))
     mine = trained("length", loader(Padded(), collate_fn=None))
     assert set(plain.shapes) == {(4, LONGEST)}
     assert {width for _, width in mine.shapes} == {8, 16, 24}
     assert mine.losses == pytest.approx(plain.losses, abs=1e-5)
+    module = trained("length", loader(collate_fn=None))  # Of different sizes.
+    assert sorted(module.epochs[0]) == list(range(40))
 
 
 def test_tensors_with_a_mask_among_them_are_cut_too() -> None:
@@ -91,11 +94,6 @@ def test_tensors_with_a_mask_among_them_are_cut_too() -> None:
         module, DataLoader(TensorDataset(ids, mask, torch.arange(40)), 4, shuffle=True)
     )
     assert widths == {8, 16, 24}
-    assert sorted(module.epochs[0]) == list(range(40))
-
-
-def test_samples_of_different_sizes_need_no_collate_function() -> None:
-    module = trained("length", loader(collate_fn=None))
     assert sorted(module.epochs[0]) == list(range(40))
 
 
@@ -234,13 +232,15 @@ def test_the_loaders_own_sampler_workers_and_tail_stay() -> None:
     assert len(dropped.epochs[0]) == 36
     workers = trained("length", loader(num_workers=1), max_epochs=1)
     assert workers.epochs[0] == trained("length").epochs[0]
-
-
-def test_a_generator_of_ones_own_decides() -> None:
+    overfit = trained("length", overfit_batches=3)
+    assert overfit.epochs[0] == overfit.epochs[1]
+    assert len(overfit.epochs[0]) == 12
     orders = [
         trained("length", loader(generator=torch.Generator().manual_seed(seed))).epochs for seed in (1, 1, 2)
     ]
     assert orders[0] == orders[1] != orders[2]
+    own = DataLoader(Sequences(), batch_sampler=LengthBatchSampler(lengths_of(40), 5), collate_fn=pad_collate)
+    assert rebatch(own, LengthBatching()) is own
 
 
 def test_only_training_and_validation_change_their_order() -> None:
@@ -260,19 +260,10 @@ def test_only_training_and_validation_change_their_order() -> None:
     assert module.predicted == list(range(40))
     expected = quiet().predict(module, loader(Padded(), shuffle=False))
     assert torch.allclose(torch.cat(predictions), torch.cat(expected), atol=1e-5)  # type: ignore[arg-type]
-
-
-def test_loaders_of_evaluation_that_cannot_be_sorted_stay_as_they_are(capsys: Any) -> None:
-    module = Reader()
-    batches = [pad_collate([Sequences()[index]]) for index in range(5)]
+    # What cannot be sorted stays.
+    module, batches = Reader(), [pad_collate([Sequences()[index]]) for index in range(5)]
     quiet(batching="length", num_sanity_val_steps=0).fit(module, loader(), batches)
     assert module.validated == list(range(5))
-
-
-def test_overfitting_reads_the_same_batches_each_epoch() -> None:
-    module = trained("length", overfit_batches=3)
-    assert module.epochs[0] == module.epochs[1]
-    assert len(module.epochs[0]) == 12
 
 
 @pytest.mark.parametrize(("batching", "workers"), [("length", 0), ("length", 2), ("tokens:100", 0)])
@@ -362,8 +353,6 @@ def test_lengths_are_found_where_they_are_cheapest() -> None:
     told.lengths = [10, 30]  # of another thing than the samples
     assert torch.equal(sample_lengths(told, "input_ids").lengths, expected)
 
-
-def test_reading_lengths_leaves_the_random_state_alone() -> None:
     class Noisy(Sequences):
         def __getitem__(self, index: int) -> Any:
             torch.rand(3)
@@ -449,15 +438,8 @@ def test_what_cannot_be_batched_by_length_is_refused_before_training(
     assert module.epochs == []
 
 
-def test_a_sample_longer_than_the_budget_and_a_sampler_beside_one_are_refused() -> None:
+def test_a_budget_of_tokens_needs_room_for_every_sample_and_takes_each_once() -> None:
     with pytest.raises(ValueError, match=r"sample .* has 24 tokens\. Use 'tokens:24'"):
         trained("tokens:10")
     with pytest.raises(ValueError, match="keeps the sampler"):
         trained("tokens:90", loader(shuffle=False, sampler=WeightedRandomSampler([1.0] * 40, 8)))
-
-
-def test_a_loader_that_batches_by_length_itself_stays() -> None:
-    from hasten.data import LengthBatchSampler
-
-    own = DataLoader(Sequences(), batch_sampler=LengthBatchSampler(lengths_of(40), 5), collate_fn=pad_collate)
-    assert rebatch(own, LengthBatching()) is own

@@ -7,7 +7,6 @@ import time
 from multiprocessing import Value
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
@@ -100,60 +99,6 @@ def bytes_of(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def test_batches_and_states_are_those_without() -> None:
-    runs = []
-    for early in (False, True):
-        torch.manual_seed(0)
-        stream = Stream(shuffled())
-        seen, states = run_of(stream, range(3), early)
-        stream.close()
-        runs.append((seen, [bytes_of(state) for state in states]))
-    assert all(torch.equal(one, other) for one, other in zip(runs[0][0], runs[1][0], strict=True))
-    assert runs[0][1] == runs[1][1]
-
-
-@pytest.mark.parametrize("place", [BATCH_SIZE - 1, BATCH_SIZE, BATCH_SIZE + 2])
-def test_resumed_run_goes_on_exactly(place: int) -> None:
-    torch.manual_seed(0)
-    stream = Stream(shuffled())
-    seen, states = run_of(stream, range(2), early=True)
-    stream.close()
-    # States: four batches and one between epochs, for each epoch.
-    batches_done = min(place + 1, 4) if place < 5 else place
-    resumed = Stream(shuffled())
-    resumed.load_state_dict(torch.load(io.BytesIO(bytes_of(states[place])), weights_only=True))
-    rest: list[Any] = []
-    while len(rest) < len(seen) - batches_done:
-        rest += [batch[0] for batch, _ in resumed.batches()]
-    resumed.close()
-    assert all(torch.equal(one, other) for one, other in zip(seen[batches_done:], rest, strict=True))
-
-
-def test_generator_is_back_when_the_epoch_does_not_come() -> None:
-    loader = shuffled()
-    stream = Stream(loader)
-    for _, is_last in stream.batches():
-        if is_last:
-            before = loader.generator.get_state()
-            stream.begin_next(1)
-            assert not torch.equal(before, loader.generator.get_state())
-    stream.close()
-    assert torch.equal(before, loader.generator.get_state())
-
-
-def test_another_epoch_told_to_the_sampler_is_the_one_that_comes() -> None:
-    sampler: Any = DistributedSampler(Noisy(), 1, 0)
-    stream = Stream(living(sampler=sampler))
-    for _, is_last in stream.batches():
-        if is_last:
-            stream.begin_next(1)
-    sampler.set_epoch(7)
-    order = list(sampler)
-    got = [int(x[0]) for batch, _ in stream.batches() for x in batch[0]]
-    stream.close()
-    assert got == order
-
-
 def test_weights_are_those_of_a_run_whose_order_is_told_at_the_same_time() -> None:
     modules = []
     for workers_live in (True, False):
@@ -185,3 +130,48 @@ def test_which_loaders_begin_early() -> None:
     ]
     assert [begins_early(loader) for loader in yes] == [True, True, False, True]
     assert [begins_early(loader) for loader in no] == [False] * 4
+
+
+def test_batches_states_and_what_is_resumed_are_those_without() -> None:
+    runs = []
+    for early in (False, True):
+        torch.manual_seed(0)
+        stream = Stream(shuffled())
+        seen, states = run_of(stream, range(3), early)
+        stream.close()
+        runs.append((seen, [bytes_of(state) for state in states]))
+    seen, states = runs[1]
+    assert all(map(torch.equal, runs[0][0], seen))
+    assert runs[0][1] == states
+    # States: four batches and one between epochs, for each epoch.
+    for place, batches_done in ((3, 4), (4, 4), (6, 6)):
+        resumed = Stream(shuffled())
+        resumed.load_state_dict(torch.load(io.BytesIO(states[place]), weights_only=True))
+        rest: list[Any] = []
+        while len(rest) < len(seen) - batches_done:
+            rest += [batch[0] for batch, _ in resumed.batches()]
+        resumed.close()
+        assert all(map(torch.equal, seen[batches_done:], rest))
+
+
+def test_an_epoch_that_does_not_come_leaves_generator_and_sampler_to_the_user() -> None:
+    def started_early(loader: DataLoader[Any]) -> Stream:
+        stream = Stream(loader)
+        for _, is_last in stream.batches():
+            if is_last:
+                states.append(loader.generator and loader.generator.get_state())
+                stream.begin_next(1)
+        return stream
+
+    states: list[Any] = []
+    loader = shuffled()
+    stream = started_early(loader)
+    assert not torch.equal(states[0], loader.generator.get_state())
+    stream.close()
+    assert torch.equal(states[0], loader.generator.get_state())
+    sampler: Any = DistributedSampler(Noisy(), 1, 0)
+    stream = started_early(living(sampler=sampler))
+    sampler.set_epoch(7)
+    order = list(sampler)
+    assert [int(x[0]) for batch, _ in stream.batches() for x in batch[0]] == order
+    stream.close()

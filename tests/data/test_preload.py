@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-import hasten as L
 from hasten.data import ResidentLoader, preload
 from hasten.data.memory import shared
 from hasten.data.memory.read import same
@@ -23,7 +22,7 @@ from hasten.data.memory.shared import _folder
 from hasten.machine.spawn import call_in_file
 from hasten.resolve import runtime
 from hasten.strategies import DDPStrategy
-from tests.models import Classifier, Numbered
+from tests.models import Classifier, Numbered, quiet
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -133,28 +132,30 @@ def test_samples_are_those_of_the_dataset(data: Any) -> None:
     assert same([again[i] for i in range(len(held))], [data[i] for i in range(len(data))])
 
 
-def test_the_dataset_is_read_once_in_a_program() -> None:
+def test_the_dataset_is_read_once_and_its_samples_are_copies() -> None:
     data = Made(6)
     held = preload(data)
-    assert preload(data) is held
-    assert preload(held) is held
+    assert preload(data) is preload(held) is held
     assert held.classes == ("no", "yes")
-
-
-def test_samples_are_copies() -> None:
     held = preload(TensorDataset(torch.ones(3, 2)))
     held[0][0].zero_()
     assert held[0][0].tolist() == [1.0, 1.0]
-
-
-def test_a_forked_process_sees_the_same_memory() -> None:
-    held = preload(TensorDataset(torch.zeros(3, 2)))
     child = os.fork()
     if not child:
         held.columns.leaves[0][1] = 5.0
         os._exit(0)
     os.waitpid(child, 0)
     assert held[1][0].tolist() == [5.0, 5.0]
+
+
+def test_a_reading_that_fails_leaves_nothing() -> None:
+    class Broken(Made):
+        def __getitem__(self, index: int) -> Any:
+            raise ValueError("broken sample")
+
+    with pytest.raises(ValueError, match="broken sample"):
+        preload(Broken())
+    assert own_files() == []
 
 
 def test_processes_that_come_by_themselves_share_and_one_reads(tmp_path: Path) -> None:
@@ -242,17 +243,7 @@ def test_processes_of_a_run_train_on_one_copy_of_the_data(tmp_path: Path) -> Non
             seen.extend(batch[2].tolist())
             return super().training_step(batch[:2], batch_idx)
 
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        resident=True,
-    )
+    trainer = quiet(devices=2, strategy="ddp", resident=True)
     trainer.fit(Seeing(), DataLoader(held, 4, shuffle=True))
     assert isinstance(trainer.train_dataloader, ResidentLoader)
     parts: list[Any] = [None, None]
@@ -273,7 +264,7 @@ def reads_in_its_own_process(reads: Path) -> None:
     assert held[3][0].tolist() == [3.0] * len(held[3][0])
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_copies_of_a_program_that_held_nothing_meet(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,16 +276,3 @@ def test_copies_of_a_program_that_held_nothing_meet(
         call_in_file, __file__, "reads_in_its_own_process", reads
     )
     assert 300 <= len(reads.read_text().split()) < 630  # One process reads each sample twice.
-
-
-def test_a_reading_that_fails_leaves_nothing() -> None:
-    with pytest.raises(ValueError, match="broken sample"):
-        preload(Broken())
-    assert own_files() == []
-
-
-class Broken(Made):
-    def __getitem__(self, index: int) -> Any:
-        if index == 4:
-            raise ValueError("broken sample")
-        return super().__getitem__(index)

@@ -78,10 +78,6 @@ def test_workers_that_wait_for_a_disk_pay_and_leave_no_trace(caplog: pytest.LogC
     assert f"num_workers={found.num_workers}" in line
 
 
-def test_cheap_samples_keep_to_this_process() -> None:
-    assert auto_workers(loader(samples=400)).num_workers == 0
-
-
 def test_what_was_found_is_remembered_for_the_same_data_only(
     cache: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -116,12 +112,15 @@ def test_what_can_have_no_other_workers_is_refused(data: Any) -> None:
     assert auto_workers(data, stage="validate") is data
 
 
-def test_broken_data_is_reported_by_the_run_with_its_own_error() -> None:
+def test_what_fails_is_reported_by_the_run() -> None:
     with pytest.raises(KeyError, match="no such file"):
         quiet(num_workers="auto").fit(Classifier(), DataLoader(Broken(0.0), 4))
+    with pytest.raises(TypeError, match=r"num_workers=2: the train dataloader is a list.*Give a DataLoader"):
+        quiet(num_workers=2).fit(Classifier(), list(loader(8)))
+    quiet(num_workers=0).fit(Classifier(), list(loader(8)))
 
 
-def test_a_number_is_taken_as_it_is_and_changes_no_weight() -> None:
+def test_a_number_changes_neither_weights_nor_the_loader() -> None:
     modules, used = [], []
     for workers in (None, 2):
         torch.manual_seed(0)
@@ -132,6 +131,12 @@ def test_a_number_is_taken_as_it_is_and_changes_no_weight() -> None:
         modules.append(module)
     assert used == [0, 2]
     assert same_weights(*modules)
+    kind = type("Own", (DataLoader,), {})
+    given = kind(Slow(0.0, samples=400), 4, num_workers=2, persistent_workers=True, timeout=5)
+    none = with_workers(given, 0)
+    assert (type(none), len(list(none)), given.num_workers) == (kind, 100, 2)
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    assert len(list(fabric.setup_dataloaders(auto_workers(loader())))) == 10
 
 
 def test_an_epoch_goes_on_with_the_number_it_began_with(
@@ -159,26 +164,3 @@ def test_an_epoch_goes_on_with_the_number_it_began_with(
     measured({0: 1.0})
     trained(max_steps=5, ckpt_path=tmp_path / "middle.ckpt")
     assert used == [2, 2]
-
-
-def test_all_else_of_a_loader_stays() -> None:
-    class Own(DataLoader[Any]):
-        """A user's subclass."""
-
-    given = Own(Slow(0.0, samples=400), 4, num_workers=2, persistent_workers=True, timeout=5)
-    none = with_workers(given, 0)
-    assert type(none) is Own
-    assert len(list(none)) == 100
-    assert given.num_workers == 2
-
-
-def test_fabric_takes_it() -> None:
-    fabric = L.Fabric(accelerator="cpu", devices=1)
-    ready = fabric.setup_dataloaders(auto_workers(loader()))
-    assert len(list(ready)) == 10
-
-
-def test_workers_for_what_cannot_have_them_are_refused_to_train() -> None:
-    with pytest.raises(TypeError, match=r"num_workers=2: the train dataloader is a list.*Give a DataLoader"):
-        quiet(num_workers=2).fit(Classifier(), list(loader(8)))
-    quiet(num_workers=0).fit(Classifier(), list(loader(8)))

@@ -17,6 +17,7 @@ from hasten.batching.pad import (
     is_sequence,
     rounded_up,
     sequence_key,
+    tensor_of,
 )
 from hasten.batching.samplers import rows_of
 from hasten.packed.document_attention import document_mask
@@ -80,7 +81,8 @@ def pack(
     fields = [dict(sample) if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
     main = sequence_key(fields[0])
     documents = [
-        {key: _tensor(key, value, place) for key, value in each.items()} for place, each in enumerate(fields)
+        {key: tensor_of(value, f"pack(): the field {key!r} of sample {place}") for key, value in each.items()}
+        for place, each in enumerate(fields)
     ]
     lengths = [len(each[main]) for each in documents]
     layout, width = _layout(lengths, max_length, rows, multiple_of)
@@ -221,16 +223,6 @@ def _layout(
             )
         layout += [[] for _ in range(rows - len(layout))]
     return layout, width
-
-
-def _tensor(key: Any, value: Any, place: int) -> Tensor:
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"pack(): the field {key!r} of sample {place} is a {type(value).__name__} that cannot become a tensor. "
-            "Turn text into tokens first, and leave other fields out."
-        ) from error
 
 
 def _laid_out(

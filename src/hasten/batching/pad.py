@@ -201,16 +201,11 @@ class PadCollator:
     def _pad_field(
         self, rows: list[dict[Any, Any]], key: Any, multiple_of: int | Sequence[int] | None
     ) -> list[Tensor]:
-        tensors = []
-        for place, row in enumerate(rows):
-            try:
-                tensors.append(torch.as_tensor(row[key]))
-            except (TypeError, ValueError, RuntimeError) as error:
-                where = "" if key is None else f"[{key!r}]"
-                raise TypeError(
-                    f"PadCollator: sample {place} of the batch{where} is a {type(row[key]).__name__} that cannot "
-                    f"become a tensor ({error}). Turn text into tokens first."
-                ) from error
+        where = "" if key is None else f"[{key!r}]"
+        tensors = [
+            tensor_of(row[key], f"PadCollator: sample {place} of the batch{where}")
+            for place, row in enumerate(rows)
+        ]
         value = self.padding.get(key, default_padding(key))
         width = rounded_up(max(map(len, tensors)), multiple_of)
         return [pad_to(tensor, width, value, dim=0, side=self.side) for tensor in tensors]
@@ -257,6 +252,17 @@ def fields_of(sample: object) -> dict[Any, Any] | None:
     if isinstance(sample, tuple) or (isinstance(sample, list) and any(map(is_sequence, sample))):
         return dict(enumerate(sample))
     return None
+
+
+def tensor_of(value: object, name: str) -> Tensor:
+    """Return a field as a tensor; ``name`` describes it in the error."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} is a {type(value).__name__} that cannot become a tensor ({error}). Turn text into tokens first, "
+            "and leave other fields out."
+        ) from error
 
 
 def like(sample: _T, fields: Mapping[Any, object]) -> _T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ FEW_WIDTHS = 8
 STAGES = ("train", "validate", "test")
 # Samples that show which fields differ in size: those that go with the length do so in the first and the last.
 FEW_SAMPLES = 16
+
+
+_Loader = TypeVar("_Loader")
 
 
 class CannotJoinError(ValueError):
@@ -111,13 +114,13 @@ def as_batching(owner: str, value: LengthBatching | str | None) -> LengthBatchin
 
 
 def rebatch(
-    loader: Any,
+    loader: _Loader,
     batching: LengthBatching,
     *,
     stage: str = "train",
     name: str | None = None,
     few_shapes: bool = False,
-) -> Any:
+) -> _Loader:
     """Return a loader of the same samples, in batches of like length; dataset, collate function and workers stay.
 
     Training batches are shuffled windows sorted by length. Validation goes through the data from the longest to the
@@ -154,9 +157,7 @@ def rebatch(
     return required_in_training(change, loader, stage, name, always=(CannotJoinError,))
 
 
-def _rebatched(
-    loader: DataLoader[Any], batching: LengthBatching, stage: str, name: str, few_shapes: bool
-) -> DataLoader[Any]:
+def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few_shapes: bool) -> Any:
     if isinstance(loader, DataLoader) and isinstance(loader.batch_sampler, PlannedBatches):
         return loader
     check_dataloader(loader, "batching", name, iteration=False, numbered=True)

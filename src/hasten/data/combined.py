@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, Self
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -40,7 +40,7 @@ class CombinedLoader:
 
     """
 
-    def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
+    def __init__(self, iterables: Iterable[Any], mode: Mode = "min_size") -> None:
         check.one_of("CombinedLoader", "mode", mode, MODES)
         self._leaves, self._rebuild = flatten(iterables)
         for leaf in self._leaves:
@@ -158,7 +158,7 @@ def joint_length(mode: str, lengths: list[int | None]) -> int | None:
     return min(known) if mode == "min_size" else max(known)
 
 
-def flatten(loaders: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def flatten(loaders: object) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the loaders of a nested collection as a list, and a function that puts such a list back in shape."""
     if isinstance(loaders, Mapping):
         loaders = dict(loaders)  # At the top, it holds loaders whatever they are.
@@ -172,7 +172,7 @@ def flatten(loaders: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return leaves, lambda parts: tree_unflatten(parts, structure)
 
 
-def is_collection(thing: Any) -> bool:
+def is_collection(thing: object) -> bool:
     """Return whether ``thing`` holds loaders; a list of batches is one loader itself."""
     if not isinstance(thing, (Mapping, list, tuple)):
         return False

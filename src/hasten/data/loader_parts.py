@@ -6,7 +6,7 @@ import copy
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -183,8 +183,10 @@ class ShardSampler(Sampler[Any]):
 
     """
 
-    def __init__(self, sampler: Any, num_replicas: int, rank: int, *, seed: int = 0, repeat: bool) -> None:
-        self.sampler = sampler
+    def __init__(
+        self, sampler: Iterable[Any], num_replicas: int, rank: int, *, seed: int = 0, repeat: bool
+    ) -> None:
+        self.sampler: Any = sampler
         self.num_replicas, self.rank, self.seed, self.repeat = num_replicas, rank, seed, repeat
         self.epoch = 0
 

@@ -24,13 +24,14 @@ from hasten.data.loader_parts import (
     ShardSampler,
     is_iterable,
     is_plain_shuffle,
+    length_of,
     samplers_of,
     with_attributes,
 )
 from hasten.data.memory.resident import users_dataset
 from hasten.data.resume.workers import SeedByRank
 
-_Batch = TypeVar("_Batch")
+_T = TypeVar("_T")
 
 
 def prepare(
@@ -116,11 +117,8 @@ def _with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
 
 
 def _is_distributed(loader: DataLoader[Any]) -> bool:
-    return any(
-        isinstance(sampler, DistributedSampler)
-        or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"))
-        for sampler in samplers_of(loader)
-    )
+    samplers = samplers_of(loader)
+    return any(hasattr(sampler, "num_replicas") and hasattr(sampler, "rank") for sampler in samplers)
 
 
 def _check_iterable(loader: Any, name: str) -> None:
@@ -143,23 +141,18 @@ def _check_iterable(loader: Any, name: str) -> None:
 
 
 def _check_not_empty(loader: Any, name: str) -> None:
-    try:
-        length = len(loader)
-    except (TypeError, NotImplementedError):
+    if length_of(loader) != 0:
         return
-    if length:
-        return
+    why = f"it is an empty {type(loader).__name__}"
     if isinstance(loader, DataLoader):
-        sampler: Any = loader.sampler
-        samples = len(sampler) if hasattr(sampler, "__len__") else 0
+        why = f"its dataset ({type(users_dataset(loader.dataset)).__name__}) is empty"
+        samples = length_of(loader.sampler)
         if samples and loader.drop_last:
-            raise ValueError(
-                f"{name} has no batches: drop_last=True drops its {samples} samples, fewer than "
-                f"batch_size={loader.batch_size}. Use drop_last=False or a smaller batch size."
+            why = (
+                f"drop_last=True drops its {samples} samples, fewer than batch_size={loader.batch_size}. "
+                "Use drop_last=False or a smaller batch size"
             )
-        dataset = users_dataset(loader.dataset)
-        raise ValueError(f"{name} has no batches: its dataset ({type(dataset).__name__}) is empty.")
-    raise ValueError(f"{name} has no batches: it is an empty {type(loader).__name__}.")
+    raise ValueError(f"{name} has no batches: {why}.")
 
 
 @functools.cache
@@ -185,17 +178,15 @@ class SideStream:
         self._device = device
         self._stream = _stream_of(device)
 
-    def __call__(self, batch: _Batch) -> _Batch:
+    def __call__(self, batch: _T) -> _T:
         """Return ``batch`` on the device, ready for whatever the current stream is given next."""
         device, side = self._device, self._stream
         computing = torch.cuda.current_stream(device)
         copied: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
-            if tensor.device == device:
-                return tensor
             if tensor.is_cuda or type(tensor) is not Tensor:
-                return tensor  # Made on another stream, or a subclass: see below.
+                return tensor  # It is there, was made on another stream, or is a subclass: see below.
             moved = tensor.to(device, non_blocking=True)
             copied.append(moved)
             return moved
@@ -208,5 +199,5 @@ class SideStream:
                 # Without it, the side stream could reuse the memory as soon as Python frees the tensor.
                 tensor.record_stream(computing)
         # Objects that move themselves do so on the stream that computes: their tensors are not known here.
-        moved: _Batch = tree.move_to(batch, device, non_blocking=True)
+        moved: _T = tree.move_to(batch, device, non_blocking=True)
         return moved

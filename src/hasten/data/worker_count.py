@@ -44,9 +44,7 @@ _found: dict[str, int] = {}
 _T = TypeVar("_T")
 
 
-def auto_workers(
-    loader: Iterable[Any], *, seconds: float = 4.0, stage: str = "train", name: str | None = None
-) -> Any:
+def auto_workers(loader: _T, *, seconds: float = 4.0, stage: str = "train", name: str | None = None) -> _T:
     """Return the loader with as many worker processes as pay off, which may be none.
 
     ``Trainer(num_workers="auto")`` does this with every loader. Batches are fetched for a short while with 0, 1, 2, ...
@@ -85,8 +83,8 @@ def auto_workers(
 
 
 def with_workers(
-    loader: Iterable[Any], num_workers: int, *, stage: str = "validate", name: str = "the dataloader"
-) -> Any:
+    loader: _T, num_workers: int, *, stage: str = "validate", name: str = "the dataloader"
+) -> _T:
     """Return a ``DataLoader`` with another number of worker processes; all else stays.
 
     Args:
@@ -126,7 +124,7 @@ WITHOUT_WORKERS = {
 }
 
 
-def with_workers_of(loader: Iterable[Any], state: dict[str, Any]) -> Any:
+def with_workers_of(loader: _T, state: dict[str, Any]) -> _T:
     """Return a loader with the number of workers in a stream's state, if ``auto_workers`` chose the loader's number."""
     number = (state.get("source") or {}).get("num_workers", 0)
     if state.get("ended", True) or not getattr(loader, "hasten_found_workers", False):

@@ -183,7 +183,7 @@ class ColumnsBuilder:
         self.filled = 0
         self._leaves: list[Any] = []
 
-    def add(self, kind: Kind | None, batch: Any, count: int) -> bool:
+    def add(self, kind: Kind | None, batch: object, count: int) -> bool:
         """Add a collated batch of ``count`` samples; return False if they are of another kind."""
         if kind is None or (self.kind is not None and self.kind != kind):
             return False

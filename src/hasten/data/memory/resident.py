@@ -103,12 +103,8 @@ class ResidentLoader(DataLoader[Any]):
 
 
 def resident(
-    loader: Iterable[Any],
-    *,
-    device: torch.device | str | None = None,
-    stage: str = "train",
-    name: str | None = None,
-) -> Any:
+    loader: _T, *, device: torch.device | str | None = None, stage: str = "train", name: str | None = None
+) -> _T:
     """Return a loader with the same batches in the same order, from data that is read now and held in memory.
 
     ``Trainer(resident=True)`` does this with every loader; see :class:`ResidentLoader`. The loader itself does not

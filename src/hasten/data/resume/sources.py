@@ -54,6 +54,8 @@ class BatchSource:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader: Any = loader
+        # What saves its position itself, by its name in the state.
+        self._stateful: dict[str, Any] = {}
         # The iterator of an epoch whose batches can only be reached by fetching those before.
         self._replay: Replay | None = None
 
@@ -75,10 +77,13 @@ class BatchSource:
 
     def between_epochs(self) -> State:
         """Return what has to be restored before the next epoch."""
-        return {}
+        return {name: copy.deepcopy(part.state_dict()) for name, part in self._stateful.items()}
 
     def restore_between_epochs(self, state: State) -> None:
         """Restore what ``between_epochs`` returned."""
+        for name, part in self._stateful.items():
+            if state.get(name) is not None:
+                part.load_state_dict(state[name])
 
     def draws(self) -> bool:
         """Return whether fetching may draw from the random generators of this process."""
@@ -113,21 +118,20 @@ class ReplayedSource(BatchSource):
 class StatefulSource(BatchSource):
     """A loader that saves its position itself, such as torchdata's ``StatefulDataLoader``."""
 
+    def __init__(self, loader: Iterable[Any]) -> None:
+        super().__init__(loader)
+        self._stateful["loader"] = loader
+
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         if state is not None and "loader" in state:
             self.restore_between_epochs(state)
-            return self.open()
-        return super().reopen(state, consumed)
+            consumed = 0
+        batches = self.open()
+        drop(batches, consumed)
+        return batches
 
     def state(self, count: int) -> State:
-        return {"loader": copy.deepcopy(self._loader.state_dict())}
-
-    def between_epochs(self) -> State:
-        return self.state(0)
-
-    def restore_between_epochs(self, state: State) -> None:
-        if "loader" in state:
-            self._loader.load_state_dict(state["loader"])
+        return self.between_epochs()
 
     def draws(self) -> bool:
         return True
@@ -144,7 +148,11 @@ class _DataLoaderSource(BatchSource):
         self._dataset: Any = loader.dataset
         self._is_iterable = is_iterable(loader)
         self._stateful_dataset = has_state(loader.dataset) and not overrides_iter(loader)
-        self._stateful_sampler = stateful_sampler(loader)
+        sampler = stateful_sampler(loader)
+        if self._stateful_dataset and not loader.num_workers:
+            self._stateful["dataset"] = loader.dataset
+        if sampler is not None:
+            self._stateful["sampler"] = sampler
         # Whether a place in the middle can only be reached by fetching everything before it.
         self._replays = overrides_iter(loader) or (self._is_iterable and not has_state(loader.dataset))
 
@@ -160,25 +168,20 @@ class _DataLoaderSource(BatchSource):
             )
         return bool(saved != now)
 
-    def between_epochs(self) -> State:
-        """Return the sampler's state, if it has one; that of living workers is in ``state``."""
-        sampler = self._stateful_sampler
-        return {} if sampler is None else {"sampler": copy.deepcopy(sampler.state_dict())}
-
-    def restore_between_epochs(self, state: State) -> None:
-        if self._stateful_sampler is not None and "sampler" in state:
-            self._stateful_sampler.load_state_dict(state["sampler"])
-
     def draws(self) -> bool:
         return self._replay is None or super().draws()
 
     def _start_at(self, indices: CountingSampler, state: State, number: int, *, once: bool = False) -> None:
         """Make ``indices`` begin at index batch ``number``, by the sampler's own state if it has one."""
-        skip = not self._is_iterable
-        if self._stateful_sampler is not None and state.get("sampler") is not None:
-            self._stateful_sampler.load_state_dict(state["sampler"])
-            skip = False
-        indices.start_at(number, skip=skip, once=once)
+        self.restore_between_epochs(state)
+        is_there = "sampler" in self._stateful and state.get("sampler") is not None
+        indices.start_at(number, skip=not (is_there or self._is_iterable), once=once)
+
+    def _counted(self, *, keep: int) -> tuple[CountingSampler, dict[str, Any]]:
+        """Return a sampler that counts the loader's index batches, and the attribute to put it in."""
+        key, sampler = index_sampler(self._loader)
+        indices = CountingSampler(sampler, stateful=self._stateful.get("sampler"), keep=keep)
+        return indices, {key: indices}
 
     def _place(self, number: int) -> str:
         kind = type(self._dataset)
@@ -193,49 +196,35 @@ class InProcessSource(_DataLoaderSource):
         self._replay = None
         if self._replays:
             return self._replayed()
-        counts = self._stateful_sampler is not None or (self.keeps_indices and not self._is_iterable)
-        return iter(self._counted()[0] if counts else self._loader)
+        if "sampler" not in self._stateful and (self._is_iterable or not self.keeps_indices):
+            return iter(self._loader)
+        self.indices, changed = self._counted(keep=4)
+        return iter(with_attributes(self._loader, **changed))
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         if state is None or self.is_changed(state):
             state = {}
         if self._replays or (self._is_iterable and "dataset" not in state):
             return self._replayed(consumed, state)
-        self._load_dataset(state)
-        loader, indices = self._counted()
-        self._start_at(indices, state, consumed)
-        batches: Iterator[Any] = iter(loader)
-        indices.opened()
+        self.indices, changed = self._counted(keep=4)
+        self._start_at(self.indices, state, consumed)
+        batches: Iterator[Any] = iter(with_attributes(self._loader, **changed))
+        self.indices.opened()
         return batches
 
     def state(self, count: int) -> State:
-        state = {**self._dataset_state(), **super().state(count)}
-        if self._stateful_sampler is not None and self.indices is not None:
-            state["sampler"] = self.indices.state_after(count)
+        state = {**self.between_epochs(), **super().state(count)}
+        if "sampler" in state:
+            # Of an epoch read from the loader itself, there is none.
+            state["sampler"] = None if self.indices is None else self.indices.state_after(count)
         return state
 
-    def between_epochs(self) -> State:
-        return {**self._dataset_state(), **super().between_epochs()}
-
-    def restore_between_epochs(self, state: State) -> None:
-        self._load_dataset(state)
-        super().restore_between_epochs(state)
-
     def describe(self, error: Exception, number: int) -> str:
-        sample = _sample_in(error)
-        return self._place(number) if sample is None else f"{self._place(number)}, sample {sample}"
-
-    def _dataset_state(self) -> State:
-        return {"dataset": copy.deepcopy(self._dataset.state_dict())} if self._stateful_dataset else {}
-
-    def _load_dataset(self, state: State) -> None:
-        if self._stateful_dataset and "dataset" in state:
-            self._dataset.load_state_dict(state["dataset"])
-
-    def _counted(self) -> tuple[DataLoader[Any], CountingSampler]:
-        key, sampler = index_sampler(self._loader)
-        self.indices = indices = CountingSampler(sampler, stateful=self._stateful_sampler, keep=4)
-        return with_attributes(self._loader, **{key: indices}), indices
+        found = None
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename.endswith(os.path.join("data", "_utils", "fetch.py")):
+                found = frame.f_locals.get("idx", found)
+        return self._place(number) if found is None else f"{self._place(number)}, sample {found}"
 
 
 class WorkerSource(_DataLoaderSource):
@@ -263,13 +252,11 @@ class WorkerSource(_DataLoaderSource):
             dataset_state=self._stateful_dataset,
             batch_size=loader.batch_size if self._is_iterable else None,
         )
-        key, sampler = index_sampler(loader)
         self._issued_ahead = (loader.prefetch_factor or 2) * self._count
-        keep = 2 * self._issued_ahead + self._count + 4
-        self.indices = CountingSampler(sampler, stateful=self._stateful_sampler, keep=keep)
+        self.indices, changed = self._counted(keep=2 * self._issued_ahead + self._count + 4)
         self._loader_with_states: Any = with_attributes(
             loader,
-            **{key: self.indices},
+            **changed,
             collate_fn=collate,
             worker_init_fn=self._init,
             _iterator=None,
@@ -341,7 +328,7 @@ class WorkerSource(_DataLoaderSource):
             "workers": workers,
             "birth": self._birth if self._born_before else None,
         }
-        if self._stateful_sampler is not None:
+        if "sampler" in self._stateful:
             state["sampler"] = self.indices.state_after(base)
         return state
 
@@ -401,15 +388,6 @@ class WorkerSource(_DataLoaderSource):
 def drop(batches: Iterator[Any], count: int) -> None:
     """Fetch ``count`` batches and forget them."""
     deque(islice(batches, count), maxlen=0)
-
-
-def _sample_in(error: Exception) -> Any:
-    """Return the index of the sample whose fetching raised ``error``, from the frames of PyTorch's fetcher."""
-    found = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_filename.endswith(os.path.join("data", "_utils", "fetch.py")):
-            found = frame.f_locals.get("idx", found)
-    return found
 
 
 class CountingSampler:
