@@ -166,8 +166,10 @@ QUIET: dict[str, Any] = {
 
 
 def cli(*args: Any, kind: type[LightningCLI] = LightningCLI, **options: Any) -> LightningCLI:
-    """Return the LightningCLI of ``LineNet`` and ``LineData`` after it read ``args``: words, or one dict."""
+    """Return the LightningCLI of ``LineNet`` and ``LineData`` after it read ``args``: words, a line, or one dict."""
     given = args[0] if args and not isinstance(args[0], str) else list(args)
+    if len(args) == 1 and isinstance(args[0], str):
+        given = args[0].split()
     defaults: dict[str, Any] = {
         "model_class": LineNet,
         "datamodule_class": LineData,

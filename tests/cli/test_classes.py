@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ from hasten.cli import (
 from tests.cli.program import QUIET, Injected, LineData, LineNet, cli
 
 
+def adding(add: Callable[[LightningArgumentParser], Any]) -> type[LightningCLI]:
+    """Return a LightningCLI whose ``add_arguments_to_parser`` calls ``add``."""
+    return type("Own", (LightningCLI,), {"add_arguments_to_parser": lambda self, parser: add(parser)})
+
+
 def test_no_optimizer_asked_for_is_the_modules_own() -> None:
     made = cli("fit", run=True)
     assert type(made.trainer.optimizers[0]) is torch.optim.SGD
@@ -33,12 +39,8 @@ def test_optimizer_and_scheduler_from_the_command_line() -> None:
         UserWarning, match="`LineNet.configure_optimizers` will be overridden by `LightningCLI.configure_o"
     ):
         made = cli(
-            "fit",
-            "--lr_scheduler=StepLR",
-            "--lr_scheduler.step_size=1",
-            "--lr_scheduler.gamma=0.5",
-            "--optimizer=Adam",
-            "--optimizer.lr=0.25",
+            "fit --lr_scheduler=StepLR --lr_scheduler.step_size=1 --lr_scheduler.gamma=0.5 "
+            "--optimizer=Adam --optimizer.lr=0.25",
             run=True,
         )
     optimizer = made.trainer.optimizers[0]
@@ -65,12 +67,8 @@ def test_a_copy_of_the_module_has_the_optimizer_of_its_own_parameters() -> None:
 @pytest.mark.filterwarnings("ignore:.*will be overridden")
 def test_a_scheduler_that_watches_a_value() -> None:
     made = cli(
-        "fit",
-        "--optimizer=SGD",
-        "--optimizer.lr=1",
-        "--lr_scheduler=ReduceLROnPlateau",
-        "--lr_scheduler.monitor=val_loss",
-        "--lr_scheduler.patience=4",
+        "fit --optimizer=SGD --optimizer.lr=1 --lr_scheduler=ReduceLROnPlateau "
+        "--lr_scheduler.monitor=val_loss --lr_scheduler.patience=4",
         run=True,
     )
     config = made.trainer.lr_scheduler_configs[0]
@@ -87,13 +85,13 @@ def test_optimizers_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*will be overridden")
 def test_one_optimizer_class_and_other_defaults() -> None:
-    class Own(LightningCLI):
-        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            parser.add_optimizer_args(torch.optim.RMSprop)
-            parser.add_lr_scheduler_args(ConstantLR)
-            parser.set_defaults({"optimizer.lr": 0.125, "lr_scheduler.total_iters": 9})
+    @adding
+    def own(parser: LightningArgumentParser) -> None:
+        parser.add_optimizer_args(torch.optim.RMSprop)
+        parser.add_lr_scheduler_args(ConstantLR)
+        parser.set_defaults({"optimizer.lr": 0.125, "lr_scheduler.total_iters": 9})
 
-    made = cli("fit", "--optimizer.alpha=0.5", run=True, kind=Own)
+    made = cli("fit", "--optimizer.alpha=0.5", run=True, kind=own)
     group = made.trainer.optimizers[0].param_groups[0]
     assert type(made.trainer.optimizers[0]) is torch.optim.RMSprop
     assert (group["initial_lr"], group["alpha"]) == (0.125, 0.5)
@@ -108,14 +106,8 @@ def test_configure_optimizers_of_the_cli() -> None:
             lightning_module.seen = (optimizer, lr_scheduler)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"}}
 
-    words = [
-        "fit",
-        "--optimizer=SGD",
-        "--optimizer.lr=1",
-        "--lr_scheduler=StepLR",
-        "--lr_scheduler.step_size=9",
-    ]
-    made = cli(*words, run=True, kind=Own)
+    words = "fit --optimizer=SGD --optimizer.lr=1 --lr_scheduler=StepLR --lr_scheduler.step_size=9"
+    made = cli(words, run=True, kind=Own)
     assert made.trainer.lr_scheduler_configs[0].interval == "step"
     assert made.model.seen[0] is made.trainer.optimizers[0]
 
@@ -130,12 +122,12 @@ class TwoOptimizers(L.LightningModule):
 
 
 def test_several_optimizers_are_linked_to_the_module() -> None:
-    class Own(LightningCLI):
-        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            parser.add_optimizer_args(nested_key="one", link_to="model.first")
-            parser.add_optimizer_args(torch.optim.Adam, nested_key="two", link_to="model.second")
+    @adding
+    def own(parser: LightningArgumentParser) -> None:
+        parser.add_optimizer_args(nested_key="one", link_to="model.first")
+        parser.add_optimizer_args(torch.optim.Adam, nested_key="two", link_to="model.second")
 
-    made = cli("--one=SGD", "--one.lr=0.5", "--two.lr=0.25", kind=Own, model_class=TwoOptimizers)
+    made = cli("--one=SGD", "--one.lr=0.5", "--two.lr=0.25", kind=own, model_class=TwoOptimizers)
     assert made.model.first["class_path"] == "torch.optim.SGD"
     assert made.model.first["init_args"]["lr"] == 0.5
     assert made.model.second["class_path"] in ("torch.optim.adam.Adam", "torch.optim.Adam")
@@ -145,24 +137,22 @@ def test_several_optimizers_are_linked_to_the_module() -> None:
 
 
 def test_two_automatic_optimizers_are_refused() -> None:
-    class Own(LightningCLI):
-        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            parser.add_optimizer_args(nested_key="one")
-            parser.add_optimizer_args(nested_key="two")
+    @adding
+    def own(parser: LightningArgumentParser) -> None:
+        parser.add_optimizer_args(nested_key="one")
+        parser.add_optimizer_args(nested_key="two")
 
     with pytest.raises(
         ValueError, match=r"at most one optimizer and one lr_scheduler .*\['one', 'two', 'lr_scheduler'"
     ):
-        cli(kind=Own)
+        cli(kind=own)
 
 
 def test_makers_of_optimizers_are_injected() -> None:
     made = cli("--model.width=3", model_class=Injected)
     assert type(made.model.configure_optimizers()["optimizer"]) is torch.optim.Adam
     other = cli(
-        "--model.optimizer=SGD",
-        "--model.optimizer.lr=0.5",
-        "--model.scheduler=StepLR",
+        "--model.optimizer=SGD --model.optimizer.lr=0.5 --model.scheduler=StepLR "
         "--model.scheduler.step_size=7",
         model_class=Injected,
     ).model.configure_optimizers()
@@ -170,42 +160,39 @@ def test_makers_of_optimizers_are_injected() -> None:
     assert other["optimizer"].param_groups[0]["lr"] == 0.5
     assert (type(other["lr_scheduler"]), other["lr_scheduler"].step_size) == (StepLR, 7)
     watched = cli(
-        "--model.scheduler=hasten.cli.ReduceLROnPlateau",
-        "--model.scheduler.monitor=loss",
+        "--model.scheduler=hasten.cli.ReduceLROnPlateau --model.scheduler.monitor=loss",
         model_class=Injected,
     ).model.configure_optimizers()
     assert watched["lr_scheduler"].monitor == "loss"
 
 
 def test_linked_arguments() -> None:
-    class Own(LightningCLI):
-        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            parser.link_arguments("data.batch_size", "model.width", compute_fn=lambda size: size * 2)
-            parser.link_arguments("data.classes", "model.lr", apply_on="instantiate")
+    @adding
+    def own(parser: LightningArgumentParser) -> None:
+        parser.link_arguments("data.batch_size", "model.width", compute_fn=lambda size: size * 2)
+        parser.link_arguments("data.classes", "model.lr", apply_on="instantiate")
 
-    made = cli("--data.batch_size=6", kind=Own)
+    made = cli("--data.batch_size=6", kind=own)
     assert (made.model.width, made.model.lr) == (12, 2)
     assert made.model.hparams.width == 12
     assert made.model.hparams.lr == 2
-    again = cli("--model=LineNet", "--data.batch_size=6", kind=Own2, model_class=None)
-    assert (again.model.width, again.model.hparams.lr) == (12, 2)
 
-
-class Own2(LightningCLI):
-    """Links in subclass mode."""
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+    @adding
+    def in_subclass_mode(parser: LightningArgumentParser) -> None:
         parser.link_arguments("data.batch_size", "model.init_args.width", compute_fn=lambda size: size * 2)
         parser.link_arguments("data.classes", "model.init_args.lr", apply_on="instantiate")
 
+    again = cli("--model=LineNet", "--data.batch_size=6", kind=in_subclass_mode, model_class=None)
+    assert (again.model.width, again.model.hparams.lr) == (12, 2)
+
 
 def test_a_callback_with_options_of_its_own() -> None:
-    class Own(LightningCLI):
-        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            parser.add_lightning_class_args(EarlyStopping, "stopping")
-            parser.set_defaults({"stopping.monitor": "val_loss"})
+    @adding
+    def own(parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(EarlyStopping, "stopping")
+        parser.set_defaults({"stopping.monitor": "val_loss"})
 
-    made = cli("fit", "--stopping.patience=7", kind=Own, run=True)
+    made = cli("fit", "--stopping.patience=7", kind=own, run=True)
     stopping = [one for one in made.trainer.callbacks if isinstance(one, EarlyStopping)]
     assert len(stopping) == 1
     assert (stopping[0].monitor, stopping[0].patience) == ("val_loss", 7)
@@ -262,30 +249,25 @@ def test_a_subcommand_of_the_cli_takes_the_place_of_the_trainers() -> None:
 
 
 @pytest.mark.parametrize("subcommand", ["fit", "validate", "test", "predict"])
-def test_every_subcommand_runs_its_method(subcommand: str) -> None:
+def test_every_subcommand_runs_its_method(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
     made = cli(subcommand, run=True)
     assert made.trainer.state.fn.value == subcommand
     assert made.trainer.state.status.value == "finished"
     assert made.trainer.datamodule is made.datamodule
+    assert ("val_loss" in capsys.readouterr().out) == (subcommand == "validate")
+    assert made._get(made.config, "nothing", default=5) == 5
+    assert made._parser(subcommand) is not made._parser(None) is made.parser
 
 
 def test_the_arguments_of_a_subcommand_are_options(capsys: pytest.CaptureFixture[str]) -> None:
     cli("validate", "--verbose=false", run=True)
     assert "val_loss" not in capsys.readouterr().out
-    cli("validate", run=True)
-    assert "val_loss" in capsys.readouterr().out
 
 
 def test_subcommands_of_ones_own() -> None:
     class Counting(L.Trainer):
         def count(self, model: L.LightningModule, to: int = 2) -> None:
-            """Count.
-
-            Args:
-                model: what counts.
-                to: how far.
-
-            """
+            """Count."""
             model.counted = list(range(to))
 
     class Own(LightningCLI):
@@ -300,30 +282,27 @@ def test_subcommands_of_ones_own() -> None:
 
     made = cli("count", "--to=4", kind=Own, trainer_class=Counting, run=True)
     assert made.model.counted == [0, 1, 2, 3]
-    assert LightningCLI.subcommands() == {
-        "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
-        "validate": {"model", "dataloaders", "datamodule"},
-        "test": {"model", "dataloaders", "datamodule"},
-        "predict": {"model", "dataloaders", "datamodule"},
-    }
+    evaluated = {key: {"model", "dataloaders", "datamodule"} for key in ("validate", "test", "predict")}
+    fitted = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+    assert LightningCLI.subcommands() == {"fit": fitted, **evaluated}
 
 
 def test_a_parser_class_and_options_of_ones_own() -> None:
     class OwnParser(LightningArgumentParser):
         pass
 
-    class Own(LightningCLI):
-        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            parser.add_argument("--tag", default="none")
-            parser.add_argument("--fast", action="store_true")
-            parser.add_argument("--sizes", nargs="+", type=int)
+    @adding
+    def own(parser: LightningArgumentParser) -> None:
+        parser.add_argument("--tag", default="none")
+        parser.add_argument("--fast", action="store_true")
+        parser.add_argument("--sizes", nargs="+", type=int)
 
     words = ["--tag", "x", "--fast", "--sizes", "1", "2", "--model.width=3"]
-    made = cli(*words, kind=Own, parser_class=OwnParser)
+    made = cli(*words, kind=own, parser_class=OwnParser)
     assert type(made.parser) is OwnParser
     assert (made.config["tag"], made.config["fast"], made.config["sizes"]) == ("x", True, [1, 2])
     assert made.model.width == 3
-    run = cli("fit", "--fast", "--sizes", "1", "2", "--tag=y", kind=Own, run=True)
+    run = cli("fit", "--fast", "--sizes", "1", "2", "--tag=y", kind=own, run=True)
     assert (run.config["fit"]["fast"], run.config["fit"]["sizes"], run.config["fit"]["tag"]) == (
         True,
         [1, 2],
@@ -339,11 +318,3 @@ def test_a_program_without_a_datamodule() -> None:
     made = LightningCLI(WithData, trainer_defaults=QUIET, save_config_callback=None, args=["fit"])
     assert made.datamodule is None
     assert made.trainer.global_step == 2
-
-
-def test_what_the_cli_offers_programs() -> None:
-    made = cli("fit", "--model.width=3", run=True)
-    assert made._get(made.config, "model").width == 3
-    assert made._get(made.config, "nothing", default=5) == 5
-    assert isinstance(made._parser("fit"), LightningArgumentParser)
-    assert made._parser(None) is made.parser

@@ -4,48 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, run_python
+
 PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run the program of these tests in ``folder``."""
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "tests.cli.program", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_a_program_trains_and_leaves_its_config(tmp_path: Path) -> None:
-    done = run(
-        tmp_path, "fit", "--model.width=6", "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs"
-    )
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "Traceback" not in done.stderr
-    saved = list(tmp_path.rglob("config.yaml"))
-    assert len(saved) == 1
-    assert yaml.safe_load(saved[0].read_text())["model"]["width"] == 6
-
-
 def test_a_wrong_program_ends_with_two_and_one_message(tmp_path: Path) -> None:
-    done = run(tmp_path, "fit", "--trainer.max_epoch=3")
+    done = run_python("-m", "tests.cli.program", "fit", "--trainer.max_epoch=3", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "error: unrecognized arguments: --trainer.max_epoch=3\n"
@@ -54,7 +27,7 @@ def test_a_wrong_program_ends_with_two_and_one_message(tmp_path: Path) -> None:
     )
 
 
-def test_what_the_command_line_loads(tmp_path: Path) -> None:
+def test_what_the_command_line_loads() -> None:
     code = (
         "import sys, hasten\n"
         "assert 'jsonargparse' not in sys.modules\n"
@@ -64,15 +37,7 @@ def test_what_the_command_line_loads(tmp_path: Path) -> None:
         "cli()\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-c", code)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
@@ -87,16 +52,6 @@ def test_without_jsonargparse_the_line_that_installs_it_is_told(monkeypatch: pyt
     assert error.value.name == "jsonargparse"
 
 
-def commands() -> list[tuple[str, str]]:
-    """Return (command, what it prints) of every line of the page's consoles."""
-    found: list[tuple[str, str]] = []
-    for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, _, output = part.partition("\n")
-            found.append((command, output.strip()))
-    return found
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -104,8 +59,12 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     program = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert program is not None
     Path("program.py").write_text(program[1])
-    assert len(commands()) == 14
-    for command, expected in commands():
+    consoles = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
+    shown = [part for block in consoles for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
+    assert len(shown) == 14
+    for part in shown:
+        command, _, output = part.partition("\n")
+        expected = output.strip()
         words, _, target = command.partition(" > ")
         python, script, *rest = shlex.split(words)
         assert (python, script) == ("python", "program.py")
@@ -124,9 +83,6 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
         if "--help" in command:
             assert "usage: program.py" in out.getvalue()
     one, other = (yaml.safe_load(Path(f"logs/mine/version_{n}/config.yaml").read_text()) for n in (0, 1))
-    assert (
-        one["model"]
-        == other["model"]
-        == {"encoder": {"class_path": "__main__.Encoder", "init_args": {"dim": 8}}, "lr": 0.1}
-    )
+    encoder = {"class_path": "__main__.Encoder", "init_args": {"dim": 8}}
+    assert one["model"] == other["model"] == {"encoder": encoder, "lr": 0.1}
     assert Path("logs/mine/version_1/checkpoints").is_dir()

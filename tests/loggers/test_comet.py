@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.callbacks import ModelCheckpoint
 from hasten.loggers import CometLogger
+from tests.loggers.test_several import fit_with_checkpoints
 from tests.models import Classifier, loader, quiet
 
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
@@ -93,46 +93,24 @@ def test_a_fit_logs_values_and_names_its_checkpoints(tmp_path: Path) -> None:
     trainer.fit(Classifier(), loader(), loader())
     trainer.test(dataloaders=loader(), verbose=False)
     assert trainer.checkpoint_callback is not None
-    assert (
-        Path(trainer.checkpoint_callback.best_model_path).parent == tmp_path / "digits" / KEY / "checkpoints"
-    )
+    saved = Path(trainer.checkpoint_callback.best_model_path)
+    assert saved.parent == tmp_path / "digits" / KEY / "checkpoints"
     steps = [(name, step) for name, _, step, _ in values(logger)]
     assert steps == [("train_loss", 4), ("train_loss", 9), ("val_loss", 9), ("test_loss", 10)]
 
 
-@pytest.mark.parametrize(
-    ("log_model", "save_top_k", "expected"),
-    [(True, 1, ["epoch=1.ckpt"]), ("all", 1, ["epoch=0.ckpt", "epoch=1.ckpt"]), (False, 1, [])],
-)
-def test_checkpoints_are_models(tmp_path: Path, log_model: Any, save_top_k: int, expected: list[str]) -> None:
-    class Falling(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("val_loss", 1.0 / (1 + self.current_epoch))
-
-    logger = offline(tmp_path, log_model=log_model)
-    keep = ModelCheckpoint(tmp_path / "ckpt", filename="{epoch}", monitor="val_loss", save_top_k=save_top_k)
-    trainer = quiet(
-        logger=logger, callbacks=[keep], enable_checkpointing=True, max_epochs=2, limit_train_batches=1
-    )
-    trainer.fit(Falling(), loader(8), loader(8))
-    models = [m for m in messages(logger, "file_upload") if m["upload_type"] == "model-element"]
-    assert [m["additional_params"]["fileName"] for m in models] == expected
-    if expected:
-        assert models[-1]["additional_params"]["groupingName"] == "epoch=1"
-        assert models[-1]["metadata"]["aliases"] == ["latest", "best"]
-        assert models[-1]["metadata"]["score"] == 0.5
-
-
-def test_no_models_after_a_failure(tmp_path: Path) -> None:
-    (tmp_path / "a.ckpt").write_text("weights")
-
-    class Callback:
-        save_top_k, best_model_path, best_model_score = 1, str(tmp_path / "a.ckpt"), None
-
-    logger = offline(tmp_path, log_model=True)
-    logger.after_save_checkpoint(Callback())
+def test_checkpoints_are_models_unless_the_run_failed(tmp_path: Path) -> None:
+    logger = offline(tmp_path, log_model="all")
+    keep = fit_with_checkpoints(logger, tmp_path / "ckpt")
+    logger._log_model = True
+    os.utime(keep.best_model_path)
+    logger.after_save_checkpoint(keep)
     logger.finalize("failed")
-    assert messages(logger, "file_upload") == []
+    models = [m for m in messages(logger, "file_upload") if m["upload_type"] == "model-element"]
+    assert [m["additional_params"]["fileName"] for m in models] == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    assert models[-1]["additional_params"]["groupingName"] == "epoch=1"
+    assert models[-1]["metadata"]["aliases"] == ["latest", "best"]
+    assert models[-1]["metadata"]["score"] == 0.5
 
 
 class Started:
@@ -186,14 +164,7 @@ def test_everything_is_sent_when_a_run_ends(monkeypatch: pytest.MonkeyPatch, sta
 
 def test_what_is_given_reaches_comet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comet_ml, "start", Started)
-    given = {
-        "api_key": "k",
-        "workspace": "w",
-        "project": "p",
-        "mode": "create",
-        "online": True,
-        "experiment_key": KEY,
-    }
+    given = {"api_key": "k", "workspace": "w", "project": "p", "mode": "create", "experiment_key": KEY}
     logger = CometLogger(**given, tags=["a"])  # type: ignore[arg-type]
     options = logger.experiment.options
     assert {name: options[name] for name in given} == given

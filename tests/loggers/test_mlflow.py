@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import os
 import pickle
 import socket
 from collections.abc import Iterator
@@ -13,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from hasten.callbacks import ModelCheckpoint
 from hasten.loggers import MLFlowLogger
+from tests.loggers.test_several import fit_with_checkpoints
 from tests.models import Classifier, loader, quiet
 
 mlflow = pytest.importorskip("mlflow")
@@ -65,16 +65,13 @@ def test_values_are_read_back(store: Path) -> None:
     assert Path(experiment.artifact_location.removeprefix("file://")) == store / "artifacts"
 
 
-def test_runs_of_one_experiment_stand_beside_each_other(store: Path) -> None:
+def test_experiments_and_where_their_artifacts_are(store: Path, tmp_path: Path) -> None:
     one, other = MLFlowLogger(save_dir=store), MLFlowLogger(save_dir=store)
     assert one.experiment_id == other.experiment_id
     assert one.run_id != other.run_id
     assert client(store).get_experiment_by_name("lightning_logs").experiment_id == one.experiment_id
-
-
-def test_artifact_location_of_a_new_experiment(store: Path, tmp_path: Path) -> None:
-    logger = MLFlowLogger("elsewhere", save_dir=store, artifact_location=f"file://{tmp_path}/elsewhere")
-    location = client(store).get_experiment(logger.experiment_id).artifact_location
+    elsewhere = MLFlowLogger("elsewhere", save_dir=store, artifact_location=f"file://{tmp_path}/elsewhere")
+    location = client(store).get_experiment(elsewhere.experiment_id).artifact_location
     assert location == f"file://{tmp_path}/elsewhere"
 
 
@@ -109,17 +106,11 @@ def test_a_run_goes_on_by_its_id(store: Path) -> None:
     run = client(store).get_run(first.run_id)
     assert run.data.params == {"lr": "0.1", "width": "8", "seed": "3"}
     assert run.info.status == "FINISHED"
-
-
-def test_logging_after_the_end_opens_the_run_again(store: Path) -> None:
-    logger = MLFlowLogger(save_dir=store)
-    logger.log_metrics({"loss": 1.0}, step=0)
-    logger.finalize("success")
-    logger.log_metrics({"test": 2.0}, step=1)
-    assert client(store).get_run(logger.run_id).info.status == "RUNNING"
-    logger.finalize()
-    assert values(store, logger.run_id, "test") == [(1, 2.0)]
-    assert client(store).get_run(logger.run_id).info.status == "FINISHED"
+    again.log_metrics({"test": 2.0}, step=1)  # after the end: the run is opened again
+    assert client(store).get_run(first.run_id).info.status == "RUNNING"
+    again.finalize()
+    assert values(store, first.run_id, "test") == [(1, 2.0)]
+    assert client(store).get_run(first.run_id).info.status == "FINISHED"
 
 
 def test_hyperparameters_nested_long_and_many(store: Path) -> None:
@@ -162,12 +153,9 @@ def test_a_slow_store_does_not_hold_up_the_caller(store: Path, monkeypatch: pyte
     may_write.set()
     logger.finalize()
     assert values(store, logger.run_id, "loss") == [(0, 1.0), (1, 0.5)]
-
-
-def test_synchronous_values_are_there_at_once(store: Path) -> None:
-    logger = MLFlowLogger(save_dir=store, synchronous=True)
-    logger.log_metrics({"loss": 1.0}, step=0)
-    assert values(store, logger.run_id, "loss") == [(0, 1.0)]
+    at_once = MLFlowLogger(save_dir=store, synchronous=True)
+    at_once.log_metrics({"loss": 1.0}, step=0)
+    assert values(store, at_once.run_id, "loss") == [(0, 1.0)]
 
 
 def test_rows_that_were_lost_are_named(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,52 +181,19 @@ def test_no_more_rows_wait_than_memory_should_hold(store: Path, monkeypatch: pyt
     assert [step for step, _ in values(store, logger.run_id, "loss")] == [0, 1, 2, 3, 4]
 
 
-class Falling(Classifier):
-    """Logs a validation loss that falls: 1, 1/2, 1/3..."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("val_loss", 1.0 / (1 + self.current_epoch))
-
-
-def artifacts(store: Path, run_id: Any) -> dict[str, set[str]]:
-    found = {}
-    for folder in client(store).list_artifacts(run_id):
-        inside = client(store).list_artifacts(run_id, folder.path)
-        found[folder.path] = {os.path.basename(item.path) for item in inside}
-    return found
-
-
-@pytest.mark.parametrize(
-    ("log_model", "save_top_k", "expected"),
-    [
-        (True, 1, {"epoch=1"}),
-        ("all", 1, {"epoch=0", "epoch=1"}),
-        (True, -1, {"epoch=0", "epoch=1"}),
-        (False, 1, set()),
-    ],
-)
-def test_checkpoints_are_artifacts(store: Path, log_model: Any, save_top_k: int, expected: set[str]) -> None:
-    logger = MLFlowLogger(save_dir=store, log_model=log_model)
-    keep = ModelCheckpoint(filename="{epoch}", monitor="val_loss", save_top_k=save_top_k)
-    trainer = quiet(
-        logger=logger, callbacks=[keep], enable_checkpointing=True, max_epochs=2, limit_train_batches=1
-    )
-    trainer.fit(Falling(), loader(8), loader(8))
+def test_checkpoints_are_artifacts(store: Path) -> None:
+    logger = MLFlowLogger(save_dir=store, log_model="all")
+    keep = fit_with_checkpoints(logger)
     assert logger.experiment_id is not None
     assert logger.run_id is not None
     assert Path(keep.best_model_path).parent == store / logger.experiment_id / logger.run_id / "checkpoints"
-    found = artifacts(store, logger.run_id)
-    assert set(found) == expected
-    for folder, names in found.items():
-        assert names == {f"{folder}.ckpt", "metadata.yaml", "aliases.txt"}
-    if expected:
-        import yaml
-
-        beside = Path(client(store).download_artifacts(logger.run_id, "epoch=1"))
-        assert (beside / "aliases.txt").read_text() == "['latest', 'best']"
-        metadata = yaml.safe_load((beside / "metadata.yaml").read_text())
-        assert (metadata["score"], metadata["ModelCheckpoint"]["mode"]) == (0.5, "min")
-        assert torch.load(beside / "epoch=1.ckpt", weights_only=True)["epoch"] == 1
+    assert [folder.path for folder in client(store).list_artifacts(logger.run_id)] == ["epoch=0", "epoch=1"]
+    beside = Path(client(store).download_artifacts(logger.run_id, "epoch=1"))
+    assert sorted(path.name for path in beside.iterdir()) == ["aliases.txt", "epoch=1.ckpt", "metadata.yaml"]
+    assert (beside / "aliases.txt").read_text() == "['latest', 'best']"
+    metadata = yaml.safe_load((beside / "metadata.yaml").read_text())
+    assert (metadata["score"], metadata["ModelCheckpoint"]["mode"]) == (0.5, "min")
+    assert torch.load(beside / "epoch=1.ckpt", weights_only=True)["epoch"] == 1
 
 
 def test_a_fit_logs_values_and_hyperparameters(store: Path) -> None:
@@ -251,17 +206,6 @@ def test_a_fit_logs_values_and_hyperparameters(store: Path) -> None:
     run = client(store).get_run(logger.run_id)
     assert run.data.params == {"width": "16", "lr": "0.1", "dropout": "0.0"}
     assert run.info.status == "FINISHED"
-
-
-def test_a_fit_that_fails_is_marked(store: Path) -> None:
-    class Fails(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise RuntimeError("stop")
-
-    logger = MLFlowLogger(save_dir=store)
-    with pytest.raises(RuntimeError, match="stop"):
-        quiet(logger=logger).fit(Fails(), loader())
-    assert client(store).get_run(logger.run_id).info.status == "FAILED"
 
 
 def log_elsewhere(logger: MLFlowLogger) -> str | None:

@@ -53,18 +53,12 @@ def rows(report: str) -> dict[str, list[str]]:
 # -- simple
 
 
-def test_simple_records_each_duration(clock: Clock) -> None:
+def test_simple_reports_durations_calls_and_shares(clock: Clock) -> None:
     profiler = SimpleProfiler()
     spend(profiler, clock, "a", 1.0, ("b", 0.5))
     spend(profiler, clock, "a", 2.0)
     assert profiler.recorded_durations == {"a": [1.5, 2.0], "b": [0.5]}
     assert profiler.current_actions == {}
-
-
-def test_simple_reports_calls_and_shares(clock: Clock) -> None:
-    profiler = SimpleProfiler()
-    spend(profiler, clock, "a", 1.0, ("b", 0.5))
-    spend(profiler, clock, "a", 2.0)
     clock.now += 0.5
     report = profiler.summary()
     assert report.startswith("Profiler Report\n")
@@ -74,8 +68,7 @@ def test_simple_reports_calls_and_shares(clock: Clock) -> None:
         "a": ["1.75", "2", "3.5", "87.5"],
         "b": ["0.5", "1", "0.5", "12.5"],
     }
-    # What took longest comes first.
-    assert report.index("|  a ") < report.index("|  b ")
+    assert report.index("|  a ") < report.index("|  b ")  # What took longest comes first.
     assert "Where the time" not in report  # There was no run.
 
 
@@ -102,53 +95,45 @@ def test_simple_refuses_what_does_not_match() -> None:
         profiler.stop("b")
 
 
-@pytest.mark.parametrize(
-    ("action", "part"),
-    [
-        ("[_TrainingEpochLoop].train_dataloader_next", "data wait"),
-        ("[_EvaluationLoop].val_next", "data wait"),
-        ("[Strategy]SingleDeviceStrategy.batch_to_device", "transfer"),
-        ("[LightningModule]Net.on_after_batch_transfer", "transfer"),
-        ("[LightningDataModule]Data.transfer_batch_to_device", "transfer"),
-        ("[Strategy]DDPStrategy.training_step", "forward"),
-        ("[Strategy]DDPStrategy.predict_step", "forward"),
-        ("[Strategy]DDPStrategy.backward", "backward"),
-        ("[LightningModule]Net.backward", "backward"),
-        ("[LightningModule]Net.optimizer_step", "optimizer"),
-        ("[LightningModule]Net.optimizer_zero_grad", "optimizer"),
-        ("[LightningModule]Net.configure_gradient_clipping", "optimizer"),
-        ("[LightningModule]Net.lr_scheduler_step", "optimizer"),
-        ("[Callback]Mine{'a': 1}.on_train_batch_end", "callbacks"),
-        ("[LightningModule]Net.on_train_batch_end", "callbacks"),
-        ("[Logging]publish_step", "logging"),
-        ("save_checkpoint", "checkpoint"),
-        ("run_evaluation", "validation"),
-        ("run_training_epoch", "other"),
-        ("my own save_checkpoint", None),
-    ],
-)
-def test_every_action_has_its_part(action: str, part: str | None) -> None:
-    assert part_of(action) == part
+PART_OF = {
+    "data wait": ("[_TrainingEpochLoop].train_dataloader_next", "[_EvaluationLoop].val_next"),
+    "transfer": (
+        "[Strategy]SingleDeviceStrategy.batch_to_device",
+        "[LightningModule]Net.on_after_batch_transfer",
+        "[LightningDataModule]Data.transfer_batch_to_device",
+    ),
+    "forward": ("[Strategy]DDPStrategy.training_step", "[Strategy]DDPStrategy.predict_step"),
+    "backward": ("[Strategy]DDPStrategy.backward", "[LightningModule]Net.backward"),
+    "optimizer": (
+        "[LightningModule]Net.optimizer_step",
+        "[LightningModule]Net.optimizer_zero_grad",
+        "[LightningModule]Net.configure_gradient_clipping",
+        "[LightningModule]Net.lr_scheduler_step",
+    ),
+    "callbacks": ("[Callback]Mine{'a': 1}.on_train_batch_end", "[LightningModule]Net.on_train_batch_end"),
+    "logging": ("[Logging]publish_step",),
+    "checkpoint": ("save_checkpoint",),
+    "validation": ("run_evaluation",),
+    "other": ("run_training_epoch",),
+    None: ("my own save_checkpoint",),
+}
+
+
+def test_every_action_has_its_part() -> None:
+    assert {part: tuple({part_of(one) for one in actions}) for part, actions in PART_OF.items()} == {
+        part: (part,) for part in PART_OF
+    }
 
 
 def test_the_parts_sum_to_the_time_of_the_loop(clock: Clock) -> None:
     profiler = SimpleProfiler()
     profiler.setup("fit", local_rank=0)
     step = ("[Strategy]S.training_step", 1.0, ("my own", 0.5), ("[Logging]record", 0.25))
-    batch = (
-        "run_training_batch",
-        0.125,
-        step,
-        ("[Strategy]S.backward", 2.0),
-        ("[LightningModule]N.optimizer_step", 4.0),
-    )
+    backward, update = ("[Strategy]S.backward", 2.0), ("[LightningModule]N.optimizer_step", 4.0)
+    batch = ("run_training_batch", 0.125, step, backward, update)
     saving = ("[Callback]C.on_train_epoch_end", 0.5, ("save_checkpoint", 3.0))
-    checking = (
-        "run_evaluation",
-        1.0,
-        ("[Strategy]S.validation_step", 6.0),
-        ("[Callback]C.on_validation_end", 1.0),
-    )
+    hook = ("[Callback]C.on_validation_end", 1.0)
+    checking = ("run_evaluation", 1.0, ("[Strategy]S.validation_step", 6.0), hook)
     wait = ("[_TrainingEpochLoop].train_dataloader_next", 0.5)
     move = ("[Strategy]S.batch_to_device", 0.75)
     epoch = ("run_training_epoch", 0.25, wait, move, batch, wait, move, batch, checking)
@@ -215,18 +200,14 @@ def test_a_context_ends_its_action_after_an_error() -> None:
     assert len(profiler.recorded_durations["a"]) == 1
 
 
-def test_the_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_is_printed_on_the_first_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     profiler = SimpleProfiler()
     with profiler.profile("a"):
         pass
     profiler.describe()
     assert "|  a " in capsys.readouterr().out
-
-
-def test_other_processes_print_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profiler = SimpleProfiler()
     profiler.setup("fit", local_rank=1)
     assert profiler.local_rank == 1
     profiler.describe()
@@ -240,19 +221,14 @@ def test_the_report_is_written_to_a_file(tmp_path: Path, capsys: pytest.CaptureF
     profiler = SimpleProfiler(dirpath=tmp_path / "folder", filename="times")
     for _ in range(2):
         profiler.setup("fit", local_rank=0, log_dir="/nowhere")
-        with profiler.profile("a"):
-            pass
         profiler.describe()
     assert capsys.readouterr().out == ""
     text = (tmp_path / "folder" / "fit-times-0.txt").read_text()
     assert text.count("FIT Profiler Report") == 2  # Of both runs.
-
-
-def test_the_folder_of_the_logs_is_the_default(tmp_path: Path) -> None:
-    profiler = SimpleProfiler(filename="times")
-    profiler.setup("test", local_rank=0, log_dir=str(tmp_path))
-    profiler.describe()
-    assert [path.name for path in tmp_path.iterdir()] == ["test-times-0.txt"]
+    beside_logs = SimpleProfiler(filename="times")
+    beside_logs.setup("test", local_rank=0, log_dir=str(tmp_path))
+    beside_logs.describe()
+    assert (tmp_path / "test-times-0.txt").exists()
 
 
 def test_names_of_files_hold_nothing_strange() -> None:
@@ -263,12 +239,16 @@ def test_names_of_files_hold_nothing_strange() -> None:
     assert PassThroughProfiler()._prepare_filename() == "profile.txt"
 
 
-def test_a_profiler_travels_to_another_process() -> None:
+def test_profilers_travel_to_another_process() -> None:
     profiler = SimpleProfiler(filename="times")
     profiler.lightning_module = lambda: None  # cannot be sent
     copy = pickle.loads(pickle.dumps(profiler))
-    assert copy.filename == "times"
-    assert copy.lightning_module is None
+    assert (copy.filename, copy.lightning_module) == ("times", None)
+    advanced = AdvancedProfiler(line_count_restriction=5)
+    with advanced.profile("a"):
+        pass
+    again = pickle.loads(pickle.dumps(advanced))
+    assert (again.line_count_restriction, again.profiled_actions) == (5, {})
 
 
 def test_what_may_be_asked_for() -> None:
@@ -309,13 +289,17 @@ def outer() -> int:
     return len([None] * 3)
 
 
-def test_advanced_keeps_the_functions_of_each_action() -> None:
+def test_advanced_keeps_the_functions_of_each_action_over_several_starts() -> None:
     profiler = AdvancedProfiler()
     with profiler.profile("outside"):
         outer()
         with profiler.profile("inside"):
             inner()
         time.sleep(0)
+    with profiler.profile("outside"):
+        outer()
+    stats: Any = pstats.Stats(profiler.profiled_actions["outside"]).stats  # type: ignore[attr-defined]
+    assert [entry[0] for key, entry in stats.items() if key[2] == "outer"] == [2]
     report = profiler.summary()
     first, second = report.split("Profile stats for: inside")
     assert report.startswith("Profiler Report\nProfile stats for: outside")
@@ -324,16 +308,6 @@ def test_advanced_keeps_the_functions_of_each_action() -> None:
     assert "built-in method time.sleep" in first  # The outer one goes on after the inner one.
     assert "(inner)" in second
     assert "time.sleep" not in second
-
-
-def test_advanced_counts_calls_over_several_starts() -> None:
-    profiler = AdvancedProfiler()
-    for _ in range(3):
-        with profiler.profile("a"):
-            outer()
-    stats: Any = pstats.Stats(profiler.profiled_actions["a"]).stats  # type: ignore[attr-defined]
-    (calls,) = [entry[0] for key, entry in stats.items() if key[2] == "outer"]
-    assert calls == 3
 
 
 def test_advanced_reports_as_many_lines_as_asked() -> None:
@@ -382,12 +356,3 @@ def test_advanced_needs_a_folder_for_profiles() -> None:
         pass
     with pytest.raises(ValueError, match=re.escape("Pass dirpath=...")):
         profiler.summary()
-
-
-def test_advanced_travels_to_another_process() -> None:
-    profiler = AdvancedProfiler(line_count_restriction=5)
-    with profiler.profile("a"):
-        pass
-    copy = pickle.loads(pickle.dumps(profiler))
-    assert copy.line_count_restriction == 5
-    assert copy.profiled_actions == {}

@@ -47,7 +47,8 @@ def profiled(
 
 
 def test_by_default_three_batches_of_each_stage(tmp_path: Path) -> None:
-    report = profiled(tmp_path)
+    # Three batches of the sanity check would begin a cycle that takes the place of training's.
+    report = profiled(tmp_path, arguments={"num_sanity_val_steps": 3})
     found = traces(tmp_path)
     assert set(found) == {"training", "validation"}
     training = found["training"]
@@ -69,12 +70,6 @@ def test_by_default_three_batches_of_each_stage(tmp_path: Path) -> None:
     assert "aten::addmm" in report
 
 
-def test_the_sanity_check_does_not_count(tmp_path: Path) -> None:
-    # Three batches of it would begin a cycle that takes the place of training's.
-    profiled(tmp_path, arguments={"num_sanity_val_steps": 3})
-    assert traces(tmp_path)["training"][STEP.format("training")] == 3
-
-
 @pytest.mark.parametrize("batches", [1, 3, 4])
 def test_few_batches_are_recorded_all(tmp_path: Path, batches: int) -> None:
     profiled(tmp_path, samples=4 * batches)
@@ -94,11 +89,9 @@ def test_a_schedule(tmp_path: Path) -> None:
     training = traces(tmp_path)["training"]
     assert training[STEP.format("training")] == 5
     assert next(name for name in training if name.startswith("ProfilerStep#")) == "ProfilerStep#3"
-
-
-def test_without_a_schedule_all_is_recorded(tmp_path: Path) -> None:
-    profiled(tmp_path, fit=False, schedule=None)
+    profiled(tmp_path, fit=False, schedule=None)  # Without one, all batches are recorded.
     assert traces(tmp_path)["test"][STEP.format("test")] == 10
+    PyTorchProfiler(schedule=lambda step: ProfilerAction.NONE)
 
 
 def test_prediction_and_test_are_recorded(tmp_path: Path) -> None:
@@ -116,12 +109,6 @@ def test_module_names_can_be_left_out_and_go_again(tmp_path: Path) -> None:
     assert not [name for name in traces(tmp_path)["training"] if name.startswith("[pl][module]")]
     quiet(profiler=PyTorchProfiler(dirpath=tmp_path)).fit(model, loader())
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
-
-
-def test_no_trace(tmp_path: Path) -> None:
-    report = profiled(tmp_path, export_to_chrome=False)
-    assert traces(tmp_path) == {}
-    assert "aten::addmm" in report
 
 
 def test_the_trace_is_beside_the_logs_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +142,9 @@ def test_stacks_for_a_flame_graph(tmp_path: Path) -> None:
 
 
 def test_shapes_and_memory(tmp_path: Path) -> None:
-    report = profiled(tmp_path, group_by_input_shapes=True, record_shapes=True, profile_memory=True)
+    options = {"group_by_input_shapes": True, "record_shapes": True, "profile_memory": True}
+    report = profiled(tmp_path, export_to_chrome=False, **options)
+    assert traces(tmp_path) == {}
     assert "[4, 8]" in report
     assert "CPU Mem" in report
 
@@ -174,20 +163,15 @@ def test_alone_everything_is_recorded(tmp_path: Path) -> None:
     assert profiler.summary() == ""
 
 
-def test_no_folder_is_spoken_of() -> None:
-    profiler = PyTorchProfiler()
+def test_no_folder_and_off() -> None:
+    profiler, off = PyTorchProfiler(), PyTorchProfiler(enabled=False)
     with profiler.profile("a"):
         torch.ones(2) + 1
     with pytest.warns(UserWarning, match=r"the trace is not written.*Pass dirpath="):
         profiler.summary()
-
-
-def test_off() -> None:
-    profiler = PyTorchProfiler(enabled=False)
-    with profiler.profile("a"):
+    with off.profile("a"):
         torch.ones(2) + 1
-    assert profiler.profiler is None
-    assert profiler.summary() == ""
+    assert (off.profiler, off.summary()) == (None, "")
 
 
 def test_an_error_ends_the_recording(tmp_path: Path) -> None:
@@ -228,22 +212,14 @@ def test_nvtx_needs_cuda() -> None:
         PyTorchProfiler(emit_nvtx=True)
 
 
-def test_a_schedule_of_actions_is_taken() -> None:
-    PyTorchProfiler(schedule=lambda step: ProfilerAction.NONE)
-
-
-def test_it_travels_to_another_process(tmp_path: Path) -> None:
-    profiler = pickle.loads(pickle.dumps(PyTorchProfiler(dirpath=tmp_path, row_limit=3)))
-    quiet(profiler=profiler).fit(Classifier(), loader())
-    assert traces(tmp_path)["training"][STEP.format("training")] == 3
-
-
-def test_the_losses_are_those_of_a_run_without(tmp_path: Path) -> None:
+def test_a_profiler_from_another_process_changes_no_losses(tmp_path: Path) -> None:
     def weights(**arguments: Any) -> Any:
         torch.manual_seed(3)
         model = Classifier()
         quiet(**arguments).fit(model, loader())
         return model.state_dict()
 
-    one, other = weights(), weights(profiler=PyTorchProfiler(dirpath=tmp_path))
+    sent = pickle.loads(pickle.dumps(PyTorchProfiler(dirpath=tmp_path, row_limit=3)))
+    one, other = weights(), weights(profiler=sent)
     assert all(torch.equal(one[name], other[name]) for name in one)
+    assert traces(tmp_path)["training"][STEP.format("training")] == 3
