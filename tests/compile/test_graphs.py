@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hasten as L
-from hasten.compile.settings import CompileSettings
-from hasten.compile.user_compiled import inner_model, users_settings
+from hasten.compile.settings import CompileSettings, inner_model, users_settings
 from hasten.loops import prepare as loops_prepare
 from tests.compile.test_compile import TRACED, Deep, Net
 from tests.compile.test_with_others import fitted_bert
@@ -31,7 +30,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-class Told(L.Callback):
+class Events(L.Callback):
     """Says what happens, and which gradients there are when."""
 
     def __init__(self, events: list[str]) -> None:
@@ -56,35 +55,35 @@ class Told(L.Callback):
         self.events.append("predicted")
 
 
-def trained(events: list[str], model: type[L.LightningModule] = Deep, **arguments: Any) -> tuple[Any, Told]:
+def trained(events: list[str], model: type[L.LightningModule] = Deep, **arguments: Any) -> tuple[Any, Events]:
     L.seed_everything(1, verbose=False)
     module = model()
-    told = Told(events)
-    trainer = quiet(**{"limit_train_batches": 6, "callbacks": [told], **arguments})
+    watched = Events(events)
+    trainer = quiet(**{"limit_train_batches": 6, "callbacks": [watched], **arguments})
     trainer.fit(module, loader(24))
-    return module, told
+    return module, watched
 
 
-@pytest.mark.parametrize("compile", [TRACED, {**TRACED, "regional": True}])
 @pytest.mark.parametrize(
-    ("lever", "step"),
+    ("compile", "lever", "step"),
     [
-        ({}, ["zero_grad", "begin", "backward", "step"]),
+        (TRACED, {}, ["zero_grad", "begin", "backward", "step"]),
         (
+            {**TRACED, "regional": True},
             {"accumulate_grad_batches": 3},
             ["zero_grad", "begin", "backward", "backward", "backward", "step"],
         ),
-        ({"micro_batch": 2}, ["zero_grad", "begin", "backward", "backward", "step"]),
+        (TRACED, {"micro_batch": 2}, ["zero_grad", "begin", "backward", "backward", "step"]),
     ],
 )
 def test_a_step_begins_once_where_its_gradients_are_cleared(
     events: list[str], compile: dict[str, Any], lever: dict[str, Any], step: list[str]
 ) -> None:
     plain, _ = trained([], **lever)
-    module, told = trained(events, compile=compile, **lever)
+    module, watched = trained(events, compile=compile, **lever)
     assert events == step * (6 // lever.get("accumulate_grad_batches", 1))
     # What more is added to is a copy; what is used up before the next step need not be one.
-    assert set(told.copied) == {bool(lever)}
+    assert set(watched.copied) == {bool(lever)}
     assert same_weights(module, plain)
 
 
@@ -103,8 +102,8 @@ def test_gradients_that_are_never_cleared_are_copied_once(events: list[str]) -> 
             self.pointers.add(gradient.data_ptr())
 
     plain, _ = trained([])
-    module, told = trained(events, Kept, compile=TRACED)
-    assert told.copied == [False] + [True] * 5
+    module, watched = trained(events, Kept, compile=TRACED)
+    assert watched.copied == [False] + [True] * 5
     assert len(module.pointers) == 2
     assert same_weights(module, plain)
 
@@ -145,7 +144,7 @@ def test_a_manual_step_begins_once_whatever_it_calls(events: list[str]) -> None:
 
 
 def test_each_batch_of_an_evaluation_and_of_a_prediction_is_a_step(events: list[str]) -> None:
-    trainer = quiet(compile=TRACED, callbacks=[Told(events)])
+    trainer = quiet(compile=TRACED, callbacks=[Events(events)])
     trainer.validate(Net(), loader(12), verbose=False)
     assert events == ["begin", "evaluated"] * 3
     events.clear()
@@ -153,26 +152,19 @@ def test_each_batch_of_an_evaluation_and_of_a_prediction_is_a_step(events: list[
     assert events == ["begin", "predicted"] * 3
 
 
-def test_fabric_and_plain_runs_leave_it_to_torch(events: list[str]) -> None:
-    fabric = L.Fabric(accelerator="cpu", devices=1)
-    net = Deep().net
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    for x, _ in loader(12):
-        optimizer.zero_grad()
-        fabric.backward((model(x) + model(x)).sum())
-        optimizer.step()
-    trained([])
-    assert events == []
-
-
-def test_compiled_fabric_leaves_it_to_torch(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fabric_and_plain_runs_leave_it_to_torch(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from hasten.fabric import fabric as fabric_module
 
     monkeypatch.setattr(fabric_module, "check_possible", lambda *_: None)
-    fabric = L.Fabric(accelerator="cpu", devices=1, compile=TRACED)
-    model = fabric.setup(Deep().net)
-    for x, _ in loader(12):
-        fabric.backward((model(x) + model(x)).sum())
+    for compile in (None, TRACED):
+        fabric = L.Fabric(accelerator="cpu", devices=1, compile=compile)
+        net = Deep().net
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for x, _ in loader(12):
+            optimizer.zero_grad()
+            fabric.backward((model(x) + model(x)).sum())
+            optimizer.step()
+    trained([])
     assert events == []
 
 

@@ -36,19 +36,16 @@ def key_of(module: nn.Module, settings: CompileSettings, device: torch.device, v
         variant: whatever else decides what is computed, such as the precision.
 
     """
+    on_gpu = device.type == "cuda"
+    kinds = ((name, type(part)) for name, part in module.named_modules())
     parts = [
         torch.__version__,
         platform.python_version(),
         platform.machine(),
-        str(torch.cuda.get_device_name(device))
-        if device.type == "cuda"
-        else torch.backends.cpu.get_cpu_capability(),
+        torch.cuda.get_device_name(device) if on_gpu else torch.backends.cpu.get_cpu_capability(),
         settings.recipe,
         variant,
-        *(
-            f"{name} {type(part).__module__}.{type(part).__qualname__}"
-            for name, part in module.named_modules()
-        ),
+        *(f"{name} {kind.__module__}.{kind.__qualname__}" for name, kind in kinds),
         *(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in module.named_parameters()),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
@@ -71,23 +68,21 @@ class Artifacts:
         """Load the code that an earlier run compiled; a file that cannot be used is deleted with a one-line message."""
         self._keep_torchs_folder()
         try:
-            content = _read(self.path)
+            meta, artifacts = _read(self.path)
+            if meta.get("torch") != torch.__version__:
+                raise ValueError(f"it was written by torch {meta.get('torch')}")
+            try:
+                loaded = torch.compiler.load_cache_artifacts(artifacts) is not None
+            except Exception as error:  # A cache must never stop a run.
+                raise ValueError(f"torch cannot read it ({type(error).__name__})") from None
+            if not loaded:
+                raise ValueError("torch cannot read it")
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            self._drop(str(error))
-            return
-        meta, artifacts = content
-        if meta.get("torch") != torch.__version__:
-            self._drop(f"it was written by torch {meta.get('torch')}")
-            return
-        try:
-            loaded = torch.compiler.load_cache_artifacts(artifacts) is not None
-        except Exception as error:  # A cache must never stop a run.
-            self._drop(f"torch cannot read it ({type(error).__name__})")
-            return
-        if not loaded:
-            self._drop("torch cannot read it")
+            rank_zero_info(f"The compile cache {self.path} is not used: {error}. It will be written again.")
+            with contextlib.suppress(OSError):
+                self.path.unlink()
             return
         self.cold_seconds = {int(graphs): float(seconds) for graphs, seconds in meta["seconds"].items()}
 
@@ -112,11 +107,6 @@ class Artifacts:
             rank_zero_info(
                 f"The compile cache was not written to {self.path} ({error}). The run is not affected."
             )
-
-    def _drop(self, reason: str) -> None:
-        rank_zero_info(f"The compile cache {self.path} is not used: {reason}. It will be written again.")
-        with contextlib.suppress(OSError):
-            self.path.unlink()
 
     def _keep_torchs_folder(self) -> None:
         # torch's own default lies in /tmp, which containers and reboots empty.

@@ -141,9 +141,10 @@ def compiled_model(
 
     Args: see ``CompiledModel``.
     """
+    key = settings, device, dims, variant, packed
     known = module.__dict__.get(_ATTRIBUTE)
-    if known is None or known.key != (settings, device, dims, variant, packed):
-        known = module.__dict__[_ATTRIBUTE] = CompiledModel(module, settings, device, dims, variant, packed)
+    if known is None or known.key != key:
+        known = module.__dict__[_ATTRIBUTE] = CompiledModel(module, *key)
     return known
 
 

@@ -1,4 +1,4 @@
-"""Choose the parts of a model to compile, and call them compiled in place."""
+"""Functions as graphs, and the parts of a model that are compiled in place."""
 
 from __future__ import annotations
 
@@ -28,22 +28,18 @@ def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return copy
 
 
-def batch_size(data: Any) -> int | None:
+def batch_size(data: object) -> int | None:
     """Return the first dimension of the first tensor in ``data``; None if there is none."""
-    for leaf in leaves(data):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    return None
+    return next((leaf.shape[0] for leaf in leaves(data) if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 
-def mark_dynamic(data: Any, dims: range) -> None:
+def _mark_dynamic(data: object, dims: range) -> None:
     """Mark these dimensions of each tensor as ones that may change from batch to batch."""
     for leaf in leaves(data):
-        if isinstance(leaf, Tensor):
-            for dim in dims:
-                # Where a model fixes a size, "maybe" lets the compiler fix it too, without an error.
-                if dim < leaf.dim() and leaf.shape[dim] > 1:
-                    torch._dynamo.maybe_mark_dynamic(leaf, dim)
+        for dim in dims if isinstance(leaf, Tensor) else ():
+            # Where a model fixes a size, "maybe" lets the compiler fix it too, without an error.
+            if dim < leaf.dim() and leaf.shape[dim] > 1:
+                torch._dynamo.maybe_mark_dynamic(leaf, dim)
 
 
 def must_stay_python() -> bool:
@@ -90,65 +86,18 @@ class InstalledHooks:
 
 @dataclass
 class Graph:
-    """A compiled function and the batch size of its first call."""
+    """A compiled function, the batch size of its first call, and how often it was compiled."""
 
     call: Callable[..., Any]
     size: int | None
     compiled: int = 0
 
 
-class GraphTable:
-    """The graphs of one function: one for each phase and set of hooks.
+class Compiled:
+    """A function compiled to one graph for each phase and set of hooks.
 
     Args:
-        settings: how the function is compiled.
-
-    """
-
-    def __init__(self, settings: CompileSettings) -> None:
-        self._settings = settings
-        self._graphs: dict[tuple[Any, tuple[int, ...]], Graph] = {}
-        self._hook_sets: set[tuple[int, ...]] = set()
-
-    def find(
-        self, phase: Any, hooks: tuple[int, ...], size: int | None, make: Callable[[], Callable[..., Any]]
-    ) -> Graph | None:
-        """Return the graph for a call, made if it is the first; None if this call is not worth another graph.
-
-        Args:
-            phase: what is fixed in a graph, such as training or evaluation.
-            hooks: the hooks that are installed.
-            size: of the batch.
-            make: compiles the function.
-
-        """
-        graph = self._graphs.get((phase, hooks))
-        if graph is None:
-            self._hook_sets.add(hooks)
-            if hooks and len(self._hook_sets) > MAX_HOOK_SETS:
-                return None
-            graph = self._graphs[phase, hooks] = Graph(make(), size)
-        elif size != graph.size and (size == 1 or self._settings.one_size):
-            # The compiler treats size 1 unlike all others, and a recorded graph has one batch size: the odd batch at
-            # the end of an epoch is not worth another graph, nor are its parts.
-            return None
-        return graph
-
-    @property
-    def empty(self) -> bool:
-        """Whether no graph was made yet."""
-        return not self._graphs
-
-    def clear(self) -> None:
-        """Drop all graphs."""
-        self._graphs.clear()
-
-
-class Region:
-    """The compiled call of one module, or of several with the same structure: one graph each to train and to evaluate.
-
-    Args:
-        name: of the part, for reports.
+        name: of the function, for reports.
         settings: how it is compiled.
         counters: gets what happens.
         dims: how many leading dimensions of its inputs may change from call to call.
@@ -160,8 +109,58 @@ class Region:
         self._settings = settings
         self._counters = counters
         self._dims = settings.dynamic_dims(dims)
-        self._graphs = GraphTable(settings)
-        self._failed = False
+        self._graphs: dict[Any, Graph] = {}
+        self._hook_sets: set[tuple[int, ...]] = set()
+        self._stays_python = False
+
+    def _graph(
+        self, phase: object, hooks: InstalledHooks, data: object, make: Callable[[], Callable[..., Any]]
+    ) -> Graph | None:
+        """Return the graph for a call, made if it is the first; None if this call is not worth another graph.
+
+        Args:
+            phase: what is fixed in a graph, such as training or evaluation.
+            hooks: those that are installed.
+            data: the inputs, whose sizes are marked.
+            make: compiles the function.
+
+        """
+        installed, size = hooks.current(), batch_size(data)
+        graph = self._graphs.get((phase, installed))
+        if graph is None:
+            self._hook_sets.add(installed)
+            if installed and len(self._hook_sets) > MAX_HOOK_SETS:
+                return None
+            graph = self._graphs[phase, installed] = Graph(make(), size)
+        elif size != graph.size and (size == 1 or self._settings.one_size):
+            # The compiler treats size 1 unlike all others, and a recorded graph has one batch size: the odd batch at
+            # the end of an epoch is not worth another graph, nor are its parts.
+            return None
+        if self._dims:
+            _mark_dynamic(data, self._dims)
+        return graph
+
+    def _done(self, graph: Graph, output: Any, graphs_before: int) -> Any:
+        """Count what was compiled in a call, and return its output."""
+        counters = self._counters
+        if counters.graphs_in_process() != graphs_before:
+            graph.compiled += 1
+            counters.add_compiled(self.name)
+            _warn_of_recompiles(counters)
+        elif counters.unprinted:
+            counters.print_report()
+        if not self._settings.cuda_graphs:
+            return output
+        return kept_outputs(output, all_of_them=not torch.is_grad_enabled())
+
+    def _leave_to_python(self, reason: str) -> None:
+        self._stays_python = True
+        self._graphs.clear()
+        self._counters.add_python(self.name, reason)
+
+
+class Region(Compiled):
+    """The compiled call of modules with the same structure: one graph to train and one to evaluate."""
 
     def _compile(self) -> Callable[..., Any]:
         return self._settings.compile(own_code(_call, self.name))
@@ -171,34 +170,23 @@ class Region:
     ) -> Any:
         """Call ``module``, which has these hooks, compiled."""
         counters = self._counters
-        if self._failed or counters.paused or must_stay_python():
+        if self._stays_python or counters.paused or must_stay_python():
             return module._call_impl(*args, **kwargs)
-        gradients = torch.is_grad_enabled()
-        size = batch_size(args) if args else batch_size(kwargs)
         # Apart, so that what one phase fixes (dropout, statistics, gradients) never invalidates the other's graph.
-        graph = self._graphs.find((module.training, gradients), hooks.current(), size, self._compile)
+        phase = module.training, torch.is_grad_enabled()
+        graph = self._graph(phase, hooks, (args, kwargs), self._compile)
         if graph is None:
             with counters.pause():
                 return module._call_impl(*args, **kwargs)
-        if self._dims:
-            mark_dynamic((args, kwargs), self._dims)
         before = counters.graphs_in_process()
         try:
-            output = graph.call(module, *args, **kwargs)
+            return self._done(graph, graph.call(module, *args, **kwargs), before)
         except TorchDynamoException as error:
             failure = error
-        else:
-            if counters.graphs_in_process() != before:
-                counters.add_compiled(self.name)
-                warn_of_recompiles(counters)
-            elif counters.unprinted:
-                counters.print_report()
-            return kept_outputs(output, all_of_them=not gradients) if self._settings.cuda_graphs else output
         # Outside of the handler, so that an error of the model itself is raised with its own text and place.
         output = module._call_impl(*args, **kwargs)
-        self._failed = True
         reason = f"{type(failure).__name__}: {brief(str(failure))}"
-        counters.add_python(self.name, reason)
+        self._leave_to_python(reason)
         warn_once(
             f"compile {self.name} {reason}",
             f"compile: {self.name} could not be compiled and stays Python. {reason} Change that part, or leave it "
@@ -215,7 +203,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 _MAX_RECOMPILE_WARNINGS = 3
 
 
-def warn_of_recompiles(counters: CompileCounters) -> None:
+def _warn_of_recompiles(counters: CompileCounters) -> None:
     """Warn of the first few recompiles that could be avoided."""
     for reason in counters.new_recompiles():
         if reason.endswith(FROZEN):
@@ -237,18 +225,6 @@ def _advice(reason: str) -> str:
             "forward and of the step, or make them tensors."
         )
     return "Keep what differs out of forward and of the step."
-
-
-class _CompiledCallImpl:
-    """Replaces ``module._compiled_call_impl``, which torch calls instead of the module's own ``_call_impl``."""
-
-    def __init__(self, module: nn.Module, region: Region) -> None:
-        self._module = module
-        self._region = region
-        self._hooks = InstalledHooks(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._region(self._module, args, kwargs, self._hooks)
 
 
 class CompiledParts:
@@ -288,10 +264,10 @@ class CompiledParts:
         if not groups:
             owner = type(module).__name__
             groups = [(owner, [module]), *((f"{owner}.{name}", [part]) for name, part in _parts(module))]
-        self._calls: list[tuple[nn.Module, _CompiledCallImpl]] = []
+        self._calls: list[tuple[nn.Module, Callable[..., Any]]] = []
         for name, parts in groups:
             region = Region(name, settings, counters, dims)
-            self._calls += [(part, _CompiledCallImpl(part, region)) for part in parts]
+            self._calls += [(part, _compiled_call(part, region)) for part in parts]
 
     def enable(self) -> None:
         """Call the parts compiled from now on; one that the user compiled is left alone."""
@@ -306,6 +282,16 @@ class CompiledParts:
                 del module.__dict__["_compiled_call_impl"]
 
 
+def _compiled_call(module: nn.Module, region: Region) -> Callable[..., Any]:
+    """Return a replacement of ``module._compiled_call_impl``, which torch calls instead of ``module._call_impl``."""
+    hooks = InstalledHooks(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return region(module, args, kwargs, hooks)
+
+    return call
+
+
 def _beside_attention(groups: list[tuple[str, list[nn.Module]]]) -> list[tuple[str, list[nn.Module]]]:
     """Return the largest parts of blocks that contain no attention, grouped by structure."""
     found: dict[Any, list[nn.Module]] = {}
@@ -316,7 +302,7 @@ def _beside_attention(groups: list[tuple[str, list[nn.Module]]]) -> list[tuple[s
         if any("attention" in type(inner).__name__.lower() for inner in part.modules()):
             for child in part.children():
                 visit(child)
-        elif any(True for _ in part.parameters()):
+        elif next(part.parameters(), None) is not None:
             found.setdefault(_structure(part), []).append(part)
 
     for _, group in groups:
@@ -333,13 +319,13 @@ def _structure(module: nn.Module) -> tuple[type[nn.Module], Any]:
 
 def _has_children(module: nn.Module) -> bool:
     """Return whether a module is more than a single layer."""
-    return any(True for _ in module.children())
+    return next(module.children(), None) is not None
 
 
 def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the largest parts that a step may call without calling the whole model."""
     for name, child in module.named_children():
-        if not any(True for _ in child.parameters()):
+        if next(child.parameters(), None) is None:
             continue
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _parts(child, f"{prefix}{name}.")

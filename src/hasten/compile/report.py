@@ -49,12 +49,10 @@ class CompileReport:
 
         """
         names = ", ".join(self.compiled) or "nothing"
-        parts = [
-            f"{_count(self.graphs, 'graph')} in {self.seconds:.1f} s",
-            _count(sum(self.graph_breaks.values()), "graph break"),
-            _count(len(self.recompiles), "recompile"),
-        ]
-        line = f"Compiled {names}: {', '.join(parts)}."
+        line = (
+            f"Compiled {names}: {_count(self.graphs, 'graph')} in {self.seconds:.1f} s, "
+            f"{_count(sum(self.graph_breaks.values()), 'graph break')}, {_count(len(self.recompiles), 'recompile')}."
+        )
         if self.cache_hit and self.seconds_saved:
             line += f" From the cache of an earlier run: {self.seconds_saved:.1f} s saved."
         for reason in self.graph_breaks:
@@ -65,9 +63,7 @@ class CompileReport:
 
 
 def _count(number: int, thing: str) -> str:
-    if number == 0:
-        return f"no {thing}s"
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+    return f"{number or 'no'} {thing}{'' if number == 1 else 's'}"
 
 
 class CompileCounters:
@@ -89,7 +85,7 @@ class CompileCounters:
         self.recompiles_warned = 0
         # While true, every part computes in Python.
         self.paused = False
-        self._totals: dict[str, float] = {"seconds": 0.0, "graphs": 0, "hits": 0, "misses": 0}
+        self._totals = dict.fromkeys(("seconds", "graphs", "hits", "misses"), 0.0)
         self._breaks: dict[str, int] = {}
         self._recompiles: list[str] = []
         self._seen: set[tuple[Any, Any]] = set()
@@ -144,14 +140,16 @@ class CompileCounters:
     @property
     def graphs_made(self) -> int:
         """How many graphs were made while this was running."""
-        self._update()
-        return int(self._totals["graphs"])
+        return self._total("graphs")
 
     @property
     def misses(self) -> int:
         """Graphs that were in no cache on disk."""
+        return self._total("misses")
+
+    def _total(self, name: str) -> int:
         self._update()
-        return int(self._totals["misses"])
+        return int(self._totals[name])
 
     def report(self, cold_seconds: Mapping[int, float]) -> CompileReport:
         """Return the totals.
@@ -220,17 +218,9 @@ def _without_id(reason: str) -> str:
 
 # The useful part of a message ends before a line that starts with one of these.
 _ENDS = (
-    "User Stack",
-    "User stack trace",
-    "Stack trace",
-    "Developer debug context",
-    "For more",
-    "For extended",
-    "For C++",
-    "Set TORCH",
-    "from user code",
-    "The branch condition involves",
-)
+    "User Stack", "User stack trace", "Stack trace", "Developer debug context", "For more", "For extended", "For C++",
+    "Set TORCH", "from user code", "The branch condition involves",
+)  # fmt: skip
 _PLACE = re.compile(r'File "(.+?)", line (\d+), in \S+\n\s*(.+)')
 # Unavoidable, so it is reported without a warning.
 FROZEN = "what is trained and what is frozen has a graph each"

@@ -7,14 +7,18 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 
+from hasten._lib import check
 from hasten._lib.names import did_you_mean
 
 # Options of hasten; all others are torch.compile's.
 _OWN = ("regional", "cache")
+_Model = TypeVar("_Model")
+
 # Arguments of torch.compile that the run decides.
 _RESERVED = ("model", "disable", "fullgraph", "name", "isolate_recompiles")
 
@@ -87,20 +91,13 @@ class CompileSettings:
         return f"regional={self.regional} backend={self.backend} {sorted(options.items(), key=str)}"
 
     def compile(self, function: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
-        """Return ``function`` compiled on its first call.
-
-        Args:
-            function: what to compile.
-            whole: raise if it cannot be one graph, instead of compiling it in parts.
-
-        """
+        """Return ``function`` compiled on its first call; ``whole`` raises if it cannot be one graph."""
         if self.context is not None:
-            compiled: Callable[..., Any] = self.context(function)
-            return compiled
+            return self.context(function)  # type: ignore[no-any-return]
         return torch.compile(function, fullgraph=whole, **self.options)
 
 
-def as_compile(owner: str, value: Any) -> CompileSettings | None:
+def as_compile(owner: str, value: object) -> CompileSettings | None:
     """Return the settings for ``compile=value``; None for no compilation.
 
     Args:
@@ -127,32 +124,24 @@ def as_compile(owner: str, value: Any) -> CompileSettings | None:
         return None
     if isinstance(value, CompileSettings):
         return value
-    if value is True:
-        return CompileSettings()
-    if isinstance(value, str):
-        if value == "regional":
-            return CompileSettings(regional=True)
-        if value in _modes():
-            raise ValueError(
-                f"{owner}(compile={value!r}): that is a mode of torch.compile. Write compile={{'mode': {value!r}}}."
-            )
+    if value is True or value == "regional":
+        return CompileSettings(regional=value == "regional")
+    if isinstance(value, Mapping):
+        return _from_options(owner, dict(value))
+    if isinstance(value, str) and value in _modes():
         raise ValueError(
-            f"{owner}(compile={value!r}): use True, 'regional', or a dict of torch.compile's options."
-            + did_you_mean(value, ("regional", "True"))
+            f"{owner}(compile={value!r}): that is a mode of torch.compile. Write compile={{'mode': {value!r}}}."
         )
-    if not isinstance(value, Mapping):
-        raise TypeError(
-            f"{owner}(compile={value!r}): use True, False, 'regional', or a dict of torch.compile's options, not "
-            f"{type(value).__name__}."
-        )
-    return _from_options(owner, dict(value))
+    allowed = "True, False, 'regional', or a dict of torch.compile's options"
+    if isinstance(value, str):
+        raise check.wrong(owner, "compile", value, allowed, hint=did_you_mean(value, ("regional", "True")))
+    raise TypeError(f"{owner}(compile={value!r}): use {allowed}, not {type(value).__name__}.")
 
 
 def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
-    own = {name: given.pop(name) for name in _OWN if name in given}
-    for name, value in own.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{owner}(compile={{{name!r}: {value!r}}}): use True or False.")
+    own = {
+        name: check.boolean(owner, f"compile[{name!r}]", given.pop(name)) for name in _OWN if name in given
+    }
     known = [name for name in inspect.signature(torch.compile).parameters if name not in _RESERVED]
     for name in given:
         if name in _RESERVED:
@@ -161,59 +150,43 @@ def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
                 "trainer.compile_report names steps that cannot be one graph."
             )
         if name not in known:
-            near = did_you_mean(name, (*known, *_OWN)) or _as_inner_option(name)
+            hint = did_you_mean(name, (*known, *_OWN))
+            if not hint and name in _inductor_options():
+                hint = f" Did you mean {{'options': {{{name!r}: ...}}}}?"
             raise ValueError(
-                f"{owner}(compile={{{name!r}: ...}}): torch.compile has no such option.{near} "
+                f"{owner}(compile={{{name!r}: ...}}): torch.compile has no such option.{hint} "
                 f"Known: {', '.join((*known, *_OWN))}."
             )
-    mode, inner = given.get("mode"), given.get("options")
+    mode, inner, backend = given.get("mode"), given.get("options"), given.get("backend")
     if mode is not None and inner:
         raise ValueError(
             f"{owner}(compile={{'mode': {mode!r}, 'options': ...}}): torch.compile takes one of the two. A mode is a "
             "set of options: torch._inductor.list_mode_options() shows them."
         )
-    if mode is not None and mode not in _modes():
-        raise ValueError(
-            f"{owner}(compile={{'mode': {mode!r}}}): torch.compile has the modes "
-            f"{', '.join(map(repr, _modes()))}.{did_you_mean(str(mode), _modes())}"
-        )
-    if inner is not None and not isinstance(inner, Mapping):
-        raise TypeError(f"{owner}(compile={{'options': {inner!r}}}): use a dict of the backend's options.")
-    _check_backend(owner, given.get("backend"))
-    if given.get("backend") in (None, "inductor"):
-        _check_inner(owner, inner or {})
+    if mode is not None:
+        check.one_of(owner, "compile['mode']", mode, _modes())
+    check.instance(
+        owner, "compile['options']", inner, Mapping, "a dict of the backend's options", allow_none=True
+    )
+    if backend is not None and not callable(backend):
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            allowed = f"one of {', '.join(map(repr, known))}, or a function"
+            hint = did_you_mean(str(backend), known)
+            raise check.wrong(owner, "compile['backend']", backend, allowed, hint=hint)
+    for name in inner or () if backend in (None, "inductor") else ():
+        if str(name).replace("-", "_") not in _inductor_options():
+            raise ValueError(
+                f"{owner}(compile={{'options': {{{name!r}: ...}}}}): inductor has no such option."
+                f"{did_you_mean(str(name), _inductor_options())} torch._inductor.list_options() lists them."
+            )
     return CompileSettings(options=given, **own)
 
 
-def _as_inner_option(name: str) -> str:
+def _inductor_options() -> list[str]:
     from torch._inductor import list_options
 
-    return f" Did you mean {{'options': {{{name!r}: ...}}}}?" if name in list_options() else ""
-
-
-def _check_inner(owner: str, inner: Mapping[str, Any]) -> None:
-    if not inner:
-        return
-    from torch._inductor import list_options
-
-    known = set(list_options())
-    for name in inner:
-        if str(name).replace("-", "_") not in known:
-            raise ValueError(
-                f"{owner}(compile={{'options': {{{name!r}: ...}}}}): inductor has no such option."
-                f"{did_you_mean(str(name), known)} torch._inductor.list_options() lists them."
-            )
-
-
-def _check_backend(owner: str, backend: Any) -> None:
-    if backend is None or callable(backend):
-        return
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise ValueError(
-            f"{owner}(compile={{'backend': {backend!r}}}): use one of {', '.join(map(repr, known))}, or a function."
-            f"{did_you_mean(str(backend), known)}"
-        )
+    return list_options()
 
 
 def _modes() -> list[str]:
@@ -253,7 +226,9 @@ def check_possible(owner: str, settings: CompileSettings, device: torch.device) 
     # With the user's own torch.compile, torch decides, and records nothing here.
     if settings.cuda_graphs and device.type != "cuda" and settings.context is None:
         options = {
-            name: value for name, value in settings.options.items() if name in ("mode", "options", "backend")
+            name: settings.options[name]
+            for name in ("mode", "options", "backend")
+            if name in settings.options
         }
         nearest = {"mode": "max-autotune-no-cudagraphs"} if options.get("mode") == "max-autotune" else True
         raise ValueError(
@@ -279,3 +254,50 @@ def _check_compiler(owner: str) -> None:
             "g++ or clang++ (apt install g++, conda install cxx-compiler) or name one in the environment variable "
             "CXX; or leave compile out. batching='length' and precision='bf16-mixed' need no compiler."
         )
+
+
+# -- models that the user passed through torch.compile
+
+_BY_USER = "_hasten_compiled_by_user"
+
+
+def inner_model(model: _Model) -> _Model:
+    """Return the model inside of ``torch.compile(model)`` and remember its options; other objects unchanged.
+
+    Args:
+        model: what the user passed.
+
+    """
+    if not isinstance(model, nn.Module):
+        return model
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, nn.Module):
+        inner.__dict__[_BY_USER] = _UserOptions(getattr(model, "dynamo_ctx", None))
+        # The result of torch.compile has the attributes and the call of the model.
+        return cast(_Model, inner)
+    model.__dict__.pop(_BY_USER, None)
+    return model
+
+
+def users_settings(model: nn.Module) -> CompileSettings | None:
+    """Return how the user compiled ``model``; None if it was not compiled."""
+    options = model.__dict__.get(_BY_USER)
+    if options is None or options.context is None:
+        return None
+    # Options of inductor; other backends have none of this name.
+    config = getattr(options.context, "compiler_config", None)
+    records = isinstance(config, dict) and bool(config.get("triton.cudagraphs")) and torch.cuda.is_available()
+    return CompileSettings(context=options.context, context_records=records, cache=False)
+
+
+class _UserOptions:
+    """The options of the user's torch.compile; a copy of the model is not compiled."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+
+    def __reduce__(self) -> Any:
+        return _UserOptions, (None,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _UserOptions:
+        return _UserOptions(None)

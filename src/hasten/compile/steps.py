@@ -14,17 +14,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from hasten._lib.rank_zero import warn_once
 from hasten._lib.tree import leaves
-from hasten.compile.cuda_graphs import kept_outputs
-from hasten.compile.regions import (
-    Graph,
-    GraphTable,
-    InstalledHooks,
-    batch_size,
-    mark_dynamic,
-    must_stay_python,
-    own_code,
-    warn_of_recompiles,
-)
+from hasten.compile.regions import Compiled, InstalledHooks, must_stay_python, own_code
 from hasten.compile.report import CompileCounters, brief
 from hasten.compile.settings import CompileSettings
 
@@ -35,7 +25,7 @@ _MAX_COMPILES = 3
 _logged: list[tuple[Any, str, Any, tuple[Any, ...], dict[str, Any]]] = []
 
 
-class Step:
+class Step(Compiled):
     """A step of a module compiled as one graph, or left in Python, with compiled parts, where that is impossible.
 
     ``self.log`` stays out of the graph: the values leave with the outputs and are logged when the step has returned.
@@ -59,54 +49,45 @@ class Step:
         counters: CompileCounters,
         dims: int,
     ) -> None:
-        self.name = name
+        super().__init__(f"{type(module).__name__}.{name}", settings, counters, dims)
         self._function = function
-        self._settings = settings
-        self._counters = counters
-        self._dims = settings.dynamic_dims(dims)
-        self._loggers = _loggers_of(module)
+        self._code_name = name
+        self._loggers = [
+            (part, _collect(part)) for part in module.modules() if callable(getattr(part, "log", None))
+        ]
         self._parts = [part for part in module.modules() if hasattr(part, "config")]
-        # One for each number of arguments: with several loaders, the index of the loader is passed too.
-        self._graphs = GraphTable(settings)
         self._hooks = InstalledHooks(module)
-        self._label = f"{type(module).__name__}.{name}"
-        reason = _python_only(getattr(module, name, function))
-        self._stays_python = reason is not None
-        if reason is not None:
-            counters.add_python(self._label, reason)
+        if (reason := _python_only(getattr(module, name, function))) is not None:
+            self._leave_to_python(reason)
 
     def _compile(self) -> Callable[..., Any]:
-        return self._settings.compile(own_code(_calling(self._function), self.name), whole=True)
+        return self._settings.compile(own_code(_calling(self._function), self._code_name), whole=True)
 
     def __call__(self, *args: Any) -> Any:
         """Take the step."""
         if self._stays_python or must_stay_python():
             return self._function(*args)
-        if self._graphs.empty:
-            reason = _not_only_tensors(args[0])
-            if reason is not None:
+        if not self._graphs:
+            if (reason := _not_only_tensors(args[0])) is not None:
                 self._leave_to_python(reason)
                 return self._function(*args)
             settle_lazily(self._parts, args[0])
-        counters, recorded = self._counters, self._settings.cuda_graphs
-        graph = self._graphs.find(len(args), self._hooks.current(), batch_size(args[0]), self._compile)
+        counters = self._counters
+        # A graph for each number of arguments: with several loaders, the index of the loader is passed too.
+        graph = self._graph(len(args), self._hooks, args[0], self._compile)
         if graph is None:
             with counters.pause():
                 return self._function(*args)
-        if self._dims:
-            mark_dynamic(args[0], self._dims)
         before = counters.graphs_in_process()
         failure: Exception | None = None
         _logged.clear()
         with _collecting(self._loggers):
             try:
                 output = graph.call(*args)
-            except torch.OutOfMemoryError:
-                raise
-            except TorchDynamoException as error:
-                failure = error
             except Exception as error:
-                if counters.graphs_in_process() != before or graph.compiled:
+                of_compiler = isinstance(error, TorchDynamoException)
+                ran = counters.graphs_in_process() != before or graph.compiled
+                if isinstance(error, torch.OutOfMemoryError) or (ran and not of_compiler):
                     raise
                 failure = error
         if failure is not None:
@@ -114,33 +95,19 @@ class Step:
             self._leave_to_python(brief(str(failure)))
             # Outside of the handler, so that an error of the step itself is raised with its own text and place.
             return self._function(*args)
-        if recorded:
-            output = kept_outputs(output, all_of_them=not torch.is_grad_enabled())
-        _log_all(copy=recorded)
-        if counters.graphs_in_process() != before:
-            self._count(graph)
-        elif counters.unprinted:
-            counters.print_report()
-        return output
-
-    def _count(self, graph: Graph) -> None:
-        graph.compiled += 1
-        self._counters.add_compiled(self._label)
-        warn_of_recompiles(self._counters)
-        if graph.compiled > _MAX_COMPILES:
+        compiled = graph.compiled
+        output = self._done(graph, output, before)
+        _log_all(copy=self._settings.cuda_graphs)
+        if graph.compiled > max(compiled, _MAX_COMPILES):
             self._leave_to_python(
                 f"it was compiled {graph.compiled} times. The causes are in trainer.compile_report.recompiles"
             )
             warn_once(
-                f"compile {self._label}",
-                f"compile: {self._label} stays Python from here on: each call would be compiled again. See the causes "
+                f"compile {self.name}",
+                f"compile: {self.name} stays Python from here on: each call would be compiled again. See the causes "
                 "in trainer.compile_report.recompiles; its forward stays compiled.",
             )
-
-    def _leave_to_python(self, reason: str) -> None:
-        self._stays_python = True
-        self._graphs.clear()
-        self._counters.add_python(self._label, reason)
+        return output
 
 
 def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,10 +127,6 @@ def _collect(module: Any) -> Callable[..., None]:
         _logged.append((module, name, value, args, kwargs))
 
     return log
-
-
-def _loggers_of(module: nn.Module) -> list[tuple[Any, Callable[..., None]]]:
-    return [(part, _collect(part)) for part in module.modules() if callable(getattr(part, "log", None))]
 
 
 @contextmanager
@@ -193,7 +156,7 @@ def _log_all(*, copy: bool) -> None:
 # -- what a model decides on its first call
 
 
-def settle_lazily(parts: list[nn.Module], batch: Any) -> None:
+def settle_lazily(parts: list[nn.Module], batch: object) -> None:
     """Choose the loss of transformers' classifiers by the kind of labels, as their first call does.
 
     They store the choice in their configuration: made inside the first graph, it would invalidate that graph.
@@ -205,12 +168,9 @@ def settle_lazily(parts: list[nn.Module], batch: Any) -> None:
         config, count = part.config, getattr(part, "num_labels", None)
         if count is None or getattr(config, "problem_type", "") is not None:
             continue
-        if count == 1:
-            kind = "regression"
-        else:
-            whole = labels.dtype in (torch.long, torch.int)
-            kind = "single_label_classification" if whole else "multi_label_classification"
-        config.problem_type = kind  # type: ignore[union-attr]
+        whole = labels.dtype in (torch.long, torch.int)
+        several = "single_label_classification" if whole else "multi_label_classification"
+        config.problem_type = "regression" if count == 1 else several  # type: ignore[union-attr]
 
 
 # -- steps that cannot be one graph

@@ -22,8 +22,7 @@ from hasten.checkpoint.contents import Phase
 from hasten.checkpoint.entries import check_entries
 from hasten.checkpoint.metrics import remember_metrics
 from hasten.compile.cuda_graphs import CudaGraphSteps, marked_by_us
-from hasten.compile.settings import CompileSettings, check_possible
-from hasten.compile.user_compiled import users_settings
+from hasten.compile.settings import CompileSettings, check_possible, users_settings
 from hasten.data.memory.resident import is_resident, resident
 from hasten.data.worker_count import auto_workers, with_workers
 from hasten.hooks import nothing, overrides

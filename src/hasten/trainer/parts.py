@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import move_to
-from hasten.compile.user_compiled import inner_model as inner_model
+from hasten.compile.settings import inner_model as inner_model
 from hasten.loggers.base import Logger
 from hasten.loops.user_code import check_signatures
 from hasten.machine import launch
