@@ -10,16 +10,9 @@ from hasten._lib.errors import absent
 from hasten.machine.devices import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
 __all__ = [
-    "Accelerator",
-    "CPUAccelerator",
-    "CUDAAccelerator",
-    "HPUAccelerator",
-    "IPUAccelerator",
-    "MPSAccelerator",
-    "TPUAccelerator",
-    "XLAAccelerator",
-    "find_usable_cuda_devices",
-]
+    "Accelerator", "CPUAccelerator", "CUDAAccelerator", "HPUAccelerator", "IPUAccelerator",
+    "MPSAccelerator", "TPUAccelerator", "XLAAccelerator", "find_usable_cuda_devices",
+]  # fmt: skip
 
 
 def _absent(name: str) -> Any:

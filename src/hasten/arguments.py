@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from hasten._lib import check
 from hasten._lib.durations import Period, parse_interval
@@ -72,11 +72,12 @@ def _limit(owner: str, name: str, value: Any) -> int | None:
     if isinstance(value, float) and math.isinf(value) and value > 0:
         return -1
     allowed = "a whole number of at least 0, or -1 for no limit"
-    limit: int | None = check.whole(owner, name, value, at_least=-1, allowed=allowed, allow_none=True)
-    return limit
+    return cast("int | None", check.whole(owner, name, value, at_least=-1, allowed=allowed, allow_none=True))
 
 
-def _share(owner: str, name: str, value: Any) -> int | float:
+def _share(owner: str, name: str, value: Any, *, allow_none: bool = False) -> int | float | None:
+    if value is None and allow_none:
+        return None
     allowed = "a number of batches (int, at least 0) or a share (float, 0.0 to 1.0)"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{owner}({name}={value!r}): use {allowed}, not {type(value).__name__}.")
@@ -86,20 +87,19 @@ def _share(owner: str, name: str, value: Any) -> int | float:
     return value
 
 
-def _share_or_none(owner: str, name: str, value: Any) -> int | float | None:
-    return None if value is None else _share(owner, name, value)
+_optional_share = partial(_share, allow_none=True)
 
 
 def _fast_dev_run(owner: str, name: str, value: Any) -> int:
     value = int(value) if isinstance(value, bool) else value
-    batches: int = check.whole(owner, name, value, at_least=0, allowed="True, False or a number of batches")
-    return batches
+    return cast(
+        "int", check.whole(owner, name, value, at_least=0, allowed="True, False or a number of batches")
+    )
 
 
 def _sanity_steps(owner: str, name: str, value: Any) -> int:
     value = -1 if value == math.inf else 2 if value is None else value
-    steps: int = check.whole(owner, name, value, at_least=-1)
-    return steps
+    return cast("int", check.whole(owner, name, value, at_least=-1))
 
 
 def _accumulation(owner: str, name: str, value: Any) -> int:
@@ -108,8 +108,7 @@ def _accumulation(owner: str, name: str, value: Any) -> int:
             f"{owner}({name}={value!r}): give one number. For one that changes with the epoch write "
             f"Trainer(callbacks=[GradientAccumulationScheduler({value!r})])."
         )
-    batches: int = check.whole(owner, name, value, at_least=1)
-    return batches
+    return cast("int", check.whole(owner, name, value, at_least=1))
 
 
 def _clip_value(owner: str, name: str, value: Any) -> float | None:
@@ -145,23 +144,15 @@ def _or_word(kind: type, allowed: str, *words: str, at_least: int | None = None)
     """Return a check for a ``kind`` (bool or int) or one of a few words; None is allowed with int."""
 
     def checked(owner: str, name: str, value: Any) -> Any:
+        if isinstance(value, str) and value in words:
+            return value
         if isinstance(value, str):
-            if value in words:
-                return value
             raise check.wrong(owner, name, value, allowed, hint=did_you_mean(value, words))
         if kind is bool:
             return check.instance(owner, name, value, bool, allowed)
         return check.whole(owner, name, value, at_least=at_least, allowed=allowed, allow_none=True)
 
     return checked
-
-
-def _compile(owner: str, name: str, value: Any) -> CompileSettings | None:
-    return as_compile(owner, value)
-
-
-def _batching(owner: str, name: str, value: Any) -> LengthBatching | None:
-    return as_batching(owner, value)
 
 
 def _callbacks(owner: str, name: str, value: Any) -> tuple[Callback, ...]:
@@ -171,22 +162,24 @@ def _callbacks(owner: str, name: str, value: Any) -> tuple[Callback, ...]:
     check.instance(owner, name, callbacks, (list, tuple), "a Callback or a list of them")
     by_key: dict[str, Callback] = {}
     for position, callback in enumerate(callbacks):
+        kind = type(callback).__name__
         if isinstance(callback, type) and issubclass(callback, Callback):
-            written = callback.__name__
-            raise TypeError(f"{owner}({name}=[{written}]): that is a class. Write {written}().")
+            raise _is_class(owner, f"{name}=[{callback.__name__}]", callback, "()")
         if not isinstance(callback, Callback):
-            kind = type(callback).__name__
             raise TypeError(f"{owner}({name}=[...]): {callback!r} is a {kind}, not a hasten.Callback.")
         if any(callback is other for other in callbacks[:position]):
-            kind = type(callback).__name__
             raise ValueError(f"{owner}({name}=[...]): the same {kind} object is given twice.")
         other = by_key.setdefault(callback.state_key, callback)
         if other is not callback and type(callback).state_dict is not Callback.state_dict:
             raise ValueError(
-                f"{owner}({name}=[...]): two callbacks have the state key {callback.state_key!r}, so their states "
-                "could not be told apart in a checkpoint. Give them different arguments, or override state_key."
+                f"{owner}({name}=[...]): two callbacks have the state key {callback.state_key!r}, so a checkpoint "
+                "could not hold both states. Give them different arguments, or override state_key."
             )
     return tuple(callbacks)
+
+
+def _is_class(owner: str, written: str, kind: type, arguments: str) -> TypeError:
+    return TypeError(f"{owner}({written}): that is a class. Write {kind.__name__}{arguments}.")
 
 
 def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
@@ -194,15 +187,13 @@ def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
         return value is not False
     loggers = list(value) if isinstance(value, (list, tuple)) else [value]
     for logger in loggers:
+        written = logger.__name__ if isinstance(logger, type) else repr(logger)
         if not hasattr(logger, "log_metrics"):
-            written = logger.__name__ if isinstance(logger, type) else repr(logger)
             raise TypeError(
                 f"{owner}({name}={written}): use True (a CSVLogger), False, a logger or a list of loggers."
             )
         if isinstance(logger, type):
-            raise TypeError(
-                f"{owner}({name}={logger.__name__}): that is a class. Write {logger.__name__}(...)."
-            )
+            raise _is_class(owner, f"{name}={written}", logger, "(...)")
     return loggers
 
 
@@ -214,8 +205,8 @@ def _folder(owner: str, name: str, value: Any) -> str:
 # -- the two tables
 
 
-def _by(check: Check) -> dict[str, Check]:
-    return {"check": check}
+def _row(check: Check, **default: Any) -> Any:
+    return field(metadata={"check": check}, **default)
 
 
 def _checked(table: type, owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,26 +232,20 @@ class SpeedArguments:
     batch that belong to all samples; None to find them in the data.
     """
 
-    speed: str | None = field(default=None, metadata=_by(_words("auto")))
-    compile: CompileSettings | None = field(default=None, metadata=_by(_compile))
-    batching: LengthBatching | None = field(default=None, metadata=_by(_batching))
-    packed: bool | str = field(default=False, metadata=_by(_or_word(bool, _PACKED, "first_token")))
-    num_workers: int | str | None = field(
-        default=None, metadata=_by(_or_word(int, _WORKERS, "auto", at_least=0))
-    )
-    resident: bool | str = field(default=False, metadata=_by(_or_word(bool, _RESIDENT, "auto", "device")))
-    matmul_precision: str | None = field(default=None, metadata=_by(_matmul_precision))
-    fused_optimizer: bool | None = field(default=None, metadata=_by(_optional_boolean))
-    batch_size: int | str | None = field(
-        default=None, metadata=_by(_or_word(int, _SAMPLES, "auto", at_least=1))
-    )
-    micro_batch: int | str | None = field(
-        default=None, metadata=_by(_or_word(int, _SAMPLES, "auto", at_least=1))
-    )
+    speed: str | None = _row(_words("auto"), default=None)
+    compile: CompileSettings | None = _row(lambda owner, _, value: as_compile(owner, value), default=None)
+    batching: LengthBatching | None = _row(lambda owner, _, value: as_batching(owner, value), default=None)
+    packed: bool | str = _row(_or_word(bool, _PACKED, "first_token"), default=False)
+    num_workers: int | str | None = _row(_or_word(int, _WORKERS, "auto", at_least=0), default=None)
+    resident: bool | str = _row(_or_word(bool, _RESIDENT, "auto", "device"), default=False)
+    matmul_precision: str | None = _row(_matmul_precision, default=None)
+    fused_optimizer: bool | None = _row(_optional_boolean, default=None)
+    batch_size: int | str | None = _row(_or_word(int, _SAMPLES, "auto", at_least=1), default=None)
+    micro_batch: int | str | None = _row(_or_word(int, _SAMPLES, "auto", at_least=1), default=None)
     shared_fields: frozenset[Any] | None = None
-    memory: str | None = field(default=None, metadata=_by(_words("auto", "selective", "full")))
-    dropout: str | None = field(default=None, metadata=_by(_words("fast")))
-    allocator: str | None = field(default=None, metadata=_by(_words("keep", "tcmalloc", "jemalloc")))
+    memory: str | None = _row(_words("auto", "selective", "full"), default=None)
+    dropout: str | None = _row(_words("fast"), default=None)
+    allocator: str | None = _row(_words("keep", "tcmalloc", "jemalloc"), default=None)
 
 
 SPEED_NAMES = tuple(row.name for row in fields(SpeedArguments) if "check" in row.metadata)
@@ -270,42 +255,40 @@ SPEED_NAMES = tuple(row.name for row in fields(SpeedArguments) if "check" in row
 class Arguments:
     """The arguments of a Trainer after all checks; nothing below reads strings again. ``Trainer`` documents them."""
 
-    callbacks: tuple[Callback, ...] = field(metadata=_by(_callbacks))
-    logger: bool | list[Logger] = field(metadata=_by(_logger))
-    fast_dev_run: int = field(metadata=_by(_fast_dev_run))
-    max_epochs: int = field(metadata=_by(_limit))
-    min_epochs: int | None = field(metadata=_by(_number(at_least=0, allow_none=True)))
-    max_steps: int = field(metadata=_by(_limit))
-    min_steps: int | None = field(metadata=_by(_number(at_least=0, allow_none=True)))
+    callbacks: tuple[Callback, ...] = _row(_callbacks)
+    logger: bool | list[Logger] = _row(_logger)
+    fast_dev_run: int = _row(_fast_dev_run)
+    max_epochs: int = _row(_limit)
+    min_epochs: int | None = _row(_number(at_least=0, allow_none=True))
+    max_steps: int = _row(_limit)
+    min_steps: int | None = _row(_number(at_least=0, allow_none=True))
     max_time: timedelta | None
-    limit_train_batches: int | float | None = field(metadata=_by(_share_or_none))
-    limit_val_batches: int | float | None = field(metadata=_by(_share_or_none))
-    limit_test_batches: int | float | None = field(metadata=_by(_share_or_none))
-    limit_predict_batches: int | float | None = field(metadata=_by(_share_or_none))
-    overfit_batches: int | float = field(metadata=_by(_share))
+    limit_train_batches: int | float | None = _row(_optional_share)
+    limit_val_batches: int | float | None = _row(_optional_share)
+    limit_test_batches: int | float | None = _row(_optional_share)
+    limit_predict_batches: int | float | None = _row(_optional_share)
+    overfit_batches: int | float = _row(_share)
     val_check_interval: int | float | Period
-    check_val_every_n_epoch: int | None = field(
-        metadata=_by(_number(at_least=1, unit="epochs", allow_none=True))
-    )
-    num_sanity_val_steps: int = field(metadata=_by(_sanity_steps))
-    log_every_n_steps: int = field(metadata=_by(_number(at_least=0, default=50, unit="steps")))
-    enable_checkpointing: bool | None = field(metadata=_by(_optional_boolean))
-    enable_progress_bar: bool | None = field(metadata=_by(_optional_boolean))
-    enable_model_summary: bool | None = field(metadata=_by(_optional_boolean))
-    accumulate_grad_batches: int = field(metadata=_by(_accumulation))
-    gradient_clip_val: float | None = field(metadata=_by(_clip_value))
-    gradient_clip_algorithm: str | None = field(metadata=_by(_clip_algorithm))
-    deterministic: bool | str | None = field(metadata=_by(_deterministic))
-    benchmark: bool | None = field(metadata=_by(_optional_boolean))
-    inference_mode: bool = field(metadata=_by(check.boolean))
-    use_distributed_sampler: bool = field(metadata=_by(check.boolean))
-    detect_anomaly: bool = field(metadata=_by(check.boolean))
-    on_bad_loss: str = field(metadata=_by(partial(check.one_of, allowed=("warn", "stop", "skip", "rewind"))))
-    barebones: bool = field(metadata=_by(check.boolean))
-    sync_batchnorm: bool = field(metadata=_by(check.boolean))
-    reload_dataloaders_every_n_epochs: int = field(metadata=_by(_number(at_least=0, unit="epochs")))
-    default_root_dir: str = field(metadata=_by(_folder))
-    enable_autolog_hparams: bool = field(metadata=_by(check.boolean))
+    check_val_every_n_epoch: int | None = _row(_number(at_least=1, unit="epochs", allow_none=True))
+    num_sanity_val_steps: int = _row(_sanity_steps)
+    log_every_n_steps: int = _row(_number(at_least=0, default=50, unit="steps"))
+    enable_checkpointing: bool | None = _row(_optional_boolean)
+    enable_progress_bar: bool | None = _row(_optional_boolean)
+    enable_model_summary: bool | None = _row(_optional_boolean)
+    accumulate_grad_batches: int = _row(_accumulation)
+    gradient_clip_val: float | None = _row(_clip_value)
+    gradient_clip_algorithm: str | None = _row(_clip_algorithm)
+    deterministic: bool | str | None = _row(_deterministic)
+    benchmark: bool | None = _row(_optional_boolean)
+    inference_mode: bool = _row(check.boolean)
+    use_distributed_sampler: bool = _row(check.boolean)
+    detect_anomaly: bool = _row(check.boolean)
+    on_bad_loss: str = _row(partial(check.one_of, allowed=("warn", "stop", "skip", "rewind")))
+    barebones: bool = _row(check.boolean)
+    sync_batchnorm: bool = _row(check.boolean)
+    reload_dataloaders_every_n_epochs: int = _row(_number(at_least=0, unit="epochs"))
+    default_root_dir: str = _row(_folder)
+    enable_autolog_hparams: bool = _row(check.boolean)
     speed: SpeedArguments
     # True if nothing limits the run, which then trains for 1000 epochs.
     max_epochs_assumed: bool = False
@@ -442,14 +425,7 @@ def _switch_off(given: dict[str, Any]) -> None:
             f"Trainer(barebones=True, {', '.join(wanted)}): barebones switches all of that off. "
             "Leave out one or the other."
         )
-    given.update(
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
-        num_sanity_val_steps=0,
-        log_every_n_steps=0,
-    )
+    given.update(dict.fromkeys(switched_off[:4], False), num_sanity_val_steps=0, log_every_n_steps=0)
 
 
 def _use_few_batches(values: dict[str, Any]) -> None:
@@ -458,15 +434,9 @@ def _use_few_batches(values: dict[str, Any]) -> None:
     rank_zero_info(f"fast_dev_run: {batches} batch(es) of each stage, no logger, no checkpoint.")
     values.update(dict.fromkeys((name for name in values if name.startswith("limit_")), batches))
     values.update(
-        max_epochs=1,
-        max_steps=batches,
-        min_epochs=None,
-        min_steps=None,
-        num_sanity_val_steps=0,
-        val_check_interval=1.0,
-        check_val_every_n_epoch=1,
-        overfit_batches=0.0,
-    )
+        max_epochs=1, max_steps=batches, min_epochs=None, min_steps=None, num_sanity_val_steps=0,
+        val_check_interval=1.0, check_val_every_n_epoch=1, overfit_batches=0.0,
+    )  # fmt: skip
     if values["logger"]:
         # Code that writes to its logger runs through as well.
         values["logger"] = [DummyLogger()]

@@ -24,31 +24,13 @@ from hasten.precision import (
 )
 
 __all__ = [
-    "AsyncCheckpointIO",
-    "BitsandbytesPrecision",
-    "CheckpointIO",
-    "ClusterEnvironment",
-    "DeepSpeedPrecision",
-    "DoublePrecision",
-    "FSDPPrecision",
-    "Float8Precision",
-    "HalfPrecision",
-    "KubeflowEnvironment",
-    "LSFEnvironment",
-    "LayerSync",
-    "LightningEnvironment",
-    "MPIEnvironment",
-    "MixedPrecision",
-    "Precision",
-    "SLURMEnvironment",
-    "TorchCheckpointIO",
-    "TorchElasticEnvironment",
-    "TorchSyncBatchNorm",
-    "TransformerEnginePrecision",
-    "XLACheckpointIO",
-    "XLAEnvironment",
+    "AsyncCheckpointIO", "BitsandbytesPrecision", "CheckpointIO", "ClusterEnvironment",
+    "DeepSpeedPrecision", "DoublePrecision", "FSDPPrecision", "Float8Precision", "HalfPrecision",
+    "KubeflowEnvironment", "LSFEnvironment", "LayerSync", "LightningEnvironment", "MPIEnvironment",
+    "MixedPrecision", "Precision", "SLURMEnvironment", "TorchCheckpointIO", "TorchElasticEnvironment",
+    "TorchSyncBatchNorm", "TransformerEnginePrecision", "XLACheckpointIO", "XLAEnvironment",
     "XLAPrecision",
-]
+]  # fmt: skip
 
 _NUMBERS = "Write precision='bf16-mixed'."
 _TORCHRUN = "Start the program with torchrun, which hasten recognises, or subclass ClusterEnvironment."

@@ -49,20 +49,18 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Source: `PyTorch, Reproducibility <https://docs.pytorch.org/docs/stable/notes/randomness.html>`_.
 
     """
-    origin, given = "seed_everything(seed=%r)", seed
-    if seed is None:
-        from_environment = os.environ.get("PL_GLOBAL_SEED")
-        if from_environment is None:
-            seed = 0
-            if verbose:
-                rank_zero_warn("seed_everything(): no seed given, so it is 0. Pass seed=<a whole number>.")
-        else:
-            origin, given = "the environment variable PL_GLOBAL_SEED=%r", from_environment  # type: ignore[assignment]
-            seed = _whole_number(from_environment, origin)
-    else:
-        seed = _whole_number(seed, origin)
+    environment = os.environ.get("PL_GLOBAL_SEED")
+    origin, given = f"seed_everything(seed={seed!r})", 0 if seed is None else seed
+    if seed is None and environment is not None:
+        origin, given = f"the environment variable PL_GLOBAL_SEED={environment!r}", environment  # type: ignore[assignment]
+    elif seed is None and verbose:
+        rank_zero_warn("seed_everything(): no seed given, so it is 0. Pass seed=<a whole number>.")
+    try:
+        seed = int(given)
+    except (TypeError, ValueError):
+        raise ValueError(f"{origin} is not a whole number between 0 and {_MAX_SEED}.") from None
     if not 0 <= seed <= _MAX_SEED:
-        raise ValueError(f"{origin % (given,)} is out of range. A seed lies between 0 and {_MAX_SEED}.")
+        raise ValueError(f"{origin} is out of range. A seed lies between 0 and {_MAX_SEED}.")
     if verbose:
         log.info("Seed set to %d", seed)
     os.environ["PL_GLOBAL_SEED"] = str(seed)
@@ -82,14 +80,6 @@ def reset_seed() -> None:
     if seed is not None:
         workers = os.environ.get("PL_SEED_WORKERS", "0") == "1"
         seed_everything(int(seed), workers=workers, verbose=False)
-
-
-def _whole_number(value: Any, origin: str) -> int:
-    try:
-        seed = int(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{origin % (value,)} is not a whole number between 0 and {_MAX_SEED}.") from None
-    return seed
 
 
 def collect_rng_state(*, cuda: bool = True) -> dict[str, Any]:

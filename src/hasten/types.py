@@ -145,26 +145,8 @@ ReduceOperation: TypeAlias = "str | torch.distributed.ReduceOp | None"
 """How the tensors of several processes become one: "mean", "sum", "max", "min" or "product"; None means "sum"."""
 
 __all__ = [
-    "AcceleratorLike",
-    "Batch",
-    "CompileLike",
-    "Dataloaders",
-    "Devices",
-    "Duration",
-    "Group",
-    "LRSchedulerConfigType",
-    "LoggerLike",
-    "MapLocation",
-    "MatmulPrecision",
-    "MetricValue",
-    "OptimizerConfig",
-    "OptimizerLRScheduler",
-    "OptimizerLRSchedulerConfig",
-    "PathLike",
-    "Plugin",
-    "PrecisionName",
-    "ReduceOperation",
-    "Scheduler",
-    "StepOutput",
-    "Tensors",
-]
+    "AcceleratorLike", "Batch", "CompileLike", "Dataloaders", "Devices", "Duration", "Group",
+    "LRSchedulerConfigType", "LoggerLike", "MapLocation", "MatmulPrecision", "MetricValue",
+    "OptimizerConfig", "OptimizerLRScheduler", "OptimizerLRSchedulerConfig", "PathLike", "Plugin",
+    "PrecisionName", "ReduceOperation", "Scheduler", "StepOutput", "Tensors",
+]  # fmt: skip

@@ -11,18 +11,10 @@ from hasten.strategies.parallel import ParallelStrategy
 from hasten.strategies.single import SingleDeviceStrategy
 
 __all__ = [
-    "DDPStrategy",
-    "DataParallelStrategy",
-    "DeepSpeedStrategy",
-    "FSDPStrategy",
-    "ModelParallelStrategy",
-    "ParallelStrategy",
-    "SingleDeviceStrategy",
-    "SingleDeviceXLAStrategy",
-    "Strategy",
-    "XLAFSDPStrategy",
+    "DDPStrategy", "DataParallelStrategy", "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy",
+    "ParallelStrategy", "SingleDeviceStrategy", "SingleDeviceXLAStrategy", "Strategy", "XLAFSDPStrategy",
     "XLAStrategy",
-]
+]  # fmt: skip
 
 _THREADS = "Write strategy='ddp', which does not copy the model to each device in each step."
 _SHARDED = "Write strategy='ddp', which keeps the whole model on each device."
