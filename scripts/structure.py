@@ -317,6 +317,9 @@ def record_walks() -> dict[str, list[str]]:
 
     The first time, each walk imports modules and fills caches, so the second time is recorded. The files that restore
     a checkpoint are those whose functions run in a resumed ``fit`` and not in a fresh one.
+
+    A part that saves and restores itself by PyTorch's ``state_dict`` and ``load_state_dict`` is one step of the walk:
+    what runs inside these two methods is not recorded.
     """
     import torch
 
@@ -330,12 +333,17 @@ def record_walks() -> dict[str, list[str]]:
 
         def __init__(self) -> None:
             self.called: set[tuple[str, str]] = set()
+            self._part: Any = None  # The frame of a part that saves or restores itself.
 
         def _record(self, frame: Any, event: str, argument: object) -> None:
             code = frame.f_code
-            is_function = code.co_flags & 0x1  # CO_OPTIMIZED: neither a module nor the body of a class.
-            if event == "call" and is_function and code.co_filename.startswith(package):
-                self.called.add((os.path.relpath(code.co_filename, package), code.co_qualname))
+            if self._part is not None:
+                self._part = None if event == "return" and frame is self._part else self._part
+            elif event == "call" and code.co_filename.startswith(package):
+                if code.co_name in ("state_dict", "load_state_dict"):
+                    self._part = frame
+                elif code.co_flags & 0x1:  # CO_OPTIMIZED: neither a module nor the body of a class.
+                    self.called.add((os.path.relpath(code.co_filename, package), code.co_qualname))
 
         def __enter__(self) -> Recorder:
             sys.setprofile(self._record)

@@ -6,7 +6,7 @@ import functools
 import os
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.observers import follow
@@ -41,66 +41,13 @@ class Hook:
     name: str
     stage: str | None = None
     log: Logging | None = None
+    # Whether some callbacks are called after the module, by the function ``<name>_last``.
     runs_last: bool = False
 
 
-HOOKS: tuple[Hook, ...] = (
-    Hook("setup"),
-    Hook("teardown"),
-    Hook("prepare_data"),
-    Hook("configure_model"),
-    Hook("on_exception"),
-    Hook("on_save_checkpoint"),
-    Hook("on_load_checkpoint"),
-    Hook("on_fit_start"),
-    Hook("on_fit_end"),
-    Hook("on_sanity_check_start"),
-    Hook("on_sanity_check_end"),
-    Hook("on_train_start", "train", EPOCH_ONLY),
-    Hook("on_train_end"),
-    Hook("on_train_epoch_start", "train", EPOCH_ONLY),
-    Hook("on_train_epoch_end", "train", EPOCH_ONLY, runs_last=True),
-    Hook("on_train_batch_start", "train", STEP),
-    Hook("on_train_batch_end", "train", STEP, runs_last=True),
-    Hook("on_before_zero_grad", "train", STEP),
-    Hook("on_before_backward", "train", STEP),
-    Hook("on_after_backward", "train", STEP),
-    Hook("on_before_optimizer_step", "train", STEP),
-    Hook("on_validation_model_zero_grad"),
-    Hook("on_validation_model_eval"),
-    Hook("on_validation_model_train"),
-    Hook("on_validation_start", "validate", EPOCH_ONLY),
-    Hook("on_validation_end", runs_last=True),
-    Hook("on_validation_epoch_start", "validate", EPOCH_ONLY),
-    Hook("on_validation_epoch_end", "validate", EPOCH_ONLY, runs_last=True),
-    Hook("on_validation_batch_start", "validate", EVALUATION),
-    Hook("on_validation_batch_end", "validate", EVALUATION),
-    Hook("on_test_model_eval"),
-    Hook("on_test_model_train"),
-    Hook("on_test_start", "test", EPOCH_ONLY),
-    Hook("on_test_end"),
-    Hook("on_test_epoch_start", "test", EPOCH_ONLY),
-    Hook("on_test_epoch_end", "test", EPOCH_ONLY),
-    Hook("on_test_batch_start", "test", EVALUATION),
-    Hook("on_test_batch_end", "test", EVALUATION),
-    Hook("on_predict_model_eval"),
-    Hook("on_predict_start"),
-    Hook("on_predict_end"),
-    Hook("on_predict_epoch_start"),
-    Hook("on_predict_epoch_end"),
-    Hook("on_predict_batch_start"),
-    Hook("on_predict_batch_end"),
-)
+def _row(stage: str | None = None, log: Logging | None = None, *, runs_last: bool = False) -> Any:
+    return Hook("", stage, log, runs_last)
 
-# The loops call the user's steps directly; they are here for the defaults of ``self.log``.
-STEPS: dict[str, Hook] = {
-    "training_step": Hook("training_step", "train", STEP),
-    "validation_step": Hook("validation_step", "validate", EVALUATION),
-    "test_step": Hook("test_step", "test", EVALUATION),
-    "predict_step": Hook("predict_step"),
-}
-
-HOOK_NAMES = frozenset(row.name for row in HOOKS) | frozenset(STEPS)
 
 # Hooks with another order than datamodule, callbacks, module; and hooks that a datamodule does not have.
 _DATAMODULE_LAST = frozenset({"on_exception", "on_save_checkpoint", "on_load_checkpoint"})
@@ -109,7 +56,7 @@ _MODULE_FIRST = frozenset({"on_load_checkpoint"})
 
 
 def nothing(*_: object) -> None:
-    """Do nothing: the function of a hook that nobody overrides."""
+    """Do nothing: the function of a hook that nothing overrides."""
 
 
 class Hooks:
@@ -119,55 +66,57 @@ class Hooks:
     callback or the datamodule.
     """
 
-    setup: Call
-    teardown: Call
-    prepare_data: Call
-    configure_model: Call
-    on_exception: Call
-    on_save_checkpoint: Call
-    on_load_checkpoint: Call
-    on_fit_start: Call
-    on_fit_end: Call
-    on_sanity_check_start: Call
-    on_sanity_check_end: Call
-    on_train_start: Call
-    on_train_end: Call
-    on_train_epoch_start: Call
-    on_train_epoch_end: Call
+    # The table; each instance has a function in place of a row.
+    setup: Call = _row()
+    teardown: Call = _row()
+    prepare_data: Call = _row()
+    configure_model: Call = _row()
+    on_exception: Call = _row()
+    on_save_checkpoint: Call = _row()
+    on_load_checkpoint: Call = _row()
+    on_fit_start: Call = _row()
+    on_fit_end: Call = _row()
+    on_sanity_check_start: Call = _row()
+    on_sanity_check_end: Call = _row()
+    on_train_start: Call = _row("train", EPOCH_ONLY)
+    on_train_end: Call = _row()
+    on_train_epoch_start: Call = _row("train", EPOCH_ONLY)
+    on_train_epoch_end: Call = _row("train", EPOCH_ONLY, runs_last=True)
+    on_train_batch_start: Call = _row("train", STEP)
+    on_train_batch_end: Call = _row("train", STEP, runs_last=True)
+    on_before_zero_grad: Call = _row("train", STEP)
+    on_before_backward: Call = _row("train", STEP)
+    on_after_backward: Call = _row("train", STEP)
+    on_before_optimizer_step: Call = _row("train", STEP)
+    on_validation_model_zero_grad: Call = _row()
+    on_validation_model_eval: Call = _row()
+    on_validation_model_train: Call = _row()
+    on_validation_start: Call = _row("validate", EPOCH_ONLY)
+    on_validation_end: Call = _row(runs_last=True)
+    on_validation_epoch_start: Call = _row("validate", EPOCH_ONLY)
+    on_validation_epoch_end: Call = _row("validate", EPOCH_ONLY, runs_last=True)
+    on_validation_batch_start: Call = _row("validate", EVALUATION)
+    on_validation_batch_end: Call = _row("validate", EVALUATION)
+    on_test_model_eval: Call = _row()
+    on_test_model_train: Call = _row()
+    on_test_start: Call = _row("test", EPOCH_ONLY)
+    on_test_end: Call = _row()
+    on_test_epoch_start: Call = _row("test", EPOCH_ONLY)
+    on_test_epoch_end: Call = _row("test", EPOCH_ONLY)
+    on_test_batch_start: Call = _row("test", EVALUATION)
+    on_test_batch_end: Call = _row("test", EVALUATION)
+    on_predict_model_eval: Call = _row()
+    on_predict_start: Call = _row()
+    on_predict_end: Call = _row()
+    on_predict_epoch_start: Call = _row()
+    on_predict_epoch_end: Call = _row()
+    on_predict_batch_start: Call = _row()
+    on_predict_batch_end: Call = _row()
+    # Of the rows with ``runs_last``: the callbacks that save or stop, after everything else.
     on_train_epoch_end_last: Call
-    on_train_batch_start: Call
-    on_train_batch_end: Call
     on_train_batch_end_last: Call
-    on_before_zero_grad: Call
-    on_before_backward: Call
-    on_after_backward: Call
-    on_before_optimizer_step: Call
-    on_validation_model_zero_grad: Call
-    on_validation_model_eval: Call
-    on_validation_model_train: Call
-    on_validation_start: Call
-    on_validation_end: Call
     on_validation_end_last: Call
-    on_validation_epoch_start: Call
-    on_validation_epoch_end: Call
     on_validation_epoch_end_last: Call
-    on_validation_batch_start: Call
-    on_validation_batch_end: Call
-    on_test_model_eval: Call
-    on_test_model_train: Call
-    on_test_start: Call
-    on_test_end: Call
-    on_test_epoch_start: Call
-    on_test_epoch_end: Call
-    on_test_batch_start: Call
-    on_test_batch_end: Call
-    on_predict_model_eval: Call
-    on_predict_start: Call
-    on_predict_end: Call
-    on_predict_epoch_start: Call
-    on_predict_epoch_end: Call
-    on_predict_batch_start: Call
-    on_predict_batch_end: Call
 
     def __init__(
         self,
@@ -189,15 +138,13 @@ class Hooks:
 
     def find(self) -> None:
         """Find all overrides again."""
-        everyone: list[Callback] = list(self._callbacks)
+        everyone = list(self._callbacks)
         for row in HOOKS:
+            early = [callback for callback in everyone if not (row.runs_last and callback.runs_last)]
+            setattr(self, row.name, self._caller(row, early, self._module))
             if row.runs_last:
-                early = [callback for callback in everyone if not callback.runs_last]
                 late = [callback for callback in everyone if callback.runs_last]
-                setattr(self, row.name, self._caller(row, early, self._module))
                 setattr(self, row.name + "_last", self._caller(row, late, None))
-            else:
-                setattr(self, row.name, self._caller(row, everyone, self._module))
 
     def owners(self) -> list[object]:
         """Return the objects that may have hooks: callbacks, module and datamodule."""
@@ -210,7 +157,8 @@ class Hooks:
             self.find()
 
     def _caller(self, row: Hook, callbacks: list[Callback], module: LightningModule | None) -> Call:
-        name = row.name
+        """Return what calls the overrides of these callbacks, and with ``module`` its and the datamodule's."""
+        name, datamodule = row.name, self._datamodule
         listeners: list[Call] = [
             self._watched(
                 f"[Callback]{callback.state_key}.{name}",
@@ -222,22 +170,28 @@ class Hooks:
         if module is not None and overrides(module, LightningModule, name):
             hook = self._watched(f"[LightningModule]{type(module).__name__}.{name}", getattr(module, name))
             listeners.insert(0 if name in _MODULE_FIRST else len(listeners), hook)
-        datamodule = self._datamodule
-        if (
-            module is not None
-            and datamodule is not None
-            and name not in _NOT_FOR_DATAMODULE
-            and overrides(datamodule, LightningDataModule, name)
-        ):
-            at = len(listeners) if name in _DATAMODULE_LAST else 0
+        of_datamodule = module is not None and datamodule is not None and name not in _NOT_FOR_DATAMODULE
+        if of_datamodule and overrides(datamodule, LightningDataModule, name):
             label = f"[LightningDataModule]{type(datamodule).__name__}.{name}"
+            at = len(listeners) if name in _DATAMODULE_LAST else 0
             listeners.insert(at, self._watched(label, getattr(datamodule, name)))
-        if not listeners:
-            return nothing
-        return self._logged.inside(row, listeners)
+        return self._logged.inside(row, listeners) if listeners else nothing
 
     def _watched(self, action: str, listener: Call) -> Call:
         return listener if self.watch is None else self.watch(action, listener)
+
+
+HOOKS = tuple(replace(row, name=name) for name, row in vars(Hooks).items() if isinstance(row, Hook))
+
+# The loops call the user's steps directly; they are here for the defaults of ``self.log``.
+STEPS: dict[str, Hook] = {
+    "training_step": Hook("training_step", "train", STEP),
+    "validation_step": Hook("validation_step", "validate", EVALUATION),
+    "test_step": Hook("test_step", "test", EVALUATION),
+    "predict_step": Hook("predict_step"),
+}
+
+HOOK_NAMES = frozenset(row.name for row in HOOKS) | frozenset(STEPS)
 
 
 def overrides(owner: object, base: type, name: str) -> bool:

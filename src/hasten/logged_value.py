@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
+from hasten._lib.tree import children, move_to
 
 if TYPE_CHECKING:
     from hasten.hooks import Hook
@@ -78,13 +79,14 @@ class LoggedValue:
 
     @property
     def step_name(self) -> str:
-        fork = "_step" if self.on_step and self.on_epoch else ""
-        return f"{self.name}{fork}{self.loader_suffix}"
+        return self._forked("_step")
 
     @property
     def epoch_name(self) -> str:
-        fork = "_epoch" if self.on_step and self.on_epoch else ""
-        return f"{self.name}{fork}{self.loader_suffix}"
+        return self._forked("_epoch")
+
+    def _forked(self, ending: str) -> str:
+        return f"{self.name}{ending if self.on_step and self.on_epoch else ''}{self.loader_suffix}"
 
     def add(self, value: Any, batch_size: int | float | Tensor | None) -> None:
         """Take one value; it stays on its device."""
@@ -173,23 +175,17 @@ class LoggedValue:
     def state_dict(self) -> dict[str, Any]:
         """Return what an interrupted epoch has accumulated, as plain data and CPU tensors, without the metric."""
         kept = {name: getattr(self, name) for name in ("name", *_SETTINGS)}
-        value = None if self.metric is not None else _on_cpu(self.value)
-        return {**kept, "value": value, "total": _on_cpu(self.total), "weight": _on_cpu(self.weight)}
+        value = None if self.metric is not None else self.value
+        values = {"value": value, "total": self.total, "weight": self.weight}
+        return kept | {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], metric: Any, device: torch.device) -> None:
-        """Restore what ``state_dict`` returned.
-
-        Args:
-            state: what ``state_dict`` returned.
-            metric: the metric that was logged, which restores its own state; None for a plain value.
-            device: where the tensors go.
-
-        """
+        """Restore what ``state_dict`` returned; the tensors on ``device``. A ``metric`` restores its own state."""
         for name in _SETTINGS:
             setattr(self, name, state[name])
         self.metric = metric
-        self.value = _on_device(device, state["value"]) if metric is None else metric
-        self.total, self.weight = _on_device(device, state["total"]), _on_device(device, state["weight"])
+        self.value = move_to(state["value"], device) if metric is None else metric
+        self.total, self.weight = move_to(state["total"], device), move_to(state["weight"], device)
 
 
 class LoggingContext:
@@ -281,9 +277,37 @@ def reduction(reduce_fx: Any, where: str) -> str:
     return found
 
 
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+def batch_size_of(batch: Any) -> tuple[int, bool]:
+    """Return (number of samples, whether that is certain).
+
+    It is certain if all tensors in the batch have the same first dimension, or the batch has ``num_graphs``. Otherwise
+    it is the first dimension of the first tensor, or 1 without tensors.
+    """
+    if type(batch) is Tensor:
+        return (batch.shape[0], True) if batch.dim() else (1, True)
+    if type(batch) is tuple or type(batch) is list:
+        # Fast path for (inputs, labels).
+        size = -1
+        for part in batch:
+            if type(part) is not Tensor or not part.dim() or (size >= 0 and part.shape[0] != size):
+                break
+            size = part.shape[0]
+        else:
+            if size >= 0:
+                return size, True
+    graphs = getattr(batch, "num_graphs", None)
+    if isinstance(graphs, int):
+        return graphs, True
+    sizes = list(_sizes(batch))
+    return (sizes[0], all(size == sizes[0] for size in sizes)) if sizes else (1, False)
 
 
-def _on_device(device: torch.device, value: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+def _sizes(data: Any) -> Iterator[int]:
+    if isinstance(data, Tensor):
+        if data.dim():
+            yield data.shape[0]
+    elif isinstance(data, (list, tuple)) and data and all(isinstance(one, (str, int, float)) for one in data):
+        yield len(data)
+    else:
+        for _, child in children(data):
+            yield from _sizes(child)

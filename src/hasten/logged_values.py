@@ -19,8 +19,16 @@ from torch import Tensor
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten._lib.tree import Arrival, batch_size_of, send_to_host
-from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, describe, is_metric, reduction
+from hasten._lib.tree import Arrival, send_to_host
+from hasten.logged_value import (
+    LoggedValue,
+    LoggingContext,
+    LogOptions,
+    batch_size_of,
+    describe,
+    is_metric,
+    reduction,
+)
 from hasten.machine import agreement
 
 if TYPE_CHECKING:
@@ -94,19 +102,6 @@ class LoggedValues:
     def inside(self, row: Hook, listeners: Sequence[Callable[..., object]]) -> Callable[..., Any]:
         """Return a function that calls ``listeners`` in order, with ``self.log`` meaning this hook."""
         context = self.context_of(row)
-
-        if len(listeners) == 1:
-            (only,) = listeners
-
-            def call_one(*arguments: Any) -> Any:
-                before = self.context
-                self.context = context
-                try:
-                    return only(*arguments)
-                finally:
-                    self.context = before
-
-            return call_one
 
         def call(*arguments: Any) -> Any:
             before = self.context
@@ -214,10 +209,11 @@ class LoggedValues:
         logged.enable_graph = bool(options.enable_graph)
         logged.zero_only = bool(options.rank_zero_only)
         logged.sync = bool(options.sync_dist) and not logged.zero_only and several_processes
-        if context.loader_idx is not None and options.add_dataloader_idx:
-            logged.loader_suffix = f"/dataloader_idx_{context.loader_idx}"
-        elif context.loader_idx is not None:
-            _check_loaders_apart(context, name, value, where)
+        if context.loader_idx is not None:
+            if options.add_dataloader_idx:
+                logged.loader_suffix = f"/dataloader_idx_{context.loader_idx}"
+            else:
+                _check_loaders_apart(context, name, value, where)
         if is_metric(value):
             logged.metric = value
         elif several_processes and on_epoch and not options.sync_dist and not options.rank_zero_only:
@@ -434,30 +430,37 @@ class LoggedValues:
     def _epoch_values(self, entries: list[LoggedValue], moment: str) -> list[float]:
         with torch.inference_mode(False), torch.no_grad():
             parts = [logged.epoch_value() for logged in entries]
-            numerators: list[Any] = []
-            for logged, (total, weight, reduce) in zip(entries, parts, strict=True):
-                numerators.append(total / weight if reduce == "mean" and not logged.sync else total)
+            numerators = [
+                total / weight if reduce == "mean" and not logged.sync else total
+                for logged, (total, weight, reduce) in zip(entries, parts, strict=True)
+            ]
             for op, chosen in self._shared(entries, moment):
-                stacked = [self._as_tensor(numerators[i]) for i in chosen]
+                values = [numerators[i] for i in chosen]
                 if op == "mean":
-                    stacked += [self._as_tensor(parts[i][1]) for i in chosen]
-                reduced = self._runtime.data_parallel_reduce(
-                    torch.stack(stacked), op="sum" if op == "mean" else op
-                ).unbind()
-                for k, i in enumerate(chosen):
-                    numerators[i] = reduced[k] / reduced[k + len(chosen)] if op == "mean" else reduced[k]
+                    sums = self._reduce([*values, *(parts[i][1] for i in chosen)], "sum")
+                    reduced = [
+                        total / weight for total, weight in zip(sums, sums[len(chosen) :], strict=False)
+                    ]
+                else:
+                    reduced = self._reduce(values, op)
+                for i, value in zip(chosen, reduced, strict=True):
+                    numerators[i] = value
             return send_to_host(numerators).values()
 
     # -- several processes
 
     def _synchronised(self, values: list[Any], logged: list[LoggedValue], moment: str | None) -> list[Any]:
         for op, chosen in [] if moment is None else self._shared(logged, moment):
-            stacked = torch.stack([self._as_tensor(values[i]) for i in chosen])
-            for i, value in zip(
-                chosen, self._runtime.data_parallel_reduce(stacked, op=op).unbind(), strict=True
-            ):
+            for i, value in zip(chosen, self._reduce([values[i] for i in chosen], op), strict=True):
                 values[i] = value
         return values
+
+    def _reduce(self, values: Iterable[Any], op: str) -> list[Tensor]:
+        """Return values reduced over the processes, by one collective."""
+        device = self._runtime.device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        stacked = torch.stack([torch.as_tensor(value, device=device).to(dtype) for value in values])
+        return list(self._runtime.data_parallel_reduce(stacked, op=op).unbind())
 
     def _shared(self, entries: list[LoggedValue], moment: str) -> list[tuple[str, list[int]]]:
         """Return (operation, indices of the values it reduces), in the same order on all processes.
@@ -511,11 +514,6 @@ class LoggedValues:
                     f"self.log({name}, sync_dist=True): logged on {agreement.ranks(present)} and not on "
                     f"{agreement.ranks(absent)}. Log it on all processes, or leave sync_dist out."
                 )
-
-    def _as_tensor(self, value: Any) -> Tensor:
-        device = self._runtime.device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        return torch.as_tensor(value, device=device).to(dtype)
 
     # -- epochs
 
@@ -588,6 +586,8 @@ class LoggedValues:
 
     def state_dict(self, attribute_of: Callable[[Any], str | None]) -> dict[str, Any]:
         """Return what an interrupted training epoch has accumulated, as plain data and tensors."""
+        # Values still on their way belong to the steps before this checkpoint.
+        self.deliver(wait=True)
         kept = []
         for context in self._contexts_of("train"):
             for logged in context.values.values():

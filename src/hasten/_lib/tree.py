@@ -146,44 +146,6 @@ def rebuilt(data: Any, values: list[Any]) -> Any:
     return new
 
 
-def batch_size_of(batch: Any) -> tuple[int, bool]:
-    """Return (number of samples, whether that is certain).
-
-    It is certain if all tensors in the batch have the same first dimension, or the batch has ``num_graphs``. Otherwise
-    it is the first dimension of the first tensor, or 1 without tensors.
-    """
-    if type(batch) is Tensor:
-        return (batch.shape[0], True) if batch.dim() else (1, True)
-    if type(batch) is tuple or type(batch) is list:
-        # Fast path for (inputs, labels).
-        size = -1
-        for part in batch:
-            if type(part) is not Tensor or not part.dim() or (size >= 0 and part.shape[0] != size):
-                break
-            size = part.shape[0]
-        else:
-            if size >= 0:
-                return size, True
-    graphs = getattr(batch, "num_graphs", None)
-    if isinstance(graphs, int):
-        return graphs, True
-    sizes = list(_sizes(batch))
-    if not sizes:
-        return 1, False
-    return sizes[0], all(size == sizes[0] for size in sizes)
-
-
-def _sizes(data: Any) -> Iterator[int]:
-    if isinstance(data, Tensor):
-        if data.dim():
-            yield data.shape[0]
-    elif isinstance(data, (list, tuple)) and data and all(isinstance(one, (str, int, float)) for one in data):
-        yield len(data)
-    else:
-        for _, child in children(data):
-            yield from _sizes(child)
-
-
 _Item = TypeVar("_Item")
 
 

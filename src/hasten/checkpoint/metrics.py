@@ -7,7 +7,7 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,76 +22,88 @@ from hasten._lib.tree import move_to
 _first_seen: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
 
 
-def remember_metrics(module: nn.Module) -> None:
-    """Remember how the metrics of a module look before training changes them; once for each."""
-    for _, metric in _named(module):
-        key = id(metric)
-        if key not in _first_seen:
-            _first_seen[key] = (
-                weakref.ref(metric, lambda _, key=key: _first_seen.pop(key, None)),  # type: ignore[misc]
-                {name: _copied(value) for name, value in _attributes(metric).items()},
-            )
-
-
-def metric_states(module: nn.Module, *, leave_out: set[int], copied: bool = False) -> dict[str, Any]:
-    """Return what each metric has gathered so far, by the metric's name in the module.
-
-    That is the states that ``Metric.add_state`` knows, and every other attribute of plain data that has changed since
-    training began, such as the extremes of a ``MinMaxMetric`` or the groups of a ``MetricCollection``.
+class ModuleMetrics:
+    """The torchmetrics of a module, as a part of a checkpoint.
 
     Args:
         module: its sub-modules, and lists and dicts that are their attributes, are looked through.
-        leave_out: ids of metrics that start again before they are used next.
-        copied: return copies, which further updates do not change.
+        start_again: returns the ids of metrics that are reset before they are used next.
 
     """
-    starting_again = {
-        id(child) for _, metric in _named(module) if id(metric) in leave_out for child in metric.modules()
-    }
-    take = _copied if copied else lambda value: value
-    found = {}
-    for name, metric in _named(module):
-        entry: dict[str, Any] = {}
-        if changed := _changed(metric):
-            entry["attributes"] = {key: take(value) for key, value in changed.items()}
-        if isinstance(metric, nn.ModuleList):
-            entry["length"] = len(metric)
-        if _is_metric(metric) and metric._update_count and id(metric) not in starting_again:
-            entry["state"] = {key: take(getattr(metric, key)) for key in metric._defaults}
-            entry["update_count"] = metric._update_count
-        if id(metric) in leave_out and entry:
-            entry["reset"] = True
-        if entry:
-            found[name] = entry
-    return found
 
+    def __init__(self, module: nn.Module, start_again: Callable[[], set[int]]) -> None:
+        self._module = module
+        self._start_again = start_again
 
-def load_metric_states(module: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Put back what ``metric_states`` returned; metrics it does not name are reset."""
-    for name, metric in _named(module):
-        _grow(metric, stored.get(name, {}).get("length", 0))
-    present = dict(_named(module))
-    for metric in present.values():
-        if _is_metric(metric) and metric._update_count:
-            metric.reset()
-    for name, metric in present.items():
-        entry = stored.get(name, {})
-        device = metric.device if _is_metric(metric) else torch.device("cpu")
-        for key, value in (entry.get("state", {}) | entry.get("attributes", {})).items():
-            setattr(metric, key, move_to(_copied(value), device))
-        if "state" in entry:
-            metric._update_count = entry["update_count"]
-        if _is_metric(metric):
-            metric._computed = None
-    for name, entry in stored.items():
-        if entry.get("reset") and name in present:
-            present[name].reset()
-    missing = [name for name, entry in stored.items() if "state" in entry and name not in present]
-    if missing:
-        rank_zero_warn(
-            f"The checkpoint holds what the metrics {missing[:6]} have gathered, and {type(module).__name__} has none "
-            "of these names: they start again. Make in __init__ or setup() all metrics that the saved run had."
-        )
+    def remember(self) -> None:
+        """Remember how the metrics look before training changes them; once for each."""
+        for _, metric in _named(self._module):
+            key = id(metric)
+            if key not in _first_seen:
+                _first_seen[key] = (
+                    weakref.ref(metric, lambda _, key=key: _first_seen.pop(key, None)),  # type: ignore[misc]
+                    {name: _copied(value) for name, value in _attributes(metric).items()},
+                )
+
+    def state_dict(self, *, copied: bool = False) -> dict[str, Any]:
+        """Return what each metric has gathered so far, by the metric's name in the module.
+
+        That is the states that ``Metric.add_state`` knows, and every other attribute of plain data that has changed
+        since training began, such as the extremes of a ``MinMaxMetric`` or the groups of a ``MetricCollection``.
+
+        Args:
+            copied: return copies, which further updates do not change.
+
+        """
+        leave_out = self._start_again()
+        starting_again = {
+            id(child)
+            for _, metric in _named(self._module)
+            if id(metric) in leave_out
+            for child in metric.modules()
+        }
+        take = _copied if copied else lambda value: value
+        found = {}
+        for name, metric in _named(self._module):
+            entry: dict[str, Any] = {}
+            if changed := _changed(metric):
+                entry["attributes"] = {key: take(value) for key, value in changed.items()}
+            if isinstance(metric, nn.ModuleList):
+                entry["length"] = len(metric)
+            if _is_metric(metric) and metric._update_count and id(metric) not in starting_again:
+                entry["state"] = {key: take(getattr(metric, key)) for key in metric._defaults}
+                entry["update_count"] = metric._update_count
+            if id(metric) in leave_out and entry:
+                entry["reset"] = True
+            if entry:
+                found[name] = entry
+        return found
+
+    def load_state_dict(self, stored: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` returned; metrics it does not name are reset."""
+        for name, metric in _named(self._module):
+            _grow(metric, stored.get(name, {}).get("length", 0))
+        present = dict(_named(self._module))
+        for metric in present.values():
+            if _is_metric(metric):
+                metric.reset()
+        for name, metric in present.items():
+            entry = stored.get(name, {})
+            device = metric.device if _is_metric(metric) else torch.device("cpu")
+            for key, value in (entry.get("state", {}) | entry.get("attributes", {})).items():
+                setattr(metric, key, move_to(_copied(value), device))
+            if "state" in entry:
+                metric._update_count = entry["update_count"]
+        for name, entry in stored.items():
+            if entry.get("reset") and name in present:
+                present[name].reset()
+        missing = [name for name, entry in stored.items() if "state" in entry and name not in present]
+        if missing:
+            rank_zero_warn(
+                f"The checkpoint holds what the metrics {missing[:6]} have gathered, and "
+                f"{type(self._module).__name__} has none of these names: they start again. Make in __init__ or setup() "
+                "all metrics that the saved run had."
+            )
 
 
 # -- which objects

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hasten._lib.out_of_memory import full_passes_once
 from hasten._lib.rank_zero import rank_zero_info
 from hasten._lib.tree import by_kind, parameters_of
-from hasten.checkpoint.metrics import metric_states
 from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
 from hasten.loops.evaluate import evaluate, sanity_check
@@ -41,6 +40,7 @@ from hasten.loops.user_code import (
 from hasten.module import LightningModule
 from hasten.optim import check_accumulation, needs_closure, no_accumulation
 from hasten.optim.backward import InBackward
+from hasten.optim.fast_step import clears_gradients
 from hasten.seed import collect_rng_state
 
 # (batch, batch_idx) -> what training_step returned, for on_train_batch_end; where the batch is in its accumulation
@@ -261,8 +261,7 @@ def after_batch(run: Run) -> None:
     # A run that ends within this validation starts with it when resumed: it draws the same numbers again, and what its
     # metrics have accumulated in it must not count twice.
     run.random_before_validation = collect_rng_state()
-    leave_out = run.logged.evaluation_metrics()
-    run.metrics_before_validation = metric_states(run.module, leave_out=leave_out, copied=True)
+    run.metrics_before_validation = run.metrics.state_dict(copied=True)
     # Checkpoints and early stopping act in the last hook: by then all else is done.
     run.watch("run_evaluation", evaluate)(run, run.validation, before_last_hooks=finish)
     run.enter(RunningStage.TRAINING)
@@ -295,6 +294,12 @@ class _EpochPlan:
 
 def _make_plan(run: Run) -> _EpochPlan:
     run.changed = False
+    # A zero_grad of the user's may keep them, or zeros in their place, with which an optimizer steps too.
+    run.keeps_gradients = (
+        not run.module.automatic_optimization
+        or overrides(run.module, LightningModule, "optimizer_zero_grad")
+        or not all(map(clears_gradients, run.optimizers))
+    )
     accumulation_size, tail_size, tail_start = _plan_windows(run)
     return _EpochPlan(
         train_step=run.watch("run_training_batch", make_step(run)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +64,6 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
 
     """
     plan, hooks, window, parts = _memory_plan(run), run.hooks, run.window, _Splitter(run, once)
-    syncs = run.runtime.syncs_gradients
 
     def forward_backward(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
         outputs = parts.compute(batch, batch_idx, keep_outputs, plan.samples)
@@ -74,8 +74,8 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
     if not plan.may_fail:
         return forward_backward
 
-    state, agree = StepState(run, _objects(plan)), _agreement(run)
-    sync = sync_gradients(run) if syncs else None
+    state, agree = StepState(run, plan.objects), _agreement(run)
+    sync = sync_gradients(run) if run.runtime.syncs_gradients else None
 
     def forward_backward_again(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
         # Asked of the first batch, too, which may fit as a whole: whether it can be split is known before long.
@@ -114,32 +114,12 @@ def _memory_plan(run: Run) -> MemoryPlan:
     return run.memory_plan
 
 
-def _objects(plan: MemoryPlan) -> StepObjects:
-    if plan.objects is None:
-        plan.objects = StepObjects()
-    return plan.objects
-
-
-def _hooks_change_batches(run: Run) -> bool:
-    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    owners = [owner for owner in (run.train.datamodule, run.module) if owner is not None]
-    return any(overrides(owner, DataHooks, name) for owner in owners for name in names)
-
-
 class _Splitter:
-    """Computes the parts of a batch, one after the other.
-
-    Args:
-        run: the run.
-        once: computes one part.
-
-    """
+    """Computes the parts of a batch one after the other, each with ``once``."""
 
     def __init__(self, run: Run, once: ForwardBackward) -> None:
-        self._run = run
-        self._once = once
-        self._alone = computes_alone(run)
-        self._holds_back = run.runtime.syncs_gradients and not self._alone
+        self._run, self._once = run, once
+        self._holds_back = run.runtime.syncs_gradients and not computes_alone(run)
         self._weighs = run.accumulate_grad_batches > 1 or run.runtime.world_size > 1
         self._of_whole: dict[LoggedValue, tuple[bool, bool]] = {}
         self.any_loss = False
@@ -147,7 +127,11 @@ class _Splitter:
     @functools.cached_property
     def fields(self) -> Fields | None:
         """Which elements of a batch run over samples; None where nothing tells."""
-        return _memory_plan(self._run).fields_of(self._run.train, _hooks_change_batches(self._run))
+        run = self._run
+        names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        owners = [owner for owner in (run.train.datamodule, run.module) if owner is not None]
+        changes = any(overrides(owner, DataHooks, name) for owner in owners for name in names)
+        return _memory_plan(run).fields_of(run.train, changes)
 
     def attempt(self, *step: Any) -> tuple[Any, Exception | None]:
         """Compute the parts; return (outputs, None), or (None, error) where memory ran out."""
@@ -160,13 +144,7 @@ class _Splitter:
             error.__context__ = error.__cause__ = None
             return None, error.with_traceback(None)
 
-    def compute(
-        self,
-        batch: Any,
-        batch_idx: int,
-        keep_outputs: bool,
-        size: int | None,
-    ) -> Any:
+    def compute(self, batch: Any, batch_idx: int, keep_outputs: bool, size: int | None) -> Any:
         """Compute the parts and return their outputs as those of the whole batch."""
         run, once, logged, window = self._run, self._once, self._run.logged, self._run.window
         # An attempt that failed was in the middle of its parts.
@@ -179,7 +157,7 @@ class _Splitter:
             self.any_loss = run.skipped_batches == skipped
             return self._joined([outputs], [1])
         _warn_of_batch_norm(run.module)
-        samples = sum(count for _, count in parts)
+        sizes = [count for _, count in parts]
         found = []
         is_start, window_size = window.is_start, window.size
         with LoggedParts(logged, self._of_whole) as values:
@@ -188,7 +166,7 @@ class _Splitter:
                     logged.batch, logged.batch_size = part, count
                     # A part counts as much as it has samples of the batch.
                     window.is_start = is_start and index == 0
-                    window.size = window_size * samples / count
+                    window.size = window_size * sum(sizes) / count
                     with self._exchange(window.is_end and index == len(parts) - 1):
                         found.append(once(part, batch_idx, keep_outputs))
                     values.next_part()
@@ -198,9 +176,9 @@ class _Splitter:
         self.any_loss = run.skipped_batches - skipped < len(parts)
         # For the books a batch is skipped as a whole or not at all.
         run.skipped_batches = skipped if self.any_loss else skipped + 1
-        return self._joined(found, [count for _, count in parts])
+        return self._joined(found, sizes)
 
-    def _exchange(self, now: bool) -> Any:
+    def _exchange(self, now: bool) -> AbstractContextManager[Any]:
         return nullcontext() if now or not self._holds_back else self._run.runtime.no_sync(self._run.wrapped)
 
     def _joined(self, found: list[Any], sizes: list[int]) -> Any:
@@ -208,7 +186,7 @@ class _Splitter:
         if not kept:
             return None
         # Each is the share of the whole already.
-        loss = functools.reduce(torch.add, [outputs["loss"] for outputs, _ in kept])
+        loss = functools.reduce(operator.add, [outputs["loss"] for outputs, _ in kept])
         rest = [{k: v for k, v in outputs.items() if k not in ("loss", "loss_weight")} for outputs, _ in kept]
         joined = rest[0] if len(rest) == 1 else join(rest, [size for _, size in kept])
         if all(outputs.get("loss_weight") is not None for outputs, _ in kept):
@@ -219,6 +197,23 @@ class _Splitter:
         return {**joined, "loss": loss}
 
 
+@dataclass(slots=True)
+class _ValueOfParts:
+    """What the parts of a batch have logged under one name."""
+
+    # (value given last, weight, samples) of each part.
+    values: list[tuple[Any, Any, int]] = field(default_factory=list)
+    # (value, size, samples of the part, number of the part) of each call with a batch size.
+    given: list[tuple[Any, Any, int, int]] = field(default_factory=list)
+    # (total, weight) of the epoch before this batch.
+    before: tuple[Any, Any] | None = None
+    # The weight given last in the part in hand; None if it has not logged the value.
+    weight: Any = None
+
+    def samples(self) -> int:
+        return sum({number: part for _, _, part, number in self.given}.values())
+
+
 class LoggedParts:
     """The values logged in the parts of a batch, put together to those of the whole.
 
@@ -226,7 +221,7 @@ class LoggedParts:
     whole batch, such as a hyper-parameter. Of the latter each part counts its share.
 
     Args:
-        logged: who takes the values; inside the context each is noted here as well.
+        logged: takes the values; inside the context each is noted here as well.
         of_whole: of each entry, (it is given the size of the whole batch, that is certain), as far as batches have
             shown it.
 
@@ -235,14 +230,7 @@ class LoggedParts:
     def __init__(self, logged: LoggedValues, of_whole: dict[LoggedValue, tuple[bool, bool]]) -> None:
         self._logged = logged
         self._of_whole = of_whole
-        # Of the part in hand: the value given last and its weight.
-        self._part: dict[LoggedValue, Any] = {}
-        # (value, weight, samples) of each part.
-        self._values: dict[LoggedValue, list[tuple[Any, Any, int]]] = {}
-        # Of the epoch before this batch: (total, weight).
-        self._before: dict[LoggedValue, tuple[Any, Any]] = {}
-        # (value, size given, samples of the part, number of the part) of each call.
-        self._given: dict[LoggedValue, list[tuple[Any, Any, int, int]]] = {}
+        self._parts: dict[LoggedValue, _ValueOfParts] = {}
         self._number = 0
 
     def __enter__(self) -> LoggedParts:
@@ -251,82 +239,80 @@ class LoggedParts:
         return self
 
     def _note(self, record: Callable[..., Any], name: str, value: Any, options: Any, batch_size: Any) -> None:
-        logged = self._logged
-        known, total, weight = logged.context.values.get(name), None, 0
-        if batch_size is not None and known is not None and known not in self._given:
-            total, weight = known.total, known.weight
+        logged, before = self._logged, None
+        known = logged.context.values.get(name)
+        if batch_size is not None and known is not None:
             # Values are added to it in place.
-            total = total.clone() if isinstance(total, Tensor) else total
+            total = known.total.clone() if isinstance(known.total, Tensor) else known.total
+            before = total, known.weight
         entry = record(name, value, options, batch_size)
-        self._part[entry] = size = logged.batch_size if batch_size is None else batch_size
-        if isinstance(batch_size, (int, float)) or entry in self._given:
-            self._before.setdefault(entry, (total, weight))
-            self._given.setdefault(entry, []).append((entry.value, size, logged.batch_size, self._number))
+        parts = self._parts.setdefault(entry, _ValueOfParts())
+        parts.weight = logged.batch_size if batch_size is None else batch_size
+        if isinstance(batch_size, (int, float)) or parts.given:
+            parts.before = parts.before or before or (None, 0)
+            parts.given.append((entry.value, parts.weight, logged.batch_size, self._number))
 
     def next_part(self) -> None:
         """Add what the part just computed has logged."""
-        for entry, weight in self._part.items():
+        for entry, parts in self._parts.items():
+            weight, parts.weight = parts.weight, None
             value = entry.step_value()
-            if value is None or (isinstance(value, Tensor) and value.numel() != 1):
+            if weight is None or value is None or (isinstance(value, Tensor) and value.numel() != 1):
                 continue
             if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
                 value = value.float()
-            self._values.setdefault(entry, []).append((value, weight, self._logged.batch_size))
-        self._part.clear()
+            parts.values.append((value, weight, self._logged.batch_size))
         self._number += 1
 
     def __exit__(self, *error: Any) -> None:
         self._observed.__exit__(*error)
         if error[0] is not None:
             return
-        for entry, given in self._given.items():
-            self._look(entry, given)
-            if self._of_whole[entry][0]:
-                self._share(entry, given)
-        for entry, values in self._values.items():
+        for entry, parts in self._parts.items():
+            if parts.given:
+                self._of_whole[entry] = self._sizes_are_of_whole(entry, parts)
+            by_samples = bool(parts.given) and self._of_whole[entry][0]
+            if by_samples:
+                _share(entry, parts)
+            if not parts.values:
+                continue
             if entry.metric is None and entry.reduce != "mean":
-                total = values[0][0]
-                for value, _, _ in values[1:]:
+                total = parts.values[0][0]
+                for value, _, _ in parts.values[1:]:
                     total = total + value if entry.reduce == "sum" else extreme(total, value, entry.reduce)
                 entry.value = _like(total, entry.value)
                 continue
-            by_samples = entry in self._given and self._of_whole[entry][0]
-            weights = [samples if by_samples else weight for _, weight, samples in values]
-            weighted = [value * weight for (value, _, _), weight in zip(values, weights, strict=True)]
+            weights = [samples if by_samples else weight for _, weight, samples in parts.values]
+            weighted = [value * weight for (value, _, _), weight in zip(parts.values, weights, strict=True)]
             mean = functools.reduce(operator.add, weighted) / sum(weights)
             if entry.metric is not None:
                 entry.metric._forward_cache = mean
             else:
                 entry.value = _like(mean, entry.value)
 
-    def _look(self, entry: LoggedValue, given: list[tuple[Any, Any, int, int]]) -> None:
-        """Find whether the sizes given are that of the whole batch each, and not of its parts."""
-        if any(isinstance(size, Tensor) for _, size, _, _ in given):
-            # Counted on the device, of a part.
-            self._of_whole[entry] = False, True
-            return
-        sizes, samples = {size for _, size, _, _ in given}, {part for _, _, part, _ in given}
-        if len(sizes) > 1:
-            self._of_whole[entry] = False, True
-        elif len(samples) > 1 and self._of_whole.get(entry) != (False, True):
-            self._of_whole[entry] = True, True
-        elif entry not in self._of_whole:
-            # Parts of one size, given one number: if the batch has fewer samples, it is the tokens of a part.
-            self._of_whole[entry] = sizes != samples and max(sizes) <= _samples(given), False
-
-    def _share(self, entry: LoggedValue, given: list[tuple[Any, Any, int, int]]) -> None:
-        """Take the values of this batch again, each with its share of the size of the whole."""
-        if entry.metric is not None or entry.reduce != "mean" or entry.total is None:
-            return
-        last, samples = entry.value, _samples(given)
-        entry.total, entry.weight = self._before.get(entry, (None, 0))
-        for value, size, part, _ in given:
-            entry.add(value, size * part / samples)
-        entry.value = last
+    def _sizes_are_of_whole(self, entry: LoggedValue, parts: _ValueOfParts) -> tuple[bool, bool]:
+        """Return (each size given is that of the whole batch and not of its part, that is certain)."""
+        known = self._of_whole.get(entry)
+        sizes = [size for _, size, _, _ in parts.given]
+        # One on the device was counted, of a part.
+        if any(isinstance(size, Tensor) for size in sizes) or len(set(sizes)) > 1 or known == (False, True):
+            return False, True
+        samples = {part for _, _, part, _ in parts.given}
+        if len(samples) > 1:
+            return True, True
+        # Parts of one size, given one number: if the batch has fewer samples, it is the tokens of a part.
+        return known or (set(sizes) != samples and max(sizes) <= parts.samples(), False)
 
 
-def _samples(given: list[tuple[Any, Any, int, int]]) -> int:
-    return sum({number: part for _, _, part, number in given}.values())
+def _share(entry: LoggedValue, parts: _ValueOfParts) -> None:
+    """Take the values of this batch again, each with its share of the size of the whole."""
+    if entry.metric is not None or entry.reduce != "mean" or entry.total is None:
+        return
+    last, samples = entry.value, parts.samples()
+    entry.total, entry.weight = parts.before or (None, 0)
+    for value, size, part, _ in parts.given:
+        entry.add(value, size * part / samples)
+    entry.value = last
 
 
 def _like(value: Any, other: Any) -> Any:
@@ -417,10 +403,10 @@ def _warn_of_batch_norm(module: nn.Module) -> None:
 
 
 def rebatched(loader: Any, batch_size: int, *, name: str = "the train dataloader") -> Any:
-    """Return a loader with the same samples in the same order, in batches of ``batch_size``.
+    """Return a ``DataLoader`` with the same samples in the same order, in batches of ``batch_size``.
 
     Args:
-        loader: a ``DataLoader``; it is not changed. Sampler, collate function and workers are kept.
+        loader: it is not changed. Sampler, collate function and workers are kept.
         batch_size: samples of a batch; the last one may have fewer, unless the loader drops it.
         name: what to call the loader in messages.
 
@@ -437,47 +423,41 @@ def rebatched(loader: Any, batch_size: int, *, name: str = "the train dataloader
     batches: Any = loader.batch_sampler
     if batches.batch_size == batch_size:
         return loader
-    return with_attributes(
-        loader,
-        batch_size=batch_size,
-        batch_sampler=BatchSampler(batches.sampler, batch_size, batches.drop_last),
-    )
+    sampler = BatchSampler(batches.sampler, batch_size, batches.drop_last)
+    return with_attributes(loader, batch_size=batch_size, batch_sampler=sampler)
 
 
 def check_rebatched(loader: Any, batch_size: int | str, *, name: str) -> None:
-    """Check that a loader's batches can have another size."""
+    """Raise if something else than a ``DataLoader`` decides how large its batches are."""
+    batches = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader):
-        raise MisconfigurationException(
-            f"Trainer(batch_size={batch_size!r}): {name} is a {type(loader).__name__}, which makes its batches itself. "
-            "Give a DataLoader, or leave batch_size out; micro_batch alone splits the batches that come."
-        )
-    batches: Any = loader.batch_sampler
-    if type(batches) is not BatchSampler:
+        problem = f"is a {type(loader).__name__}, which makes its batches itself. Give a DataLoader, or leave"
+    elif type(batches) is not BatchSampler:
         what = "batch_size=None" if batches is None else f"the batch sampler {type(batches).__name__}"
-        raise MisconfigurationException(
-            f"Trainer(batch_size={batch_size!r}): {name} has {what}, which decides what a batch is. Set the size there "
-            "and leave batch_size out; micro_batch alone splits the batches that come."
-        )
+        problem = f"has {what}, which decides what a batch is. Set the size there and leave"
+    else:
+        return
+    raise MisconfigurationException(
+        f"Trainer(batch_size={batch_size!r}): {name} {problem} batch_size out; micro_batch alone splits the batches "
+        "that come."
+    )
 
 
 def prepare_module(run: Run) -> None:
     """Check that micro-batches and recomputing are possible in this run, and recompute with ``memory=``."""
     speed, module = run.arguments.speed, run.module
-    asked = [
-        f"{name}={value!r}"
-        for name, value in (("micro_batch", speed.micro_batch), ("memory", speed.memory))
-        if value is not None
-    ]
-    if not asked or run.state.fn != TrainerFn.FITTING:
+    asked = {"micro_batch": speed.micro_batch, "memory": speed.memory}
+    named = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
+    if not named or run.state.fn != TrainerFn.FITTING:
         return
-    if not module.automatic_optimization and (speed.micro_batch is not None or speed.memory == "auto"):
+    if not module.automatic_optimization and enabled(run):
         raise MisconfigurationException(
-            f"Trainer({asked[0]}): {type(module).__name__} steps its optimizers itself (manual optimisation), so a "
+            f"Trainer({named[0]}): {type(module).__name__} steps its optimizers itself (manual optimisation), so a "
             "step cannot be split or begun again from outside. Split the batch in training_step and call "
             "manual_backward for each part, or use automatic optimisation."
         )
-    if run.runtime.world_size > 1 and "auto" in (speed.micro_batch, speed.memory):
-        _check_processes(run, asked[0])
+    if run.runtime.world_size > 1 and "auto" in asked.values():
+        _check_processes(run, named[0])
     if speed.memory in ("selective", "full"):
         run.undo.enter_context(recomputed(module, speed.memory))
     if speed.memory == "auto":
@@ -526,7 +506,7 @@ class MemoryPlan:
         # Of the loaders read last.
         self._fields: tuple[list[Any], Fields | None] | None = None
         # What steps were seen to change of their batch and the module.
-        self.objects: StepObjects | None = None
+        self.objects = StepObjects()
 
     def fields_of(self, source: StageData, changed_later: bool) -> Fields | None:
         """Return which fields of the batches run over samples: as the user said, or as the data shows.
@@ -539,10 +519,9 @@ class MemoryPlan:
         if self._shared is not None:
             return Fields(all_over=True, shared_names=self._shared)
         loaders = source.streams()
-        known = self._fields
-        if known is None or [id(loader) for loader in known[0]] != [id(loader) for loader in loaders]:
-            known = self._fields = loaders, sample_fields(source.loaders[0], changed_later=changed_later)
-        return known[1]
+        if self._fields is None or list(map(id, self._fields[0])) != list(map(id, loaders)):
+            self._fields = loaders, sample_fields(source.loaders[0], changed_later=changed_later)
+        return self._fields[1]
 
     @property
     def may_fail(self) -> bool:

@@ -20,7 +20,6 @@ from hasten.arguments import SpeedArguments
 from hasten.batching.rebatch import rebatch
 from hasten.checkpoint.contents import Phase
 from hasten.checkpoint.entries import check_entries
-from hasten.checkpoint.metrics import remember_metrics
 from hasten.compile.cuda_graphs import CudaGraphSteps, marked_by_us
 from hasten.compile.settings import CompileSettings, check_possible, users_settings
 from hasten.data.memory.resident import is_resident, resident
@@ -121,7 +120,7 @@ def prepare(
     if run.arguments.enable_autolog_hparams and runtime.is_global_zero:
         _log_hyperparams(run, datamodule)
     if fitting:
-        remember_metrics(module)
+        run.metrics.remember()
         if checkpoint is not None:
             # Before the loaders: which ones a program returns may depend on the epoch.
             state.restore(checkpoint, Phase.POSITION, str(path))

@@ -21,7 +21,6 @@ from hasten.arguments import Arguments
 from hasten.checkpoint import contents
 from hasten.checkpoint.contents import Phase
 from hasten.checkpoint.files import objects_allowed
-from hasten.checkpoint.metrics import load_metric_states, metric_states
 from hasten.hooks import HOOKS, STEPS
 from hasten.loggers.base import Logger
 from hasten.loops.progress import TrainerFn
@@ -149,7 +148,7 @@ class RunState:
             # Files of earlier versions have the metrics of the first process, for all.
             of_rank = ranks[rank if rank < len(ranks) else 0]
             metrics = own["metric_states"] if "metric_states" in own else of_rank["metrics"]
-            load_metric_states(run.module, metrics)
+            run.metrics.load_state_dict(metrics)
             process_state = self._of_this_process(checkpoint)
             if process_state is not None:
                 self._restore_process(process_state)
@@ -165,21 +164,21 @@ class RunState:
     def _collect_process(self) -> dict[str, Any]:
         run, progress = self._run, self._run.progress
         names = {id(child): name for name, child in run.module.named_modules()}
-        # Values still on their way belong to the steps before this checkpoint.
-        run.logged.deliver(wait=True)
+        # First: it passes the values on their way to the loggers, whose code may draw random numbers.
+        values = run.logged.state_dict(lambda metric: names.get(id(metric)))
         if run.guard is not None:
             run.guard.keep_state()
         metrics = run.metrics_before_validation
         if metrics is None:
             # An evaluation starts again when resumed: what its metrics accumulated would count twice.
-            metrics = metric_states(run.module, leave_out=run.logged.evaluation_metrics())
+            metrics = run.metrics.state_dict()
         data = None
         if run.train.loaded:
             data = run.train.stream.state_dict(progress.batch, again=progress.begun and is_inside(run))
         return {
             "random": run.random_before_validation or collect_rng_state(),
             "data": data,
-            "values": run.logged.state_dict(lambda metric: names.get(id(metric))),
+            "values": values,
             "window_weight": run.window_weight,
             "window_divisor": run.accumulation_divisor(),
             "toggled": toggled_parameters(run.module),
@@ -390,8 +389,7 @@ class BatchStart:
         for item in batches:
             # The gradients of a step that is done are cleared before they are needed.
             self._state.save(gradients=run.gradients_may_count())
-            leave_out = run.logged.evaluation_metrics()
-            self._metrics = metric_states(run.module, leave_out=leave_out, copied=True)
+            self._metrics = run.metrics.state_dict(copied=True)
             self._versions = self._weight_versions()
             # A step may change its batch, and the resumed run needs it whole.
             run.train.stream.replace_held(copy.deepcopy)

@@ -12,7 +12,8 @@ from torch import nn
 
 from hasten._lib.observers import follow
 from hasten.arguments import Arguments
-from hasten.hooks import Hooks, nothing, overrides
+from hasten.checkpoint.metrics import ModuleMetrics
+from hasten.hooks import Hooks, nothing
 from hasten.logged_values import LoggedValues
 from hasten.loops.progress import Progress, RunningStage, TrainerState
 from hasten.loops.run_data import StageData, StallMonitor
@@ -21,7 +22,6 @@ from hasten.loops.user_code import FirstEpoch
 from hasten.module import LightningModule
 from hasten.optim import LRSchedulerConfig
 from hasten.optim.averaged import AveragedWeights
-from hasten.optim.fast_step import clears_gradients
 
 if TYPE_CHECKING:
     from hasten.compile.model import CompiledModel
@@ -90,6 +90,8 @@ class Run:
     # Which weights are in the module where optimizers train with others than they evaluate with.
     averages: AveragedWeights = field(default_factory=lambda: AveragedWeights(()))
     accumulate_grad_batches: int = 1
+    # Whether gradients may stay after a step: the loop finds out when it chooses how to train.
+    keeps_gradients: bool = True
     # Something was changed that the loop had decided upon: it decides again before the next batch.
     changed: bool = False
     should_stop: bool = False
@@ -137,6 +139,7 @@ class Run:
     undo: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
+        self.metrics = ModuleMetrics(self.module, self.logged.evaluation_metrics)
         follow(self)
 
     def replaced(self, owner: object) -> None:
@@ -197,14 +200,7 @@ class Run:
 
     def gradients_may_count(self) -> bool:
         """Return whether gradients that are there between two batches may be part of an optimizer's next step."""
-        module = self.module
-        # A zero_grad of the user's may keep them, or zeros in their place, with which an optimizer steps too.
-        return (
-            self.progress.accumulation_index > 0
-            or not module.automatic_optimization
-            or overrides(module, LightningModule, "optimizer_zero_grad")
-            or not all(map(clears_gradients, self.optimizers))
-        )
+        return self.progress.accumulation_index > 0 or self.keeps_gradients
 
     def may_stop_early(self) -> bool:
         """Return whether ``min_epochs`` and ``min_steps`` are reached."""

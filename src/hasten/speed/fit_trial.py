@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from hasten._lib.tree import batch_size_of
 from hasten.arguments import SPEED_NAMES
+from hasten.logged_value import batch_size_of
 from hasten.module.callback import Callback
 from hasten.profilers.simple import SimpleProfiler
 from hasten.seed import seed_everything

@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten._lib import VERSION
 from hasten._lib.errors import MisconfigurationException
-from hasten._lib.tree import batch_size_of, leaves
+from hasten._lib.tree import leaves
 from hasten.arguments import SPEED_NAMES
 from hasten.data.memory.read import is_random
+from hasten.logged_value import batch_size_of
 from hasten.machine.host import available_memory_bytes, cpu_name, process_memory_bytes, usable_cores
 from hasten.report.peaks import flop_counter, measured_peaks
 from hasten.seed import isolate_rng

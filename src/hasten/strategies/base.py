@@ -276,9 +276,9 @@ class Strategy(ABC):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
 
-    @abstractmethod
     def gather_objects(self, obj: T) -> list[T]:
         """Return the objects of all processes."""
+        return [obj]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all processes (or any) decided so."""

@@ -62,6 +62,3 @@ class SingleDeviceStrategy(Strategy):
 
     def barrier(self, name: str | None = None) -> None:
         pass
-
-    def gather_objects(self, obj: T) -> list[T]:
-        return [obj]

@@ -9,7 +9,7 @@ import torch
 
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.out_of_memory import is_out_of_memory
-from hasten._lib.tree import batch_size_of
+from hasten.logged_value import batch_size_of
 from hasten.loops.evaluate import evaluate, predict
 from hasten.loops.fit import train
 from hasten.loops.run import Run, Stopped

@@ -17,7 +17,8 @@ from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
-from hasten._lib.tree import batch_size_of, map_tensors, move_to
+from hasten._lib.tree import map_tensors, move_to
+from hasten.logged_value import batch_size_of
 from hasten.loggers.base import plain
 from hasten.machine.host import usable_cores
 
