@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hasten as L
-from hasten.callbacks import GradientAccumulationScheduler
+from hasten.callbacks import GradientAccumulationScheduler, LambdaCallback
 from tests.callbacks.resuming import assert_resumes_exactly, fitted, weights
 from tests.models import Classifier, loader, quiet
 
@@ -40,25 +40,18 @@ def test_it_equals_the_loop_written_by_hand() -> None:
 
 
 def test_a_resumed_run_accumulates_alike_also_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    assert_resumes_exactly(
-        tmp_path,
-        Classifier,
-        lambda: [GradientAccumulationScheduler({1: 4, 2: 2})],
-        [6, 7, 8, 11, 13, 16],
-        max_epochs=3,
-    )
+    callbacks = [lambda: [GradientAccumulationScheduler({1: 4, 2: 2})]]
+    assert_resumes_exactly(tmp_path, Classifier, callbacks[0], [6, 7, 8, 11, 13, 16], max_epochs=3)
 
 
 def test_the_trainer_is_left_as_it_was_and_can_fit_again() -> None:
     seen: list[int] = []
 
-    class Watch(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            seen.append(trainer.accumulate_grad_batches)
-
-    trainer = fitted(
-        Classifier, lambda: [GradientAccumulationScheduler({0: 3, 1: 2})], Watch(), data=loader(4)
+    watch = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: seen.append(trainer.accumulate_grad_batches)
     )
+    schedule = GradientAccumulationScheduler({0: 3, 1: 2})
+    trainer = fitted(Classifier, lambda: [schedule], watch, data=loader(4))
     assert trainer.accumulate_grad_batches == 1
     trainer.fit_loop.max_epochs = 2
     trainer.fit(trainer.lightning_module, loader(4))  # type: ignore[arg-type]
@@ -82,14 +75,12 @@ def test_the_number_of_steps_is_foreseen() -> None:
             Asking.foreseen = self.trainer.estimated_stepping_batches
             return super().configure_optimizers()
 
-    trainer = fitted(
-        Asking, lambda: [GradientAccumulationScheduler({1: 4, 2: 3})], data=loader(28), max_epochs=3
-    )
-    assert Asking.foreseen == trainer.global_step == 7 + 2 + 3
-    fitted(
-        Asking, lambda: [GradientAccumulationScheduler({1: 4})], data=loader(28), max_epochs=3, max_steps=8
-    )
-    assert Asking.foreseen == 8
+    def steps(schedule: dict[int, int], **options: Any) -> int:
+        callbacks = [GradientAccumulationScheduler(schedule)]
+        return fitted(Asking, lambda: callbacks, data=loader(28), max_epochs=3, **options).global_step
+
+    assert steps({1: 4, 2: 3}) == Asking.foreseen == 7 + 2 + 3
+    assert steps({1: 4}, max_steps=8) == Asking.foreseen == 8
 
 
 def test_what_applies_to_an_epoch() -> None:

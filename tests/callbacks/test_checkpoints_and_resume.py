@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hasten as L
-from hasten.callbacks import ModelCheckpoint
+from hasten.callbacks import LambdaCallback, ModelCheckpoint
 from hasten.checkpoint import files
 from hasten.loggers import CSVLogger
 from tests.callbacks.scripted import BATCHES, Scripted, names, run
@@ -37,23 +37,20 @@ def send(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def in_child(work: Callable[[], Any]) -> int:
-    """Run ``work`` in a forked process; return the number of the signal that killed it, or 0."""
+def run_and_die(*arguments: Any, **options: Any) -> None:
+    """Call ``run`` in a forked process, which kills itself."""
     child = os.fork()
     if child == 0:
         try:
-            work()
+            run(*arguments, **options)
         finally:
             os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 def books(checkpoint: ModelCheckpoint) -> dict[str, Any]:
     """Return the state by file names, without the folder."""
-
-    def name(path: str) -> str:
-        return os.path.basename(path)
-
+    name = os.path.basename
     return {
         "best": name(checkpoint.best_model_path),
         "score": checkpoint.best_model_score,
@@ -84,13 +81,8 @@ def test_a_killed_and_resumed_run_has_the_files_of_one_never_killed(
     run(Scripted(val=VALUES), whole, max_epochs=6)
 
     folder = tmp_path / "killed"
-    killer = StopAt(step, send(signal.SIGKILL))
-    killed = in_child(
-        lambda: run(
-            Scripted(val=VALUES), ModelCheckpoint(folder, "{epoch}-{step}", **options), killer, max_epochs=6
-        )
-    )
-    assert killed == -signal.SIGKILL
+    killed = ModelCheckpoint(folder, "{epoch}-{step}", **options)
+    run_and_die(Scripted(val=VALUES), killed, StopAt(step, send(signal.SIGKILL)), max_epochs=6)
     again = ModelCheckpoint(folder, "{epoch}-{step}", **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -98,9 +90,8 @@ def test_a_killed_and_resumed_run_has_the_files_of_one_never_killed(
     assert names(folder) == names(tmp_path / "whole")
     assert books(again) == books(whole)
     for name in names(folder):
-        assert (
-            files.load(folder / name)["global_step"] == files.load(tmp_path / "whole" / name)["global_step"]
-        )
+        one, other = (files.load(each / name)["global_step"] for each in (folder, tmp_path / "whole"))
+        assert one == other
 
 
 class KilledBeforeRemoving(ModelCheckpoint):
@@ -120,10 +111,7 @@ def test_what_a_killed_run_no_longer_wanted_is_removed_by_the_resumed_one(
     def module() -> Scripted:
         return Scripted(train=[1.0, 2.0, 3.0, 2.5])
 
-    killed = in_child(
-        lambda: run(module(), KilledBeforeRemoving(tmp_path, "{step}", **options), max_epochs=4)
-    )
-    assert killed == -signal.SIGKILL
+    run_and_die(module(), KilledBeforeRemoving(tmp_path, "{step}", **options), max_epochs=4)
     assert names(tmp_path) == ["step=12.ckpt", "step=8.ckpt"]
     monkeypatch.setattr(KilledBeforeRemoving, "deadly", False)
     checkpoint = KilledBeforeRemoving(tmp_path, "{step}", **options)
@@ -180,18 +168,13 @@ def test_a_failed_save_leaves_the_files_and_the_ranking_as_they_were(tmp_path: P
     }
 
 
-def test_litter_of_a_killed_writer_is_removed(tmp_path: Path) -> None:
-    class KilledWhileWriting(L.Callback):
-        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: Any) -> None:
-            if trainer.global_step == 8:
-                real = os.replace
-                os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-                assert real is not None
+def test_temporary_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    def die_while_writing(trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 8:
+            os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
-    killed = in_child(
-        lambda: run(Scripted(), ModelCheckpoint(tmp_path, "{step}"), KilledWhileWriting(), max_epochs=3)
-    )
-    assert killed == -signal.SIGKILL
+    killer = LambdaCallback(on_save_checkpoint=die_while_writing)
+    run_and_die(Scripted(), ModelCheckpoint(tmp_path, "{step}"), killer, max_epochs=3)
     assert len(names(tmp_path)) == 2
     run(Scripted(), ModelCheckpoint(tmp_path, "{step}"), max_epochs=3, ckpt_path="last")
     assert names(tmp_path) == ["step=12.ckpt"]
@@ -200,61 +183,44 @@ def test_litter_of_a_killed_writer_is_removed(tmp_path: Path) -> None:
 # -- stopped from outside, and errors
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code", "kind"), [(signal.SIGINT, 130, KeyboardInterrupt), (signal.SIGTERM, 143, SystemExit)]
+)
 @pytest.mark.parametrize("save_last", [None, True])
-def test_a_stopped_run_is_saved_and_goes_on(tmp_path: Path, number: int, code: int, save_last: Any) -> None:
+def test_a_stopped_run_is_saved_and_goes_on(
+    tmp_path: Path, number: int, code: int, kind: type[BaseException], save_last: Any
+) -> None:
+    seen: list[BaseException] = []
+    hears = LambdaCallback(on_exception=lambda trainer, module, error: seen.append(error))
     checkpoint = ModelCheckpoint(tmp_path, "{step}", save_last=save_last)
     with pytest.raises(SystemExit) as stopped:
-        run(Scripted(), checkpoint, StopAt(6, send(number)), max_epochs=3)
+        run(Scripted(), checkpoint, hears, StopAt(6, send(number)), max_epochs=3)
     assert stopped.value.code == code
+    assert isinstance(seen[0], kind)
+    assert getattr(seen[0], "code", code) == code
     assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]
     assert files.load(tmp_path / "last.ckpt")["global_step"] == 6
     run(Scripted(), ModelCheckpoint(tmp_path, "{step}", save_last=save_last), max_epochs=3, ckpt_path="last")
     assert names(tmp_path) == (["last.ckpt"] if save_last else []) + ["step=12.ckpt"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_callbacks_are_told_what_ends_a_stopped_run(number: int) -> None:
-    told: list[BaseException] = []
+def test_a_stopped_run_is_saved_once_and_only_between_batches(tmp_path: Path) -> None:
+    def stopped(folder: str, module: Scripted, *callbacks: ModelCheckpoint) -> list[str]:
+        with pytest.raises(SystemExit):
+            run(module, *callbacks, StopAt(2, send(signal.SIGINT)))
+        return names(tmp_path / folder)
 
-    class Hears(L.Callback):
-        def on_exception(self, trainer: L.Trainer, module: L.LightningModule, error: BaseException) -> None:
-            told.append(error)
-
-    with pytest.raises(SystemExit):
-        run(Scripted(), Hears(), StopAt(2, send(number)), enable_checkpointing=False)
-    (error,) = told
-    if number == signal.SIGTERM:
-        assert isinstance(error, SystemExit)
-        assert error.code == 143
-    else:
-        assert isinstance(error, KeyboardInterrupt)
-
-
-def test_a_stopped_run_is_saved_once(tmp_path: Path) -> None:
-    callbacks = [ModelCheckpoint(tmp_path, "a{step}"), ModelCheckpoint(tmp_path, "b{val_loss}", "val_loss")]
-    with pytest.raises(SystemExit):
-        run(Scripted(val=[1.0]), *callbacks, StopAt(2, send(signal.SIGINT)))
-    assert names(tmp_path) == ["last.ckpt"]
-
-
-def test_what_is_saved_already_is_not_saved_again_when_stopped(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2)
-    with pytest.raises(SystemExit):
-        run(Scripted(), checkpoint, StopAt(2, send(signal.SIGINT)))
-    assert names(tmp_path) == ["step=2.ckpt"]
-
-
-def test_a_half_done_batch_is_not_saved(tmp_path: Path) -> None:
     class Impatient(Scripted):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 2:
+            if batch_idx == 1:
                 raise KeyboardInterrupt
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(SystemExit):
-        run(Impatient(), ModelCheckpoint(tmp_path, "{step}"))
-    assert names(tmp_path) == []
+    two = [ModelCheckpoint(tmp_path / "a", "{step}"), ModelCheckpoint(tmp_path / "a", monitor="val_loss")]
+    assert stopped("a", Scripted(val=[1.0]), *two) == ["last.ckpt"]
+    due = ModelCheckpoint(tmp_path / "b", "{step}", every_n_train_steps=2)
+    assert stopped("b", Scripted(), due) == ["step=2.ckpt"]
+    assert stopped("c", Impatient(), ModelCheckpoint(tmp_path / "c")) == []
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -280,9 +246,8 @@ def test_last_is_the_newest_whole_file(tmp_path: Path) -> None:
         content[len(content) // 2] ^= 1
         (tmp_path / name).write_bytes(content)
     checkpoint = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, save_last=True)
-    module = Scripted()
     with pytest.warns(UserWarning, match=r"(?=.*last\.ckpt is damaged)(?=.*step=12\.ckpt is damaged)"):
-        trainer = run(module, checkpoint, max_epochs=3, ckpt_path="last")
+        trainer = run(Scripted(), checkpoint, max_epochs=3, ckpt_path="last")
     assert trainer.ckpt_path == str(tmp_path / "step=8.ckpt")
     # The damaged files are replaced, not stepped around.
     assert names(tmp_path) == ["last.ckpt", "step=12.ckpt", "step=4.ckpt", "step=8.ckpt"]
@@ -315,12 +280,6 @@ def test_a_damaged_file_is_named_once(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         go()
     assert len([one for one in caught if f"{path.name} is damaged" in str(one.message)]) == 1
-
-
-def test_without_a_checkpoint_there_is_no_last(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="No checkpoint will be loaded"):
-        trainer = run(Scripted(), ModelCheckpoint(tmp_path), ckpt_path="last")
-    assert trainer.global_step == 4
 
 
 def test_the_best_is_used_for_the_test(tmp_path: Path) -> None:

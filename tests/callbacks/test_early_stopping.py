@@ -11,23 +11,20 @@ import pytest
 import torch
 
 import hasten as L
-from hasten.callbacks import EarlyStopping, ModelCheckpoint
+from hasten.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from hasten.callbacks.early_stopping import EarlyStoppingReason
-from tests.callbacks.scripted import BATCHES, Scripted, run
+from tests.callbacks.scripted import BATCHES, Endless, Scripted, run
 from tests.models import quiet
-
-
-def epochs(trainer: L.Trainer) -> int:
-    return trainer.current_epoch
 
 
 def fit(values: list[float], epochs: int = 10, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
     """Return (trainer, stopper) after a fit that logs ``values`` in validation."""
     stopper = EarlyStopping("val_loss", **options)
-    run_of = run(
-        Scripted(val=values), stopper, max_epochs=epochs, enable_checkpointing=False, **(trainer or {})
-    )
-    return run_of, stopper
+    return quick(Scripted(val=values), stopper, max_epochs=epochs, **(trainer or {})), stopper
+
+
+def quick(module: Scripted, *callbacks: L.Callback, **arguments: Any) -> L.Trainer:
+    return run(module, *callbacks, enable_checkpointing=False, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +41,7 @@ def test_patience_counts_checks_without_improvement(
     values: list[float], patience: int, stopped_after: int
 ) -> None:
     trainer, stopper = fit(values, epochs=6, patience=patience)
-    assert epochs(trainer) == stopped_after
+    assert trainer.current_epoch == stopped_after
     if stopped_after < 6:
         assert stopper.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED
         assert stopper.stopped_epoch == stopped_after - 1
@@ -56,37 +53,41 @@ def test_patience_counts_checks_without_improvement(
 
 def test_mode_max() -> None:
     trainer, stopper = fit([1, 2, 3, 3, 3], mode="max", patience=2)
-    assert (epochs(trainer), stopper.best_score) == (5, 3)
+    assert (trainer.current_epoch, stopper.best_score) == (5, 3)
 
 
 @pytest.mark.parametrize(("min_delta", "stopped_after"), [(0.0, 5), (1 / 64, 5), (1 / 32, 4), (1 / 16, 3)])
 def test_an_improvement_is_more_than_min_delta(min_delta: float, stopped_after: int) -> None:
     # Numbers that floats hold exactly: the second value is better by 1/16.
     trainer, _ = fit([1.0, 15 / 16, 15 / 16, 14.5 / 16, 14.5 / 16], epochs=5, min_delta=min_delta, patience=2)
-    assert epochs(trainer) == stopped_after
+    assert trainer.current_epoch == stopped_after
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_stops(value: float) -> None:
     trainer, stopper = fit([1.0, value, 0.5])
-    assert epochs(trainer) == 2
+    assert trainer.current_epoch == 2
     assert stopper.stopping_reason == EarlyStoppingReason.NON_FINITE_METRIC
     trainer, _ = fit([1.0, value, 0.5], epochs=4, check_finite=False)
-    assert epochs(trainer) == 4
+    assert trainer.current_epoch == 4
 
 
-def test_thresholds() -> None:
-    trainer, stopper = fit([3.0, 2.0, 0.5, 0.1], stopping_threshold=1.0)
-    assert (epochs(trainer), stopper.stopping_reason) == (3, EarlyStoppingReason.STOPPING_THRESHOLD)
-    trainer, stopper = fit([3.0, 2.0, 9.5, 0.1], divergence_threshold=9.0)
-    assert (epochs(trainer), stopper.stopping_reason) == (3, EarlyStoppingReason.DIVERGENCE_THRESHOLD)
-    trainer, stopper = fit([3.0, 2.0, -9.5], mode="max", divergence_threshold=-9.0)
-    assert (epochs(trainer), stopper.stopping_reason) == (3, EarlyStoppingReason.DIVERGENCE_THRESHOLD)
+@pytest.mark.parametrize(
+    ("values", "options", "reason"),
+    [
+        ([3.0, 2.0, 0.5, 0.1], {"stopping_threshold": 1.0}, EarlyStoppingReason.STOPPING_THRESHOLD),
+        ([3.0, 2.0, 9.5, 0.1], {"divergence_threshold": 9.0}, EarlyStoppingReason.DIVERGENCE_THRESHOLD),
+        ([3, 2, -9.5], {"mode": "max", "divergence_threshold": -9}, EarlyStoppingReason.DIVERGENCE_THRESHOLD),
+    ],
+)
+def test_thresholds(values: list[float], options: dict[str, Any], reason: EarlyStoppingReason) -> None:
+    trainer, stopper = fit(values, **options)
+    assert (trainer.current_epoch, stopper.stopping_reason) == (3, reason)
 
 
 def test_min_epochs_come_first() -> None:
     trainer, _ = fit([1.0, 2.0, 3.0, 4.0], patience=1, trainer={"min_epochs": 4})
-    assert epochs(trainer) == 4
+    assert trainer.current_epoch == 4
 
 
 # -- when it checks
@@ -98,15 +99,9 @@ def test_validation_within_the_epoch() -> None:
 
 
 def test_epochs_without_validation_cost_no_patience() -> None:
-    trainer, _ = fit([3.0, 2.0, 2.0, 2.0], patience=2, trainer={"check_val_every_n_epoch": 2})
-    assert epochs(trainer) == 8
-    trainer, _ = fit(
-        [3.0, 2.0, 2.0, 2.0],
-        patience=2,
-        check_on_train_epoch_end=True,
-        trainer={"check_val_every_n_epoch": 2},
-    )
-    assert epochs(trainer) == 8
+    for options in ({}, {"check_on_train_epoch_end": True}):
+        trainer, _ = fit([3.0, 2.0, 2.0, 2.0], patience=2, trainer={"check_val_every_n_epoch": 2}, **options)
+        assert trainer.current_epoch == 8
 
 
 @pytest.mark.parametrize(("at_epoch_end", "steps"), [(None, 8), (False, 8), (True, 20)])
@@ -133,12 +128,9 @@ def test_one_validation_an_epoch_is_checked_when_the_epoch_ends(
 ) -> None:
     bests: list[float] = []
 
-    class Looks(L.Callback):
-        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            bests.append(float(stopper.best_score))
-
+    looks = LambdaCallback(on_train_epoch_end=lambda *_: bests.append(float(stopper.best_score)))
     stopper = EarlyStopping("val_loss", check_on_train_epoch_end=at_epoch_end)
-    run(Scripted(val=[3.0, 2.0, 1.0]), Looks(), stopper, max_epochs=3, enable_checkpointing=False)
+    quick(Scripted(val=[3.0, 2.0, 1.0]), looks, stopper, max_epochs=3)
     assert bests == known
 
 
@@ -148,15 +140,15 @@ def test_one_validation_an_epoch_is_checked_when_the_epoch_ends(
 def test_a_value_of_training_epochs_is_checked_when_it_is_new(arguments: dict[str, Any]) -> None:
     stopper = EarlyStopping("train_value", patience=2)
     module = Scripted(val=[1.0], train=[3.0, 2.0, 2.0, 2.0, 2.0, 2.0])
-    trainer = run(module, stopper, max_epochs=6, enable_checkpointing=False, **arguments)
-    assert epochs(trainer) == 4
+    trainer = quick(module, stopper, max_epochs=6, **arguments)
+    assert trainer.current_epoch == 4
 
 
 def test_the_sanity_check_costs_no_patience() -> None:
     stopper = EarlyStopping("val_loss", patience=1)
     trainer = quiet(callbacks=[stopper], max_epochs=3, num_sanity_val_steps=1)
     trainer.fit(Scripted(val=[1.0, 0.5, 0.25]), BATCHES, [torch.zeros(2, 1)])
-    assert epochs(trainer) == 3
+    assert trainer.current_epoch == 3
 
 
 def test_a_quick_check_is_not_stopped() -> None:
@@ -172,18 +164,10 @@ def test_a_quick_check_is_not_stopped() -> None:
     [{}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}, {"limit_val_batches": 0}],
     ids=str,
 )
-@pytest.mark.parametrize("error", [RuntimeError, ValueError])
-def test_an_absent_value_is_an_error_naming_what_is_there(
-    arguments: dict[str, Any], error: type[Exception]
-) -> None:
-    with pytest.raises(error, match=r"EarlyStopping\(monitor='val_los'\).*Log it with"):
-        run(
-            Scripted(val=[1.0]),
-            EarlyStopping("val_los"),
-            max_epochs=4,
-            enable_checkpointing=False,
-            **arguments,
-        )
+def test_an_absent_value_is_an_error_naming_what_is_there(arguments: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"EarlyStopping\(monitor='val_los'\).*Log it with") as caught:
+        quick(Scripted(val=[1.0]), EarlyStopping("val_los"), max_epochs=4, **arguments)
+    assert isinstance(caught.value, ValueError)
 
 
 def test_an_absent_value_is_found_out_in_an_endless_epoch() -> None:
@@ -193,17 +177,11 @@ def test_an_absent_value_is_found_out_in_an_endless_epoch() -> None:
     assert trainer.global_step == 5
 
 
-class Endless:
-    def __iter__(self) -> Any:
-        while True:
-            yield torch.zeros(2, 1)
-
-
 def test_an_absent_value_may_be_allowed() -> None:
     stopper = EarlyStopping("nothing", strict=False, verbose=True)
     with pytest.warns(RuntimeWarning, match="nothing"):
-        trainer = run(Scripted(val=[1.0]), stopper, max_epochs=2, enable_checkpointing=False)
-    assert epochs(trainer) == 2
+        trainer = quick(Scripted(val=[1.0]), stopper, max_epochs=2)
+    assert trainer.current_epoch == 2
 
 
 # -- state
@@ -223,7 +201,7 @@ def test_a_resumed_run_stops_when_the_uninterrupted_one_does(tmp_path: Path, spl
     run(*parts(), max_epochs=split)
     module, stopper, checkpoint = parts()
     trainer = run(module, stopper, checkpoint, max_epochs=7, ckpt_path=tmp_path / "last.ckpt")
-    assert epochs(trainer) == 5
+    assert trainer.current_epoch == 5
     assert (stopper.best_score, stopper.wait_count, stopper.stopped_epoch) == (4.0, 3, 4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import wrappers
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision, MulticlassRecall
 
-import hasten as L
+from hasten.callbacks import LambdaCallback
 from hasten.checkpoint import files
 from tests.callbacks.resuming import assert_same, fitted
 from tests.models import Classifier, loader
@@ -87,7 +88,7 @@ class Measured(Classifier):
         self.extremes.compute()
 
     def on_train_epoch_end(self) -> None:
-        metrics = (
+        modules = (
             self.extremes,
             self.running,
             self.several,
@@ -95,9 +96,8 @@ class Measured(Classifier):
             self.outputs,
             self.drawn,
             self.own,
-            *self.listed,
-            self.named["sum"],
         )
+        metrics = (*modules, *self.listed, self.named["sum"])
         self.last = {str(i): metric.compute() for i, metric in enumerate(metrics)}
         if self.tracker.n_steps:
             self.last["tracker"] = self.tracker.compute_all()
@@ -105,18 +105,12 @@ class Measured(Classifier):
         self.last["groups"] = self.several.compute_groups
 
 
-class Save(L.Callback):
-    """Save in a hook, when it is called for the n-th time."""
-
-    def __init__(self, path: Path, hook: str, call: int) -> None:
-        self.calls = 0
-
-        def save(trainer: L.Trainer, *_: Any) -> None:
-            self.calls += 1
-            if self.calls == call:
-                trainer.save_checkpoint(path)
-
-        setattr(self, hook, save)
+def save_at(path: Path, hook: str, call: int) -> LambdaCallback:
+    """Return a callback that saves in a hook when it is called for the n-th time."""
+    calls = itertools.count(1)
+    return LambdaCallback(
+        **{hook: lambda trainer, *_: trainer.save_checkpoint(path) if next(calls) == call else None}
+    )
 
 
 SAVES = [
@@ -132,23 +126,22 @@ SAVES = [
 @pytest.mark.parametrize(("hook", "call"), SAVES)
 def test_what_metrics_gathered_is_in_the_resumed_run(tmp_path: Path, hook: str, call: int) -> None:
     path, options = tmp_path / "a.ckpt", {"max_epochs": 3, "validation": loader(12, 4)}
-    save = Save(path, hook, call)
-    whole = fitted(Measured, list, save, **options)
+    whole = fitted(Measured, list, save_at(path, hook, call), **options)
     resumed = fitted(Measured, list, ckpt_path=path, seed=1, **options)
     assert_same(resumed.lightning_module.last, whole.lightning_module.last)
 
 
 def test_a_checkpoint_of_a_resumed_run_has_all_of_it(tmp_path: Path) -> None:
     one, two, options = tmp_path / "1.ckpt", tmp_path / "2.ckpt", {"validation": loader(12, 4)}
-    whole = fitted(Measured, list, Save(one, "on_train_batch_end", 2), **options)
-    fitted(Measured, list, Save(two, "on_train_batch_end", 1), ckpt_path=one, seed=2, **options)
+    whole = fitted(Measured, list, save_at(one, "on_train_batch_end", 2), **options)
+    fitted(Measured, list, save_at(two, "on_train_batch_end", 1), ckpt_path=one, seed=2, **options)
     twice = fitted(Measured, list, ckpt_path=two, seed=3, **options)
     assert_same(twice.lightning_module.last, whole.lightning_module.last)
 
 
 def test_what_a_metric_is_made_with_is_the_programs(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    fitted(Measured, list, Save(path, "on_train_batch_end", 2), validation=loader(12, 4))
+    fitted(Measured, list, save_at(path, "on_train_batch_end", 2), validation=loader(12, 4))
     resumed = fitted(lambda: Measured(scale=2.0), list, ckpt_path=path, validation=loader(12, 4))
     assert resumed.lightning_module.own.scale == 2.0
 
@@ -182,7 +175,7 @@ class Logged(Classifier):
 @pytest.mark.parametrize(("hook", "call"), SAVES)
 def test_metrics_that_are_logged_start_again_with_their_epoch(tmp_path: Path, hook: str, call: int) -> None:
     path, options = tmp_path / "a.ckpt", {"max_epochs": 3, "validation": loader(12, 4)}
-    whole = fitted(Logged, list, Save(path, hook, call), **options)
+    whole = fitted(Logged, list, save_at(path, hook, call), **options)
     resumed = fitted(Logged, list, ckpt_path=path, seed=1, **options)
     assert resumed.lightning_module.seen[-1] == whole.lightning_module.seen[-1]
 
@@ -201,7 +194,7 @@ def test_metrics_that_the_resumed_module_lacks_are_named(tmp_path: Path, caplog:
             self.by_batch[-1].update(loss.detach())
             return loss
 
-    fitted(Growing, list, Save(path, "on_train_batch_end", 2))
+    fitted(Growing, list, save_at(path, "on_train_batch_end", 2))
     with pytest.warns(UserWarning, match=r"\['by_batch.0', 'by_batch.1'\].*start again"):
         fitted(Growing, list, ckpt_path=path)
 
@@ -209,11 +202,9 @@ def test_metrics_that_the_resumed_module_lacks_are_named(tmp_path: Path, caplog:
 @pytest.mark.world_size(2)
 def test_each_process_goes_on_with_what_it_gathered(tmp_path: Path) -> None:
     logging.getLogger("hasten").setLevel(logging.ERROR)
-    path, options = (
-        tmp_path / "a.ckpt",
-        {"devices": 2, "strategy": "ddp", "data": loader(48), "validation": loader(16)},
-    )
-    whole = fitted(Measured, list, Save(path, "on_train_batch_end", 3), **options)
+    path = tmp_path / "a.ckpt"
+    options = {"devices": 2, "strategy": "ddp", "data": loader(48), "validation": loader(16)}
+    whole = fitted(Measured, list, save_at(path, "on_train_batch_end", 3), **options)
     resumed = fitted(Measured, list, ckpt_path=path, seed=1, **options)
     assert_same(resumed.lightning_module.last, whole.lightning_module.last)
     first, second = (rank["metrics"]["named['sum']"]["state"] for rank in files.load(path)["hasten"]["ranks"])

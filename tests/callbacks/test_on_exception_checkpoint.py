@@ -21,26 +21,31 @@ class Failing(Classifier):
     at = 8
     error: BaseException = RuntimeError("on purpose")
 
-    def fail(self, place: str) -> None:
-        if place == self.place and self.trainer.total_batch_idx + 1 == self.at:
-            raise self.error
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.fail("training_step")
         return super().training_step(batch, batch_idx)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.fail("validation_step")
+        super().validation_step(batch, batch_idx)
+
+    def fail(self, place: str) -> None:
+        if place == self.place and self.trainer.total_batch_idx + 1 == self.at:
+            raise self.error
+
+    def on_train_batch_start(self, *_: Any) -> None:
         self.fail("on_train_batch_start")
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         self.fail("on_train_batch_end")
 
     def on_train_epoch_end(self) -> None:
         self.fail("on_train_epoch_end")
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.fail("validation_step")
-        super().validation_step(batch, batch_idx)
+
+def failing(at: int, **more: Any) -> Failing:
+    model: Failing = type("Failing", (Failing,), {"at": at, **more})()
+    return model
 
 
 @pytest.mark.parametrize(
@@ -55,11 +60,10 @@ class Failing(Classifier):
     ],
 )
 def test_a_failed_run_goes_on_exactly(tmp_path: Path, place: str, at: int) -> None:
-    model = type("Failing", (Failing,), {"place": place, "at": at})
     options: dict[str, Any] = {"max_epochs": 3, "validation": loader(4), "enable_checkpointing": True}
     callback = OnExceptionCheckpoint(tmp_path, "failed")
     with pytest.raises(RuntimeError, match="on purpose"):
-        fitted(model, lambda: [callback], **options)
+        fitted(lambda: failing(at, place=place), lambda: [callback], **options)
     assert Path(callback.ckpt_path) == tmp_path / "failed.ckpt"
     assert Path(callback.ckpt_path).exists()
     resumed = fitted(Classifier, lambda: [callback], ckpt_path=tmp_path / "failed.ckpt", seed=9, **options)
@@ -78,7 +82,7 @@ def test_only_a_fit_that_succeeds_removes_it(tmp_path: Path) -> None:
         return quiet(callbacks=[callback], enable_checkpointing=True, **options)
 
     with pytest.raises(RuntimeError):
-        trainer().fit(type("F", (Failing,), {"at": 1})(), loader(8))
+        trainer().fit(failing(1), loader(8))
     assert path.exists()
     trainer().test(Classifier(), loader(8), ckpt_path=path, verbose=False)
     trainer().predict(Classifier(), loader(8))
@@ -86,7 +90,7 @@ def test_only_a_fit_that_succeeds_removes_it(tmp_path: Path) -> None:
     assert path.exists()
     before = path.read_bytes()
     with pytest.raises(RuntimeError):
-        trainer().fit(type("F", (Failing,), {"at": 0})(), loader(8))
+        trainer().fit(failing(0), loader(8))
     assert path.read_bytes() != before
     trainer().fit(Classifier(), loader(8))
     assert not path.exists()
@@ -111,7 +115,7 @@ def test_where_no_run_has_begun_nothing_is_saved(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="in validation"):
         trainer.fit(Broken(), loader(8), loader(8))  # In the sanity check.
     with pytest.raises(RuntimeError, match="on purpose"):
-        quiet(callbacks=[callback], fast_dev_run=True).fit(type("F", (Failing,), {"at": 0})(), loader(8))
+        quiet(callbacks=[callback], fast_dev_run=True).fit(failing(0), loader(8))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -123,11 +127,11 @@ def test_the_exception_is_seen_even_if_the_run_cannot_be_saved(tmp_path: Path) -
         pytest.warns(UserWarning, match="OnExceptionCheckpoint could not write"),
         pytest.raises(RuntimeError, match="on purpose"),
     ):
-        trainer.fit(type("F", (Failing,), {"at": 0})(), loader(8))
+        trainer.fit(failing(0), loader(8))
 
 
 def test_ctrl_c_saves_the_run(tmp_path: Path) -> None:
-    model = type("F", (Failing,), {"at": 1, "error": KeyboardInterrupt()})()
+    model = failing(1, error=KeyboardInterrupt())
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         quiet(callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True).fit(model, loader(8))
     stored = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)

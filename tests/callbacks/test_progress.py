@@ -23,7 +23,7 @@ from hasten.callbacks.progress import Tqdm
 from hasten.callbacks.rich_progress import RichProgressBarTheme, speed_text
 from hasten.hooks import overrides
 from hasten.loggers import CSVLogger
-from tests.callbacks.scripted import BATCHES, Scripted
+from tests.callbacks.scripted import BATCHES, Endless, Scripted, python_calls
 from tests.models import quiet
 
 pty = pytest.importorskip("pty")
@@ -52,17 +52,18 @@ class Model(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-begun = time.monotonic()
 batches = [torch.zeros(1)] * 400
-trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
-                    callbacks=[L.callbacks.BAR()], log_every_n_steps=10)
-model = Model()
-trainer.fit(model, batches, batches[:20])
-print("seconds", time.monotonic() - begun, file=sys.stderr)
-trainer.validate(model, batches[:30], verbose=False)
-several = [torch.utils.data.DataLoader(torch.zeros(n, 1)) for n in (10, 7)]
-trainer.test(model, several, verbose=False)
-trainer.predict(model, batches[:5])
+for name in sys.argv[1:]:
+    begun = time.monotonic()
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
+                        callbacks=[getattr(L.callbacks, name)()], log_every_n_steps=10)
+    model = Model()
+    trainer.fit(model, batches, batches[:20])
+    print("seconds", time.monotonic() - begun, file=sys.stderr)
+    trainer.validate(model, batches[:30], verbose=False)
+    several = [torch.utils.data.DataLoader(torch.zeros(n, 1)) for n in (10, 7)]
+    trainer.test(model, several, verbose=False)
+    trainer.predict(model, batches[:5])
 """
 # For each bar, regular expressions of its lines: training, validation, test and prediction; and an epoch in lines.
 LOOKS = {
@@ -92,8 +93,8 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
 
 
-def in_terminal(program: str, columns: int = 130) -> str:
-    """Run a program in its own terminal; return every byte it showed."""
+def in_terminal(kind: str, columns: int = 130) -> str:
+    """Run the program in its own terminal; return every byte it showed."""
     import fcntl
     import struct
     import termios
@@ -101,7 +102,7 @@ def in_terminal(program: str, columns: int = 130) -> str:
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=child, stderr=child, stdin=child, env=environment()
+        [sys.executable, "-c", PROGRAM, kind], stdout=child, stderr=child, stdin=child, env=environment()
     )
     os.close(child)
     shown = b""
@@ -141,7 +142,7 @@ def screen(shown: str) -> list[str]:
 @pytest.mark.parametrize("kind", LOOKS)
 def test_in_a_terminal(kind: str) -> None:
     training_line, others, refreshes, _ = LOOKS[kind]
-    shown = in_terminal(PROGRAM.replace("BAR", kind))
+    shown = in_terminal(kind)
     final = screen(shown)
     # One line for training, in its last state, with the values of its last step and of validation.
     (training,) = [line for line in final if line.startswith("Epoch")]
@@ -166,29 +167,29 @@ def test_in_a_terminal(kind: str) -> None:
 
 
 def test_a_narrow_terminal_is_not_overrun() -> None:
-    shown = in_terminal(PROGRAM.replace("BAR", "TQDMProgressBar"), columns=50)
+    shown = in_terminal("TQDMProgressBar", columns=50)
     assert max(len(line) for line in screen(shown)) <= 50
 
 
-@pytest.mark.parametrize("kind", LOOKS)
-def test_in_a_pipe_or_file_there_are_whole_lines(tmp_path: Path, kind: str) -> None:
+def test_in_a_pipe_or_file_there_are_whole_lines(tmp_path: Path) -> None:
     with open(tmp_path / "log.txt", "wb") as file:
-        program = PROGRAM.replace("BAR", kind)
-        subprocess.run([sys.executable, "-c", program], stdout=file, env=environment(), check=True)
+        subprocess.run([sys.executable, "-c", PROGRAM, *LOOKS], stdout=file, env=environment(), check=True)
     shown = (tmp_path / "log.txt").read_bytes().decode()
-    assert "\r" not in shown
-    assert "\x1b" not in shown
+    assert not {"\r", "\x1b"} & set(shown)
     lines = [line for line in shown.splitlines() if re.match(r"Epoch|printed|Val|Test|Pred", line)]
-    epoch = LOOKS[kind][3]
-    assert [line.split(" [")[0] for line in lines] == [
-        "printed 0",
-        f"{epoch.format(0)}: 400/400",
-        "printed 1",
-        f"{epoch.format(1)}: 400/400",
+    evaluations = [
         "Validation DataLoader 0: 30/30",
         "Testing DataLoader 0: 10/10",
         "Testing DataLoader 1: 7/7",
-        "Predicting DataLoader 0: 5/5",
+    ]
+    assert [line.split(" [")[0] for line in lines] == [
+        line
+        for *_, epoch in LOOKS.values()
+        for line in (
+            *("printed 0", f"{epoch.format(0)}: 400/400", "printed 1", f"{epoch.format(1)}: 400/400"),
+            *evaluations,
+            "Predicting DataLoader 0: 5/5",
+        )
     ]
     assert "val_loss=0.250" in lines[1]
     assert re.search(r"\[\d\d:\d\d, [0-9.]+it/s, ", lines[1])
@@ -219,27 +220,18 @@ def epoch_line(terminal: io.StringIO) -> str:
     return next(line for line in screen(terminal.getvalue()) if line.startswith("Epoch"))
 
 
-class Endless:
-    def __iter__(self) -> Any:
-        while True:
-            yield torch.zeros(2, 1)
-
-
-@pytest.mark.parametrize(("epochs", "line"), [(3, "Epoch 0: 7 ["), (-1, "Epoch 0: 7/7 [")])
+@pytest.mark.parametrize(
+    ("epochs", "line", "rich_line"),
+    [(3, "Epoch 0: 7 [", r"Epoch 0/2 .* 7/-- .*• -:--:--"), (-1, "Epoch 0: 7/7 [", r"Epoch 0  .* 7/7 ")],
+)
 def test_a_length_that_is_unknown_or_limited_by_steps(
-    capsys: pytest.CaptureFixture[str], epochs: int, line: str
+    capsys: pytest.CaptureFixture[str], epochs: int, line: str, rich_line: str
 ) -> None:
     fit(TQDMProgressBar(), Endless(), max_steps=7, max_epochs=epochs)
     assert line in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("epochs", "line"), [(-1, r"Epoch 0  .* 7/7 "), (3, r"Epoch 0/2 .* 7/-- .*• -:--:--")]
-)
-def test_a_length_that_is_unknown_or_limited_by_steps_with_rich(epochs: int, line: str) -> None:
     terminal = Terminal()
     fit(rich_bar(terminal), Endless(), max_steps=7, max_epochs=epochs)
-    assert re.match(line, epoch_line(terminal))
+    assert re.match(rich_line, epoch_line(terminal))
 
 
 def test_long_epochs_write_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,11 +281,6 @@ def test_while_the_clock_stands_still_nothing_is_drawn_in_between(monkeypatch: p
     fit(bar)
     assert not {2, 3} & set(bar.drawn)
     assert 4 in bar.drawn
-
-
-@pytest.mark.parametrize(("rate", "seconds"), [(100, 0.1), (10, 0.1), (4, 0.25)])
-def test_refreshes_a_second(rate: int, seconds: float) -> None:
-    assert RichProgressBar(refresh_rate=rate)._refresh_seconds == seconds
 
 
 def test_a_line_before_any_time_has_passed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,11 +371,11 @@ def test_columns_and_colours_can_be_chosen() -> None:
 
 
 def test_defaults_are_those_of_lightning() -> None:
-    theme = RichProgressBarTheme()
+    theme, bar = RichProgressBarTheme(), RichProgressBar()
     assert (theme.progress_bar, theme.time, theme.metrics_format) == ("#6206E0", "dim", ".3f")
-    bar = RichProgressBar()
     assert (bar.refresh_rate, bar.theme, bar.is_enabled) == (100, theme, True)
     assert not isinstance(bar, TQDMProgressBar)
+    assert [RichProgressBar(rate)._refresh_seconds for rate in (100, 10, 4)] == [0.1, 0.1, 0.25]
 
 
 def test_a_notebook_without_widgets_gets_lines(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -417,35 +404,33 @@ def test_a_new_kind_of_bar() -> None:
 
 def test_the_tasks_can_be_read() -> None:
     seen: dict[str, tuple[float, float]] = {}
+    bar = rich_bar(Terminal())
 
     def check_start(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        task = trainer.progress_bar_callback.train_progress_bar
-        if batch_idx == 0:
-            assert (task.completed, task.visible) == (0, True)  # Each epoch starts at 0.
-            assert task.fields["initial"] == 0
+        task = bar.train_progress_bar
+        if batch_idx == 0:  # Each epoch starts at 0.
+            assert (task.completed, task.visible, task.fields["initial"]) == (0, True, 0)
 
     def read_training(trainer: Any, module: Any) -> None:
-        task = trainer.progress_bar_callback.train_progress_bar
+        task = bar.train_progress_bar
         seen["train"] = (task.completed, task.total)
-        assert task.id == trainer.progress_bar_callback.train_progress_bar_id
+        assert task.id == bar.train_progress_bar_id
 
     def read_validation(trainer: Any, module: Any) -> None:
-        seen["val"] = (0, trainer.progress_bar_callback.val_progress_bar.total)
+        seen["val"] = (0, bar.val_progress_bar.total)
 
     reads = LambdaCallback(
         on_train_batch_start=check_start,
         on_train_epoch_end=read_training,
         on_validation_epoch_end=read_validation,
     )
-    bar = rich_bar(Terminal())
     trainer = quiet(callbacks=[bar, reads], enable_progress_bar=True, max_epochs=2)
     trainer.fit(Scripted(val=[1.0, 2.0]), BATCHES, [torch.zeros(2, 1)])
     assert seen == {"train": (4, 4), "val": (0, 1)}
     assert bar.progress is None  # Nothing is left open.
     assert (bar.test_progress_bar_id, bar.predict_progress_bar_id) == (None, None)
-    with pytest.raises(
-        TypeError, match=r"`RichProgressBar._test_progress_bar` reference has not been set yet"
-    ):
+    message = r"`RichProgressBar._test_progress_bar` reference has not been set yet"
+    with pytest.raises(TypeError, match=message):
         _ = bar.test_progress_bar
 
 
@@ -482,19 +467,7 @@ class TestBoth:
         bar = make()
         fit(bar)
         bar._next_refresh = time.monotonic() + 1000
-        calls: list[str] = []
-
-        def count(frame: Any, event: str, _: Any) -> None:
-            if event == "call":
-                calls.append(frame.f_code.co_name)
-
-        hook = bar.on_train_batch_end
-        sys.setprofile(count)
-        try:
-            hook(None, None, None, None, 3)
-        finally:
-            sys.setprofile(None)
-        assert calls == ["on_train_batch_end"]
+        assert python_calls(bar.on_train_batch_end, None, None, None, None, 3) == ["on_train_batch_end"]
 
     def test_it_can_be_pickled(self, make: Any) -> None:
         bar = make(refresh_rate=3)

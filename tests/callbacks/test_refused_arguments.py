@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -9,245 +10,175 @@ import pytest
 from torch.nn.utils import prune
 from torch.optim.swa_utils import get_ema_avg_fn
 
-from hasten.callbacks import (
-    BackboneFinetuning,
-    BasePredictionWriter,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ModelPruning,
-    ModelSummary,
-    OnExceptionCheckpoint,
-    RichProgressBar,
-    SpikeDetection,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
-    WeightAveraging,
-)
+from hasten import callbacks as cb
 
 NAN = float("nan")
 
-# For each callback: the arguments it needs, and wrong ones with a part of the message (by default the argument).
-REFUSED: dict[type, tuple[dict[str, Any], list[tuple[dict[str, Any], str | None]]]] = {
-    BackboneFinetuning: (
-        {},
-        [
-            (
-                {"unfreeze_backbone_at_epoch": -1},
-                r"unfreeze_backbone_at_epoch=-1\): use a whole number of at least 0",
-            ),
-            ({"unfreeze_backbone_at_epoch": 1.5}, None),
-            ({"rounding": True}, None),
-            ({"backbone_initial_ratio_lr": 0}, r"backbone_initial_ratio_lr=0\): use a number above 0\."),
-            ({"backbone_initial_lr": -0.1}, r"backbone_initial_lr=-0.1\): use a number above 0, or None"),
-            ({"initial_denom_lr": None}, None),
-            ({"initial_denom_lr": "10"}, None),
-            ({"lambda_func": 1.5}, r"lambda_func=1.5\): use a function"),
-        ],
-    ),
-    BasePredictionWriter: (
-        {},
-        [({"write_interval": "batches"}, r"use one of 'batch', 'epoch', 'batch_and_epoch'.*'batch'")],
-    ),
-    EarlyStopping: (
-        {"monitor": "val_loss"},
-        [
-            ({"mode": "best"}, None),
-            ({"patience": -1}, None),
-            ({"patience": 1.5}, None),
-            ({"min_delta": "a"}, None),
-            ({"stopping_threshold": "a"}, None),
-            ({"monitor": 3}, None),
-        ],
-    ),
-    EMAWeightAveraging: (
-        {},
-        [
-            ({"decay": 1.1}, r"decay=1.1\): use a number from 0 to 1"),
-            ({"decay": -0.1}, None),
-            ({"decay": True}, None),
-            ({"decay": "0.9"}, None),
-            (
-                {"update_every_n_steps": -1},
-                r"update_every_n_steps=-1\): use a whole number of at least 0\.",
-            ),
-            ({"update_every_n_steps": None}, None),
-            ({"update_starting_at_step": 1.5}, r"use a whole number of at least 0, or None"),
-            ({"update_starting_at_epoch": True}, None),
-        ],
-    ),
-    GradientAccumulationScheduler: (
-        {},
-        [
-            ({"scheduling": {-1: 2}}, r"epoch=-1\): use a whole number of at least 0"),
-            ({"scheduling": {1.0: 2}}, "epoch=1.0"),
-            ({"scheduling": {True: 2}}, "epoch=True"),
-            ({"scheduling": {2: 0}}, r"epoch 2=0\): use a whole number of batches, at least 1"),
-            ({"scheduling": {2: 2.0}}, "epoch 2=2.0"),
-            ({"scheduling": {2: True}}, "epoch 2=True"),
-        ],
-    ),
-    LearningRateMonitor: ({}, [({"logging_interval": "batch"}, None)]),
-    ModelCheckpoint: (
-        {},
-        [
-            ({"mode": "best"}, None),
-            ({"save_top_k": -2}, "save_top_k=-2"),
-            ({"save_top_k": 2}, "monitor=None"),
-            ({"every_n_epochs": -1}, None),
-            ({"every_n_train_steps": -1}, None),
-            ({"every_n_epochs": 1, "every_n_train_steps": 1}, "mutually exclusive"),
-            ({"every_n_epochs": 1, "train_time_interval": timedelta(1)}, "mutually exclusive"),
-            ({"save_last": "yes"}, None),
-            ({"monitor": ""}, None),
-            ({"filename": "../{epoch}"}, "leaves the folder"),
-            ({"filename": "/tmp/{epoch}"}, "leaves the folder"),
-            ({"filename": "{epoch:zz}"}, "not a format of a number"),
-            ({"filename": "{}"}, "without a name"),
-        ],
-    ),
-    ModelPruning: (
-        {"pruning_fn": "l1_unstructured"},
-        [
-            ({"pruning_fn": "l1"}, r"pruning_fn='l1'\): use one of 'ln_structured', 'l1_unstructured'"),
-            ({"pruning_fn": 5}, r"pruning_fn=5\): use one of"),
-            ({"pruning_fn": prune.L1Unstructured(1)}, "the class, not an instance"),
-            ({"pruning_fn": prune.LnStructured}, "structured pruning ranks one parameter at a time"),
-            (
-                {"pruning_fn": prune.L1Unstructured, "use_global_unstructured": False},
-                "a class needs use_global",
-            ),
-            ({"pruning_fn": "random_structured", "use_global_unstructured": False}, "pruning_dim"),
-            (
-                {"pruning_fn": "ln_structured", "pruning_dim": 0, "use_global_unstructured": False},
-                "pruning_norm",
-            ),
-            ({"pruning_fn": "random_structured", "pruning_dim": 0}, "Use use_global_unstructured=False"),
-            ({"parameter_names": ["weights"]}, r"'weights'\): use one of 'weight', 'bias'.*'weight'"),
-            ({"amount": "0.5"}, r"amount='0.5'\): use a share from 0.0 to 1.0 \(float\), a number"),
-            ({"amount": True}, None),
-            ({"amount": 1.5}, None),
-            ({"amount": -1}, None),
-            ({"verbose": 3}, r"verbose=3\): use one of 0, 1, 2"),
-        ],
-    ),
-    ModelSummary: ({}, [({"max_depth": -2}, None)]),
-    RichProgressBar: ({}, [({"refresh_rate": rate}, None) for rate in (-1, True, "fast", None)]),
-    SpikeDetection: (
-        {},
-        [
-            ({"mode": "mix"}, r"mode='mix'\): use one of 'min', 'max'"),
-            ({"window": 0}, r"window=0\): use a whole number of at least 1"),
-            ({"window": 1.5}, None),
-            ({"warmup": -1}, r"warmup=-1\): use a whole number of at least 0"),
-            ({"warmup": True}, None),
-            ({"atol": -1.0}, r"atol=-1.0\): use a number of at least 0, or None"),
-            ({"rtol": "2"}, None),
-            ({"rtol": NAN}, None),
-            ({"rtol": True}, None),
-        ],
-    ),
-    StochasticWeightAveraging: (
-        {"swa_lrs": 0.1},
-        [
-            ({"swa_lrs": 0}, r"swa_lrs=0\): use a number above 0, or a list"),
-            ({"swa_lrs": -0.1}, None),
-            ({"swa_lrs": True}, None),
-            ({"swa_lrs": []}, r"swa_lrs=\[\]"),
-            ({"swa_lrs": [0.1, "a"]}, "swa_lrs="),
-            ({"swa_epoch_start": 0}, r"swa_epoch_start=0\): use an epoch counted from 1"),
-            ({"swa_epoch_start": 1.1}, None),
-            ({"swa_epoch_start": -0.1}, None),
-            ({"swa_epoch_start": True}, None),
-            ({"swa_epoch_start": "5"}, None),
-            ({"annealing_epochs": -1}, r"annealing_epochs=-1\): use a whole number of at least 0"),
-            ({"annealing_epochs": 1.5}, None),
-            ({"annealing_epochs": True}, None),
-            ({"annealing_strategy": "linea"}, "annealing_strategy='linea'.*'cos', 'linear'.*'linear'"),
-            ({"avg_fn": 5}, r"avg_fn=5\): use a function"),
-            ({"device": "gpu7"}, "StochasticWeightAveraging.device='gpu7'"),
-        ],
-    ),
-    Timer: ({}, [({"duration": "soon"}, "duration"), ({"duration": 5}, None), ({"interval": "batch"}, None)]),
-    TQDMProgressBar: (
-        {},
-        [({"refresh_rate": -1}, None), ({"refresh_rate": 1.5}, None), ({"process_position": -1}, None)],
-    ),
-    WeightAveraging: (
-        {},
-        [
-            ({"avg_fn": 0.9}, r"avg_fn=0.9\): use a function"),
-            ({"avg_fn": get_ema_avg_fn(), "multi_avg_fn": print}, "Give one of them"),
-            ({"device": "gpu7"}, r"device='gpu7'\): use a device such as"),
-            ({"device": True}, None),
-        ],
-    ),
+# The arguments that a callback needs beside the wrong one.
+NEEDED: dict[type, dict[str, Any]] = {
+    cb.EarlyStopping: {"monitor": "val_loss"},
+    cb.ModelPruning: {"pruning_fn": "l1_unstructured"},
+    cb.StochasticWeightAveraging: {"swa_lrs": 0.1},
 }
-CASES = [
-    (kind, {**needed, **wrong}, message or f"{next(iter(wrong))}={next(iter(wrong.values()))!r}")
-    for kind, (needed, cases) in REFUSED.items()
-    for wrong, message in cases
+# The message begins with "Callback(argument=value): use".
+WRONG: dict[type, dict[str, list[Any]]] = {
+    cb.BackboneFinetuning: {
+        "unfreeze_backbone_at_epoch": [-1, 1.5],
+        "rounding": [True],
+        "backbone_initial_ratio_lr": [0],
+        "backbone_initial_lr": [-0.1],
+        "initial_denom_lr": [None, "10"],
+        "lambda_func": [1.5],
+    },
+    cb.BasePredictionWriter: {"write_interval": ["batches"]},
+    cb.BatchSizeFinder: {
+        "mode": ["bin"],
+        "steps_per_trial": [0],
+        "max_trials": [True],
+        "max_val": [2.5],
+        "margin": [-0.1],
+    },
+    cb.EarlyStopping: {
+        "mode": ["best"],
+        "patience": [-1, 1.5],
+        "min_delta": ["a"],
+        "stopping_threshold": ["a"],
+        "monitor": [3, ""],
+    },
+    cb.EMAWeightAveraging: {
+        "decay": [1.1, -0.1, True, "0.9"],
+        "update_every_n_steps": [-1, None],
+        "update_starting_at_step": [1.5],
+        "update_starting_at_epoch": [True],
+    },
+    cb.LearningRateFinder: {"mode": ["exp"]},
+    cb.LearningRateMonitor: {"logging_interval": ["batch"]},
+    cb.ModelCheckpoint: {
+        "mode": ["best"],
+        "save_top_k": [-2],
+        "every_n_epochs": [-1],
+        "every_n_train_steps": [-1],
+        "save_last": ["yes"],
+        "monitor": [""],
+    },
+    cb.ModelPruning: {
+        "pruning_fn": ["l1", 5],
+        "amount": ["0.5", True, 1.5, -1],
+        "verbose": [3],
+    },
+    cb.RichProgressBar: {"refresh_rate": [-1, True, "fast", None]},
+    cb.SpikeDetection: {
+        "mode": ["mix"],
+        "window": [0, 1.5],
+        "warmup": [-1, True],
+        "atol": [-1.0],
+        "rtol": ["2", NAN, True],
+    },
+    cb.StochasticWeightAveraging: {
+        "swa_lrs": [0, -0.1, True, [], [0.1, "a"]],
+        "swa_epoch_start": [0, 1.1, -0.1, True, "5"],
+        "annealing_epochs": [-1, 1.5, True],
+        "annealing_strategy": ["linea"],
+        "avg_fn": [5],
+        "device": ["gpu7"],
+    },
+    cb.Timer: {"duration": [5], "interval": ["batch"]},
+    cb.TQDMProgressBar: {"refresh_rate": [-1, 1.5], "process_position": [-1]},
+    cb.WeightAveraging: {"avg_fn": [0.9], "device": ["gpu7", True]},
+}
+VALUES = [
+    (kind, name, value) for kind, wrong in WRONG.items() for name, values in wrong.items() for value in values
 ]
 
 
-@pytest.mark.parametrize(("kind", "arguments", "message"), CASES, ids=range(len(CASES)))
-def test_wrong_values(kind: type, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        kind(**arguments)
+@pytest.mark.parametrize(("kind", "name", "value"), VALUES, ids=range(len(VALUES)))
+def test_wrong_values(kind: type, name: str, value: Any) -> None:
+    message = f"{kind.__name__}({name}={value!r}): use "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind(**{**NEEDED.get(kind, {}), name: value})
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
-    [
-        (DeviceStatsMonitor, {"cpu_stats": "yes"}, "cpu_stats='yes'"),
-        (EMAWeightAveraging, {"avg_fn": print}, r"Use WeightAveraging\(avg_fn=...\)"),
-        (GradientAccumulationScheduler, {"scheduling": {}}, r"scheduling=\{\}\): give a dict"),
+# Other messages, most of them of arguments that do not go together.
+OTHERS: list[tuple[type, dict[str, Any], type[Exception], str]] = [
+    (cb.DeviceStatsMonitor, {"cpu_stats": "yes"}, TypeError, "cpu_stats='yes'"),
+    (cb.EMAWeightAveraging, {"avg_fn": print}, TypeError, r"Use WeightAveraging\(avg_fn=...\)"),
+    (cb.GradientAccumulationScheduler, {"scheduling": {}}, TypeError, r"scheduling=\{\}\): give a dict"),
+    (cb.GradientAccumulationScheduler, {"scheduling": [(0, 2)]}, TypeError, "give a dict of epoch to number"),
+    *(
+        (cb.GradientAccumulationScheduler, {"scheduling": {epoch: batches}}, ValueError, message)
+        for epoch, batches, message in (
+            (-1, 2, r"epoch=-1\): use a whole number of at least 0"),
+            (1.0, 2, "epoch=1.0"),
+            (True, 2, "epoch=True"),
+            (2, 0, r"epoch 2=0\): use a whole number of batches, at least 1"),
+            (2, 2.0, "epoch 2=2.0"),
+            (2, True, "epoch 2=True"),
+        )
+    ),
+    (cb.LambdaCallback, {"on_train_strat": print}, TypeError, r"no hook of that name.*'on_train_start'"),
+    (cb.LambdaCallback, {"on_train_start": 3}, TypeError, r"on_train_start=3\): use a function"),
+    (cb.LearningRateFinder, {"min_lr": 2.0}, ValueError, r"min_lr=2\.0, max_lr=1"),
+    (cb.LearningRateFinder, {"num_training_steps": 0}, ValueError, "num_training=0"),
+    (cb.ModelCheckpoint, {"save_top_k": 2}, ValueError, "monitor=None"),
+    (cb.ModelCheckpoint, {"every_n_epochs": 1, "every_n_train_steps": 1}, ValueError, "mutually exclusive"),
+    (cb.ModelCheckpoint, {"every_n_epochs": 1, "train_time_interval": timedelta(1)}, ValueError, "exclusive"),
+    (cb.ModelCheckpoint, {"filename": "../{epoch}"}, ValueError, "leaves the folder"),
+    (cb.ModelCheckpoint, {"filename": "/tmp/{epoch}"}, ValueError, "leaves the folder"),
+    (cb.ModelCheckpoint, {"filename": "{epoch:zz}"}, ValueError, "not a format of a number"),
+    (cb.ModelCheckpoint, {"filename": "{}"}, ValueError, "without a name"),
+    (cb.ModelCheckpoint, {"train_time_interval": 5}, TypeError, "train_time_interval=5"),
+    (cb.ModelCheckpoint, {"every_n_epochs": 1.5}, TypeError, "every_n_epochs=1.5"),
+    (cb.ModelCheckpoint, {"filename": 5}, TypeError, "filename"),
+    (cb.ModelCheckpoint, {"dirpath": 5}, TypeError, "dirpath=5"),
+    (
+        cb.ModelPruning,
+        {"parameter_names": ["weights"]},
+        ValueError,
+        r"'weights'\): use one of 'weight', 'bias'",
+    ),
+    (cb.ModelPruning, {"pruning_fn": prune.L1Unstructured(1)}, ValueError, "the class, not an instance"),
+    (cb.ModelPruning, {"pruning_fn": prune.LnStructured}, ValueError, "ranks one parameter at a time"),
+    *(
         (
-            GradientAccumulationScheduler,
-            {"scheduling": [(0, 2)]},
-            "give a dict of epoch to number of batches",
-        ),
-        (LambdaCallback, {"on_train_strat": print}, r"no hook of that name.*'on_train_start'"),
-        (LambdaCallback, {"on_train_start": 3}, r"on_train_start=3\): use a function"),
-        (ModelCheckpoint, {"train_time_interval": 5}, "train_time_interval=5"),
-        (ModelCheckpoint, {"every_n_epochs": 1.5}, "every_n_epochs=1.5"),
-        (ModelCheckpoint, {"filename": 5}, "filename"),
-        (ModelCheckpoint, {"dirpath": 5}, "dirpath=5"),
-        (OnExceptionCheckpoint, {"dirpath": None}, r"dirpath=None\): use a path"),
-        (ThroughputMonitor, {"batch_size_fn": 4}, r"ThroughputMonitor\(batch_size_fn=4\)"),
-        (ThroughputMonitor, {"batch_size_fn": len, "length_fn": "x"}, r"ThroughputMonitor\(length_fn='x'\)"),
-        (WeightAveraging, {"avg_fun": print}, r"WeightAveraging\(avg_fun=...\).*avg_fn"),
-    ],
-)
-def test_wrong_types(kind: type, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        kind(**arguments)
+            cb.ModelPruning,
+            {"pruning_fn": fn, "use_global_unstructured": False, **options},
+            ValueError,
+            message,
+        )
+        for fn, options, message in (
+            (prune.L1Unstructured, {}, "a class needs use_global"),
+            ("random_structured", {}, "pruning_dim"),
+            ("ln_structured", {"pruning_dim": 0}, "pruning_norm"),
+        )
+    ),
+    (
+        cb.ModelPruning,
+        {"pruning_fn": "random_structured", "pruning_dim": 0},
+        ValueError,
+        "unstructured=False",
+    ),
+    (cb.ModelSummary, {"max_depth": -2}, ValueError, "max_depth=-2"),
+    (cb.OnExceptionCheckpoint, {"dirpath": None}, TypeError, r"dirpath=None\): use a path"),
+    (cb.OnExceptionCheckpoint, {"dirpath": ".", "filename": ""}, ValueError, r"give a name without .ckpt"),
+    (cb.OnExceptionCheckpoint, {"dirpath": ".", "filename": None}, ValueError, "filename=None"),
+    (cb.ThroughputMonitor, {"batch_size_fn": 4}, TypeError, r"ThroughputMonitor\(batch_size_fn=4\)"),
+    (cb.ThroughputMonitor, {"batch_size_fn": len, "length_fn": "x"}, TypeError, r"\(length_fn='x'\)"),
+    (cb.ThroughputMonitor, {"batch_size_fn": len, "window_size": 1}, ValueError, "window_size=1"),
+    (cb.Timer, {"duration": "soon"}, ValueError, "duration"),
+    (cb.WeightAveraging, {"avg_fn": get_ema_avg_fn(), "multi_avg_fn": print}, ValueError, "Give one of them"),
+    (cb.WeightAveraging, {"avg_fun": print}, TypeError, r"WeightAveraging\(avg_fun=...\).*avg_fn"),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        (EMAWeightAveraging, {"decay": 1}),
-        (EMAWeightAveraging, {"decay": 0}),
-        (ModelPruning, {"pruning_fn": "l1_unstructured", "amount": 1}),
-        (ModelPruning, {"pruning_fn": "l1_unstructured", "amount": 1.0}),
-        (SpikeDetection, {"atol": 0, "rtol": 0}),
-    ],
-)
-def test_limits_are_allowed(kind: type, arguments: dict[str, Any]) -> None:
-    kind(**arguments)
+@pytest.mark.parametrize(("kind", "arguments", "error", "message"), OTHERS, ids=range(len(OTHERS)))
+def test_other_refusals(kind: type, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kind(**{**NEEDED.get(kind, {}), **arguments})
 
 
-def test_other_refusals() -> None:
-    with pytest.raises(ValueError, match=r"filename=''\): give a name without .ckpt"):
-        OnExceptionCheckpoint(".", "")
-    with pytest.raises(ValueError, match="filename=None"):
-        OnExceptionCheckpoint(".", None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="window_size=1"):
-        ThroughputMonitor(len, window_size=1)
+def test_limits_are_allowed() -> None:
+    for decay in (0, 1):
+        cb.EMAWeightAveraging(decay=decay)
+    for amount in (1, 1.0):
+        assert cb.ModelPruning("l1_unstructured", amount=amount).amount == amount
+    cb.SpikeDetection(atol=0, rtol=0)

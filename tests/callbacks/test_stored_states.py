@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import hasten as L
-from hasten.callbacks import EarlyStopping, ModelCheckpoint, ModelPruning, SpikeDetection
-from hasten.callbacks.spike import TrainingSpikeException
+from hasten.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, ModelPruning
 from hasten.checkpoint import files
 from tests.callbacks.resuming import SaveAt, assert_same, fitted, weights
 from tests.callbacks.scripted import Scripted, names, run
-from tests.models import Classifier, quiet
+from tests.models import Classifier
 
 
 def rewritten(path: Path, callback: L.Callback, state: dict[str, Any]) -> Path:
@@ -29,16 +28,13 @@ def rewritten(path: Path, callback: L.Callback, state: dict[str, Any]) -> Path:
 
 def test_the_ranking_of_a_model_checkpoint(tmp_path: Path) -> None:
     folder, apart = tmp_path / "run", tmp_path / "apart"
-    values = [3.0, 1.0, 2.0, 4.0]
 
-    def parts(folder: Path) -> tuple[Scripted, ModelCheckpoint]:
+    def fit(folder: Path, epochs: int, ckpt_path: Path | None = None) -> ModelCheckpoint:
         checkpoint = ModelCheckpoint(folder, "{epoch}", "val_loss", save_last=True, save_top_k=2)
-        return Scripted(val=values), checkpoint
+        run(Scripted(val=[3.0, 1.0, 2.0, 4.0]), checkpoint, max_epochs=epochs, ckpt_path=ckpt_path)
+        return checkpoint
 
-    whole = parts(apart)[1]
-    run(Scripted(val=values), whole, max_epochs=4)
-    module, killed = parts(folder)
-    run(module, killed, max_epochs=2)
+    whole, killed = fit(apart, 4), fit(folder, 2)
     first, second, last = (str(folder / f"{name}.ckpt") for name in ("epoch=0", "epoch=1", "last"))
     state: dict[str, Any] = {
         "monitor": "val_loss",
@@ -67,16 +63,16 @@ def test_the_ranking_of_a_model_checkpoint(tmp_path: Path) -> None:
     leftover.touch()
     state["books"]["unwanted"] = [str(leftover)]
     start = rewritten(folder / "last.ckpt", killed, state).rename(tmp_path / "start.ckpt")
-    module, resumed = parts(folder)
-    run(module, resumed, max_epochs=4, ckpt_path=start)
+    resumed = fit(folder, 4, start)
     assert names(folder) == names(apart) == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
-    assert len(resumed.best_k_models) == 2
-    for mine, other in zip(resumed.best_k_models.items(), whole.best_k_models.items(), strict=True):
-        assert (Path(mine[0]).name, mine[1]) == (Path(other[0]).name, other[1])
+    mine, other = (
+        {Path(path).name: float(score) for path, score in each.best_k_models.items()}
+        for each in (resumed, whole)
+    )
+    assert mine == other == {"epoch=1.ckpt": 1.0, "epoch=2.ckpt": 2.0}
     deferred = {**state, "books": {**state["books"], "deferred": True, "origin": "epoch", "saved_at": None}}
-    again = parts(folder)[1]
-    again.load_state_dict(deferred)
-    assert_same(again.state_dict(), deferred)
+    resumed.load_state_dict(deferred)
+    assert_same(resumed.state_dict(), deferred)
 
 
 def test_the_state_of_early_stopping(tmp_path: Path) -> None:
@@ -101,35 +97,10 @@ def test_the_state_of_early_stopping(tmp_path: Path) -> None:
     assert stopper.state_dict()["origin"] == "validate"
 
 
-def test_the_state_of_spike_detection() -> None:
-    state = {
-        "seen": 5,
-        "last": [1.0],
-        "recent": [[1.0, 1.0]],
-        "waiting": [[3, [1.5, 1.0]], [4, [9.0, 1.0]]],
-        "bad_batches": [1],
-    }
-    callback = SpikeDetection()
-    callback.load_state_dict(state)
-    assert_same(callback.state_dict(), state)
-
-
-def test_a_spike_that_waited_to_be_read_is_found_in_the_resumed_run(tmp_path: Path) -> None:
-    callback = SpikeDetection(exclude_batches_path=tmp_path)
-    waiting = [[3, [1.5, 1.0]], [4, [9.0, 1.0]]]
-    callback.load_state_dict(
-        {"seen": 5, "last": [1.0], "recent": [[1.0]], "waiting": waiting, "bad_batches": []}
-    )
-    with pytest.raises(TrainingSpikeException, match="batch 4"):
-        callback.on_train_epoch_end(quiet(callbacks=[callback]), None)  # type: ignore[arg-type]
-
-
 def test_the_state_of_pruning(tmp_path: Path) -> None:
     seen: list[dict[str, torch.Tensor]] = []
 
-    class Look(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            seen.append(weights(trainer))
+    look = LambdaCallback(on_train_start=lambda trainer, module: seen.append(weights(trainer)))
 
     def callbacks() -> list[L.Callback]:
         return [
@@ -159,7 +130,7 @@ def test_the_state_of_pruning(tmp_path: Path) -> None:
         "first_values": {name: torch.full(shape, 2.0) for name, shape in shapes.items()},
     }
     start = rewritten(saver.path, pruning, state)
-    resumed = fitted(Classifier, lambda: [*callbacks(), Look()], ckpt_path=start, seed=99, max_epochs=2)
+    resumed = fitted(Classifier, lambda: [*callbacks(), look], ckpt_path=start, seed=99, max_epochs=2)
     for name in names:
         assert (seen[0][f"{name}_mask"] == masks[name]).all()
         assert (seen[0][f"{name}_orig"][0] == 7.0).all()
