@@ -87,23 +87,14 @@ class EarlyStopping(Callback):
         self.monitor = check_monitor("EarlyStopping", monitor)
         self.mode = check_mode("EarlyStopping", mode)
         error = MisconfigurationException
-        self.patience = check.whole(
-            "EarlyStopping", "patience", patience, at_least=0, unit="checks", error=error
-        )
-        check.number("EarlyStopping", "min_delta", min_delta, error=error)
+        owner, numbers = "EarlyStopping", (int, float, Tensor)
+        self.patience = check.whole(owner, "patience", patience, at_least=0, unit="checks", error=error)
+        check.number(owner, "min_delta", min_delta, error=error)
         for name, threshold in (
             ("stopping_threshold", stopping_threshold),
             ("divergence_threshold", divergence_threshold),
         ):
-            check.instance(
-                "EarlyStopping",
-                name,
-                threshold,
-                (int, float, Tensor),
-                "a number",
-                allow_none=True,
-                error=error,
-            )
+            check.instance(owner, name, threshold, numbers, "a number", allow_none=True, error=error)
         # Signed for the comparison: value - min_delta must be better than the best score.
         self.min_delta = min_delta if mode == "max" else -min_delta
         self.verbose = verbose
@@ -133,10 +124,10 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "wait_count": self.wait_count,
-            "stopped_epoch": self.stopped_epoch,
-            "best_score": self.best_score,
-            "patience": self.patience,
+            **{
+                name: getattr(self, name)
+                for name in ("wait_count", "stopped_epoch", "best_score", "patience")
+            },
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
             "origin": self._source.stage,

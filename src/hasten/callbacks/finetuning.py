@@ -95,14 +95,7 @@ class BaseFinetuning(Callback):
     def filter_params(
         modules: Modules, train_bn: bool = True, requires_grad: bool = True
     ) -> Iterator[nn.Parameter]:
-        """Yield the parameters that train (or, with ``requires_grad=False``, that do not).
-
-        Args:
-            modules: a module, or a nest of them.
-            train_bn: include those of batch normalisation.
-            requires_grad: which parameters.
-
-        """
+        """Yield the parameters that train (or do not), with ``train_bn`` also those of batch normalisation."""
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
                 for parameter in module.parameters(recurse=False):
@@ -122,13 +115,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze all parameters of a module, or a nest of them.
-
-        Args:
-            modules: a module, or a nest of them.
-            train_bn: leave batch normalisation trainable.
-
-        """
+        """Freeze all parameters of a module, or a nest of them; with ``train_bn`` not those of batch normalisation."""
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trainable(module, train_bn and isinstance(module, _BatchNorm))
 
@@ -257,8 +244,7 @@ class BackboneFinetuning(BaseFinetuning):
     The backbone's learning rate starts low and is multiplied each epoch by ``lambda_func``; with ``should_align`` it
     does not exceed that of the first group. The module needs an attribute ``backbone``.
 
-    Differences from Lightning: ``train_bn=False`` freezes the backbone's batch normalisation from the start, not
-    from the unfreezing on; and a resumed run continues to train what it trained.
+    ``train_bn=False`` freezes the backbone's batch normalisation from the start.
 
     Args:
         unfreeze_backbone_at_epoch: the first epoch (from 0) in which the backbone trains.

@@ -299,26 +299,17 @@ class DrawnProgressBar(ProgressBar):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self._show_train_state(trainer, pl_module)
-            self._begin("val", "validation")
+            self._begin(*_EVALUATION[trainer.state.stage])  # type: ignore[index]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the bar of validation, and show its values beside that of training."""
-        self._close("val")
-        if not trainer.sanity_checking:
+        """Close the bar; within fit, show the values of validation beside the bar of training."""
+        self._close(self._evaluation)
+        if self._evaluation == "val" and not trainer.sanity_checking:
             del self._bars["val"]
             self._show_train_state(trainer, pl_module)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin("test", "test")
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close("test")
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin("predict", "predict")
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close("predict")
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     def on_validation_batch_start(
         self,
@@ -329,9 +320,7 @@ class DrawnProgressBar(ProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         if self.has_dataloader_changed(dataloader_idx):
-            stage = trainer.state.stage
-            assert stage is not None
-            bar, name = _EVALUATION[stage]
+            bar, name = _EVALUATION[trainer.state.stage]  # type: ignore[index]
             total = getattr(self, f"total_{bar}_batches_current_dataloader")
             description = getattr(self, f"{name}_description")
             _reset(self._bar(bar), total, f"{description} DataLoader {dataloader_idx}")

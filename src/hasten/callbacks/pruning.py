@@ -28,12 +28,7 @@ Parameters = Sequence[tuple[nn.Module, str]]
 Amount = int | float | Callable[[int], int | float]
 Decision = bool | Callable[[int], bool]
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "ln_structured": prune.ln_structured,
-    "l1_unstructured": prune.l1_unstructured,
-    "random_structured": prune.random_structured,
-    "random_unstructured": prune.random_unstructured,
-}
+# By the names of torch's functions.
 _METHODS: dict[str, type[prune.BasePruningMethod]] = {
     "ln_structured": prune.LnStructured,
     "l1_unstructured": prune.L1Unstructured,
@@ -48,9 +43,6 @@ class ModelPruning(Callback):
     It uses ``torch.nn.utils.prune``. Checkpoints hold plain weights with the zeros in them, so they load into a model
     without pruning; masks and the weights they hide are in the callback's state, so that a resumed run continues
     bit for bit. When training ends, the masks are applied to the weights permanently.
-
-    Differences from Lightning: masks, and the initial weights of the lottery ticket, survive a resume; parameters keep
-    their order in the module; an epoch prunes when it is complete.
 
     Args:
         pruning_fn: ``"l1_unstructured"``, ``"random_unstructured"``, ``"ln_structured"``, ``"random_structured"``, or a
@@ -102,16 +94,14 @@ class ModelPruning(Callback):
         verbose: int = 0,
         prune_on_train_epoch_end: bool = True,
     ) -> None:
-        error = MisconfigurationException
+        owner, error = "ModelPruning", MisconfigurationException
         for name in parameter_names or ():
-            check.one_of("ModelPruning", "parameter_names", name, self.PARAMETER_NAMES, error=error)
+            check.one_of(owner, "parameter_names", name, self.PARAMETER_NAMES, error=error)
         if not callable(amount):
             most = 1 if isinstance(amount, float) else None
             allowed = "a share from 0.0 to 1.0 (float), a number of weights (int), or a function of the epoch"
-            check.number(
-                "ModelPruning", "amount", amount, at_least=0, at_most=most, allowed=allowed, error=error
-            )
-        check.one_of("ModelPruning", "verbose", verbose, (0, 1, 2), error=error)
+            check.number(owner, "amount", amount, at_least=0, at_most=most, allowed=allowed, error=error)
+        check.one_of(owner, "verbose", verbose, (0, 1, 2), error=error)
         self._use_global_unstructured = use_global_unstructured
         self._options: dict[str, Any] = {}
         self.pruning_fn = self._find_pruning_fn(pruning_fn, pruning_dim, pruning_norm)
@@ -134,23 +124,21 @@ class ModelPruning(Callback):
     def _find_pruning_fn(
         self, pruning_fn: Callable[..., Any] | str, dim: int | None, norm: int | None
     ) -> Callable[..., Any]:
-        owner = f"ModelPruning(pruning_fn={pruning_fn!r})"
-        name, method = None, pruning_fn
+        is_global, name, method, problem = self._use_global_unstructured, None, pruning_fn, None
         if isinstance(pruning_fn, str):
             name = pruning_fn.lower()
-            check.one_of("ModelPruning", "pruning_fn", name, _FUNCTIONS, error=MisconfigurationException)
+            check.one_of("ModelPruning", "pruning_fn", name, _METHODS, error=MisconfigurationException)
             method = _METHODS[name]
             if name.endswith("_structured"):
                 self._options["dim"] = dim
             if name == "ln_structured":
                 self._options["n"] = norm
         elif not (inspect.isclass(pruning_fn) and issubclass(pruning_fn, prune.BasePruningMethod)):
-            raise MisconfigurationException(
-                f"{owner}: use one of {list(_FUNCTIONS)}, or a subclass of torch's BasePruningMethod: the class, not "
-                "an instance."
+            allowed = f"one of {list(_METHODS)}, or a subclass of torch's BasePruningMethod: the class, not an instance"
+            raise check.wrong(
+                "ModelPruning", "pruning_fn", pruning_fn, allowed, error=MisconfigurationException
             )
         assert isinstance(method, type)
-        is_global, problem = self._use_global_unstructured, None
         if name is None and not is_global:
             problem = "a class needs use_global_unstructured=True."
         elif self._options.get("dim", 0) is None:
@@ -160,9 +148,9 @@ class ModelPruning(Callback):
         elif is_global and method.PRUNING_TYPE != "unstructured":  # type: ignore[attr-defined]
             problem = "structured pruning ranks one parameter at a time. Use use_global_unstructured=False."
         if problem is not None:
-            raise MisconfigurationException(f"{owner}: {problem}")
-        self._pruning_method_name = name if name is not None and not is_global else method.__name__
-        return method if is_global else partial(_FUNCTIONS[self._pruning_method_name], **self._options)
+            raise MisconfigurationException(f"ModelPruning(pruning_fn={pruning_fn!r}): {problem}")
+        self._pruning_method_name = method.__name__ if name is None or is_global else name
+        return method if is_global else partial(getattr(prune, self._pruning_method_name), **self._options)
 
     # -- to override and to call
 
@@ -259,18 +247,13 @@ class ModelPruning(Callback):
             )
         paths = {id(module): path for path, module in pl_module.named_modules()}
         self._paths = [f"{paths[id(module)]}.{name}" for module, name in self._parameters_to_prune]
-        self._initial_values = []
-        if self._use_lottery_ticket_hypothesis:
-            self._initial_values = [
-                _original(module, name).detach().clone() for module, name in self._parameters_to_prune
-            ]
-        self._templates = {}
-        if self._use_lottery_ticket_hypothesis and self._resample_parameters:
-            self._templates = {
-                id(module): copy.deepcopy(module)
-                for module, _ in self._parameters_to_prune
-                if callable(getattr(module, "reset_parameters", None))
-            }
+        kept = self._parameters_to_prune if self._use_lottery_ticket_hypothesis else ()
+        self._initial_values = [_original(module, name).detach().clone() for module, name in kept]
+        self._templates = {
+            id(module): copy.deepcopy(module)
+            for module, _ in (kept if self._resample_parameters else ())
+            if callable(getattr(module, "reset_parameters", None))
+        }
         self._loaded = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

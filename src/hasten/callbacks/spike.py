@@ -43,10 +43,9 @@ class SpikeDetection(Callback):
     to a JSON file, a list of batch indices in the epoch, for your sampler to leave out in the next attempt. On several
     processes a spike on one ends all of them, at the same batch.
 
-    Differences from Lightning: ``warmup`` counts batches of the whole run, not of each epoch; on a GPU the losses
-    are read ``lag`` batches later, so that the device need not wait, and the exception is raised that much later;
-    losses are compared before the division by the number of accumulated batches; a batch whose ``training_step``
-    returned None is left out.
+    On a GPU the losses are read ``lag`` batches later, so that the device need not wait, and the exception is raised
+    that much later. Losses are compared before the division by the number of accumulated batches; a batch whose
+    ``training_step`` returned None is left out.
 
     Args:
         mode: ``"min"`` if lower is better, ``"max"`` if higher is.
@@ -85,10 +84,9 @@ class SpikeDetection(Callback):
         self.mode = check.one_of("SpikeDetection", "mode", mode, ("min", "max"), error=error)
         self.window = check.whole("SpikeDetection", "window", window, at_least=1, error=error)
         self.warmup = check.whole("SpikeDetection", "warmup", warmup, at_least=0, error=error)
+        limits: dict[str, Any] = {"at_least": 0, "below": math.inf, "allow_none": True}
         for name, tolerance in (("atol", atol), ("rtol", rtol)):
-            check.number(
-                "SpikeDetection", name, tolerance, at_least=0, below=math.inf, allow_none=True, error=error
-            )
+            check.number("SpikeDetection", name, tolerance, **limits, error=error)
         self.atol = atol
         self.rtol = rtol
         self.exclude_batches_path = exclude_batches_path

@@ -46,10 +46,8 @@ class WeightAveraging(Callback):
     was validated; the training weights are stored beside it, and a resumed run continues with them bit for bit,
     also from a checkpoint saved after training ended.
 
-    Differences from Lightning: before the first update there is no average, so validation, checkpoints and the
-    end of training use the weights themselves, not the initial ones; buffers that are not floating-point
-    (counts, for instance) are copied, not averaged; ``trainer.validate`` uses the weights it is given; an
-    epoch counts for ``should_update(epoch_idx=...)`` when it is complete.
+    Before the first update, validation, checkpoints and the end of training use the weights themselves. Buffers that
+    are not floating-point are copied, and ``trainer.validate`` uses the weights it is given.
 
     Args:
         device: where the average lives; by default where the module does.
@@ -89,14 +87,8 @@ class WeightAveraging(Callback):
                     f"{owner}({name}=...): there is no such argument.{did_you_mean(name, known)} "
                     f"Besides device and use_buffers it takes {known}."
                 )
-            check.callable_(
-                owner,
-                name,
-                value,
-                allowed="a function of (averaged, current, num_averaged)",
-                allow_none=True,
-                error=MisconfigurationException,
-            )
+            allowed, error = "a function of (averaged, current, num_averaged)", MisconfigurationException
+            check.callable_(owner, name, value, allowed=allowed, allow_none=True, error=error)
         self._avg_fn, self._multi_avg_fn = kwargs.get("avg_fn"), kwargs.get("multi_avg_fn")
         if self._avg_fn is not None and self._multi_avg_fn is not None:
             raise MisconfigurationException(
@@ -175,9 +167,7 @@ class WeightAveraging(Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._swap_models(pl_module)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._swap_models(pl_module)
+    on_validation_epoch_end = on_validation_epoch_start  # back again
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Put the training weights back if a validation failed: a checkpoint saved now must be right."""
@@ -197,10 +187,8 @@ class WeightAveraging(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return when the average was last updated; the average itself is the checkpoint's ``state_dict``."""
-        return {
-            "latest_update_step": self._latest_update_step,
-            "latest_update_epoch": self._latest_update_epoch,
-        }
+        step, epoch = self._latest_update_step, self._latest_update_epoch
+        return {"latest_update_step": step, "latest_update_epoch": epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restarting = True
@@ -388,16 +376,14 @@ class EMAWeightAveraging(WeightAveraging):
             raise TypeError(
                 f"{name}({fixed}=...): it averages exponentially. Use WeightAveraging({fixed}=...)."
             )
-        check.share(name, "decay", decay, error=MisconfigurationException)
+        error = MisconfigurationException
+        check.share(name, "decay", decay, error=error)
+        check.whole(name, "update_every_n_steps", update_every_n_steps, at_least=0, error=error)
         for argument, value in (
-            ("update_every_n_steps", update_every_n_steps),
             ("update_starting_at_step", update_starting_at_step),
             ("update_starting_at_epoch", update_starting_at_epoch),
         ):
-            optional = argument != "update_every_n_steps"
-            check.whole(
-                name, argument, value, at_least=0, allow_none=optional, error=MisconfigurationException
-            )
+            check.whole(name, argument, value, at_least=0, allow_none=True, error=error)
         super().__init__(device, use_buffers, **kwargs, multi_avg_fn=get_ema_multi_avg_fn(decay))
         self.decay = decay
         self.update_every_n_steps = update_every_n_steps
@@ -420,10 +406,9 @@ def _check_device(owner: str, device: torch.device | str | int | None) -> torch.
         if isinstance(device, bool):
             raise TypeError("a bool is not a device")
         return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise MisconfigurationException(
-            f"{owner}(device={device!r}): use a device such as 'cpu' or 'cuda:0', or None."
-        ) from error
+    except (RuntimeError, TypeError) as cause:
+        allowed, error = "a device such as 'cpu' or 'cuda:0', or None", MisconfigurationException
+        raise check.wrong(owner, "device", device, allowed, error=error) from cause
 
 
 AverageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -438,10 +423,7 @@ class StochasticWeightAveraging(WeightAveraging):
     the training data, without gradients, and what it logs is dropped. Average, learning rate and the final training
     weights are part of checkpoints; a resumed run ends with the same average, bit for bit.
 
-    Differences from Lightning: the weights after the last epoch are in the average (there, those at the start of
-    each epoch are averaged); batch normalisation needs no further epoch, so epochs, steps, hooks and loggers do not
-    see it; a run that is stopped early gets the average of the epochs done; validation within fit uses the current
-    weights, in both.
+    A run that is stopped early gets the average of the epochs done; validation within fit uses the current weights.
 
     Args:
         swa_lrs: the learning rate to go to, or a list with one for each parameter group.
@@ -480,26 +462,21 @@ class StochasticWeightAveraging(WeightAveraging):
     ) -> None:
         super().__init__(device, avg_fn=avg_fn or self.avg_fn)
         name = type(self).__name__
+        error = MisconfigurationException
         rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
         if not rates or not all(_is_number(rate) and rate > 0 for rate in rates):
-            raise MisconfigurationException(
-                f"{name}(swa_lrs={swa_lrs!r}): use a number above 0, or a list with one for each parameter group."
-            )
-        is_share = isinstance(swa_epoch_start, float)
-        if not _is_number(swa_epoch_start) or not (
-            0 <= swa_epoch_start <= 1 if is_share else swa_epoch_start >= 1
-        ):
-            raise MisconfigurationException(
-                f"{name}(swa_epoch_start={swa_epoch_start!r}): use an epoch counted from 1 (int), or a share of "
-                "max_epochs from 0.0 to 1.0 (float)."
-            )
-        error = MisconfigurationException
-        self._annealing_epochs = check.whole(
-            name, "annealing_epochs", annealing_epochs, at_least=0, error=error
-        )
-        self._annealing_strategy = check.one_of(
-            name, "annealing_strategy", annealing_strategy, ("cos", "linear"), error=error
-        )
+            allowed = "a number above 0, or a list with one for each parameter group"
+            raise check.wrong(name, "swa_lrs", swa_lrs, allowed, error=error)
+        least, most = (0, 1) if isinstance(swa_epoch_start, float) else (1, math.inf)
+        if not _is_number(swa_epoch_start) or not least <= swa_epoch_start <= most:
+            allowed = "an epoch counted from 1 (int), or a share of max_epochs from 0.0 to 1.0 (float)"
+            raise check.wrong(name, "swa_epoch_start", swa_epoch_start, allowed, error=error)
+        check.whole(name, "annealing_epochs", annealing_epochs, at_least=0, error=error)
+        check.one_of(name, "annealing_strategy", annealing_strategy, ("cos", "linear"), error=error)
+        self._annealing: dict[str, Any] = {
+            "anneal_epochs": annealing_epochs,
+            "anneal_strategy": annealing_strategy,
+        }
         self._swa_lrs = swa_lrs
         self._swa_epoch_start = swa_epoch_start
         self._max_epochs: int | None = None
@@ -679,12 +656,8 @@ class StochasticWeightAveraging(WeightAveraging):
             for parameter in pl_module.parameters()
         )
         configs = trainer.lr_scheduler_configs
-        schedule = SWALR(
-            trainer.optimizers[0],
-            self._swa_lrs,  # type: ignore[arg-type]
-            anneal_epochs=self._annealing_epochs,
-            anneal_strategy=self._annealing_strategy,
-        )
+        rates: Any = self._swa_lrs
+        schedule = SWALR(trainer.optimizers[0], rates, **self._annealing)
         if configs:
             rank_zero_info(
                 f"{type(self).__name__}: the learning rate goes to {self._swa_lrs} from here on; this replaces "
