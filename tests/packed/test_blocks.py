@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,61 +21,37 @@ from tests.models import quiet, same_weights
 WORDS, WIDTH = 60, 12
 
 
+SMALL: dict[str, Any] = {"vocab_size": WORDS, "initializer_range": 0.5}
+BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+DROPOUTS = ["hidden_dropout_prob", "attention_probs_dropout_prob"]
+# Of each model: the prefix of its configuration, what follows it in the name of its class, its size, its dropouts.
+KINDS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
+    "bert": ("Bert", "ForSequenceClassification", BERT, DROPOUTS),
+    "roberta": ("Roberta", "ForMaskedLM", BERT, DROPOUTS),
+    "electra": ("Electra", "ForSequenceClassification", {**BERT, "embedding_size": 16}, DROPOUTS),
+    "distilbert": (
+        "DistilBert",
+        "ForSequenceClassification",
+        {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
+        ["dropout", "attention_dropout", "seq_classif_dropout"],
+    ),
+    "gpt2": (
+        "GPT2",
+        "LMHeadModel",
+        {"n_embd": 16, "n_layer": 2, "n_head": 2, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2},
+        ["resid_pdrop", "embd_pdrop", "attn_pdrop"],
+    ),
+    "llama": ("Llama", "ForCausalLM", {**BERT, "num_key_value_heads": 1, "use_cache": False}, []),
+}
+
+
 def model_of(name: str, *, dropout: float = 0.0) -> Any:
     """A small model of transformers, in float64; its weights are large, so that each token counts."""
     transformers = pytest.importorskip("transformers")
-    small: dict[str, Any] = {"vocab_size": WORDS, "initializer_range": 0.5}
-    bert = {
-        **small,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "hidden_dropout_prob": dropout,
-        "attention_probs_dropout_prob": dropout,
-    }
+    prefix, suffix, size, dropouts = KINDS[name]
     torch.manual_seed(0)
-    if name == "bert":
-        model = transformers.BertForSequenceClassification(transformers.BertConfig(**bert))
-    elif name == "roberta":
-        model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**bert))
-    elif name == "electra":
-        model = transformers.ElectraForSequenceClassification(
-            transformers.ElectraConfig(**bert, embedding_size=16)
-        )
-    elif name == "distilbert":
-        config = transformers.DistilBertConfig(
-            **small,
-            dim=16,
-            n_layers=2,
-            n_heads=2,
-            hidden_dim=32,
-            dropout=dropout,
-            attention_dropout=dropout,
-            seq_classif_dropout=dropout,
-        )
-        model = transformers.DistilBertForSequenceClassification(config)
-    elif name == "gpt2":
-        config = transformers.GPT2Config(
-            **small,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            use_cache=False,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        assert name == "llama"
-        for key in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
-            bert.pop(key)
-        config = transformers.LlamaConfig(**bert, num_key_value_heads=1, use_cache=False)
-        model = transformers.LlamaForCausalLM(config)
-    return model.double().train()
+    config = getattr(transformers, f"{prefix}Config")(**SMALL, **size, **dict.fromkeys(dropouts, dropout))
+    return getattr(transformers, prefix + suffix)(config).double().train()
 
 
 def batch_of(lengths: list[int], *, left: bool = False) -> dict[str, Tensor]:
@@ -110,7 +87,7 @@ def widths_of(block: nn.Module) -> list[int]:
     return widths
 
 
-@pytest.mark.parametrize("name", ["bert", "distilbert", "roberta", "electra", "gpt2", "llama"])
+@pytest.mark.parametrize("name", KINDS)
 def test_losses_and_gradients_are_those_of_the_padded_batch(name: str) -> None:
     model = model_of(name)
     batch = batch_of([7, 3, WIDTH, 1, 3])
@@ -236,12 +213,7 @@ def test_first_tokens_with_recomputed_activations() -> None:
 
 
 def test_first_tokens_with_recomputed_activations_of_a_trainer() -> None:
-    padded, packed = FirstReader(), FirstReader()
-    quiet(max_epochs=2).fit(padded, loader())
-    quiet(max_epochs=2, packed="first_token", memory="full").fit(packed, loader())
-    assert packed.losses == pytest.approx(padded.losses, abs=1e-5)
-    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    trained_both_ways(FirstReader, epochs=2, packed="first_token", memory="full")
 
 
 @pytest.mark.parametrize("read", ["mean", "last"])
@@ -297,12 +269,7 @@ class FirstReader(L.LightningModule):
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_training_on_first_tokens_gives_the_same_weights(norm_first: bool, bias: bool) -> None:
-    padded, packed = (FirstReader(norm_first=norm_first, bias=bias) for _ in range(2))
-    quiet(max_epochs=2).fit(padded, loader())
-    quiet(max_epochs=2, packed="first_token").fit(packed, loader())
-    assert packed.losses == pytest.approx(padded.losses, abs=1e-5)
-    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    trained_both_ways(lambda: FirstReader(norm_first=norm_first, bias=bias), epochs=2, packed="first_token")
 
 
 def test_a_training_on_all_tokens_refuses_to_leave_them_out() -> None:
@@ -370,15 +337,29 @@ def loader() -> DataLoader[Any]:
     return DataLoader(samples, batch_size=3)
 
 
+def assert_same_weights(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
+    """Compare the weights of two modules; by default as trained in float32, in another order of sums."""
+    for mine, its in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, **(tolerance or {"rtol": 1e-4, "atol": 1e-5}))
+
+
+def trained_both_ways(
+    make: Callable[[], Any], data: Any = None, *, epochs: int = 1, **arguments: Any
+) -> tuple[Any, Any]:
+    """Train a module padded and another packed, compare their weights, and return both."""
+    padded, packed = make(), make()
+    quiet(max_epochs=epochs).fit(padded, data or loader())
+    quiet(max_epochs=epochs, **{"packed": True, **arguments}).fit(packed, data or loader())
+    if hasattr(padded, "losses"):
+        assert packed.losses == pytest.approx(padded.losses, abs=1e-5)
+    assert_same_weights(packed, padded)
+    return padded, packed
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_a_training_gives_the_same_losses_and_weights(norm_first: bool) -> None:
-    padded, packed = Reader(norm_first=norm_first), Reader(norm_first=norm_first)
-    quiet(max_epochs=2).fit(padded, loader())
-    quiet(max_epochs=2, packed=True).fit(packed, loader())
+    padded, _ = trained_both_ways(lambda: Reader(norm_first=norm_first), epochs=2)
     assert len(padded.losses) == 16
-    assert packed.losses == pytest.approx(padded.losses, abs=1e-5)
-    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("given", ["hint", "mask alone", "numbers"])
@@ -434,8 +415,7 @@ def test_a_padded_checkpoint_goes_on_packed(tmp_path: Any) -> None:
     whole, rest = Reader(), Reader()
     quiet(max_epochs=2).fit(whole, loader())
     quiet(max_epochs=2, packed=True).fit(rest, loader(), ckpt_path=tmp_path / "half.ckpt")
-    for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert_same_weights(rest, whole)
 
 
 class Images(Reader):
@@ -462,18 +442,7 @@ def test_a_module_that_cannot_be_packed_is_told_before_training(module: Any, sai
     ("kind", "options", "said"),
     [
         ("T5", {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "T5"),
-        (
-            "Mistral",
-            {
-                "hidden_size": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "intermediate_size": 32,
-                "sliding_window": 4,
-            },
-            "window of others only",
-        ),
+        ("Mistral", {**BERT, "num_key_value_heads": 1, "sliding_window": 4}, "window of others only"),
     ],
 )
 def test_attention_of_another_kind_is_refused(kind: str, options: dict[str, Any], said: str) -> None:

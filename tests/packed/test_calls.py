@@ -15,7 +15,15 @@ from hasten.memory import recomputed
 from hasten.packed.blocks import packed_blocks
 from hasten.packed.layout import Layout
 from tests.models import quiet
-from tests.packed.test_blocks import WIDTH, Reader, batch_of, loader, logits_and_gradients, model_of
+from tests.packed.test_blocks import (
+    WIDTH,
+    Reader,
+    assert_same_weights,
+    batch_of,
+    loader,
+    logits_and_gradients,
+    model_of,
+)
 
 # As many tokens in all: what is mixed up fails by its numbers, not by its shapes.
 ONE, OTHER = [7, 3, WIDTH, 1], [2, 9, 4, 8]
@@ -43,8 +51,7 @@ def test_an_encoder_used_twice_in_a_step_is_computed_again_as_it_was(packed: Any
     quiet(max_epochs=2, packed=packed).fit(kept, loader())
     quiet(max_epochs=2, packed=packed, memory=memory).fit(again, loader())
     assert again.losses == pytest.approx(kept.losses, abs=1e-6)
-    for one, other in zip(again.parameters(), kept.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    assert_same_weights(again, kept)
 
 
 def gradients_of_two_calls(model: Any) -> list[Tensor]:

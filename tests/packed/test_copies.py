@@ -15,7 +15,7 @@ import hasten as L
 from hasten.memory import recomputed
 from hasten.packed.blocks import packed_blocks
 from tests.models import quiet
-from tests.packed.test_blocks import WIDTH, Reader, batch_of, loader, model_of
+from tests.packed.test_blocks import WIDTH, Reader, batch_of, loader, model_of, trained_both_ways
 
 BATCH = batch_of([7, 3, WIDTH, 1])
 
@@ -122,10 +122,7 @@ class Taught(Reader):
 
 
 def test_a_teacher_copied_in_the_middle_of_a_run_teaches_the_same() -> None:
-    padded, packed = Taught(), Taught()
-    quiet(max_epochs=3).fit(padded, loader())
-    quiet(max_epochs=3, packed=True).fit(packed, loader())
-    assert packed.losses == pytest.approx(padded.losses, abs=1e-5)
+    trained_both_ways(Taught, epochs=3)
 
 
 class Kept(L.Callback):

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hasten as L
 from hasten._lib.errors import MisconfigurationException
+from hasten.callbacks import LambdaCallback
 from hasten.packed.blocks import packed_blocks
 from tests.models import quiet, same_weights
-from tests.packed.test_blocks import WIDTH, Reader, batch_of, loader, model_of
+from tests.packed.test_blocks import KINDS, WIDTH, Reader, batch_of, loader, model_of, trained_both_ways
 
 
 class Conv(nn.TransformerEncoderLayer):
@@ -42,53 +43,47 @@ class GatedConv(Conv):
         return nn.TransformerEncoderLayer._ff_block(self, x) + self.gate * self.conv(x.mT).mT
 
 
-class Mean(nn.TransformerEncoderLayer):
-    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(src, *args, **kwargs) + src.mean(1, keepdim=True)
+Layer = nn.TransformerEncoderLayer
 
 
-class FirstOnly(nn.TransformerEncoderLayer):
-    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out = super().forward(src, *args, **kwargs)
-        return torch.cat([2 * out[:, :1], out[:, 1:]], 1)
+def layer_with(name: str, *, forward: Any = None, feed_forward: Any = None) -> type[nn.Module]:
+    """A layer with other code around ``forward`` or the feed-forward part: (code of torch, input) -> output."""
+
+    def forward_of(self: Any, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return forward(lambda x: Layer.forward(self, x, *args, **kwargs), src)
+
+    def feed_forward_of(self: Any, x: Tensor) -> Tensor:
+        return feed_forward(lambda x: Layer._ff_block(self, x), x)
+
+    methods = {"forward": forward_of} if forward else {"_ff_block": feed_forward_of}
+    return type(name, (Layer,), methods)
 
 
-class Places(nn.TransformerEncoderLayer):
-    """Adds where a token is in its sample, which a row does not know."""
-
-    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(src + torch.linspace(0, 1, src.shape[1])[:, None], *args, **kwargs)
+def _double_first(forward: Any, x: Tensor) -> Tensor:
+    out = forward(x)
+    return torch.cat([2 * out[:, :1], out[:, 1:]], 1)
 
 
-class DropPath(nn.TransformerEncoderLayer):
-    """Stochastic depth, sample by sample."""
-
-    def _ff_block(self, x: Tensor) -> Tensor:
-        kept = torch.rand(x.shape[0], 1, 1) > 0.3 if self.training else 1.0
-        return super()._ff_block(x) * kept / 0.7
-
-
-class DropPathOfTorchvision(DropPath):
-    def _ff_block(self, x: Tensor) -> Tensor:
-        return nn.TransformerEncoderLayer._ff_block(self, x) * x.new_empty(len(x), 1, 1).bernoulli_(0.7).div_(
-            0.7
-        )
-
-
-class DropPathOfPython(DropPath):
-    def _ff_block(self, x: Tensor) -> Tensor:
-        kept = torch.tensor([random.random() > 0.3 for _ in x])
-        return nn.TransformerEncoderLayer._ff_block(self, x) * kept[:, None, None]
+OWN_GENERATOR = torch.Generator()
+Mean = layer_with("Mean", forward=lambda forward, x: forward(x) + x.mean(1, keepdim=True))
+FirstOnly = layer_with("FirstOnly", forward=_double_first)
+# Adds where a token is in its sample, which a row does not know.
+Places = layer_with(
+    "Places", forward=lambda forward, x: forward(x + torch.linspace(0, 1, x.shape[1])[:, None])
+)
+# Feed-forward code of its own, token by token.
+Gated = layer_with("Gated", feed_forward=lambda forward, x: forward(x) * torch.sigmoid(x))
+# Stochastic depth, sample by sample.
+DROP_PATHS = {
+    "torch": lambda x: torch.rand(x.shape[0], 1, 1) > 0.3,
+    "torchvision": lambda x: x.new_empty(len(x), 1, 1).bernoulli_(0.7).div_(0.7),
+    "python": lambda x: torch.tensor([random.random() > 0.3 for _ in x])[:, None, None],
+    "generator": lambda x: torch.rand(len(x), 1, 1, generator=OWN_GENERATOR) > 0.3,
+}
 
 
-class DropPathOfItsOwn(DropPath):
-    """Draws from a generator of its own."""
-
-    generator = torch.Generator()
-
-    def _ff_block(self, x: Tensor) -> Tensor:
-        kept = torch.rand(len(x), 1, 1, generator=self.generator) > 0.3
-        return nn.TransformerEncoderLayer._ff_block(self, x) * kept
+def drop_path(kind: str) -> type[nn.Module]:
+    return layer_with("DropPath", feed_forward=lambda forward, x: forward(x) * DROP_PATHS[kind](x))
 
 
 class Statistics(nn.TransformerEncoderLayer):
@@ -135,13 +130,6 @@ class Patched(nn.TransformerEncoderLayer):
         super().__init__(*args, **kwargs)
         attend = self.self_attn.forward
         self.self_attn.forward = lambda q, k, v, **kw: attend(q.flip(1), k, v, **kw)  # type: ignore[method-assign]
-
-
-class Gated(nn.TransformerEncoderLayer):
-    """Feed-forward code of its own, token by token."""
-
-    def _ff_block(self, x: Tensor) -> Tensor:
-        return super()._ff_block(x) * torch.sigmoid(x)
 
 
 class Shifted(nn.TransformerEncoderLayer):
@@ -199,8 +187,7 @@ def refused(module: Any, said: str, data: Any = None, **arguments: Any) -> None:
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(MisconfigurationException, match=said):
         quiet(max_epochs=1, **{"packed": True, **arguments}).fit(module, data or loader())
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 MIXES = r"Trainer\(packed=True\): TransformerEncoder: block 0 \({}\) mixes tokens of different samples"
@@ -216,10 +203,11 @@ MIXES = r"Trainer\(packed=True\): TransformerEncoder: block 0 \({}\) mixes token
         (WithoutAttention, r"block 0 \(WithoutAttention\) has its own attention code"),
         (FirstOnly, r"block 0 \(FirstOnly\) computes different values for real tokens"),
         (Places, r"block 0 \(Places\) computes different values for real tokens"),
-        (DropPath, r"draw 1 random number for \d+ tokens.*stochastic depth"),
-        (DropPathOfTorchvision, r"draw 1 random number for \d+ tokens.*stochastic depth"),
-        (DropPathOfPython, "draw from the random generator of Python or NumPy"),
-        (DropPathOfItsOwn, r"draw 1 random number for \d+ tokens.*stochastic depth"),
+        (drop_path("python"), "draw from the random generator of Python or NumPy"),
+        *(
+            (drop_path(kind), r"draw 1 random number for \d+ tokens.*stochastic depth")
+            for kind in ("torch", "torchvision", "generator")
+        ),
         (Window, r"Window calls attention with a mask of its own, of shape \(\d+, \d+\)"),
         (WithOwnAttention, "the forward of its OwnAttention is not torch's"),
         (Patched, "the forward of its MultiheadAttention is not torch's"),
@@ -232,15 +220,11 @@ def test_blocks_that_mix_tokens_are_refused_by_name_before_a_weight_changes(laye
 @pytest.mark.parametrize("data", ["padded", "whole"])
 @pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, Gated, Shifted, LowRank])
 def test_blocks_that_treat_each_token_by_itself_train_as_if_padded(layer: Any, data: str) -> None:
-    padded, packed = Net(layer), Net(layer)
     given = loader()
     if data == "whole":
         for sample in given.dataset:
             sample["attention_mask"] = torch.ones_like(sample["attention_mask"])
-    quiet(max_epochs=2).fit(padded, given)
-    quiet(max_epochs=2, packed=True).fit(packed, given)
-    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    trained_both_ways(lambda: Net(layer), given, epochs=2)
 
 
 def test_a_convolution_is_refused_without_any_padding() -> None:
@@ -252,21 +236,15 @@ def test_a_convolution_is_refused_without_any_padding() -> None:
     refused(Net(GatedConv), MIXES.format("GatedConv"), DataLoader(whole, batch_size=1))  # type: ignore[arg-type]
 
 
-def _same_layer_twice(encoder: Any) -> None:
-    encoder.layers[1] = encoder.layers[0]
-
-
-def _first_again(encoder: Any) -> None:
-    encoder.layers.append(encoder.layers[0])
-
-
 def test_a_layer_used_again_is_computed_each_time_or_refused() -> None:
-    padded, packed = Net(change=_same_layer_twice), Net(change=_same_layer_twice)
-    quiet(max_epochs=1).fit(padded, loader())
-    quiet(max_epochs=1, packed=True).fit(packed, loader())
-    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    refused(Net(change=_first_again), "it contains some layers several times")
+    def same_twice(encoder: Any) -> None:
+        encoder.layers[1] = encoder.layers[0]
+
+    trained_both_ways(lambda: Net(change=same_twice))
+    refused(
+        Net(change=lambda encoder: encoder.layers.append(encoder.layers[0])),
+        "it contains some layers several times",
+    )
 
 
 class Leaves(nn.TransformerEncoder):
@@ -320,37 +298,45 @@ def test_encoders_with_code_between_their_layers_are_refused(kind: Any, leaves: 
     refused(Net(change=change), said)
 
 
-class Hooked(L.Callback):
-    """Registers a hook inside the blocks after two batches."""
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.seen.append(output[:, 0])
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == 1:
-            pl_module.encoder.layers[1].linear2.register_forward_hook(self.keep)
+def changing(change: Callable[[Any], Any]) -> L.Callback:
+    """Change the encoder after two batches."""
+    return LambdaCallback(
+        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: (
+            change(module.encoder) if batch_idx == 1 else None
+        )
+    )
 
 
-def test_hooks_inside_blocks_are_refused_also_later() -> None:
-    kept = Hooked()
-    for inner in (lambda net: net.encoder.layers[0], lambda net: net.encoder.layers[1].self_attn):
-        module = Net()
-        inner(module).register_forward_hook(kept.keep)
-        refused(module, "the hook keep on .*, inside the blocks, would receive one row")
-    module = Net()
-    module.encoder.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * 2,))
-    refused(module, "the hook <lambda> on TransformerEncoderLayer")
-    module = Net()
-    module.encoder.layers[1].norm2.register_full_backward_hook(lambda *given: None)
-    refused(module, "the hook <lambda> on LayerNorm")
-    with pytest.raises(MisconfigurationException, match="the hook keep on Linear"):
-        quiet(max_epochs=1, packed=True, callbacks=[kept]).fit(Net(), loader())
-    assert kept.seen == []
+def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+    raise AssertionError("a refused hook was called")
+
+
+@pytest.mark.parametrize(
+    ("register", "said"),
+    [
+        (
+            lambda layers: layers[0].register_forward_hook(keep),
+            "keep on TransformerEncoderLayer, inside the blocks",
+        ),
+        (
+            lambda layers: layers[1].self_attn.register_forward_hook(keep),
+            "keep on MultiheadAttention, inside",
+        ),
+        (
+            lambda layers: layers[0].register_forward_pre_hook(lambda *_: None),
+            "<lambda> on TransformerEncoderLayer",
+        ),
+        (
+            lambda layers: layers[1].norm2.register_full_backward_hook(lambda *_: None),
+            "<lambda> on LayerNorm",
+        ),
+    ],
+)
+def test_hooks_inside_blocks_are_refused_also_later(register: Any, said: str) -> None:
+    refused(Net(change=lambda encoder: register(encoder.layers)), f"the hook {said}")
+    later = changing(lambda encoder: register(encoder.layers))
+    with pytest.raises(MisconfigurationException, match=f"the hook {said}"):
+        quiet(max_epochs=1, packed=True, callbacks=[later]).fit(Net(), loader())
 
 
 def _mixing(encoder: Any) -> None:
@@ -382,19 +368,6 @@ class Roll(nn.Module):
         return x.roll(1, 1)
 
 
-class Changed(L.Callback):
-    """Changes the encoder after two batches."""
-
-    def __init__(self, change: Callable[[Any], None]) -> None:
-        self.change = change
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == 1:
-            self.change(pl_module.encoder)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -410,7 +383,7 @@ class Changed(L.Callback):
 )
 def test_blocks_that_are_changed_in_a_run_are_tried_again(change: Any, said: str) -> None:
     with pytest.raises(MisconfigurationException, match=said):
-        quiet(max_epochs=1, packed=True, callbacks=[Changed(change)]).fit(Net(), loader())
+        quiet(max_epochs=1, packed=True, callbacks=[changing(change)]).fit(Net(), loader())
 
 
 def test_hooks_on_the_whole_encoder_see_each_call_once_and_padded() -> None:
@@ -550,22 +523,14 @@ def test_a_loss_that_reads_padding_is_refused_and_others_are_the_same(left: bool
     if left or labels == "all":
         refused(Tuned(model_of("gpt2")), "GPT2Model: the loss reads its output at padding", data)
         return
-    padded, packed = Tuned(model_of("gpt2")), Tuned(model_of("gpt2"))
-    quiet(max_epochs=1).fit(padded, data)
-    quiet(max_epochs=1, packed=True).fit(packed, data)
-    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    trained_both_ways(lambda: Tuned(model_of("gpt2")), data)
 
 
 def test_padding_on_the_left_trains_the_same_where_the_loss_leaves_it_out() -> None:
     data = texts(left=True)
     for sample in zip(*data.dataset.tensors, strict=True):  # type: ignore[attr-defined]
         sample[2][int(sample[1].argmax())] = -100
-    padded, packed = Tuned(model_of("llama")), Tuned(model_of("llama"))
-    quiet(max_epochs=1).fit(padded, data)
-    quiet(max_epochs=1, packed=True).fit(packed, data)
-    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    trained_both_ways(lambda: Tuned(model_of("llama")), data)
 
 
 @pytest.mark.parametrize("read", ["mean", "largest", "squares", "last"])
@@ -591,18 +556,16 @@ def test_a_head_on_a_frozen_encoder_trains_the_same_or_is_refused(reads: bool) -
                 hidden = hidden.masked_fill(padding[..., None], 0.0)
             return nn.functional.cross_entropy(self.head(hidden.mean(1)), batch["labels"])
 
-    padded, packed = Probe(), Probe()
-    packed.load_state_dict(padded.state_dict())
-    for module in (padded, packed):
+    def frozen() -> Probe:
+        module = Probe()
         module.encoder.requires_grad_(False)
         module.words.requires_grad_(False)
+        return module
+
     if reads:
-        refused(packed, "TransformerEncoder: the loss reads its output at padding")
-        return
-    quiet(max_epochs=2).fit(padded, loader())
-    quiet(max_epochs=2, packed=True).fit(packed, loader())
-    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        refused(frozen(), "TransformerEncoder: the loss reads its output at padding")
+    else:
+        trained_both_ways(frozen, epochs=2)
 
 
 def test_layerdrop_is_refused_before_training() -> None:
@@ -646,30 +609,13 @@ def test_a_model_that_is_only_called_without_gradients_is_told_that_packing_does
 
 def test_a_model_in_eval_mode_is_packed_where_it_is_trained() -> None:
     # As from_pretrained gives it.
-    padded, packed = (Tuned(model_of("bert").eval()) for _ in range(2))
-    quiet(max_epochs=1).fit(padded, texts(labels="class"))
-    quiet(max_epochs=1, packed=True).fit(packed, texts(labels="class"))
-    for one, other in zip(packed.parameters(), padded.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    _, packed = trained_both_ways(lambda: Tuned(model_of("bert").eval()), texts(labels="class"))
     assert not same_weights(packed, Tuned(model_of("bert")))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("name", ["bert", "distilbert", "roberta", "electra", "gpt2", "llama"])
+@pytest.mark.parametrize("name", KINDS)
 def test_dropout_of_single_elements_is_not_mistaken_for_one_of_samples(name: str, dropout: float) -> None:
     model, batch = model_of(name, dropout=dropout), batch_of([7, 3, WIDTH, 1])
     with packed_blocks(model):
         assert model(**batch).logits.isfinite().all()
-
-
-# -- with others
-
-
-def test_the_advisor_refuses_packing_where_it_mixes_samples() -> None:
-    module = Net(GatedConv)
-    found = quiet(max_epochs=5).advise(
-        module, loader(), levers=["packed tokens"], rounds=1, steps=2, warm_up=1, combine=False, verbose=False
-    )
-    row = found.row("packed tokens")
-    assert (row.verdict, found.winners) == ("refused", [])
-    assert "block 0 (GatedConv) mixes tokens of different samples" in row.reason

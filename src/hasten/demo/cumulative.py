@@ -323,12 +323,6 @@ def measure(
         say: called with a line on what is going on.
         keep: called with the results so far after each row, so that an interrupted run is not lost.
 
-    Returns:
-        A result for each row, in the order of the ladder.
-
-    Raises:
-        ValueError: ``row_seconds``, ``rounds`` or ``seeds`` is not positive.
-
     """
     check.number("measure", "row_seconds", row_seconds, above=0)
     check.whole("measure", "rounds", rounds, at_least=1)

@@ -45,7 +45,6 @@ class Docstrings(TextTask):
         max_length: maximum number of tokens of a text; longer ones are cut, shorter ones padded.
         limit: number of training texts; None trains on as many as the plain loop can in about a minute.
         say: called with a line on what takes long.
-        settings: see :class:`hasten.demo.task.Settings`.
 
     """
 
@@ -128,14 +127,7 @@ def find_sources(library: str) -> Path:
 def split_docstrings(
     folders: dict[str, Path], *, train: int, test: int
 ) -> tuple[list[Labeled], list[Labeled]]:
-    """Return texts and labels to train and to test on, as many of each folder, in an order that stays.
-
-    Args:
-        folders: of each class.
-        train: texts of each folder to train on.
-        test: texts of each folder to test on; they come from other modules.
-
-    """
+    """Return texts and labels to train and to test on: so many of each folder, from other modules, in a fixed order."""
     chance = random.Random(0)
     seen: set[str] = set()
     parts: tuple[list[Labeled], list[Labeled]] = ([], [])

@@ -22,14 +22,7 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class Remote:
-    """A file on the network whose content is known beforehand.
-
-    Args:
-        url: where it is.
-        size_bytes: its size.
-        sha256: its digest, in hexadecimal.
-
-    """
+    """A file on the network whose size and digest, in hexadecimal, are known beforehand."""
 
     url: str
     size_bytes: int
@@ -55,9 +48,6 @@ def download(remote: Remote, folder: Path, *, timeout_seconds: float = 30.0) -> 
         remote: what to fetch.
         folder: where to put it; it is created.
         timeout_seconds: how long the server may be silent.
-
-    Returns:
-        The path of the file.
 
     Raises:
         DemoError: no network, a server that refuses, a connection cut again and again, or a wrong content.

@@ -77,7 +77,7 @@ class VisionTransformer(nn.Module):
     Args:
         side: pixels on each side of the image.
         patch: pixels on each side of a patch.
-        channels: of the image: 1 for grey, 3 for color.
+        channels: of the image: 1 for gray, 3 for color.
         width: features of a token.
         depth: transformer blocks.
         heads: attention heads of each block.
@@ -207,13 +207,7 @@ class Digits(ImageTask):
 
 
 class Resized(nn.Module):
-    """Photographs of bytes, made larger and centered on their device, then classified.
-
-    Args:
-        model: from images ``(batch, 3, side, side)`` to logits ``(batch, classes)``.
-        side: pixels.
-
-    """
+    """Photographs of bytes, made ``side`` pixels large and centered on their device, then classified by ``model``."""
 
     def __init__(self, model: nn.Module, side: int) -> None:
         super().__init__()
@@ -240,10 +234,6 @@ class Vit(ImageTask):
         depth: transformer blocks; ViT-B has 12.
         cache: folder for the archive; None takes hasten's cache folder.
         say: called with a line on what takes long.
-        settings: see :class:`hasten.demo.task.Settings`.
-
-    Raises:
-        ValueError: ``side`` is not a multiple of 16, or ``limit`` is below 60.
 
     """
 
@@ -323,15 +313,7 @@ def random_photographs(count: int, *, seed: int = 0) -> Images:
 
 
 def read_photographs(data: Path) -> tuple[Images, Images]:
-    """Return the training and the test images.
-
-    Args:
-        data: ``cifar-10-binary.tar.gz``, or the folder it unpacks to.
-
-    Raises:
-        DemoError: they are not there, or not whole.
-
-    """
+    """Return the training and the test images of ``cifar-10-binary.tar.gz``, or of the folder it unpacks to."""
     names = (*TRAIN_FILES, *TEST_FILES)
     found = {
         Path(path).name: content

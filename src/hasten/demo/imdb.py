@@ -43,7 +43,6 @@ class Imdb(TextTask):
         max_length: maximum number of tokens of a review; longer ones are cut.
         cache: folder for the archive and the tokens; None takes hasten's cache folder.
         say: called with a line on what takes long.
-        settings: see :class:`hasten.demo.task.Settings`.
 
     """
 
@@ -107,14 +106,8 @@ class Imdb(TextTask):
 def split_reviews(count: int, *, limit: int | None = None, seed: int = 0) -> tuple[list[int], ...]:
     """Return which reviews train, validate and test: 70 / 10 / 20, shuffled in an order that stays.
 
-    Args:
-        count: how many reviews there are.
-        limit: use only so many of them, in the same proportions; 1,000 reviews are tested where there are that many,
-            as their accuracy has a standard error of about 1 %. Default: all.
-        seed: of the shuffle.
-
-    Raises:
-        ValueError: when ``limit`` is below 10, or there are fewer than 10 reviews.
+    With a limit only so many are used, in the same proportions; but 1,000 reviews are tested where there are that many,
+    as their accuracy has a standard error of about 1 %.
 
     Example::
 
@@ -138,14 +131,11 @@ def tokens_of(data: Path, tokenize: Tokenize, *, tokenizer_key: str, cache: Path
     """Tokenize all labeled reviews of an archive or a folder, or take them from the cache.
 
     Args:
-        data: ``aclImdb_v1.tar.gz`` (any tar with its layout) or the folder it unpacks to.
+        data: ``aclImdb_v1.tar.gz`` or its folder.
         tokenize: texts to token numbers, already cut to the longest length wanted.
-        tokenizer_key: what the tokens depend on besides the data: tokenizer and longest length.
+        tokenizer_key: what the tokens depend on besides the data.
         cache: folder to keep the tokens in.
         say: called with a line on what takes long or went wrong without harm.
-
-    Raises:
-        DemoError: when the data cannot be read or has no reviews in the layout.
 
     """
     key = hashlib.sha256(f"{CACHE_FORMAT}|{_digest(data)}|{tokenizer_key}".encode()).hexdigest()[:24]

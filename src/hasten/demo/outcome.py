@@ -287,20 +287,7 @@ def write(
     *,
     arithmetic: Arithmetic | None = None,
 ) -> list[Path]:
-    """Write ``<task>.csv``, ``.json`` and ``.png``; the folder is created.
-
-    Args:
-        folder: where to.
-        task: what was trained.
-        results: of each row.
-        facts: from :func:`hardware`.
-        command: the command that made these numbers; kept in the JSON.
-        arithmetic: of the task, for the share of the peak.
-
-    Returns:
-        The three files.
-
-    """
+    """Write ``<task>.csv``, ``.json`` (with the command that made the numbers) and ``.png``; return the three files."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_as_row(result, results[0]) for result in results]
     table_file, data_file, chart = (folder / f"{task.name}.{ending}" for ending in ("csv", "json", "png"))

@@ -76,10 +76,6 @@ class RowTraining(L.Callback):
     """Report each step to the parent process, and keep the weights that the whole training ends with.
 
     Steps go on after the whole training, so that rows can be compared for as long as that takes.
-
-    Attributes:
-        weights: after the whole training; empty before.
-
     """
 
     def __init__(self, session: Session, task: Task, variant: RowVariant) -> None:
@@ -127,15 +123,7 @@ class RowTraining(L.Callback):
 
 
 def run(session: Session, task: Task, variant: RowVariant, threads: int) -> None:
-    """Train a row, step by step as the parent process orders.
-
-    Args:
-        session: connects to the parent.
-        task: what to train.
-        variant: of the row.
-        threads: for the CPU.
-
-    """
+    """Train a row, step by step as the parent process orders."""
     torch.set_num_threads(threads)
     training = RowTraining(session, task, variant)
     loader = task.users_loader(variant)

@@ -114,10 +114,10 @@ def first_rows(epochs: int) -> list[LadderRow]:
 
 
 def lever_rows(*names: str, draws: bool = True) -> list[LadderRow]:
-    """Return rows that each add an argument of the Trainer.
+    """Return rows of ``LEVER_ROWS``, of which each adds an argument of the Trainer.
 
     Args:
-        names: of rows in ``LEVER_ROWS``.
+        names: of the rows.
         draws: whether the model draws random numbers in a step, as dropout does.
 
     Example::
@@ -126,11 +126,10 @@ def lever_rows(*names: str, draws: bool = True) -> list[LadderRow]:
         ['L.Trainer(fused_optimizer=True)', 'L.Trainer(allocator="keep")']
 
     """
-    rows = []
+    rows, facts = [], {"step_draws": draws, "samples_draw": False}
     for name in names:
         arguments = LEVER_ROWS[name]
         levers = [lever for lever in LEVERS if arguments.items() <= lever.arguments.items()]
-        facts = {"step_draws": draws, "samples_draw": False}
         safety = max((lever.safety_in(facts) for lever in levers), default=Safety.ROUNDING)
         line = f"L.Trainer({code_of(arguments)})"
         rows.append(LadderRow(name, line, arguments, safety=safety, alone="speed" in arguments))
@@ -138,14 +137,7 @@ def lever_rows(*names: str, draws: bool = True) -> list[LadderRow]:
 
 
 def code_of(arguments: Mapping[str, Any]) -> str:
-    """Return arguments as code.
-
-    Example::
-
-        >>> code_of({"packed": True, "allocator": "keep"})
-        'packed=True, allocator="keep"'
-
-    """
+    """Return arguments as code, such as ``packed=True, allocator="keep"``."""
     return ", ".join(
         f'{name}="{value}"' if isinstance(value, str) else f"{name}={value!r}"
         for name, value in arguments.items()
@@ -153,20 +145,12 @@ def code_of(arguments: Mapping[str, Any]) -> str:
 
 
 class Settings(TypedDict, total=False):
-    """What every task can be given; the defaults are attributes of its class.
-
-    Args:
-        epochs: passes over the training samples.
-        batch_size: samples in a batch.
-        learning_rate: of AdamW.
-        seed: of the initial weights and the order.
-        device: where to compute; default: the CPU.
-
-    """
+    """What every task can be given; the defaults are attributes of its class."""
 
     epochs: int
     batch_size: int
     learning_rate: float
+    # Of the initial weights and the order.
     seed: int
     device: torch.device
 
@@ -257,12 +241,5 @@ def shuffled(count: int, seed: int = 0) -> Tensor:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    Example::
-
-        >>> plural(1, "epoch"), plural(2, "epoch")
-        ('1 epoch', '2 epochs')
-
-    """
+    """Return a number with its noun: "1 epoch", "2 epochs"."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

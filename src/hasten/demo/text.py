@@ -54,14 +54,6 @@ class Tokens:
 class TextDataset(Dataset[dict[str, Any]]):
     """Some of the tokenized texts, one sample each: ``{"input_ids": (tokens,) int32, "label": int}``.
 
-    Args:
-        tokens: of all texts.
-        chosen: numbers of the texts.
-        max_length: maximum number of tokens of a text; None does not cut.
-
-    Attributes:
-        lengths: tokens of each sample.
-
     Example::
 
         >>> tokens = Tokens.of([[101, 7, 102], [101, 102]], labels=[1, 0])
@@ -122,14 +114,7 @@ class Pad:
 
 
 class TextTask(Task):
-    """Fine-tune a language model to classify texts, padded to the longest that it reads.
-
-    Args:
-        source: which model.
-        max_length: maximum number of tokens of a text.
-        settings: see :class:`hasten.demo.task.Settings`.
-
-    """
+    """Fine-tune a language model to classify texts, padded to the longest that it reads."""
 
     imports = ("transformers",)
     epochs = 1

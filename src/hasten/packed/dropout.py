@@ -10,49 +10,31 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-# Random bytes per draw of the generator.
-_BYTES_OF_A_DRAW = 8
-_HIGHEST_BYTE = 255
-# Modules that drop single elements; others (channels, alpha) keep torch's dropout.
-_KINDS = (nn.Dropout,)
-
 
 def draw(count: int, p: float) -> tuple[Tensor, int]:
     """Return (random bytes, threshold): an element is kept where its byte is at least the threshold.
 
     A byte has 256 values, and ``p`` need not be a multiple of 1/256: the threshold is drawn from the two nearest
     integers so that each element is dropped with probability ``p``. It may be 256, which no byte reaches: see ``kept``.
-
-    Args:
-        count: number of bytes.
-        p: probability of dropping an element, 0 to 1.
-
     """
     exact = p * 256
     threshold = int(exact)
     if exact != threshold:
         threshold += int(torch.rand(()).item() < exact - threshold)
-    words = torch.empty(-(-count // _BYTES_OF_A_DRAW), dtype=torch.int64)
+    words = torch.empty(-(-count // 8), dtype=torch.int64)
     # Both ends included: all 64 bits are random.
     words.random_(-(2**63), None)
     return words.view(torch.uint8)[:count], threshold
 
 
 def scale_of(p: float) -> float:
-    """Return the factor of kept elements; 0 if none is kept.
-
-    Example::
-
-        >>> scale_of(0.5), scale_of(1.0)
-        (2.0, 0.0)
-
-    """
+    """Return the factor of kept elements; 0 if none is kept."""
     return 0.0 if p == 1.0 else 1.0 / (1.0 - p)
 
 
 def kept(random: Tensor, threshold: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return 1 where an element is kept and 0 where it is dropped."""
-    if threshold > _HIGHEST_BYTE:
+    if threshold > 255:
         # A byte cannot hold this threshold: torch would wrap it to 0 and keep everything.
         return torch.zeros(shape, dtype=dtype)
     mask = torch.empty(shape, dtype=dtype)
@@ -195,7 +177,8 @@ def fast_dropout(module: nn.Module) -> Iterator[int]:
         module: the module; only the ``forward`` of these layers changes.
 
     """
-    layers = [layer for layer in module.modules() if type(layer) in _KINDS and _has_torchs_forward(layer)]
+    # Modules that drop channels, or keep mean and variance, have torch's dropout.
+    layers = [layer for layer in module.modules() if type(layer) is nn.Dropout and _has_torchs_forward(layer)]
     for layer in layers:
         layer.forward = _forward.__get__(layer)
     try:

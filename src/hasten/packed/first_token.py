@@ -38,12 +38,7 @@ class LossCheck:
 
 
 class FirstToken(LossCheck):
-    """The last block of a stack, computed for first tokens.
-
-    Args:
-        asked: the argument or call that requested it, for messages.
-
-    """
+    """The last block of a stack, computed for first tokens."""
 
     def __init__(self, asked: str) -> None:
         problem = (
@@ -152,20 +147,7 @@ def would_wait(tensor: Tensor) -> bool:
 def attend_first(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, p: float, scale: float
 ) -> Tensor:
-    """Attend from the first token of each sequence to all tokens of that sequence.
-
-    Args:
-        query: of the first tokens, shape ``(samples, heads, features)``.
-        key: of all real tokens, shape ``(real tokens, heads, features)``; there may be fewer heads.
-        value: of all real tokens, shape ``(real tokens, heads, features)``.
-        layout: of the batch.
-        p: probability of dropping an attention weight, 0 to 1.
-        scale: factor of the products.
-
-    Returns:
-        shape ``(samples, heads, features)``.
-
-    """
+    """Attend from the first token of each sequence to all tokens of that sequence; see ``Stack.attend``."""
     keys, values = (layout.unpack(each.unsqueeze(0)).transpose(1, 2) for each in (key, value))
     attended: Tensor = nn.functional.scaled_dot_product_attention(
         query.unsqueeze(2),

@@ -14,13 +14,7 @@ from torch import nn
 
 
 class MethodPatch:
-    """Replaces a method of one module; a copy of the module has the original method.
-
-    Args:
-        module: the module to patch.
-        name: of the method.
-
-    """
+    """Replaces a method of one module; a copy of the module has the original method."""
 
     def __init__(self, module: nn.Module, name: str = "forward") -> None:
         self.module, self.name = module, name
@@ -60,12 +54,7 @@ class MethodPatch:
 
 
 class HookPatch:
-    """A hook of a module; a copy of the module has a hook that does nothing.
-
-    Args:
-        function: the hook.
-
-    """
+    """A hook of a module; a copy of the module has a hook that does nothing."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -75,25 +64,12 @@ class HookPatch:
         return self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Give a copy of the module a hook that does nothing."""
-        return NoHook, ()
-
-
-class NoHook:
-    """A hook that does nothing."""
-
-    def __call__(self, *_args: Any) -> None:
-        """Return None, which leaves arguments and outputs alone."""
+        """Give a copy of the module a hook that leaves arguments and outputs alone."""
+        return HookPatch, (_nothing,)
 
 
 class NamePatch(str):
-    """A string that temporarily replaces another; its copies are the original string.
-
-    Args:
-        name: the replacement.
-        original: the replaced string.
-
-    """
+    """A string that temporarily replaces another, ``original``; its copies are the original string."""
 
     original: str | None
 
@@ -106,6 +82,10 @@ class NamePatch(str):
     def __reduce__(self) -> tuple[Any, ...]:
         """Give copies the original."""
         return _identity, (self.original,)
+
+
+def _nothing(*_args: Any) -> None:
+    """Do nothing."""
 
 
 def _identity(value: Any) -> Any:
