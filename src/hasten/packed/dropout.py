@@ -180,7 +180,7 @@ def fast_dropout(module: nn.Module) -> Iterator[int]:
     # Modules that drop channels, or keep mean and variance, have torch's dropout.
     layers = [layer for layer in module.modules() if type(layer) is nn.Dropout and _has_torchs_forward(layer)]
     for layer in layers:
-        layer.forward = _forward.__get__(layer)
+        vars(layer)["forward"] = _forward.__get__(layer)
     try:
         yield len(layers)
     finally:
