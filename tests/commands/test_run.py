@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.programs import ROOT, run_python
 
 from hasten.commands import main
-
-SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 PROGRAM = """
 import json, os, sys
@@ -82,16 +81,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT / "src"), str(Path("site").absolute())])
+    return run_python(*arguments, PYTHONPATH=paths, **environment)
+
+
 def hasten_run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
-    given["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(Path("site").absolute())])
-    return subprocess.run(
-        [sys.executable, "-m", "hasten", "run", *arguments],
-        env=given,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    return python("-m", "hasten", "run", *arguments, **environment)
 
 
 def said(rank: int) -> list[Any]:
@@ -135,11 +131,7 @@ def test_a_module_is_run_again_as_a_module(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_install_in_the_program_itself_does_the_same_for_its_children(folder: Path) -> None:
     (folder / "own.py").write_text("import hasten.compat\nhasten.compat.install()\n" + PROGRAM)
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "CONTEXT": "forkserver"}
-    given["PYTHONPATH"] = os.pathsep.join([str(SOURCE), str(folder / "site")])
-    done = subprocess.run(
-        [sys.executable, "own.py", "auto", "1"], env=given, capture_output=True, text=True, timeout=110
-    )
+    done = python("own.py", "auto", "1", CONTEXT="forkserver")
     assert done.returncode == 0, done.stderr
     assert said(0)[:2] == [4, 1.0]
 
@@ -155,40 +147,28 @@ def test_what_a_program_sees_is_what_python_shows_it(folder: Path) -> None:
         "import atexit; atexit.register(lambda: print('end', A.__name__))\n"
         "sys.exit(7)\n"
     )
-    ours = hasten_run("sub/p.py", "--help", "-m", "x")
-    python = subprocess.run(
-        [sys.executable, "sub/p.py", "--help", "-m", "x"], capture_output=True, text=True, timeout=60
-    )
-    assert (ours.returncode, ours.stdout, ours.stderr) == (python.returncode, python.stdout, python.stderr)
+    ours, plain = (run("sub/p.py", "--help", "-m", "x") for run in (hasten_run, python))
+    assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
     assert ours.returncode == 7
-
-
-def test_a_folder_with_a_main_runs(folder: Path) -> None:
-    (folder / "app").mkdir()
-    (folder / "app" / "__main__.py").write_text("import sys, beside; print(__name__, sys.argv[1:])\n")
-    (folder / "app" / "beside.py").write_text("")
-    done = hasten_run("app", "a")
+    # A folder with a __main__.py.
+    (folder / "sub" / "__main__.py").write_text("import sys, beside; print(__name__, sys.argv[1:])\n")
+    done = hasten_run("sub", "a")
     assert (done.returncode, done.stdout) == (0, "__main__ ['a']\n")
 
 
 def test_an_error_is_shown_without_the_frames_of_the_command(folder: Path) -> None:
     (folder / "p.py").write_text("def f():\n    raise ValueError('no')\n\nf()\n")
-    done = hasten_run("p.py")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[0] == "Traceback (most recent call last):"
-    assert "commands" not in done.stderr
-    assert done.stderr.splitlines()[-1] == "ValueError: no"
-    assert done.stderr.count("File") == 2
-    done = hasten_run("-m", "p")
-    assert done.returncode == 1
-    assert "commands" not in done.stderr
-    assert done.stderr.count("File") == 2
+    for done in (hasten_run("p.py"), hasten_run("-m", "p")):
+        assert done.returncode == 1
+        first, *_, last = done.stderr.splitlines()
+        assert (first, last) == ("Traceback (most recent call last):", "ValueError: no")
+        assert "commands" not in done.stderr
+        assert done.stderr.count("File") == 2
     (folder / "p.py").write_text("raise KeyboardInterrupt\n")
     assert hasten_run("p.py").returncode == 130
     (folder / "p.py").write_text("def (\n")
-    done = hasten_run("p.py")
-    python = subprocess.run([sys.executable, "p.py"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (python.returncode, python.stderr)
+    done, plain = hasten_run("p.py"), python("p.py")
+    assert (done.returncode, done.stderr) == (plain.returncode, plain.stderr)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +184,7 @@ def test_an_error_is_shown_without_the_frames_of_the_command(folder: Path) -> No
         (["--yes", "train.py"], "unknown option --yes"),
     ],
 )
-def test_wrong_use_is_told(
+def test_wrong_use_is_an_error(
     folder: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:

