@@ -29,34 +29,26 @@ class Notes(Classifier):
         self.seen.append(torch.get_float32_matmul_precision())
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_a_run_multiplies_as_asked_and_the_program_as_before(precision: str) -> None:
-    module, trainer = Notes(), quiet(matmul_precision=precision, limit_train_batches=1)
+def test_a_run_multiplies_as_asked_and_the_program_as_before() -> None:
+    class Broken(Notes):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyError("broken")
+
+    module, trainer = Notes(), quiet(matmul_precision="medium", limit_train_batches=1)
     trainer.fit(module, loader(), loader(4))
-    assert module.seen == [precision] * 3
+    assert module.seen == ["medium"] * 3
     assert torch.get_float32_matmul_precision() == "highest"
     trainer.validate(module, loader(4), verbose=False)
-    assert module.seen == [precision] * 4
+    assert module.seen == ["medium"] * 4
+    with pytest.raises(KeyError):
+        quiet(matmul_precision="medium").fit(Broken(), loader())
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_highest_is_a_choice_too_and_silence_is_none() -> None:
     with matmul_precision("medium"):
         module = Notes()
         quiet(limit_train_batches=1).fit(module, loader())
         quiet(limit_train_batches=1, matmul_precision="highest").fit(module, loader())
         assert module.seen == ["medium", "highest"]
         assert torch.get_float32_matmul_precision() == "medium"
-
-
-def test_it_is_set_back_after_an_error() -> None:
-    class Broken(Notes):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise KeyError("broken")
-
-    with pytest.raises(KeyError):
-        quiet(matmul_precision="medium").fit(Broken(), loader())
-    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_settings_of_single_backends_come_back() -> None:
@@ -72,7 +64,7 @@ def test_settings_of_single_backends_come_back() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def test_in_fabric_it_holds_within_launch() -> None:
+def test_in_fabric_it_holds_within_launch_or_from_setup_on() -> None:
     def work(fabric: L.Fabric) -> str:
         fabric.setup(nn.Linear(1, 1))
         return torch.get_float32_matmul_precision()
@@ -81,16 +73,12 @@ def test_in_fabric_it_holds_within_launch() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
     assert fabric.launch(work) == "medium"
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-@pytest.mark.parametrize("begin", ["launch", "setup"])
-def test_in_fabric_without_a_function_it_holds_from_then_on(begin: str) -> None:
-    fabric = L.Fabric(accelerator="cpu", matmul_precision="high")
-    try:
-        fabric.launch() if begin == "launch" else fabric.setup(nn.Linear(1, 1))
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    for begin in (L.Fabric.launch, lambda fabric: fabric.setup(nn.Linear(1, 1))):
+        try:
+            begin(L.Fabric(accelerator="cpu", matmul_precision="high"))
+            assert torch.get_float32_matmul_precision() == "high"
+        finally:
+            torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize("front", [L.Trainer, L.Fabric])

@@ -179,8 +179,3 @@ def test_running_statistics_stay_in_32_bits(precision: Any) -> None:
     assert kinds["layers.0.weight"] == kinds["layers.3.weight"] == DTYPES[precision]
     assert kinds["layers.1.weight"] == kinds["layers.1.running_var"] == torch.float32
     assert not torch.equal(module.layers[1].running_mean, mean)
-
-
-def test_what_the_switch_takes() -> None:
-    with pytest.raises(TypeError, match=r"keep_small_updates='no'.*True or False"):
-        HalfPrecision("bf16-true", keep_small_updates="no")  # type: ignore[arg-type]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hasten._lib.tree import map_tensors
+
+T = TypeVar("T")
 
 
 class Precision:
@@ -38,15 +40,15 @@ class Precision:
         """Return ``module`` with its parameters in this precision, changed in place."""
         return module
 
-    def convert_input(self, data: Any) -> Any:
+    def convert_input(self, data: T) -> T:
         """Return the inputs of the module with floating tensors in this precision."""
         return data
 
-    def convert_output(self, data: Any) -> Any:
+    def convert_output(self, data: T) -> T:
         """Return the outputs of the module with floating tensors in torch's default type."""
         return data
 
-    def convert_optimizer(self, optimizer: Any) -> None:
+    def convert_optimizer(self, optimizer: object) -> None:
         """Prepare an optimizer in place for parameters in this precision; may be called more than once."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -85,11 +87,11 @@ class DtypePrecision(Precision):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def convert_input(self, data: Any) -> Any:
+    def convert_input(self, data: T) -> T:
         """Return ``data`` with its floating tensors in the precision's type."""
         return to_floating(data, self._dtype)
 
-    def convert_output(self, data: Any) -> Any:
+    def convert_output(self, data: T) -> T:
         """Return ``data`` with its floating tensors in torch's default type."""
         return to_floating(data, torch.get_default_dtype())
 
@@ -97,13 +99,7 @@ class DtypePrecision(Precision):
         """Return a context in which new floating tensors have the precision's type."""
         return DefaultType(self._dtype)
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new parameters have the precision's type."""
-        return DefaultType(self._dtype)
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which new floating tensors have the precision's type."""
-        return DefaultType(self._dtype)
+    module_init_context = tensor_init_context = forward_context
 
 
 class DefaultType(AbstractContextManager[None]):
@@ -121,8 +117,9 @@ class DefaultType(AbstractContextManager[None]):
         torch.set_default_dtype(self._previous)
 
 
-def to_floating(data: Any, dtype: torch.dtype) -> Any:
+def to_floating(data: T, dtype: torch.dtype) -> T:
     """Return ``data`` with its floating tensors as ``dtype``; the same object where nothing changes."""
-    if type(data) is Tensor:
-        return data.to(dtype) if data.is_floating_point() else data
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, data)
+    converted: T = map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, data
+    )
+    return converted

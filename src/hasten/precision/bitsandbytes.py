@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from hasten._lib.names import did_you_mean
+from hasten._lib import check
 from hasten._lib.optional import need
 from hasten.precision.base import DtypePrecision, Precision
 from hasten.precision.builtin import HalfPrecision
-from hasten.precision.layers import check_ignored, ignored, replace
+from hasten.precision.layers import check_ignored, check_names, ignored, replace
 
 MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 
@@ -52,27 +52,17 @@ class BitsandbytesPrecision(DtypePrecision):
         dtype: torch.dtype | None = None,
         ignore_modules: Iterable[str] | None = None,
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(
-                f"BitsandbytesPrecision(mode={mode!r}): use {', '.join(map(repr, MODES))}."
-                + did_you_mean(str(mode), MODES)
-            )
-        if isinstance(ignore_modules, str):
-            raise TypeError(
-                f"BitsandbytesPrecision(ignore_modules={ignore_modules!r}): use a set of names, "
-                f"{{{ignore_modules!r}}}."
-            )
+        check.one_of("BitsandbytesPrecision", "mode", mode, MODES)
+        check_names("BitsandbytesPrecision", ignore_modules)
         if dtype is None:
-            dtype = torch.float16 if mode.startswith("int8") else _short_type()
+            no_bf16 = torch.cuda.is_available() and not torch.cuda.is_bf16_supported()
+            dtype = torch.float16 if mode.startswith("int8") or no_bf16 else torch.bfloat16
         if mode.startswith("int8") and dtype is not torch.float16:
             raise ValueError(
                 f"BitsandbytesPrecision(mode={mode!r}, dtype={dtype}): products in eight bits give float16. "
                 "Use dtype=torch.float16, or leave it out."
             )
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ValueError(
-                f"BitsandbytesPrecision(dtype={dtype!r}): use torch.bfloat16, torch.float16 or torch.float32."
-            )
+        check.one_of("BitsandbytesPrecision", "dtype", dtype, (torch.bfloat16, torch.float16, torch.float32))
         _bitsandbytes()
         self.mode = mode
         self.dtype = dtype
@@ -83,7 +73,11 @@ class BitsandbytesPrecision(DtypePrecision):
 
     def check_device(self, device: torch.device) -> None:
         """Check that bitsandbytes has kernels for the device."""
-        known = {"cuda"} if self.mode == "int8-training" else _devices_of(_bitsandbytes())
+        known = (
+            {"cuda"}
+            if self.mode == "int8-training"
+            else set(getattr(_bitsandbytes(), "supported_torch_devices", ("cuda",)))
+        )
         if device.type not in known:
             raise ValueError(
                 f"BitsandbytesPrecision(mode={self.mode!r}): this version of bitsandbytes does not support "
@@ -117,38 +111,22 @@ class BitsandbytesPrecision(DtypePrecision):
     def _quantized(self, layer: nn.Linear) -> nn.Module:
         kinds = _layers(_bitsandbytes())
         sizes, has_bias = (layer.in_features, layer.out_features), layer.bias is not None
-        made: Any
-        if self.mode.startswith("int8"):
-            training = self.mode == "int8-training"
-            made = kinds["int8"](
-                *sizes, bias=has_bias, has_fp16_weights=training, threshold=6.0, device="meta"
-            )
-        else:
-            made = kinds["4bit"](
-                *sizes,
-                bias=has_bias,
-                compute_dtype=self.dtype,
-                compress_statistics=self.mode.endswith("-dq"),
-                quant_type=self.mode[:3],
-                device="meta",
-            )
+        options: dict[str, Any] = {"has_fp16_weights": self.mode == "int8-training", "threshold": 6.0}
+        if not self.mode.startswith("int8"):
+            options = {
+                "compute_dtype": self.dtype,
+                "compress_statistics": self.mode.endswith("-dq"),
+                "quant_type": self.mode[:3],
+            }
+        kind = kinds["int8" if self.mode.startswith("int8") else "4bit"]
+        made: Any = kind(*sizes, bias=has_bias, device="meta", **options)
         made.hold(layer.weight.data)
         made.bias = layer.bias
         return made  # type: ignore[no-any-return]
 
-    def convert_optimizer(self, optimizer: Any) -> None:
+    def convert_optimizer(self, optimizer: object) -> None:
         """Have the optimizer step in 32 bits."""
         self._rest.convert_optimizer(optimizer)
-
-
-def _devices_of(bnb: Any) -> set[str]:
-    return set(getattr(bnb, "supported_torch_devices", ("cuda",)))
-
-
-def _short_type() -> torch.dtype:
-    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
-        return torch.float16
-    return torch.bfloat16
 
 
 def _bitsandbytes() -> ModuleType:
@@ -156,6 +134,12 @@ def _bitsandbytes() -> ModuleType:
         # It warns of missing GPUs, which check_device reports.
         warnings.simplefilter("ignore")
         return need("bitsandbytes", purpose="BitsandbytesPrecision")
+
+
+def _was_loaded(key: str, metadata: Any, strict: bool, missing: list[str], *rest: Any) -> None:
+    """Take ``key`` off the list of missing ones."""
+    if key in missing:
+        missing.remove(key)
 
 
 @functools.cache
@@ -174,15 +158,7 @@ def _layers(bnb: Any) -> dict[str, Any]:
                 module=self,
             )
 
-        def _load_from_state_dict(
-            self,
-            state_dict: dict[str, Any],
-            prefix: str,
-            metadata: Any,
-            strict: bool,
-            missing: list[str],
-            *rest: Any,
-        ) -> None:
+        def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
             start = f"{prefix}weight."
             scales = {
                 key[len(start) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(start)
@@ -195,38 +171,29 @@ def _layers(bnb: Any) -> dict[str, Any]:
                 self.hold(weight.to(self.compute_dtype))
                 if quantized:
                     self.weight = self.weight.to(device)
-            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
-            if weight is not None and f"{prefix}weight" in missing:
-                missing.remove(f"{prefix}weight")
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+            if weight is not None:
+                _was_loaded(f"{prefix}weight", *rest)
 
     class Linear8bit(bnb.nn.Linear8bitLt):
         def hold(self, weight: torch.Tensor) -> None:
             trains = self.state.has_fp16_weights
             self.weight = bnb.nn.Int8Params(weight, has_fp16_weights=trains, requires_grad=trains)
 
-        def _load_from_state_dict(
-            self,
-            state_dict: dict[str, Any],
-            prefix: str,
-            metadata: Any,
-            strict: bool,
-            missing: list[str],
-            *rest: Any,
-        ) -> None:
+        def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
             weight: Any = state_dict.get(f"{prefix}weight")
             device = self.weight.device
-            is_unquantized = (
-                weight is not None and weight.is_floating_point() and not self.weight.is_floating_point()
-            )
+            is_loaded = weight is not None
+            is_unquantized = is_loaded and weight.is_floating_point() and not self.weight.is_floating_point()
             if is_unquantized:
                 del state_dict[f"{prefix}weight"]
                 self.hold(weight.to("cpu", torch.float16))
                 self.weight = self.weight.to(device)
                 self.state.CB = self.state.SCB = None
-            elif weight is not None and self.weight.SCB is None and self.state.SCB is not None:
+            elif is_loaded and self.weight.SCB is None and self.state.SCB is not None:
                 self.weight.SCB = self.state.SCB  # Where bitsandbytes looks for it.
-            super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
-            if is_unquantized and f"{prefix}weight" in missing:
-                missing.remove(f"{prefix}weight")
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+            if is_unquantized:
+                _was_loaded(f"{prefix}weight", *rest)
 
     return {"4bit": Linear4bit, "int8": Linear8bit}

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from hasten._lib import check
 from hasten._lib.rank_zero import warn_once
-from hasten.precision.base import DtypePrecision, Precision, to_floating
+from hasten.precision.base import DtypePrecision, Precision, T, to_floating
 from hasten.precision.matmul import cpu_has_bfloat16
 from hasten.precision.small_updates import keep_small_updates
 
@@ -59,10 +60,8 @@ class HalfPrecision(DtypePrecision):
     def __init__(
         self, precision: Literal["bf16-true", "16-true"] = "16-true", *, keep_small_updates: bool = True
     ) -> None:
-        if precision not in ("bf16-true", "16-true"):
-            raise ValueError(f"HalfPrecision(precision={precision!r}): use 'bf16-true' or '16-true'.")
-        if not isinstance(keep_small_updates, bool):
-            raise TypeError(f"HalfPrecision(keep_small_updates={keep_small_updates!r}): use True or False.")
+        check.one_of("HalfPrecision", "precision", precision, ("bf16-true", "16-true"))
+        check.boolean("HalfPrecision", "keep_small_updates", keep_small_updates)
         self.precision = precision
         self.keep_small_updates = keep_small_updates
         super().__init__(torch.bfloat16 if precision == "bf16-true" else torch.float16)
@@ -89,7 +88,7 @@ class HalfPrecision(DtypePrecision):
             tensor.data = data.to(torch.float32)
         return module
 
-    def convert_optimizer(self, optimizer: Any) -> None:
+    def convert_optimizer(self, optimizer: object) -> None:
         """Have the optimizer step in 32 bits."""
         if self.keep_small_updates and isinstance(optimizer, Optimizer):
             keep_small_updates(optimizer)
@@ -116,8 +115,7 @@ class MixedPrecision(Precision):
         device: str = "cuda",
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        if precision not in ("16-mixed", "bf16-mixed"):
-            raise ValueError(f"MixedPrecision(precision={precision!r}): use '16-mixed' or 'bf16-mixed'.")
+        check.one_of("MixedPrecision", "precision", precision, ("16-mixed", "bf16-mixed"))
         device = torch.device(device).type
         if precision == "16-mixed" and device == "cpu":
             raise ValueError(
@@ -140,11 +138,11 @@ class MixedPrecision(Precision):
         if self.precision == "bf16-mixed":
             check_bfloat16(device, self.precision, instead="16-mixed")
 
-    def convert_input(self, data: Any) -> Any:
+    def convert_input(self, data: T) -> T:
         """Return ``data`` with 32-bit floating tensors, which autocast converts."""
         return to_floating(data, torch.float32)
 
-    def convert_output(self, data: Any) -> Any:
+    def convert_output(self, data: T) -> T:
         """Return ``data`` with floating tensors of torch's default type."""
         return to_floating(data, torch.get_default_dtype())
 
@@ -166,12 +164,10 @@ def check_bfloat16(device: torch.device, precision: str, *, instead: str) -> Non
             f"precision={precision!r}: this CPU has no bfloat16 instructions: a matrix product takes tens of times as "
             "long as in 32 bits. Use precision='32-true', unless you only try the program out here.",
         )
-    if device.type != "cuda" or torch.version.hip is not None:
-        return
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        name = torch.cuda.get_device_name(device)
-        raise ValueError(
-            f"precision={precision!r}: {name} has the compute capability {major}.{minor}, and "
-            f"bfloat16 begins with 8.0 (Ampere). Use precision={instead!r}."
-        )
+    if device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            raise ValueError(
+                f"precision={precision!r}: {torch.cuda.get_device_name(device)} has the compute capability "
+                f"{major}.{minor}, and bfloat16 begins with 8.0 (Ampere). Use precision={instead!r}."
+            )

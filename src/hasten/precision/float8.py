@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
-from hasten._lib.names import did_you_mean
+from hasten._lib import check
 from hasten._lib.optional import need
 from hasten.precision.builtin import MixedPrecision
-from hasten.precision.layers import check_ignored, ignored, put_back, replace
+from hasten.precision.layers import check_ignored, check_names, ignored, put_back, replace
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 # Sides of matrices must be multiples of this for 8-bit products.
@@ -48,15 +48,8 @@ class Float8Precision(MixedPrecision):
         ignore_modules: Iterable[str] = (),
         emulate: bool = False,
     ) -> None:
-        if recipe not in RECIPES:
-            raise ValueError(
-                f"Float8Precision(recipe={recipe!r}): use {', '.join(map(repr, RECIPES))}."
-                + did_you_mean(str(recipe), RECIPES)
-            )
-        if isinstance(ignore_modules, str):
-            raise TypeError(
-                f"Float8Precision(ignore_modules={ignore_modules!r}): use a set of names, {{{ignore_modules!r}}}."
-            )
+        check.one_of("Float8Precision", "recipe", recipe, RECIPES)
+        check_names("Float8Precision", ignore_modules)
         need("torchao", purpose="precision='fp8'")
         super().__init__("bf16-mixed", "cuda")
         self.precision = "fp8"
@@ -82,33 +75,27 @@ class Float8Precision(MixedPrecision):
         config = float8.Float8LinearConfig.from_recipe_name(self.recipe)
         # The number of rows is a side of the product for the gradients of weights. It depends on the user's batch, so
         # it may not be a multiple of 16.
-        options: dict[str, Any] = {"emulate": self.emulate}
-        if self.recipe == "tensorwise":
-            options["pad_inner_dim"] = True
-        config = dataclasses.replace(config, **options)
+        padded = {"pad_inner_dim": True} if self.recipe == "tensorwise" else {}
+        config = dataclasses.replace(config, emulate=self.emulate, **padded)
 
         def convert(name: str, layer: nn.Module) -> nn.Module | None:
             if type(layer) is not nn.Linear or ignored(name, self.ignore_modules):
                 return None
             if layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
                 return None
-            holder = nn.Sequential(layer)
-            return float8.convert_to_float8_training(holder, config=config)[0]  # type: ignore[no-any-return]
+            return float8.convert_to_float8_training(nn.Sequential(layer), config=config)[0]  # type: ignore[no-any-return]
 
-        replaced = replace(module, convert)
-        converted = any(type(layer).__name__ == "Float8Linear" for layer in module.modules())
-        if not converted:
+        self._replaced += replace(module, convert)
+        if not any(type(layer).__name__ == "Float8Linear" for layer in module.modules()):
             raise ValueError(
                 f"precision='fp8': {type(module).__name__} has no Linear layer whose in_features and out_features are "
                 f"multiples of {_MULTIPLE}, so nothing would compute in 8-bit floats. Use precision='bf16-mixed'."
             )
-        self._replaced += replaced
         return module
 
     def teardown(self) -> None:
         """Restore the original layers."""
-        replaced, self._replaced = self._replaced, []
-        put_back(reversed(replaced))
+        put_back(self._replaced)
 
 
 def check_float8(device: torch.device, precision: str = "fp8") -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hasten._lib.names import did_you_mean
+
 
 def ignored(name: str, prefixes: Iterable[str]) -> bool:
     """Return whether a module is one of those named, or inside of one.
@@ -22,6 +24,19 @@ def ignored(name: str, prefixes: Iterable[str]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
+def check_names(owner: str, ignore_modules: object) -> None:
+    """Refuse one name where a set of names is expected.
+
+    Raises:
+        TypeError: it is a string.
+
+    """
+    if isinstance(ignore_modules, str):
+        raise TypeError(
+            f"{owner}(ignore_modules={ignore_modules!r}): use a set of names, {{{ignore_modules!r}}}."
+        )
+
+
 def check_ignored(module: nn.Module, prefixes: Iterable[str], owner: str) -> None:
     """Check that each prefix is the name of a module.
 
@@ -32,8 +47,6 @@ def check_ignored(module: nn.Module, prefixes: Iterable[str], owner: str) -> Non
     names = [name for name, _ in module.named_modules()]
     for prefix in prefixes:
         if not any(ignored(name, [prefix]) for name in names):
-            from hasten._lib.names import did_you_mean
-
             raise ValueError(
                 f"{owner}(ignore_modules={{{prefix!r}}}): {type(module).__name__} has no module of that name."
                 + did_you_mean(prefix, [name for name in names if name])
@@ -70,9 +83,10 @@ def replace(
     return replaced
 
 
-def put_back(replaced: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:
-    """Undo ``replace``."""
-    for parent, name, module in replaced:
+def put_back(replaced: list[tuple[nn.Module, str, nn.Module]]) -> None:
+    """Undo ``replace``, and empty its list."""
+    while replaced:
+        parent, name, module = replaced.pop()
         now = parent._modules.get(name)
         module.train(now.training if now is not None else module.training)
         parent._modules[name] = module

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
 
 import torch
 
@@ -44,31 +44,20 @@ def matmul_precision(precision: str) -> Iterator[None]:
         'highest'
 
     """
-    before = _Backends()
+    # What torch.set_float32_matmul_precision changes of each backend; a program may set them separately.
+    backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    own = [backend.fp32_precision for backend in backends]
+    before = None
+    with suppress(RuntimeError):  # The backends have different settings.
+        before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
-        before.restore()
-
-
-class _Backends:
-    """The settings of each backend that ``set_float32_matmul_precision`` changes; a program may set them separately."""
-
-    def __init__(self) -> None:
-        self._cuda: str = torch.backends.cuda.matmul.fp32_precision
-        self._cpu: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
-        self._name: str | None
-        try:
-            self._name = torch.get_float32_matmul_precision()
-        except RuntimeError:  # The backends have different settings.
-            self._name = None
-
-    def restore(self) -> None:
-        if self._name is not None:
-            torch.set_float32_matmul_precision(self._name)
-        torch.backends.cuda.matmul.fp32_precision = self._cuda
-        torch.backends.mkldnn.matmul.fp32_precision = self._cpu  # type: ignore[attr-defined]
+        if before is not None:
+            torch.set_float32_matmul_precision(before)
+        for backend, setting in zip(backends, own, strict=True):
+            backend.fp32_precision = setting
 
 
 def without_effect(precision: str, device: torch.device) -> str | None:
@@ -82,10 +71,8 @@ def without_effect(precision: str, device: torch.device) -> str | None:
     if precision == "highest":
         return None
     if device.type == "cuda":
-        if torch.version.hip is not None:
-            return None
         major, minor = torch.cuda.get_device_capability(device)
-        if major >= 8:
+        if major >= 8 or torch.version.hip is not None:
             return None
         return f"this GPU has the compute capability {major}.{minor}, and TF32 begins with 8.0"
     if device.type == "cpu":

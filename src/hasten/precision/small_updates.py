@@ -11,7 +11,7 @@ weights and gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hasten._lib.tree import by_kind
+
+T = TypeVar("T")
 
 KEY = "low_bits"
 # The type of the distance between a 32-bit float and the nearest 16-bit float, counted in 32-bit floats.
@@ -41,7 +43,7 @@ def keep_small_updates(optimizer: Optimizer) -> None:
         _attached[optimizer] = _FullSteps(optimizer)
 
 
-def full_precision(optimizer: Any, function: Callable[[], Any]) -> Any:
+def full_precision(optimizer: Optimizer, function: Callable[[], T]) -> T:
     """Call ``function``, which changes the optimizer's parameters, with parameters in 32 bits."""
     steps = _attached.get(optimizer)
     if steps is None:
@@ -202,12 +204,11 @@ class _FullSteps:
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._loading = state_dict
-        states = {
-            key: {name: value for name, value in state.items() if name != KEY}
-            if isinstance(state, dict)
-            else state
-            for key, state in state_dict["state"].items()
-        }
+
+        def without_low(state: Any) -> Any:
+            return {k: v for k, v in state.items() if k != KEY} if isinstance(state, dict) else state
+
+        states = {key: without_low(state) for key, state in state_dict["state"].items()}
         return {**state_dict, "state": states}
 
     def _after_load(self, optimizer: Optimizer) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hasten._lib import check
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.precision.base import DefaultType, DtypePrecision
@@ -48,16 +49,14 @@ class TransformerEnginePrecision(DtypePrecision):
         self,
         *,
         weights_dtype: torch.dtype,
-        recipe: Any = None,
+        recipe: object = None,
         replace_layers: bool | None = None,
         fallback_compute_dtype: torch.dtype | None = None,
     ) -> None:
-        for name, dtype in (
-            ("weights_dtype", weights_dtype),
-            ("fallback_compute_dtype", fallback_compute_dtype),
-        ):
-            if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise TypeError(f"{_PURPOSE}({name}={dtype!r}): use a type of torch, such as torch.bfloat16.")
+        allowed = "a type of torch, such as torch.bfloat16"
+        check.instance(_PURPOSE, "weights_dtype", weights_dtype, torch.dtype, allowed)
+        fallback = fallback_compute_dtype or weights_dtype
+        check.instance(_PURPOSE, "fallback_compute_dtype", fallback, torch.dtype, allowed)
         recipes = need("transformer_engine.common.recipe", purpose=_PURPOSE)
         if recipe is None:
             recipe = recipes.DelayedScaling()
@@ -70,7 +69,7 @@ class TransformerEnginePrecision(DtypePrecision):
         self.weights_dtype = weights_dtype
         self.recipe = recipe
         self.replace_layers = replace_layers
-        self.fallback_compute_dtype = fallback_compute_dtype or weights_dtype
+        self.fallback_compute_dtype = fallback
         if weights_dtype == torch.float16:
             self.precision = "transformer-engine-float16"
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
@@ -90,7 +89,7 @@ class TransformerEnginePrecision(DtypePrecision):
             self._replaced += replace(module, _replacement)
         return module.to(dtype=self.weights_dtype)
 
-    def convert_optimizer(self, optimizer: Any) -> None:
+    def convert_optimizer(self, optimizer: object) -> None:
         """Have the optimizer step in 32 bits where the parameters have 16."""
         if self.weights_dtype != torch.float32:
             HalfPrecision().convert_optimizer(optimizer)
@@ -118,17 +117,14 @@ class TransformerEnginePrecision(DtypePrecision):
 
     def teardown(self) -> None:
         """Restore the original layers."""
-        replaced, self._replaced = self._replaced, []
-        put_back(reversed(replaced))
+        put_back(self._replaced)
 
 
 def _eight_bits(engine: Any, recipe: Any) -> AbstractContextManager[Any]:
-    context: AbstractContextManager[Any]
     if hasattr(engine, "autocast"):
-        context = engine.autocast(enabled=True, recipe=recipe)
-    else:  # Before version 2.9, which warns in every step that fp8_autocast is deprecated.
-        context = engine.fp8_autocast(enabled=True, fp8_recipe=recipe)
-    return context
+        return engine.autocast(enabled=True, recipe=recipe)  # type: ignore[no-any-return]
+    # Before version 2.9, which warns in every step that fp8_autocast is deprecated.
+    return engine.fp8_autocast(enabled=True, fp8_recipe=recipe)  # type: ignore[no-any-return]
 
 
 def _replacement(name: str, layer: nn.Module) -> nn.Module | None:
