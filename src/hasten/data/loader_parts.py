@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.seed import collect_rng_state, restore_rng_state
+from hasten.seed import collect_rng_state, isolate_rng, restore_rng_state
 
 _Loader = TypeVar("_Loader")
 
@@ -28,6 +28,11 @@ def with_attributes(loader: _Loader, **attributes: object) -> _Loader:
     # Not setattr: DataLoader forbids changing some attributes once it is built, and this copy is new.
     new.__dict__.update(attributes)
     return new
+
+
+def unchanged(batch: _Loader) -> _Loader:
+    """Return what is joined already: a collate function that does nothing."""
+    return batch
 
 
 def has_state(thing: object) -> bool:
@@ -237,8 +242,7 @@ class SharedSeed:
     @contextmanager
     def random_numbers(self) -> Iterator[None]:
         """Draw from the shared numbers within the block; restore the generators afterwards."""
-        outside = collect_rng_state(cuda=False)
-        try:
+        with isolate_rng(include_cuda=False):
             if self._state is None:
                 random.seed(self._seed)
                 # Not torch.manual_seed, which would also seed the GPUs.
@@ -249,8 +253,6 @@ class SharedSeed:
                 restore_rng_state(self._state)
             yield
             self._state = collect_rng_state(cuda=False)
-        finally:
-            restore_rng_state(outside)
 
 
 def drawn_generator() -> torch.Generator:

@@ -26,6 +26,7 @@ from hasten.data.loader_parts import (
     length_of,
     required_in_training,
     shut_down,
+    unchanged,
     with_attributes,
 )
 from hasten.machine.host import usable_cores
@@ -248,17 +249,13 @@ def _in_a_worker(loader: DataLoader[Any], function: Callable[[], Any]) -> Any:
     """Return the result of a function, called in a separate worker process."""
     context = loader.multiprocessing_context
     call = DataLoader(
-        _Call(function), None, num_workers=1, collate_fn=_unchanged, multiprocessing_context=context
+        _Call(function), None, num_workers=1, collate_fn=unchanged, multiprocessing_context=context
     )
     results = iter(call)
     try:
         return next(results)
     finally:
         shut_down(results)
-
-
-def _unchanged(sample: _T) -> _T:
-    return sample
 
 
 class _Repeated:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from hasten._lib import tree
 from hasten._lib.optional import installed
-from hasten.data.loader_parts import has_state
+from hasten.data.loader_parts import has_state, unchanged
 from hasten.data.memory.dataset_parts import own_generators, preserve
 from hasten.data.resume.workers import RngWatch
 from hasten.machine.host import available_memory_bytes, total_memory_bytes
@@ -300,7 +300,7 @@ class DatasetReader:
         options = {} if loader is None else {name: getattr(loader, name) for name in names}
         # collate_fn: without one, torch would convert what is in the chunks.
         chunks: Any = iter(
-            DataLoader(_Chunks(dataset, first + again), batch_size=None, collate_fn=_unchanged, **options)
+            DataLoader(_Chunks(dataset, first + again), batch_size=None, collate_fn=unchanged, **options)
         )
         began = time.perf_counter()
         builder = ColumnsBuilder(count, allocate)
@@ -421,10 +421,6 @@ class _Chunks(DatasetProxy):
         if any(other != kind for other in others):
             return None, pickled(samples), drawn
         return kind, default_collate(samples), drawn
-
-
-def _unchanged(samples: Any) -> Any:
-    return samples
 
 
 def _samples(kind: Kind | None, chunk: Any, count: int) -> list[Any]:

@@ -21,7 +21,13 @@ from torch.utils.data import (
 )
 
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
-from hasten.data.loader_parts import check_dataloader, drawn_generator, is_plain_shuffle, required_in_training
+from hasten.data.loader_parts import (
+    check_dataloader,
+    drawn_generator,
+    is_plain_shuffle,
+    required_in_training,
+    unchanged,
+)
 from hasten.data.memory.dataset_parts import changed, fingerprint
 from hasten.data.memory.read import Columns, DatasetProxy, DatasetReader, fresh, gigabytes
 from hasten.data.worker_count import WITHOUT_WORKERS
@@ -350,17 +356,12 @@ def _held(loader: DataLoader[Any], device: Any, argument: str, name: str) -> dic
     return {
         **WITHOUT_WORKERS,
         "dataset": held,
-        "collate_fn": joined if isinstance(data, Columns) else collate_fn,
+        "collate_fn": unchanged if isinstance(data, Columns) else collate_fn,
         "worker_init_fn": None,
         "_iterator": None,
         # What is on the device already cannot be pinned.
         **({"pin_memory": False} if on_device else {}),
     }
-
-
-def joined(batch: _T) -> _T:
-    """Return a batch that is joined already: the collate function of a resident loader."""
-    return batch
 
 
 def _on_device(data: Columns | list[Any], device: torch.device, argument: str, name: str) -> Columns:
