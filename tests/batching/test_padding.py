@@ -30,7 +30,7 @@ def test_batches_whose_samples_happen_to_be_equally_long_are_no_exception() -> N
     assert batch["label"].tolist() == [1, 0]
 
 
-def test_a_batch_that_does_not_tell_what_a_field_is_is_not_widened() -> None:
+def test_a_batch_with_an_undecided_field_is_not_widened() -> None:
     six = [{"input_ids": torch.arange(6), "features": torch.ones(6)}] * 2
     apart = [*six, {"input_ids": torch.arange(9), "features": torch.ones(6)}]
     collate = PadCollator(multiple_of=8)

@@ -407,7 +407,7 @@ class Stream(IterableDataset[Any]):
         (
             lambda: DataLoader(Sequences(), batch_sampler=[[0, 1]]),
             TypeError,
-            "batch_sampler of its own, list",
+            "its own batch_sampler, a list",
         ),
         (
             lambda: DataLoader(
@@ -415,7 +415,7 @@ class Stream(IterableDataset[Any]):
                 batch_sampler=type("Own", (BatchSampler,), {})(SequentialSampler(range(40)), 2, False),
             ),
             TypeError,
-            "batch_sampler of its own, Own",
+            "its own batch_sampler, a Own",
         ),
         (
             lambda: DataLoader(TensorDataset(torch.rand(9, 5)), 2),
@@ -425,7 +425,7 @@ class Stream(IterableDataset[Any]):
         (
             lambda: DataLoader([1.5, 2.5], 2),
             ValueError,
-            "sample 0 tells no length: it is a single float.*attribute `lengths`",
+            "sample 0 has no length: it is a single float.*attribute `lengths`",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Living workers fetch the next epoch's first batches while this one's validation runs, and nobody can tell."""
+"""Living workers fetch the next epoch's first batches while this one's validation runs, with the same results."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def bytes_of(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def test_weights_are_those_of_a_run_whose_order_is_told_at_the_same_time() -> None:
+def test_weights_are_those_of_a_run_whose_order_does_not_depend_on_workers() -> None:
     modules = []
     for workers_live in (True, False):
         torch.manual_seed(5)

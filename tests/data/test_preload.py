@@ -79,7 +79,7 @@ class Noted(Dataset[Any]):
 
 
 class Peer:
-    """A process that preloads the data by itself and then does as it is told."""
+    """A process that preloads the data by itself and then follows orders."""
 
     def __init__(self, data: Any) -> None:
         self._orders, theirs = FORK.Pipe()

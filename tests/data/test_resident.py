@@ -307,7 +307,7 @@ def test_what_cannot_be_held_is_refused_before_training(name: str) -> None:
     assert trainer.global_step == 0
 
 
-def test_samples_that_torch_cannot_join_are_told_by_field_shapes_and_remedy() -> None:
+def test_samples_that_torch_cannot_join_are_named_with_shapes_and_remedy() -> None:
     def nested_and_ragged(index: int) -> Any:
         return {"y": index, "pair": (torch.tensor(index), np.zeros((index % 3 + 1, 2)))}
 

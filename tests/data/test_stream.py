@@ -169,7 +169,7 @@ class Sized(Countdown):
 
 
 @pytest.mark.parametrize("says", [1, 3, 4, 5, 9])
-def test_every_batch_comes_and_the_last_is_marked_whatever_the_length_says(says: int) -> None:
+def test_every_batch_comes_and_the_last_is_marked_whatever_the_length(says: int) -> None:
     expected = [(0, False), (1, False), (2, False), (3, True)]
     assert list(Stream(Sized(4, says), replays=False).batches()) == expected
     assert list(Stream(Sized(4, says), replays=False).batches(limit=9)) == expected
@@ -250,33 +250,33 @@ def test_state_is_that_of_the_batches_consumed() -> None:
         stream.state_dict(0)
 
 
-def test_state_after_leaving_an_epoch_early_is_that_of_the_place_left() -> None:
-    loader = numbers(shuffle=True)
+def state_after(loader: Any, consumed: int) -> dict[str, Any]:
+    """Return the state of a stream that was left after so many batches."""
     stream = Stream(loader)
-    for _ in stream.batches():
-        break
-    again = Stream(loader)
-    again.load_state_dict(stream.state_dict(1))
-    assert len(list(again.batches())) == 2
+    batches = stream.batches()
+    for _ in range(consumed):
+        next(batches)
+    return stream.state_dict(consumed)
 
 
-def test_state_loaded_and_not_yet_used_is_given_back() -> None:
-    stream = Stream([1, 2, 3])
-    next(stream.batches())
-    state = stream.state_dict(1)
-    again = Stream([1, 2, 3])
-    again.load_state_dict(state)
-    assert again.state_dict(1) == state
+def resumed(loader: Any, state: dict[str, Any], **options: Any) -> Stream:
+    stream = Stream(loader, **options)
+    stream.load_state_dict(state)
+    return stream
 
 
-def test_finish_gives_up_the_rest_of_an_epoch() -> None:
-    stream = Stream(numbers())
-    next(stream.batches())
-    again = Stream(numbers())
-    again.load_state_dict(stream.state_dict(1))
+def test_states_of_every_kind_are_resumed() -> None:
+    loader = numbers(shuffle=True)
+    assert len(list(resumed(loader, state_after(loader, 1)).batches())) == 2
+    state = state_after([1, 2, 3], 1)
+    assert resumed([1, 2, 3], state).state_dict(1) == state  # Loaded and not yet used.
+    again = resumed(numbers(), state_after(numbers(), 1))
     again.finish()
     assert again.position == 0
     assert values(again.batches()) == [[0, 1], [2, 3], [4, 5]]
+    own = resumed(WithState(), state_after(WithState(), 2))
+    assert [value for value, _ in own.batches()] == [3, 4, 5]
+    assert [value for value, _ in own.batches()] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -289,80 +289,40 @@ def test_start_at_leaves_out_batches(workers: int) -> None:
         assert values(stream.batches()) == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_loader_with_a_state_of_its_own_keeps_its_place() -> None:
-    stream = Stream(WithState())
-    batches = stream.batches()
-    next(batches)
-    next(batches)
-    again = Stream(WithState())
-    again.load_state_dict(stream.state_dict(2))
-    assert [value for value, _ in again.batches()] == [3, 4, 5]
-    assert [value for value, _ in again.batches()] == [1, 2, 3, 4, 5]
-
-
-def test_resuming_with_other_data_is_told() -> None:
-    stream = Stream(numbers(6))
-    next(stream.batches())
-    again = Stream(numbers(10), name="changed_data")
-    again.load_state_dict(stream.state_dict(1))
-    with pytest.warns(UserWarning, match="changed_data has 5 batches, and had 3"):
-        assert values(again.batches()) == [[2, 3], [4, 5], [6, 7], [8, 9]]
-
-
-def test_resuming_beyond_the_end_of_other_data_is_an_error() -> None:
-    class Variable:
-        """Gives fewer indices the second time."""
-
-        def __init__(self) -> None:
-            self.number = 6
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(self.number))
+def test_resuming_with_other_data() -> None:
+    class Variable(list[int]):
+        """A sampler with another number of indices than its length."""
 
         def __len__(self) -> int:
             return 6
 
-    sampler = Variable()
-    stream = Stream(DataLoader(TensorDataset(torch.arange(6)), batch_size=2, sampler=sampler))
-    batches = stream.batches()
-    next(batches)
-    next(batches)
-    state = stream.state_dict(2)
-    sampler.number = 2
-    stream.load_state_dict(state)
+    again = resumed(numbers(10), state_after(numbers(6), 1), name="changed_data")
+    with pytest.warns(UserWarning, match="changed_data has 5 batches, and had 3"):
+        assert values(again.batches()) == [[2, 3], [4, 5], [6, 7], [8, 9]]
+    fewer = numbers(sampler=Variable(range(2)))
     with pytest.raises(RuntimeError, match=r"cannot resume after 2 batches: the sampler ended after 1"):
-        next(stream.batches())
+        next(resumed(fewer, state_after(numbers(sampler=Variable(range(6))), 2)).batches())
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
-def test_resuming_with_another_number_of_workers_keeps_the_samples_and_is_told(
-    before: int, after: int
-) -> None:
+def test_resuming_with_another_number_of_workers_keeps_the_samples_and_warns(before: int, after: int) -> None:
     torch.manual_seed(5)
     expected = values(Stream(numbers(12, shuffle=True)).batches())
     torch.manual_seed(5)
-    stream = Stream(numbers(12, shuffle=True, num_workers=before))
-    batches = stream.batches()
-    for _ in range(3):
-        next(batches)
-    again = Stream(numbers(12, shuffle=True, num_workers=after))
-    again.load_state_dict(stream.state_dict(3))
-    batches.close()
+    state = state_after(numbers(12, shuffle=True, num_workers=before), 3)
+    again = resumed(numbers(12, shuffle=True, num_workers=after), state)
     with pytest.warns(UserWarning, match=f"begun with num_workers={before} goes on with num_workers={after}"):
         assert values(again.batches()) == expected[3:]
 
 
 def test_opening_leaves_the_random_generators_alone() -> None:
-    stream = Stream(numbers(shuffle=True))
-    next(stream.batches())
-    again = Stream(numbers(shuffle=True))
-    again.load_state_dict(stream.state_dict(1))
+    again = resumed(numbers(shuffle=True), state_after(numbers(shuffle=True), 1))
     before = torch.get_rng_state()
     again.open()
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_set_epoch_tells_everyone_once() -> None:
+def test_set_epoch_reaches_each_part_once() -> None:
     class Told(list):
         epochs: tuple[int, ...] = ()
 

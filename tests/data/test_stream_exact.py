@@ -43,11 +43,9 @@ def some(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 EPHEMERAL = (
     "shuffled",
-    "own generator",
     "eager sampler",
     "sampler with state",
     "batch sampler",
-    "not batched",
     "iterable",
     "iterable with state",
     "subclass with its own iteration",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -195,6 +195,7 @@ def mask_in(fields: Mapping[Any, object], key: Hashable) -> Tensor | None:
     return mask if isinstance(key, str) or is_mask(mask) else None
 
 
+@dataclass(eq=False)
 class FitWidth:
     """A collate function, and its batches cut or filled up to the width they need.
 
@@ -213,20 +214,12 @@ class FitWidth:
 
     """
 
-    def __init__(
-        self,
-        collate_fn: Callable[[list[Any]], Any],
-        *,
-        mask_key: Hashable = MASK_KEY,
-        multiple_of: int | Sequence[int] | None = None,
-        limit: int | None = None,
-        over_tokens: Collection[Any] | None = None,
-    ) -> None:
-        self.collate_fn = collate_fn
-        self.mask_key = mask_key
-        self.multiple_of = multiple_of
-        self.limit = limit
-        self.over_tokens = None if over_tokens is None else frozenset(over_tokens)
+    collate_fn: Callable[[list[Any]], Any]
+    _: KW_ONLY
+    mask_key: Hashable = MASK_KEY
+    multiple_of: int | Sequence[int] | None = None
+    limit: int | None = None
+    over_tokens: Collection[Any] | None = None
 
     def __call__(self, samples: list[Any]) -> Any:
         """Return the batch that ``collate_fn`` makes, fitted."""
@@ -259,11 +252,9 @@ class FitWidth:
 
     def _dims(self, key: Any, value: Any, mask: Tensor) -> tuple[int, ...]:
         """Return the dimensions of a field that run over tokens."""
-        if key == self.mask_key:
-            return (1,)
-        if self.over_tokens is None:
+        if key != self.mask_key and self.over_tokens is None:
             return named_time_dims(key, value, mask)
-        return time_dims(value, mask) if key in self.over_tokens else ()
+        return time_dims(value, mask) if key == self.mask_key or key in (self.over_tokens or ()) else ()
 
     def _width(self, mask: Tensor, timed: dict[Any, Any]) -> int:
         """Return to how many columns a batch is cut or filled up."""
@@ -271,7 +262,7 @@ class FitWidth:
         for key, value in timed.items():
             if value.size(1) != mask.size(1) or key == self.mask_key or key in REBUILT_KEYS:
                 continue
-            beyond = value[:, masked:].flatten(2) if value.dim() > 2 else value[:, masked:, None]
+            beyond = value[:, masked:].unsqueeze(2).flatten(2)
             if not beyond.numel():
                 continue
             # Padding is one value throughout, and in labels not a class; anything else is kept.

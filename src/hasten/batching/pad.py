@@ -188,7 +188,7 @@ class PadCollator:
         keys = [key for key in keys if key == self.mask_key or key in names]
         if self.tokenizer is None or not keys:
             return {}
-        # Fast tokenizers warn once that padding while tokenising would be faster, which does not apply here.
+        # Fast tokenizers warn once that padding while tokenizing would be faster, which does not apply here.
         warned, name = getattr(self.tokenizer, "deprecation_warnings", {}), "Asking-to-pad-a-fast-tokenizer"
         before, warned[name] = warned.get(name, False), True
         values = {key: [torch.as_tensor(row[key]).tolist() for row in rows] for key in keys}

@@ -165,7 +165,7 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
     shown_data = f"{name} ({type(dataset).__name__})"
     if type(loader.batch_sampler) is not BatchSampler:
         raise TypeError(
-            f"batching: {name} has a batch_sampler of its own, {type(loader.batch_sampler).__name__}. Give "
+            f"batching: {name} has its own batch_sampler, a {type(loader.batch_sampler).__name__}. Give "
             "DataLoader(batch_size=..., shuffle=True) instead of it, or leave batching out."
         )
     try:
@@ -179,7 +179,7 @@ def _rebatched(loader: Any, batching: LengthBatching, stage: str, name: str, few
     if batching.max_tokens is not None and not found.in_tokens:
         raise ValueError(
             f"batching: {shown_data} gives text, whose tokens are not known yet. Use batching='length', which sorts "
-            "by characters, or tokenise in the dataset."
+            "by characters, or tokenize in the dataset."
         )
     if not len(lengths):
         return loader  # An empty dataset is reported later.

@@ -33,7 +33,7 @@ class SampleLengths:
     lengths: Tensor
     # The key or position of the mask in a sample.
     mask_key: Hashable = MASK_KEY
-    # False for characters of a text, say, that has not been tokenised.
+    # False for characters of a text, say, that has not been tokenized.
     in_tokens: bool = True
     # Fields that are a sequence in some samples and a single value in others, with a sample of each kind.
     mixed: Mapping[Any, tuple[int, int]] = field(default_factory=dict)
@@ -142,7 +142,7 @@ def _in_samples(dataset: Any, key: Any, name: str) -> SampleLengths:
             try:
                 length, is_tokens = _length(sample, key)
             except (TypeError, KeyError) as error:
-                raise LengthsNotFoundError(f"sample {index} tells no length: {error.args[0]}") from error
+                raise LengthsNotFoundError(f"sample {index} has no length: {error.args[0]}") from error
             lengths.append(length)
             in_tokens = in_tokens and is_tokens
             fields = fields_of(sample) or {}

@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -235,14 +236,14 @@ def _first_batches(batches: Iterable[Any]) -> list[Any]:
     return list(islice(batches, _BATCHES))
 
 
+@dataclass(eq=False)
 class _Call(IterableDataset[Any]):
     """Gives the result of a function, called in the process that iterates."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
+    function: Callable[[], Any]
 
     def __iter__(self) -> Iterator[Any]:
-        yield self._function()
+        yield self.function()
 
 
 def _in_a_worker(loader: DataLoader[Any], function: Callable[[], Any]) -> Any:
@@ -258,14 +259,14 @@ def _in_a_worker(loader: DataLoader[Any], function: Callable[[], Any]) -> Any:
         shut_down(results)
 
 
+@dataclass(eq=False)
 class _Repeated:
     """A batch sampler that gives the same index batches over and over."""
 
-    def __init__(self, index_batches: list[Any]) -> None:
-        self._index_batches = index_batches
+    index_batches: list[Any]
 
     def __iter__(self) -> Iterator[Any]:
-        return cycle(self._index_batches)
+        return cycle(self.index_batches)
 
 
 def _pace(

@@ -55,7 +55,7 @@ def kind_of(sample: object) -> Kind:
     kind, value = type(sample), cast(Any, sample)
     if kind is Tensor:
         if value.layout != torch.strided or value.is_quantized or value.requires_grad:
-            raise NoColumnsError("a tensor is sparse, quantised or requires a gradient")
+            raise NoColumnsError("a tensor is sparse, quantized or requires a gradient")
         return ("tensor", tuple(value.shape), value.dtype)
     if kind in (int, float, bool):
         return ("plain", kind)

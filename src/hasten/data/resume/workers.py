@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,14 +58,13 @@ class RngWatch:
         return self._numpy
 
 
+@dataclass(slots=True, eq=False)
 class BatchWithState:
     """A batch from a worker, with the worker's state after it."""
 
-    __slots__ = ("batch", "state", "worker")
-
-    def __init__(self, batch: object, worker: int, state: State | None) -> None:
-        self.batch: Any = batch
-        self.worker, self.state = worker, state
+    batch: Any
+    worker: int
+    state: State | None
 
     def pin_memory(self) -> BatchWithState:
         """Pin the batch; the loader's pinning thread calls this."""
@@ -74,36 +74,36 @@ class BatchWithState:
         return self
 
 
+@dataclass(eq=False)
 class StateCollate:
     """The collate function of a worker: the user's, with the worker's state put beside the batch.
 
     A list of fewer samples than ``batch_size`` is the last batch of the worker's part of an ``IterableDataset``.
     """
 
-    def __init__(
-        self, collate: Callable[[Any], Any], *, rng: bool, dataset_state: bool, batch_size: int | None
-    ) -> None:
-        self._collate, self._rng, self._dataset_state = collate, rng, dataset_state
-        self._batch_size = batch_size
-        self._watch = RngWatch()
-        self._last: State = {}
+    collate: Callable[[Any], Any]
+    rng: bool
+    dataset_state: bool
+    batch_size: int | None
+    _watch: RngWatch = field(default_factory=RngWatch)
+    _last: State = field(default_factory=dict)
 
     def __call__(self, samples: list[Any]) -> BatchWithState:
-        batch = self._collate(samples)
+        batch = self.collate(samples)
         info = get_worker_info()
         assert info is not None
         # "start" and "ready" are sent once.
         state: State = {name: _to_send.pop(name) for name in list(_to_send)}
-        if self._rng:
+        if self.rng:
             rng = self._watch.state()
             changed = {kind: each for kind, each in rng.items() if each != self._last.get(kind)}
             if changed:
                 self._last = rng
                 state["rng"] = changed
-        if self._dataset_state:
+        if self.dataset_state:
             state["dataset"] = info.dataset.state_dict()  # type: ignore[attr-defined]
             # A dataset at its end may already be back at its beginning, and must not begin again.
-            state["ended"] = self._batch_size is not None and len(samples) < self._batch_size
+            state["ended"] = self.batch_size is not None and len(samples) < self.batch_size
         return BatchWithState(batch, info.id, state or None)
 
 
@@ -112,15 +112,16 @@ class StateCollate:
 _to_send: State = {}
 
 
+@dataclass(eq=False)
 class WorkerInit:
     """The ``worker_init_fn`` of a worker: the user's, then the state that the worker continues from.
 
     ``report_starts`` makes it send the state whenever the iteration of its dataset begins.
     """
 
-    def __init__(self, user_function: Callable[[int], None] | None, *, report_starts: bool) -> None:
-        self._user_function, self._report_starts = user_function, report_starts
-        self.states: list[State | None] = []
+    user_function: Callable[[int], None] | None
+    report_starts: bool
+    states: list[State | None] = field(default_factory=list)
 
     def __call__(self, worker_id: int) -> None:
         parent = multiprocessing.parent_process()
@@ -128,8 +129,8 @@ class WorkerInit:
             # The run was killed while this worker started. torch's watchdog would take the process that adopted
             # the worker for its parent, and the worker would wait for work for ever.
             os._exit(1)
-        if self._user_function is not None:
-            self._user_function(worker_id)
+        if self.user_function is not None:
+            self.user_function(worker_id)
         info = get_worker_info()
         assert info is not None
         state = (self.states[worker_id] if worker_id < len(self.states) else None) or {}
@@ -139,7 +140,7 @@ class WorkerInit:
             restore_rng_state(state["rng"])
         _to_send["ready"] = time.time()
         ended = state.get("ended", False)
-        if self._report_starts or ended:
+        if self.report_starts or ended:
             _observe(info.dataset, ended=ended)
 
 
@@ -165,6 +166,7 @@ def _observe(dataset: Any, *, ended: bool) -> None:
         return
 
 
+@dataclass(eq=False)
 class SeedByRank:
     """A ``worker_init_fn`` that gives the workers of each rank different random numbers.
 
@@ -172,18 +174,18 @@ class SeedByRank:
     the numbers that PyTorch gives it.
     """
 
-    def __init__(self, user_function: Callable[[int], None] | None, rank: int) -> None:
-        self._user_function, self._rank = user_function, rank
+    user_function: Callable[[int], None] | None
+    rank: int
 
     def __call__(self, worker_id: int) -> None:
-        if self._rank:
-            mixed = random.Random(f"{torch.initial_seed()} rank {self._rank}")
+        if self.rank:
+            mixed = random.Random(f"{torch.initial_seed()} rank {self.rank}")
             random.seed(mixed.getrandbits(64))
             torch.manual_seed(mixed.getrandbits(63))
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed([mixed.getrandbits(32) for _ in range(4)])
-        if self._user_function is not None:
-            self._user_function(worker_id)
+        if self.user_function is not None:
+            self.user_function(worker_id)
 
 
 class WorkerStates:
