@@ -5,10 +5,13 @@ For a callback that does one thing in one hook, use ``LambdaCallback(on_train_st
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from hasten.callbacks import LambdaCallback
 from hasten.loggers import Logger
 
 
@@ -45,3 +48,12 @@ class RowLogger(Logger):
         return [
             (step, {name: value for name, value in row.items() if name != "epoch"}) for step, row in self.rows
         ]
+
+
+def watching(note: Callable[[str, Any], object], *hooks: str) -> LambdaCallback:
+    """Return a callback that calls ``note(hook, trainer)`` in each of ``hooks``."""
+
+    def in_hook(hook: str, trainer: Any, *_: Any) -> None:
+        note(hook, trainer)
+
+    return LambdaCallback(**{hook: functools.partial(in_hook, hook) for hook in hooks})

@@ -10,95 +10,66 @@ import torch
 
 import hasten as L
 from hasten.callbacks import ModelCheckpoint
-from tests.fakes import RowLogger
+from tests.fakes import RowLogger, watching
 from tests.models import Classifier, Several, loader, quiet, same_weights
 
 # -- the epoch and the step, seen from every side
 
 
-class Epochs(L.Callback):
-    """Writes down (hook, current_epoch, global_step)."""
+HOOKS = (
+    "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end",
+    "on_test_start",
+)  # fmt: skip
 
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
 
-    def note(self, hook: str, trainer: Any) -> None:
-        self.seen.append((hook, trainer.current_epoch, trainer.global_step))
+def epochs() -> tuple[list[Any], L.Callback]:
+    """Return a list, and a callback that adds (hook, current_epoch, global_step) to it."""
+    seen: list[Any] = []
 
-    def on_fit_start(self, trainer: Any, *_: Any) -> None:
-        self.note("fit start", trainer)
+    def note(hook: str, trainer: Any) -> None:
+        name = hook.removeprefix("on_").removeprefix("train_").replace("_", " ")
+        seen.append((name.replace("test start", "test"), trainer.current_epoch, trainer.global_step))
 
-    def on_train_start(self, trainer: Any, *_: Any) -> None:
-        self.note("start", trainer)
-
-    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
-        self.note("epoch start", trainer)
-
-    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-        self.note("epoch end", trainer)
-
-    def on_train_end(self, trainer: Any, *_: Any) -> None:
-        self.note("end", trainer)
-
-    def on_fit_end(self, trainer: Any, *_: Any) -> None:
-        self.note("fit end", trainer)
-
-    def on_test_start(self, trainer: Any, *_: Any) -> None:
-        self.note("test", trainer)
+    return seen, watching(note, *HOOKS)
 
 
 def test_current_epoch_counts_epochs_once_they_are_over(tmp_path: Path) -> None:
-    epochs, model = Epochs(), Classifier()
-    trainer = quiet(max_epochs=2, callbacks=[epochs])
+    (seen, callback), model = epochs(), Classifier()
+    trainer = quiet(max_epochs=2, callbacks=[callback])
     assert trainer.current_epoch == 0
     trainer.fit(model, loader(8))
     trainer.test(model, loader(8), verbose=False)
-    assert epochs.seen == [
-        ("fit start", 0, 0),
-        ("start", 0, 0),
-        ("epoch start", 0, 0),
-        ("epoch end", 0, 2),
-        ("epoch start", 1, 2),
-        ("epoch end", 1, 4),
-        ("end", 2, 4),
-        ("fit end", 2, 4),
-        ("test", 2, 4),
-    ]
+    assert seen == [
+        ("fit start", 0, 0), ("start", 0, 0), ("epoch start", 0, 0), ("epoch end", 0, 2), ("epoch start", 1, 2),
+        ("epoch end", 1, 4), ("end", 2, 4), ("fit end", 2, 4), ("test", 2, 4),
+    ]  # fmt: skip
     assert (trainer.current_epoch, trainer.global_step, trainer.total_batch_idx) == (2, 4, 3)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert torch.load(tmp_path / "a.ckpt", weights_only=True)["epoch"] == 2
-    epochs = Epochs()
-    trainer = quiet(max_epochs=3, callbacks=[epochs])
+    seen, callback = epochs()
+    trainer = quiet(max_epochs=3, callbacks=[callback])
     trainer.fit(Classifier(), loader(8), ckpt_path=tmp_path / "a.ckpt")
-    assert epochs.seen[1:3] == [("start", 2, 4), ("epoch start", 2, 4)]
+    assert seen[1:3] == [("start", 2, 4), ("epoch start", 2, 4)]
     assert trainer.current_epoch == 3
 
 
 def test_current_epoch_where_a_fit_ends_or_goes_on_within_one(tmp_path: Path) -> None:
-    epochs = Epochs()
-    trainer = quiet(
-        max_steps=3,
-        max_epochs=-1,
-        callbacks=[epochs, ModelCheckpoint(tmp_path, "{epoch}-{step}", every_n_train_steps=3)],
-        enable_checkpointing=True,
-    )
+    seen, callback = epochs()
+    saves = ModelCheckpoint(tmp_path, "{epoch}-{step}", every_n_train_steps=3)
+    trainer = quiet(max_steps=3, max_epochs=-1, callbacks=[callback, saves], enable_checkpointing=True)
     trainer.fit(Classifier(), loader(8))
-    assert epochs.seen[-3:] == [("epoch end", 1, 3), ("end", 2, 3), ("fit end", 2, 3)]
+    assert seen[-3:] == [("epoch end", 1, 3), ("end", 2, 3), ("fit end", 2, 3)]
     assert trainer.current_epoch == 2
     path = tmp_path / "epoch=1-step=3.ckpt"
     assert torch.load(path, weights_only=True)["epoch"] == 1
-    epochs = Epochs()
-    trainer = quiet(max_epochs=3, callbacks=[epochs])
+    seen, callback = epochs()
+    trainer = quiet(max_epochs=3, callbacks=[callback])
     with pytest.warns(UserWarning, match="holds the state of ModelCheckpoint"):
         trainer.fit(Classifier(), loader(8), ckpt_path=path)
-    assert epochs.seen[1:] == [
-        ("start", 1, 3),
-        ("epoch end", 1, 4),
-        ("epoch start", 2, 4),
-        ("epoch end", 2, 6),
-        ("end", 3, 6),
+    assert seen[1:] == [
+        ("start", 1, 3), ("epoch end", 1, 4), ("epoch start", 2, 4), ("epoch end", 2, 6), ("end", 3, 6),
         ("fit end", 3, 6),
-    ]
+    ]  # fmt: skip
 
 
 def test_rows_of_loggers_after_fit_are_of_the_next_epoch() -> None:
@@ -113,20 +84,10 @@ def test_rows_of_loggers_after_fit_are_of_the_next_epoch() -> None:
 def test_an_exception_leaves_the_counters_where_it_happened() -> None:
     heard: list[Any] = []
 
-    class Hears(L.Callback):
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            heard.append(
-                (type(exception), trainer.state.status.value, trainer.current_epoch, trainer.global_step)
-            )
+    def note(hook: str, trainer: Any) -> None:
+        heard.append((hook, trainer.state.status.value, trainer.current_epoch, trainer.global_step))
 
-        def on_train_end(self, *_: Any) -> None:
-            heard.append("train end")
-
-        def on_fit_end(self, *_: Any) -> None:
-            heard.append("fit end")
-
-        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            heard.append(f"teardown {stage}")
+    hears = watching(note, "on_exception", "on_train_end", "on_fit_end", "teardown")
 
     class Breaks(Classifier):
         broken = True
@@ -137,10 +98,10 @@ def test_an_exception_leaves_the_counters_where_it_happened() -> None:
             return super().training_step(batch, batch_idx)
 
     model = Breaks()
-    trainer = quiet(max_epochs=3, callbacks=[Hears()])
+    trainer = quiet(max_epochs=3, callbacks=[hears])
     with pytest.raises(ZeroDivisionError):
         trainer.fit(model, loader(8))
-    assert heard == [(ZeroDivisionError, "interrupted", 1, 3), "teardown fit"]
+    assert heard == [("on_exception", "interrupted", 1, 3), ("teardown", "interrupted", 1, 3)]
     assert (trainer.interrupted, trainer.training, trainer.state.stage) == (True, False, None)
     assert (trainer.current_epoch, trainer.global_step) == (1, 3)
     model.broken = False
@@ -174,41 +135,23 @@ def test_an_exception_in_validation_leaves_the_model_in_train_mode(sanity_steps:
 # -- states
 
 
-class States(L.Callback):
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def note(self, trainer: Any) -> None:
-        state = trainer.state
-        on = [
-            name
-            for name in ("training", "validating", "testing", "predicting", "sanity_checking", "evaluating")
-            if getattr(trainer, name)
-        ]
-        self.seen.append((state.fn.value, state.status.value, on))
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.seen.append(f"setup {stage}")
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.note(trainer)
-
-    def on_validation_start(self, trainer: Any, *_: Any) -> None:
-        self.note(trainer)
-
-    def on_test_start(self, trainer: Any, *_: Any) -> None:
-        self.note(trainer)
-
-    def on_predict_start(self, trainer: Any, *_: Any) -> None:
-        self.note(trainer)
-
-    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-        self.note(trainer)
-
-
 def test_states_of_a_run() -> None:
-    states, model = States(), Classifier()
-    trainer = quiet(callbacks=[states])
+    seen: list[Any] = []
+    stages = ("training", "validating", "testing", "predicting", "sanity_checking", "evaluating")
+
+    def note(hook: str, trainer: Any) -> None:
+        state = trainer.state
+        assert state.status.value == "running"
+        seen.append((state.fn.value, hook == "setup" or [name for name in stages if getattr(trainer, name)]))
+
+    hooks = (
+        "on_train_batch_start",
+        "on_validation_start",
+        "on_test_start",
+        "on_predict_start",
+        "on_train_epoch_end",
+    )
+    model, trainer = Classifier(), quiet(callbacks=[watching(note, "setup", *hooks)])
     assert trainer.state.status.value == "initializing"
     trainer.fit(model, loader(4), loader(4))
     assert trainer.state.finished
@@ -216,19 +159,12 @@ def test_states_of_a_run() -> None:
     trainer.validate(model, loader(4), verbose=False)
     trainer.test(model, loader(4), verbose=False)
     trainer.predict(model, loader(4))
-    assert states.seen == [
-        "setup fit",
-        ("fit", "running", ["sanity_checking", "evaluating"]),
-        ("fit", "running", ["training"]),
-        ("fit", "running", ["validating", "evaluating"]),
-        ("fit", "running", ["training"]),
-        "setup validate",
-        ("validate", "running", ["validating", "evaluating"]),
-        "setup test",
-        ("test", "running", ["testing", "evaluating"]),
-        "setup predict",
-        ("predict", "running", ["predicting"]),
-    ]
+    assert seen == [
+        ("fit", True), ("fit", ["sanity_checking", "evaluating"]), ("fit", ["training"]),
+        ("fit", ["validating", "evaluating"]), ("fit", ["training"]), ("validate", True),
+        ("validate", ["validating", "evaluating"]), ("test", True), ("test", ["testing", "evaluating"]),
+        ("predict", True), ("predict", ["predicting"]),
+    ]  # fmt: skip
 
 
 # -- several calls in a row
@@ -300,23 +236,21 @@ def test_a_stopped_fit_is_continued_by_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "steps", "at_least_two_epochs"),
+    ("hook", "steps"),
     [
-        ("on_fit_start", 0, 8),
-        ("on_train_start", 0, 8),
-        ("on_train_epoch_start", 0, 8),
-        ("on_train_batch_start", 1, 8),
-        ("on_validation_end", 4, 8),
-        ("on_train_epoch_end", 4, 8),
+        ("on_fit_start", 0), ("on_train_start", 0), ("on_train_epoch_start", 0), ("on_train_batch_start", 1),
+        ("on_validation_end", 4), ("on_train_epoch_end", 4),
     ],
-)
-def test_should_stop_from_every_hook(hook: str, steps: int, at_least_two_epochs: int) -> None:
-    stops = type(
-        "Stops", (L.Callback,), {hook: lambda self, trainer, *_: setattr(trainer, "should_stop", True)}
-    )
-    for options, expected in (({}, steps), ({"min_epochs": 2}, at_least_two_epochs)):
+)  # fmt: skip
+def test_should_stop_from_every_hook(hook: str, steps: int) -> None:
+    stops = watching(lambda _, trainer: setattr(trainer, "should_stop", True), hook)
+    for min_epochs, expected in ((None, steps), (2, 8)):
         trainer = quiet(
-            max_epochs=3, limit_train_batches=4, num_sanity_val_steps=0, callbacks=[stops()], **options
+            max_epochs=3,
+            min_epochs=min_epochs,
+            limit_train_batches=4,
+            num_sanity_val_steps=0,
+            callbacks=[stops],
         )
         trainer.fit(Classifier(), loader(), loader(8))
         assert trainer.global_step == expected
@@ -324,11 +258,10 @@ def test_should_stop_from_every_hook(hook: str, steps: int, at_least_two_epochs:
 
 
 def test_no_limit_of_epochs() -> None:
-    class Stops(L.Callback):
-        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.should_stop = trainer.current_epoch == 3
-
-    trainer = quiet(max_epochs=-1, limit_train_batches=2, callbacks=[Stops()])
+    stops = watching(
+        lambda _, trainer: setattr(trainer, "should_stop", trainer.current_epoch == 3), "on_train_epoch_end"
+    )
+    trainer = quiet(max_epochs=-1, limit_train_batches=2, callbacks=[stops])
     trainer.fit(Classifier(), loader())
     assert (trainer.current_epoch, trainer.global_step) == (4, 8)
     assert (trainer.max_epochs, trainer.max_steps) == (-1, -1)
@@ -339,10 +272,10 @@ def test_no_limit_of_epochs() -> None:
     [{"limit_train_batches": 0}, {"max_epochs": 0}, {"max_steps": 0}, {"limit_train_batches": 0.0}],
 )
 def test_nothing_to_train(arguments: dict[str, Any]) -> None:
-    epochs = Epochs()
-    trainer = quiet(callbacks=[epochs], **arguments)
+    seen, callback = epochs()
+    trainer = quiet(callbacks=[callback], **arguments)
     trainer.fit(Classifier(), loader(8), loader(8))
-    assert epochs.seen == [("fit start", 0, 0), ("fit end", 0, 0)]
+    assert seen == [("fit start", 0, 0), ("fit end", 0, 0)]
     assert trainer.state.finished
 
 
@@ -355,13 +288,8 @@ def test_every_form_of_ckpt_path(tmp_path: Path, caplog: Any) -> None:
     model = Classifier()
     trainer.fit(model, loader(), loader(8))
     best, last = saves.best_model_path, str(tmp_path / "last.ckpt")
-    for given, path in (
-        ("best", best),
-        ("last", last),
-        (last, last),
-        (tmp_path / "last.ckpt", last),
-        (None, None),
-    ):
+    paths = {"best": best, "last": last, last: last, tmp_path / "last.ckpt": last, None: None}
+    for given, path in paths.items():
         trainer.test(model, loader(8), ckpt_path=given, verbose=False)
         assert trainer.ckpt_path == path
     with pytest.warns(UserWarning, match=r"without a model and ckpt_path.*epoch=1\.ckpt"):
