@@ -73,7 +73,9 @@ def test_hooks_of_each_call() -> None:
     trainer = quiet()
     trainer.fit(model, datamodule=data)
     assert data.trainer is trainer.datamodule.trainer is trainer  # type: ignore[union-attr]
-    assert sorted(data.take()[2:-1]) == ["train", "val"]
+    calls = data.take()
+    assert (calls[:2], calls[-1]) == (["prepare_data", "setup fit"], "teardown fit")
+    assert sorted(calls[2:-1]) == ["train", "val"]
     results = trainer.validate(model, datamodule=data, verbose=False)
     assert data.take() == ["prepare_data", "setup validate", "val", "teardown validate"]
     assert results == [{"size": 4.0}]
@@ -82,14 +84,6 @@ def test_hooks_of_each_call() -> None:
     assert results == [{"index/dataloader_idx_0": 0.0}, {"index/dataloader_idx_1": 1.0}]
     assert len(trainer.predict(model, data) or ()) == 1
     assert data.take() == ["prepare_data", "setup predict", "predict", "teardown predict"]
-
-
-def test_fit_begins_and_ends_with_setup_and_teardown() -> None:
-    data = Data()
-    quiet().fit(Classifier(), data)
-    calls = data.take()
-    assert calls[:2] == ["prepare_data", "setup fit"]
-    assert calls[-1] == "teardown fit"
 
 
 def test_an_exception_is_told_and_teardown_runs() -> None:
@@ -158,33 +152,30 @@ def test_loaders_that_the_datamodule_has_not_are_asked_of_the_module() -> None:
             getattr(OnlyTrain(), f"{name}_dataloader")()
 
 
-def test_a_loader_that_is_none_is_told() -> None:
-    class Forgets(L.LightningDataModule):
-        def train_dataloader(self) -> Any:
-            loader(8)
-
-    with pytest.raises(
-        ValueError, match=r"Forgets\.train_dataloader\(\) returned None\. Return a DataLoader"
-    ):
-        quiet().fit(Classifier(), datamodule=Forgets())
+class Forgets(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        loader(8)
 
 
-def test_no_data_names_what_to_pass() -> None:
-    for call, argument, hook in (
-        ("fit", "train_dataloaders", "train"),
-        ("validate", "dataloaders", "val"),
-        ("test", "dataloaders", "test"),
-        ("predict", "dataloaders", "predict"),
-    ):
-        with pytest.raises(
-            ValueError, match=rf"{call}\(\): there is no data. Pass {argument}=.*\.{hook}_dataloader"
-        ):
-            getattr(quiet(), call)(Classifier())
-
-
-def test_what_is_no_datamodule_is_named() -> None:
-    with pytest.raises(TypeError, match=r"Trainer\.fit\(datamodule=\.\.\.\): use a LightningDataModule, not"):
-        quiet().fit(Classifier(), datamodule=loader())  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("call", "arguments", "words"),
+    [
+        (
+            "fit",
+            {"datamodule": Forgets()},
+            r"Forgets\.train_dataloader\(\) returned None\. Return a DataLoader",
+        ),
+        ("fit", {"datamodule": loader()}, r"fit\(datamodule=\.\.\.\): use a LightningDataModule, not"),
+        ("fit", {}, r"fit\(\): there is no data. Pass train_dataloaders=.*\.train_dataloader"),
+        ("validate", {}, r"validate\(\): there is no data. Pass dataloaders=.*\.val_dataloader"),
+        ("test", {}, r"test\(\): there is no data. Pass dataloaders=.*\.test_dataloader"),
+        ("predict", {}, r"predict\(\): there is no data. Pass dataloaders=.*\.predict_dataloader"),
+    ],
+    ids=range(6),
+)
+def test_what_is_no_data_is_named(call: str, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        getattr(quiet(), call)(Classifier(), **arguments)
 
 
 def test_data_of_the_module_itself() -> None:

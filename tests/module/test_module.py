@@ -24,13 +24,8 @@ def test_a_module_on_its_own() -> None:
     with pytest.raises(RuntimeError, match=r"Classifier is not attached to a Trainer\..*exists during fit"):
         _ = model.trainer
     assert (model.current_epoch, model.global_step, model.global_rank, model.local_rank) == (0, 0, 0, 0)
-    assert model.logger is None
-    assert model.loggers == []
-    assert model.fabric is None
-    assert model.device_mesh is None
-    assert model.automatic_optimization
-    assert model.strict_loading
-    assert model.example_input_array is None
+    assert (model.loggers, model.automatic_optimization, model.strict_loading) == ([], True, True)
+    assert model.logger is model.fabric is model.device_mesh is model.example_input_array is None
 
 
 def test_a_module_in_a_run(tmp_path: Path) -> None:
@@ -122,12 +117,10 @@ def test_copies_and_pickles_are_the_model_alone() -> None:
 
 def test_freeze_and_unfreeze() -> None:
     model = Classifier()
-    model.freeze()
-    assert not any(p.requires_grad for p in model.parameters())
-    assert not any(child.training for child in model.modules())
-    model.unfreeze()
-    assert all(p.requires_grad for p in model.parameters())
-    assert all(child.training for child in model.modules())
+    for call, on in ((model.freeze, False), (model.unfreeze, True)):
+        call()
+        assert {p.requires_grad for p in model.parameters()} == {on}
+        assert {child.training for child in model.modules()} == {on}
 
 
 def test_print(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,18 +209,10 @@ def test_log_and_log_dict_hand_on_the_same_options() -> None:
     assert logged.given == [("a", 1.0, DEFAULTS, None)] * 2 + [("b", 2.0, DEFAULTS, None)]
     logged.given.clear()
     options: dict[str, Any] = {
-        "prog_bar": True,
-        "logger": False,
-        "on_step": True,
-        "on_epoch": False,
-        "reduce_fx": "max",
-        "enable_graph": True,
-        "sync_dist": True,
-        "sync_dist_group": "g",
-        "add_dataloader_idx": False,
-        "batch_size": 7,
-        "rank_zero_only": True,
-    }
+        "prog_bar": True, "logger": False, "on_step": True, "on_epoch": False, "reduce_fx": "max",
+        "enable_graph": True, "sync_dist": True, "sync_dist_group": "g", "add_dataloader_idx": False,
+        "batch_size": 7, "rank_zero_only": True,
+    }  # fmt: skip
     model.log("a", 1.0, **options)
     model.log_dict({"a": 1.0}, **options)
     expected = (True, False, True, False, "max", True, True, "g", False, None, True)
@@ -265,42 +250,33 @@ def kinds(trainer: L.Trainer) -> list[str]:
     return [type(callback).__name__ for callback in trainer.callbacks]
 
 
+class Brings(Classifier):
+    def __init__(self, callbacks: Any) -> None:
+        super().__init__()
+        self.brought = callbacks
+
+    def configure_callbacks(self) -> Any:
+        return self.brought
+
+
 def test_callbacks_of_the_module_replace_those_of_their_kind() -> None:
-    class Brings(Classifier):
-        def configure_callbacks(self) -> Any:
-            return [Mine("train_loss"), LearningRateMonitor()]
-
-    trainer = quiet(
-        logger=True, callbacks=[EarlyStopping("train_loss"), Timer(), L.Callback()], limit_train_batches=1
-    )
+    given = [EarlyStopping("train_loss"), Timer(), L.Callback()]
+    trainer = quiet(logger=True, callbacks=given, limit_train_batches=1)
     for _ in range(2):
-        trainer.fit(Brings(), loader())
+        trainer.fit(Brings([Mine("train_loss"), LearningRateMonitor()]), loader())
         assert kinds(trainer) == ["Timer", "Callback", "Mine", "LearningRateMonitor"]
-
-
-def test_a_callback_of_another_kind_stays() -> None:
-    class Other(L.Callback):
-        pass
-
-    class Brings(Classifier):
-        def configure_callbacks(self) -> Any:
-            return EarlyStopping("train_loss")
-
-    trainer = quiet(callbacks=[Mine("train_loss"), Other()], limit_train_batches=1)
-    trainer.fit(Brings(), loader())
-    assert kinds(trainer) == ["Mine", "Other", "EarlyStopping"]
+    # One of a derived class stays.
+    trainer = quiet(callbacks=[Mine("train_loss"), Timer()], limit_train_batches=1)
+    trainer.fit(Brings(EarlyStopping("train_loss")), loader())
+    assert kinds(trainer) == ["Mine", "Timer", "EarlyStopping"]
 
 
 def test_checkpoints_of_the_module_come_last_and_work(tmp_path: Path) -> None:
     class Saves(ModelCheckpoint):
         pass
 
-    class Brings(Classifier):
-        def configure_callbacks(self) -> Any:
-            return [Saves(tmp_path, "{epoch}"), Timer()]
-
     trainer = quiet(enable_checkpointing=True, default_root_dir=tmp_path / "unused")
-    trainer.fit(Brings(), loader(8))
+    trainer.fit(Brings([Saves(tmp_path, "{epoch}"), Timer()]), loader(8))
     assert kinds(trainer) == ["Timer", "Saves"]
     assert [path.name for path in tmp_path.iterdir()] == ["epoch=0.ckpt"]
 
@@ -358,10 +334,7 @@ def test_layers_made_in_configure_model_have_the_precision_of_the_run() -> None:
             self.made_in = nn.Linear(2, 2).weight.dtype
 
     model = Sharded()
-    quiet(precision="64-true").test(
-        model,
-        [tuple(t.double() if t.is_floating_point() else t for t in b) for b in loader(8)],
-        verbose=False,
-    )
+    batches = [tuple(t.double() if t.is_floating_point() else t for t in b) for b in loader(8)]
+    quiet(precision="64-true").test(model, batches, verbose=False)
     assert model.made_in is torch.float64
     assert model.older.weight.dtype is torch.float64

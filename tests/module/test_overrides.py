@@ -77,11 +77,8 @@ def test_overridden_methods_are_called_in_order_with_their_arguments() -> None:
     model, plain = Stepped(), Classifier()
     plain.load_state_dict(model.state_dict())
     options: dict[str, Any] = {
-        "max_epochs": 2,
-        "accumulate_grad_batches": 2,
-        "gradient_clip_val": 0.05,
-        "gradient_clip_algorithm": "value",
-    }
+        "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "gradient_clip_algorithm": "value",
+    }  # fmt: skip
     quiet(**options).fit(model, loader(12))
     quiet(**options).fit(plain, loader(12))
     epoch = [
@@ -99,7 +96,16 @@ def test_overridden_methods_are_called_in_order_with_their_arguments() -> None:
 
 
 def test_overridden_methods_without_a_closure_give_the_same_weights() -> None:
-    model, plain = Recorded(), Classifier()
+    class Calls(Recorded):
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            self.calls.append(("backward",))
+            L.LightningModule.backward(self, 2 * loss / 2, *args, **kwargs)
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+            assert all(p.grad is None for p in self.parameters())
+
+    model, plain = Calls(), Classifier()
     plain.load_state_dict(model.state_dict())
     quiet(gradient_clip_val=0.05).fit(model, loader(12))
     quiet(gradient_clip_val=0.05).fit(plain, loader(12))
@@ -257,36 +263,15 @@ def test_optimizers_and_schedulers_from_the_module() -> None:
     assert [type(scheduler).__name__ for scheduler in two] == ["StepLR", "StepLR"]
 
 
-def test_overrides_may_call_the_original() -> None:
-    class Calls(Classifier):
-        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            super().backward(2 * loss / 2, *args, **kwargs)
-
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
-            assert all(p.grad is None for p in self.parameters())
-
-    model, plain = Calls(), Classifier()
-    plain.load_state_dict(model.state_dict())
-    quiet().fit(model, loader(12))
-    quiet().fit(plain, loader(12))
-    assert same_weights(model, plain)
-
-
 @pytest.mark.parametrize(
-    ("owner", "name"),
+    "name",
     [
-        (L.LightningModule, "optimizer_step"),
-        (L.LightningModule, "optimizer_zero_grad"),
-        (L.LightningModule, "backward"),
-        (L.LightningModule, "configure_gradient_clipping"),
-        (L.LightningModule, "on_train_batch_start"),
-        (L.Callback, "on_train_batch_end"),
+        "optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping", "on_train_batch_start",
+        "on_train_batch_end",
     ],
-)
-def test_methods_replaced_on_the_base_class_are_called(
-    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+)  # fmt: skip
+def test_methods_replaced_on_the_base_class_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner: Any = L.Callback if name == "on_train_batch_end" else L.LightningModule
     calls: list[str] = []
     function = getattr(owner, name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -51,9 +52,12 @@ def gradient_of(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("precision", [None, "bf16-mixed", "64-true"])
-def test_a_training_step_averages_gradients_and_the_model_keeps_its_names(precision: str | None) -> None:
-    run = started(precision=precision)
+def test_a_training_step_averages_gradients_and_the_model_keeps_its_names() -> None:
+    for precision in (None, "bf16-mixed", "64-true"):
+        averages(started(precision=precision), 1e-2 if precision else 1e-6)
+
+
+def averages(run: Runtime, tolerance: float) -> None:
     model = Model()
     names = list(model.state_dict())
     run.place(model)
@@ -71,7 +75,7 @@ def test_a_training_step_averages_gradients_and_the_model_keeps_its_names(precis
         run.place(twin)
         run.bind(twin.training_step)(data(rank), scale=2.0).backward()
         alone.append(gradient_of(twin))
-    assert torch.allclose(gradient_of(model), (alone[0] + alone[1]) / 2, atol=1e-2 if precision else 1e-6)
+    assert torch.allclose(gradient_of(model), (alone[0] + alone[1]) / 2, atol=tolerance)
 
 
 @pytest.mark.world_size(2)
@@ -114,24 +118,14 @@ def test_a_communication_hook_and_parameters_to_ignore() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_model_without_gradients_is_not_wrapped() -> None:
-    run = started()
-    model = Model().requires_grad_(False)
-    assert run.wrap(model) is model
-
-
-@pytest.mark.world_size(2)
-def test_another_number_of_processes_in_the_same_program_is_refused() -> None:
-    started()
-    with pytest.raises(RuntimeError, match="already in a group of 2 processes, but the run asks for 3"):
-        runtime(accelerator="cpu", devices=3, strategy="ddp").launch(lambda: None)
-
-
-@pytest.mark.world_size(2)
-def test_a_run_of_two_is_started_once() -> None:
+def test_a_run_of_two_is_started_once_and_wraps_what_trains() -> None:
     first, second = started(), started()
     assert first.global_rank == second.global_rank
     assert first.launch(lambda a, b=1: a + b, 2, b=3) == 5
+    model = Model().requires_grad_(False)
+    assert first.wrap(model) is model
+    with pytest.raises(RuntimeError, match="already in a group of 2 processes, but the run asks for 3"):
+        runtime(accelerator="cpu", devices=3, strategy="ddp").launch(lambda: None)
 
 
 def test_one_process_can_be_a_run_of_ddp() -> None:
@@ -187,16 +181,14 @@ class Changes(L.Callback):
         self.what, self.moment = what, moment
 
     def _change(self, model: Grows) -> None:
-        if self.what == "unfreeze":
-            model.body.requires_grad_(True)
-        elif self.what == "freeze":
-            model.body.requires_grad_(True)
-            model.head.weight.requires_grad = False
-        else:
+        if self.what == "replace":
             # All processes go on with that of the first.
             torch.manual_seed(model.global_rank)
             model.head = nn.Linear(8, 2)
             model.trainer.optimizers[0].add_param_group({"params": list(model.head.parameters())})
+            return
+        model.body.requires_grad_(True)
+        model.head.weight.requires_grad = self.what != "freeze"
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == 1 and self.moment == "epoch":
@@ -209,33 +201,22 @@ class Changes(L.Callback):
             self._change(pl_module)
 
 
-def joint(change: Changes, accumulate: int) -> Grows:
-    """Train on the batches of both processes at once."""
-    model = Grows()
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("what", ["unfreeze", "freeze", "replace"])
+def test_parameters_that_come_to_train_in_mid_run_are_exchanged(what: str) -> None:
     batches = list(loader(40))
+    # The batches of both processes at once.
     pairs = zip(batches[::2], batches[1::2], strict=True)
     both = [[torch.cat(parts) for parts in zip(*pair, strict=True)] for pair in pairs]
-    trainer = quiet(max_epochs=2, accumulate_grad_batches=accumulate, callbacks=[change])
-    trainer.fit(model, both)
-    return model
-
-
-@pytest.mark.world_size(2)
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("moment", ["batch", "epoch"])
-@pytest.mark.parametrize("what", ["unfreeze", "freeze", "replace"])
-def test_parameters_that_come_to_train_in_mid_run_are_exchanged(
-    what: str, moment: str, accumulate: int
-) -> None:
-    expected = joint(Changes(what, moment), accumulate)
-    model = Grows()
-    trainer = quiet(
-        devices=2, strategy="ddp", max_epochs=2, accumulate_grad_batches=accumulate,
-        callbacks=[Changes(what, moment)], use_distributed_sampler=False,
-    )  # fmt: skip
-    trainer.fit(model, list(loader(40))[trainer.global_rank :: 2])
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for moment, accumulate in itertools.product(("batch", "epoch"), (1, 2)):
+        expected, model = Grows(), Grows()
+        options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
+        quiet(callbacks=Changes(what, moment), **options).fit(expected, both)
+        options |= {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+        trainer = quiet(callbacks=Changes(what, moment), **options)
+        trainer.fit(model, batches[trainer.global_rank :: 2])
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.world_size(2)
