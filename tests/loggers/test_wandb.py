@@ -199,7 +199,7 @@ def test_sounds_and_videos_reach_wandb(tmp_path: Path, monkeypatch: pytest.Monke
 def test_media_that_are_no_list_or_lack_options_are_named(tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path)
     for kind in ("image", "audio", "video"):
-        message = rf"log_{kind}: {kind}s must be a list, and is a str. Write {kind}s=\[...\]"
+        message = rf"log_{kind}\({kind}s='a.file'\): use {kind}s=\[...\]"
         with pytest.raises(TypeError, match=message):
             getattr(logger, f"log_{kind}")("key", "a.file")
     with pytest.raises(ValueError, match="caption has 1 items for 2 images"):

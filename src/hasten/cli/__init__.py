@@ -33,18 +33,8 @@ from hasten.cli.parser import ArgsType, LightningArgumentParser
 from hasten.cli.save_config import SaveConfigCallback
 
 __all__ = [
-    "ArgsType",
-    "LRSchedulerCallable",
-    "LRSchedulerType",
-    "LRSchedulerTypeTuple",
-    "LRSchedulerTypeUnion",
-    "LightningArgumentParser",
-    "LightningCLI",
-    "ModuleType",
-    "Namespace",
-    "OptimizerCallable",
-    "ReduceLROnPlateau",
-    "SaveConfigCallback",
-    "instantiate_class",
+    "ArgsType", "LRSchedulerCallable", "LRSchedulerType", "LRSchedulerTypeTuple",
+    "LRSchedulerTypeUnion", "LightningArgumentParser", "LightningCLI", "ModuleType", "Namespace",
+    "OptimizerCallable", "ReduceLROnPlateau", "SaveConfigCallback", "instantiate_class",
     "instantiate_module",
-]
+]  # fmt: skip

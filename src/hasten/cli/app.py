@@ -138,12 +138,8 @@ class LightningCLI:
         """Return a new parser that takes ``--config``."""
         kwargs.setdefault("dump_header", [f"hasten=={VERSION}"])
         parser = self.parser_class(**kwargs)
-        parser.add_argument(
-            "-c",
-            "--config",
-            action=ActionConfigFile,
-            help="Path to a configuration file in json or yaml format.",
-        )
+        text = "Path to a configuration file in json or yaml format."
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help=text)
         return parser
 
     def setup_parser(
@@ -211,18 +207,16 @@ class LightningCLI:
         self.link_optimizers_and_lr_schedulers(parser)
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
-        trainer: Any = self.trainer_class
-        if not isinstance(trainer, type):
-            trainer = class_from_function(trainer)
+        given: Any = self.trainer_class
+        trainer = given if isinstance(given, type) else class_from_function(given)
         commands, names = parser.add_subcommands(), list(self.subcommands())
         needed = self._needed_subcommands(parser, names)
         for name in names:
             text = docstring_parser.parse(getattr(trainer, name).__doc__ or "").short_description
             options = {"description": text, **kwargs.get(name, {})}
-            if name in needed:
-                one = self._prepare_subcommand_parser(trainer, name, **options)
-            else:
-                one = self.init_parser(**options)  # Only its name and description are needed.
+            # Of the others, only the name and the description are needed.
+            prepare = functools.partial(self._prepare_subcommand_parser, trainer, name)
+            one = (prepare if name in needed else self.init_parser)(**options)
             commands.add_subcommand(name, one, help=text)
 
     def _prepare_subcommand_parser(
@@ -280,7 +274,11 @@ class LightningCLI:
 
     def _get(self, config: Namespace, key: str, default: Any = None) -> Any:
         """Return a value of the config of the sub-command."""
-        return config.get(str(self.subcommand), config).get(key, default)
+        return self._part(config).get(key, default)
+
+    def _part(self, config: Namespace) -> Namespace:
+        part: Namespace = config.get(str(self.subcommand), config)
+        return part
 
     def _set_seed(self) -> None:
         seed = self._get(self.config, "seed_everything")
@@ -291,7 +289,7 @@ class LightningCLI:
             seed = None if "PL_GLOBAL_SEED" in os.environ else 0
         chosen = seed_everything(seed, workers=True)
         # Save it, so that the same config gives the same results.
-        (self.config[self.subcommand] if self.subcommand else self.config)["seed_everything"] = chosen
+        self._part(self.config)["seed_everything"] = chosen
 
     # -- the objects
 
@@ -311,8 +309,7 @@ class LightningCLI:
         """Called when the objects are made; override this method."""
 
     def _instantiators(self) -> list[tuple[Any, type, bool]]:
-        parser = self._parser(self.subcommand)
-        config = self.config.get(str(self.subcommand), self.config)
+        parser, config = self._parser(self.subcommand), self._part(self.config)
         return [
             (from_config(parser, config, key), _class_of(kind), subclasses)
             for key, kind, subclasses in (
@@ -328,8 +325,7 @@ class LightningCLI:
             kwargs: arguments that replace those of the config.
 
         """
-        keys = self._parser(self.subcommand).callback_keys
-        callbacks = [self._get(self.config_init, key) for key in keys]
+        callbacks = [self._get(self.config_init, key) for key in self._parser(self.subcommand).callback_keys]
         return self._instantiate_trainer({**self._get(self.config_init, "trainer", {}), **kwargs}, callbacks)
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
@@ -340,8 +336,7 @@ class LightningCLI:
                 *_as_list(self.trainer_defaults.get("callbacks")),
             ]
             if self.save_config_callback and not config.get("fast_dev_run", False):
-                parser = self._parser(self.subcommand)
-                read = self.config.get(str(self.subcommand), self.config)
+                parser, read = self._parser(self.subcommand), self._part(self.config)
                 config["callbacks"].append(self.save_config_callback(parser, read, **self.save_config_kwargs))
         else:
             name = getattr(self.trainer_class, "__qualname__", repr(self.trainer_class))
@@ -396,12 +391,10 @@ class LightningCLI:
                 f"found {optimizers + schedulers}. Link each to an argument of the module "
                 f"(add_optimizer_args(..., link_to='model.init_{optimizers[0]}')) and write its configure_optimizers."
             )
-        optimizer = self._class_config(parser._optimizers[optimizers[0]][0], optimizers[0])
+        optimizer = self._class_config(parser._optimizers, optimizers[0])
         if not optimizer:
             return  # The command line does not use it.
-        scheduler = (
-            self._class_config(parser._lr_schedulers[schedulers[0]][0], schedulers[0]) if schedulers else None
-        )
+        scheduler = self._class_config(parser._lr_schedulers, schedulers[0]) if schedulers else None
         if overrides(self.model, LightningModule, "configure_optimizers"):
             rank_zero_warn(
                 f"`{type(self.model).__name__}.configure_optimizers` will be overridden by "
@@ -409,11 +402,12 @@ class LightningCLI:
             )
 
         # Called by the Trainer when the module is complete and on its device. Not a closure: it must be picklable.
-        made = functools.partial(_configured, self.model, self.configure_optimizers, optimizer, scheduler)
-        self.model.configure_optimizers = made
+        self.model.configure_optimizers = functools.partial(
+            _configured, self.model, self.configure_optimizers, optimizer, scheduler
+        )
 
-    def _class_config(self, kind: Any, key: str) -> Any:
-        config = self._get(self.config_init, key)
+    def _class_config(self, kinds: dict[str, tuple[Any, str]], key: str) -> Any:
+        config, kind = self._get(self.config_init, key), kinds[key][0]
         return plain_config(config) if isinstance(kind, tuple) else class_config(kind, config)
 
     # -- the run

@@ -19,18 +19,11 @@ _DESCRIBING = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only"
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint to upload.
-
-    Args:
-        path: the file, or the folder of a sharded one.
-        aliases: "latest", and "best" for the best one.
-        metadata: its score, its name, and the options of the callback that wrote it.
-
-    """
+    """A checkpoint to upload: a file, or the folder of a sharded one."""
 
     path: str
-    aliases: list[str]
-    metadata: dict[str, Any]
+    aliases: list[str]  # "latest", and "best" for the best one
+    metadata: dict[str, Any]  # its score, its name, and the options of the callback that wrote it
 
     @property
     def is_folder(self) -> bool:
@@ -39,16 +32,7 @@ class SavedCheckpoint:
 
 
 class UploadingLogger(StartedLogger[Any]):
-    """Base of the loggers that upload checkpoints, each once.
-
-    Args:
-        log_model: "all" uploads each checkpoint when it is written; True those that are left when the run ends, or
-            each one if the callback keeps all of them; False none.
-
-    Raises:
-        ValueError: ``log_model`` is something else.
-
-    """
+    """Base of the loggers that upload checkpoints, each once, as ``log_model`` says; see ``WandbLogger``."""
 
     def __init__(self, log_model: Literal["all"] | bool) -> None:
         self._log_model = check.one_of(type(self).__name__, "log_model", log_model, (True, False, "all"))

@@ -86,8 +86,7 @@ class MLFlowLogger(UploadingLogger):
         synchronous: bool | None = None,
     ) -> None:
         need("mlflow", purpose="MLFlowLogger")
-        self._experiment_name = experiment_name
-        self._run_name = run_name
+        self._experiment_name, self._run_name = experiment_name, run_name
         self._folder = local(os.fspath(save_dir)) if save_dir is not None else "./mlruns"
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._is_own_store = not uri and not _holds_plain_files(self._folder)
@@ -95,10 +94,9 @@ class MLFlowLogger(UploadingLogger):
         self._tracking_uri = uri or (database if self._is_own_store else f"file:{self._folder}")
         self.tags = tags
         super().__init__(log_model)
-        self._prefix = prefix
+        self._prefix, self._synchronous = prefix, synchronous
         self._artifact_location = artifact_location
         self._run_id = run_id
-        self._synchronous = synchronous
         self._experiment_id: str | None = None
         self._is_running = False
         self._sender: ThreadPoolExecutor | None = None
@@ -199,21 +197,18 @@ class MLFlowLogger(UploadingLogger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """Log hyper-parameters, nested names joined with "/", values as text of at most 250 characters.
 
-        MLflow keeps parameters as they were first logged: in a continued run, a warning names those that have changed.
+        MLflow keeps the first value of each: in a continued run, a warning names those that have changed.
         """
         param = need("mlflow.entities", purpose="MLFlowLogger").Param
         client = self._running()
         texts = {name: str(value)[:_PARAM_CHARACTERS] for name, value in flat(plain(as_dict(params))).items()}
         stored = client.get_run(self._run_id).data.params if texts else {}
-        changed = [
-            f"{name}={text} (was {stored[name]})"
-            for name, text in texts.items()
-            if stored.get(name, text) != text
-        ]
-        if changed:
+        kept = {name: text for name, text in texts.items() if stored.get(name, text) != text}
+        if kept:
+            changed = ", ".join(f"{name}={text} (was {stored[name]})" for name, text in kept.items())
             rank_zero_warn(
                 f"MLFlowLogger: the run {self._run_id} has other hyper-parameters, which MLflow does not change: "
-                f"{', '.join(changed)}. Leave out run_id= to start a new run."
+                f"{changed}. Leave out run_id= to start a new run."
             )
         new = [param(key=name, value=text) for name, text in texts.items() if name not in stored]
         for part in _parts(new, _PARAMS_PER_CALL):
@@ -255,10 +250,7 @@ class MLFlowLogger(UploadingLogger):
 
         client, run_id = self.experiment, self._run_id
         folder = Path(checkpoint.path).stem
-        if checkpoint.is_folder:
-            client.log_artifacts(run_id, checkpoint.path, f"{folder}/{os.path.basename(checkpoint.path)}")
-        else:
-            client.log_artifact(run_id, checkpoint.path, folder)
+        client.log_artifact(run_id, checkpoint.path, folder)
         with tempfile.TemporaryDirectory() as beside:
             metadata = yaml.safe_dump(plain(checkpoint.metadata), sort_keys=False)
             Path(beside, "metadata.yaml").write_text(metadata, encoding="utf-8")

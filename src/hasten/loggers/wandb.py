@@ -86,7 +86,7 @@ class WandbLogger(UploadingLogger):
         if offline and log_model:
             raise MisconfigurationException(
                 f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints cannot be uploaded offline. Leave "
-                "out offline=True to log them, or leave out log_model."
+                "out one of the two."
             )
         check.one_of("WandbLogger", "add_file_policy", add_file_policy, ("mutable", "immutable"))
         folder = save_dir if save_dir is not None else dir
@@ -103,8 +103,7 @@ class WandbLogger(UploadingLogger):
             self._init["mode"] = "offline"
         self._init.update(kwargs)
         super().__init__(log_model)
-        self._prefix = prefix
-        self._checkpoint_name = checkpoint_name
+        self._prefix, self._checkpoint_name = prefix, checkpoint_name
         self.add_file_policy = add_file_policy
         self._experiment = experiment
         self._attach_id: str | None = None
@@ -175,15 +174,9 @@ class WandbLogger(UploadingLogger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Log a table.
+        """Log a table called ``key``: ``columns`` and ``data``, or a pandas ``dataframe``.
 
-        Args:
-            key: its name.
-            columns: names of the columns.
-            data: the rows, of anything W&B shows: numbers, text, images.
-            dataframe: a pandas DataFrame instead.
-            step: index of the optimizer step.
-
+        ``data`` has rows of anything W&B shows: numbers, text, images; ``step`` is the index of the optimizer step.
         """
         table = need("wandb", purpose="WandbLogger").Table(columns=columns, data=data, dataframe=dataframe)
         self.log_metrics({key: table}, step)
@@ -230,17 +223,11 @@ class WandbLogger(UploadingLogger):
     def _log_media(
         self, kind: str, argument: str, key: str, items: Any, step: int | None, options: dict[str, list[Any]]
     ) -> None:
-        if not isinstance(items, list):
-            raise TypeError(
-                f"WandbLogger.log_{kind.lower()}: {argument} must be a list, and is a {type(items).__name__}. "
-                f"Write {argument}=[...], also for one."
-            )
+        owner = f"WandbLogger.log_{kind.lower()}"
+        check.instance(owner, argument, items, list, f"{argument}=[...], also for one")
         for name, values in options.items():
             if len(values) != len(items):
-                raise ValueError(
-                    f"WandbLogger.log_{kind.lower()}: {name} has {len(values)} items for {len(items)} {argument}. "
-                    "Give one for each."
-                )
+                raise ValueError(f"{owner}: {name} has {len(values)} items for {len(items)} {argument}.")
         make = getattr(need("wandb", purpose="WandbLogger"), kind)
         media = [
             make(item, **{name: values[i] for name, values in options.items()})

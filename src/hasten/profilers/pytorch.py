@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -97,9 +98,9 @@ class PyTorchProfiler(Profiler):
         **profiler_kwargs: Any,
     ) -> None:
         super().__init__(dirpath=dirpath, filename=filename)
-        own = {"sort_by": "sort_by_key", "row_limit": "row_limit"}
-        for name in own.keys() & (table_kwargs or {}):
-            raise KeyError(f"PyTorchProfiler(table_kwargs={{{name!r}: ...}}): Pass {own[name]}=... instead.")
+        for name, own in (("sort_by", "sort_by_key"), ("row_limit", "row_limit")):
+            if name in (table_kwargs or ()):
+                raise KeyError(f"PyTorchProfiler(table_kwargs={{{name!r}: ...}}): Pass {own}=... instead.")
         _check_names(profiler_kwargs, torch.profiler.profile.__init__, _ADDED, TypeError)
         _check_names(table_kwargs or {}, EventList.table, frozenset(), KeyError)
         self._enabled = profiler_kwargs.pop("enabled", True)
@@ -139,8 +140,9 @@ class PyTorchProfiler(Profiler):
     def _reset(self) -> None:
         self.profiler: Any = None
         self.function_events: Any = None
-        self._nvtx: Any = None
-        self._register: RegisterRecordFunction | None = None
+        # The profiler, and the names of modules; then the ranges of open actions.
+        self._contexts = ExitStack()
+        self._names_modules = self._record_module_names
         self._recording: dict[str, record_function] = {}
         # One cycle of a schedule at a time: the stage it belongs to, batches of each, those that are done.
         self._recorded_stage: str | None = None
@@ -158,9 +160,9 @@ class PyTorchProfiler(Profiler):
             return
         if self.profiler is None:
             self._begin()
-        if self._register is None and self._record_module_names and self.lightning_module is not None:
-            self._register = RegisterRecordFunction(self.lightning_module)
-            self._register.__enter__()
+        if self._names_modules and self.lightning_module is not None:
+            self._contexts.enter_context(RegisterRecordFunction(self.lightning_module))
+            self._names_modules = False
         if (stage := _stage_of(action_name)) is not None:
             self._step_name = action_name
             self._begin_a_short_stage(stage)
@@ -197,22 +199,20 @@ class PyTorchProfiler(Profiler):
 
     def __getstate__(self) -> dict[str, Any]:
         # Made again on the other side; a run cannot be sent while it is recorded.
-        return {**super().__getstate__(), "profiler": None, "function_events": None}
+        return {**super().__getstate__(), "profiler": None, "function_events": None, "_contexts": ExitStack()}
 
     # -- the recording
 
     def _begin(self) -> None:
         if self._emit_nvtx:
-            self._nvtx = torch.cuda.profiler.profile()
-            self._nvtx.__enter__()
-            self.profiler = torch.autograd.profiler.emit_nvtx()
-            self.profiler.__enter__()
+            self._contexts.enter_context(torch.cuda.profiler.profile())
+            self.profiler = self._contexts.enter_context(torch.autograd.profiler.emit_nvtx())
             return
         self._next = ProfilerAction.RECORD if self._records_all() else (self._schedule or _default)(0)
         self.profiler = torch.profiler.profile(
             **self._profiler_kwargs, schedule=lambda _: self._next, on_trace_ready=self._trace_ready
         )
-        self.profiler.__enter__()
+        self._contexts.enter_context(self.profiler)
         self.profiler.add_metadata("Framework", "hasten")
 
     def _batch_ended(self, stage: str) -> None:
@@ -288,15 +288,9 @@ class PyTorchProfiler(Profiler):
     def _end(self) -> None:
         for name in reversed(list(self._recording)):
             self._recording.pop(name).__exit__(None, None, None)
-        if self._register is not None:
-            self._register.__exit__(None, None, None)
-            self._register = None
-        if self.profiler is not None:
-            profiler, self.profiler = self.profiler, None
-            profiler.__exit__(None, None, None)
-        if self._nvtx is not None:
-            self._nvtx.__exit__(None, None, None)
-            self._nvtx = None
+        self.profiler = None
+        self._contexts.close()
+        self._names_modules = self._record_module_names
 
 
 class RegisterRecordFunction:

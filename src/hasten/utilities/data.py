@@ -267,15 +267,7 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
 
 
 __all__ = [
-    "apply_to_collection",
-    "convert_tensors_to_scalars",
-    "convert_to_tensors",
-    "extract_batch_size",
-    "has_iterable_dataset",
-    "has_len",
-    "is_shared_filesystem",
-    "merge_dicts",
-    "move_data_to_device",
-    "sized_len",
-    "suggested_max_num_workers",
-]
+    "apply_to_collection", "convert_tensors_to_scalars", "convert_to_tensors", "extract_batch_size",
+    "has_iterable_dataset", "has_len", "is_shared_filesystem", "merge_dicts", "move_data_to_device",
+    "sized_len", "suggested_max_num_workers",
+]  # fmt: skip

@@ -11,13 +11,9 @@ from hasten._lib.out_of_memory import is_out_of_memory as is_oom_error
 from hasten._lib.tree import map_tensors
 
 __all__ = [
-    "garbage_collection_cuda",
-    "is_cuda_out_of_memory",
-    "is_cudnn_snafu",
-    "is_oom_error",
-    "is_out_of_cpu_memory",
-    "recursive_detach",
-]
+    "garbage_collection_cuda", "is_cuda_out_of_memory", "is_cudnn_snafu", "is_oom_error",
+    "is_out_of_cpu_memory", "recursive_detach",
+]  # fmt: skip
 
 
 def recursive_detach(in_dict: object, to_cpu: bool = False) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import traceback
 import types
 from collections.abc import MutableMapping
 from typing import Any
@@ -38,24 +39,17 @@ def collect_init_args(
     inside: bool = False,
     classes: tuple[type, ...] = (),
 ) -> list[dict[str, Any]]:
-    """Return the arguments of the ``__init__`` of a frame and of the subclasses that called it, innermost first.
+    """Return ``path_args`` and the arguments of the ``__init__`` of a frame and of the subclasses that called it.
 
-    Args:
-        frame: of an ``__init__``.
-        path_args: arguments found before, to which the new ones are added.
-        inside: ignored.
-        classes: only objects of these.
-
+    The innermost comes first, and only objects of ``classes``; ``inside`` is ignored.
     """
     found = list(path_args)
-    current: types.FrameType | None = frame
-    while current is not None:
+    for current, _ in traceback.walk_stack(frame):
         owner, values = _owner_and_arguments(current)
-        if owner is not None and (not classes or isinstance(owner, classes)):
+        if owner is not None and isinstance(owner, classes or object):
             found.append(values)
         elif found:
             break
-        current = current.f_back
     return found
 
 
@@ -115,13 +109,6 @@ def _owner_and_arguments(frame: types.FrameType) -> tuple[Any, dict[str, Any]]:
 
 
 __all__ = [
-    "AttributeDict",
-    "clean_namespace",
-    "collect_init_args",
-    "get_init_args",
-    "is_picklable",
-    "lightning_getattr",
-    "lightning_hasattr",
-    "lightning_setattr",
-    "save_hyperparameters",
-]
+    "AttributeDict", "clean_namespace", "collect_init_args", "get_init_args", "is_picklable",
+    "lightning_getattr", "lightning_hasattr", "lightning_setattr", "save_hyperparameters",
+]  # fmt: skip

@@ -65,13 +65,7 @@ def _get_rank() -> int | None:
 
 
 __all__ = [
-    "LightningDeprecationWarning",
-    "WarningCache",
-    "log",
-    "rank_prefixed_message",
-    "rank_zero_debug",
-    "rank_zero_deprecation",
-    "rank_zero_info",
-    "rank_zero_only",
+    "LightningDeprecationWarning", "WarningCache", "log", "rank_prefixed_message",
+    "rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only",
     "rank_zero_warn",
-]
+]  # fmt: skip

@@ -111,23 +111,9 @@ class _SizedIterable(Protocol):
 
 
 __all__ = [
-    "EVAL_DATALOADERS",
-    "STEP_OUTPUT",
-    "TRAIN_DATALOADERS",
-    "DistributedDataParallel",
-    "LRScheduler",
-    "LRSchedulerConfig",
-    "LRSchedulerConfigType",
-    "LRSchedulerPLType",
-    "LRSchedulerType",
-    "LRSchedulerTypeTuple",
-    "LRSchedulerTypeUnion",
-    "Optimizable",
-    "OptimizerConfig",
-    "OptimizerLRScheduler",
-    "OptimizerLRSchedulerConfig",
-    "ProcessGroup",
-    "ReduceLROnPlateau",
-    "ReduceOp",
-    "Steppable",
-]
+    "EVAL_DATALOADERS", "STEP_OUTPUT", "TRAIN_DATALOADERS", "DistributedDataParallel",
+    "LRScheduler", "LRSchedulerConfig", "LRSchedulerConfigType", "LRSchedulerPLType",
+    "LRSchedulerType", "LRSchedulerTypeTuple", "LRSchedulerTypeUnion", "Optimizable",
+    "OptimizerConfig", "OptimizerLRScheduler", "OptimizerLRSchedulerConfig", "ProcessGroup",
+    "ReduceLROnPlateau", "ReduceOp", "Steppable",
+]  # fmt: skip
