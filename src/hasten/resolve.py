@@ -187,52 +187,42 @@ def _plugins(
 def _accelerator(accelerator: Any, owner: str) -> Accelerator:
     if isinstance(accelerator, Accelerator):
         return accelerator
-    if accelerator is None:
-        accelerator = "auto"
     present = [name for name, kind in ACCELERATORS.items() if kind.is_available()]
     allowed = ("auto", *present, *(("gpu",) if {"cuda", "mps"} & set(present) else ()))
+
+    def refused(reason: str, kind: type[Exception] = ValueError) -> Exception:
+        return kind(f"{owner}(accelerator={accelerator!r}): {reason}")
+
     if isinstance(accelerator, type) and issubclass(accelerator, Accelerator):
-        raise TypeError(
-            f"{owner}(accelerator={accelerator.__name__}): that is a class. Write {accelerator.__name__}()."
+        name = accelerator.__name__
+        raise TypeError(f"{owner}(accelerator={name}): that is a class. Write {name}().")
+    if accelerator is not None and not isinstance(accelerator, str):
+        raise refused(
+            f"use one of {_listed(allowed)}, or an Accelerator, not {type(accelerator).__name__}.", TypeError
         )
-    if not isinstance(accelerator, str):
-        raise TypeError(
-            f"{owner}(accelerator={accelerator!r}): use one of {_listed(allowed)}, or an Accelerator, not "
-            f"{type(accelerator).__name__}."
-        )
-    name = accelerator.lower()
+    name = "auto" if accelerator is None else accelerator.lower()
     if name == "auto":
         return best_accelerator()
     if name == "gpu":
         name = "mps" if ACCELERATORS["mps"].is_available() else "cuda"
     if name in _ROCM:
-        raise ValueError(
-            f"{owner}(accelerator={accelerator!r}): torch calls AMD GPUs 'cuda'"
-            + (". Write accelerator='cuda'." if "cuda" in present else f", and {_none_here('CUDA')}")
-        )
+        use = " Write accelerator='cuda'." if "cuda" in present else f" {_none_here('CUDA')}"
+        raise refused(f"torch calls AMD GPUs 'cuda'.{use}")
     if name in STRATEGIES:
-        raise ValueError(
-            f"{owner}(accelerator={accelerator!r}): that is a strategy. Write "
-            f"{owner}(strategy={'auto' if 'mps' in present else name!r})."
-        )
+        strategy = "auto" if "mps" in present else name
+        raise refused(f"that is a strategy. Write {owner}(strategy={strategy!r}).")
     if name in _OTHER_ACCELERATORS:
-        raise ValueError(
-            f"{owner}(accelerator={accelerator!r}): not in this version of hasten. Write accelerator='auto'."
-        )
+        raise refused("not in this version of hasten. Write accelerator='auto'.")
     if name not in ACCELERATORS:
-        raise ValueError(
-            f"{owner}(accelerator={accelerator!r}): use one of {_listed(allowed)}."
-            + did_you_mean(name, allowed)
-        )
-    kind = ACCELERATORS[name]
-    if not kind.is_available():
-        raise MisconfigurationException(f"{owner}(accelerator={accelerator!r}): {_none_here(name.upper())}")
-    return kind()
+        raise refused(f"use one of {_listed(allowed)}.{did_you_mean(name, allowed)}")
+    if not ACCELERATORS[name].is_available():
+        raise refused(_none_here(name.upper()), MisconfigurationException)
+    return ACCELERATORS[name]()
 
 
 def _none_here(kind: str) -> str:
     return (
-        f"this machine has no {kind} device that torch {torch.__version__} can use. Use accelerator='cpu', or "
+        f"This machine has no {kind} device that torch {torch.__version__} can use. Use accelerator='cpu', or "
         "accelerator='auto'."
     )
 
@@ -309,33 +299,25 @@ def _named_strategy(strategy: str, device: torch.device, owner: str) -> Strategy
     if name in STRATEGIES:
         start_method, options = STRATEGIES[name]
         return DDPStrategy(start_method=start_method, **options)
-    if name.startswith(_NO_SUCH_DEVICE):
-        raise ValueError(
-            f"{owner}(strategy={strategy!r}): not in this version of hasten. Write strategy='auto'."
-        )
     # Some have variants: "fsdp_native", "deepspeed_stage_2".
     other = next((o for o in _OTHER_STRATEGIES if name == o or (len(o) > 3 and name.startswith(o))), None)
-    if other is not None:
-        usable = "auto" if device.type == "mps" else "ddp"
-        raise ValueError(
-            f"{owner}(strategy={strategy!r}): not in this version of hasten; {_OTHER_STRATEGIES[other]}. "
-            f"Write strategy={usable!r}."
-        )
     allowed = ("auto", _SINGLE_DEVICE, *STRATEGIES)
-    raise ValueError(
-        f"{owner}(strategy={strategy!r}): there is no such strategy.{did_you_mean(name, allowed)} "
-        f"Use one of {_listed(allowed)}."
-    )
+    if name.startswith(_NO_SUCH_DEVICE):
+        reason = "not in this version of hasten. Write strategy='auto'."
+    elif other is not None:
+        usable = "auto" if device.type == "mps" else "ddp"
+        reason = f"not in this version of hasten; {_OTHER_STRATEGIES[other]}. Write strategy={usable!r}."
+    else:
+        reason = f"there is no such strategy.{did_you_mean(name, allowed)} Use one of {_listed(allowed)}."
+    raise ValueError(f"{owner}(strategy={strategy!r}): {reason}")
 
 
 def _precision(
     precision: Any, plugin: Precision | None, device: torch.device, owner: str, *, check: bool
 ) -> Precision:
+    name = "32-true" if precision is None else _precision_name(precision, device, owner, check=check)
     if plugin is not None:
-        if (
-            precision is not None
-            and _precision_name(precision, device, owner, check=check) != plugin.precision
-        ):
+        if precision is not None and name != plugin.precision:
             raise MisconfigurationException(
                 f"{owner}(precision={precision!r}, plugins=[{type(plugin).__name__}]): both set the precision. "
                 "Leave one out."
@@ -343,7 +325,6 @@ def _precision(
         if check:
             _prefix_owner(owner, plugin.check_device, device)
         return plugin
-    name = "32-true" if precision is None else _precision_name(precision, device, owner, check=check)
     if name == "32-true":
         return Precision()
     if name == "64-true":
@@ -376,23 +357,20 @@ def _precision_name(precision: Any, device: torch.device, owner: str, *, check: 
         if written and text in spellings:
             return name
     usable = [name for name in PRECISIONS if _computes_in(name, device, check=check)]
+    given = f"{owner}(precision={precision!r})"
     if not written:
-        raise TypeError(
-            f"{owner}(precision={precision!r}): use one of {_listed(usable)}, not {type(precision).__name__}."
-        )
+        raise TypeError(f"{given}: use one of {_listed(usable)}, not {type(precision).__name__}.")
     if text in MODES:
         raise ValueError(
-            f"{owner}(precision={precision!r}): quantized weights are set by a plugin. Use "
-            f"plugins=BitsandbytesPrecision({text!r}) of hasten.plugins."
+            f"{given}: quantized weights are set by a plugin. Use plugins=BitsandbytesPrecision({text!r}) of "
+            "hasten.plugins."
         )
     meant = _OTHER_PRECISIONS.get(text)
     if meant == "16-mixed" and meant not in usable:
         meant = "bf16-mixed"
     allowed = [spelling for name in usable for spelling in PRECISIONS[name]]
     hint = f" Did you mean {meant!r}?" if meant in usable else did_you_mean(text, allowed)
-    raise ValueError(
-        f"{owner}(precision={precision!r}): there is no such precision.{hint} Use one of {_listed(allowed)}."
-    )
+    raise ValueError(f"{given}: there is no such precision.{hint} Use one of {_listed(allowed)}.")
 
 
 def _computes_in(name: str, device: torch.device, *, check: bool) -> bool:

@@ -34,19 +34,11 @@ _FINE, _BAD_GRADIENT, _BAD_LOSS = range(3)
 
 
 class StepSkipped(BaseException):
-    """Leaves a closure whose loss is bad, and with it the step that called it.
-
-    A BaseException, so that no ``except Exception`` of a user on the way takes it for an error.
-    """
+    """Leaves a closure whose loss is bad, past any ``except Exception`` of a user, and with it the step."""
 
 
 class LossReport:
-    """Warns once of a loss that is not finite, and once of each stage's logged losses.
-
-    Args:
-        guarded: bad losses of training are handled before they do harm, and reported there.
-
-    """
+    """Warns once of a loss that is not finite, and once of each stage's logged losses; of training's unless guarded."""
 
     def __init__(self, *, guarded: bool) -> None:
         self._reported: set[str] = {"train", "loss"} if guarded else set()
@@ -168,10 +160,7 @@ class Guard:
         return guarded_finish, lambda closure=None: step(closure) if self._passes else None
 
     def in_closure(self, optimizer: Any, finish: Callable[[], None]) -> Callable[[], None]:
-        """Return a version of ``finish`` that leaves the closure, by ``StepSkipped``, if the step is to be skipped.
-
-        Only the first time in a step: how an optimizer searches from there is up to it.
-        """
+        """Return a ``finish`` that may leave the closure by ``StepSkipped``, the first time that a step calls it."""
 
         def guarded_finish() -> None:
             judged, self._judged = self._judged, True

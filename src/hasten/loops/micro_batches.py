@@ -48,20 +48,14 @@ def enabled(run: Run) -> bool:
 
 
 def computes_alone(run: Run) -> bool:
-    """Return whether a process computes without the others, and meets them after backward.
-
-    One that runs out of memory inside a forward or backward would leave them waiting there.
-    """
+    """Return whether a process computes without the others, which it would leave waiting if it ran out of memory."""
     return enabled(run) and _memory_plan(run).may_fail and run.runtime.syncs_gradients
 
 
 def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
     """Return forward and backward of a batch in parts; gradients, outputs and values are those of the whole.
 
-    Args:
-        run: the run.
-        once: computes one part; it neither exchanges gradients nor calls ``on_after_backward``.
-
+    ``once`` computes one part; it neither exchanges gradients nor calls ``on_after_backward``.
     """
     plan, hooks, window, parts = _memory_plan(run), run.hooks, run.window, _Splitter(run, once)
 
@@ -215,16 +209,11 @@ class _ValueOfParts:
 
 
 class LoggedParts:
-    """The values logged in the parts of a batch, put together to those of the whole.
+    """A context in which the values logged in the parts of a batch are put together to those of the whole.
 
     A ``batch_size`` given to ``self.log`` counts what the part has, its samples or tokens, or is one number for the
-    whole batch, such as a hyper-parameter. Of the latter each part counts its share.
-
-    Args:
-        logged: takes the values; inside the context each is noted here as well.
-        of_whole: of each entry, (it is given the size of the whole batch, that is certain), as far as batches have
-            shown it.
-
+    whole batch, such as a hyper-parameter. Of the latter each part counts its share. ``of_whole`` has for each entry
+    (it is given the size of the whole batch, that is certain), as far as batches have shown it.
     """
 
     def __init__(self, logged: LoggedValues, of_whole: dict[LoggedValue, tuple[bool, bool]]) -> None:
@@ -325,10 +314,7 @@ def _like(value: Any, other: Any) -> Any:
 
 
 def _agreement(run: Run) -> Callable[[int, Exception | None], tuple[int, bool]]:
-    """Return what tells all processes how the attempt went: (samples that were too many, what was kept is changed).
-
-    The samples are ``_NEVER`` where memory ran out on none. Said between the hosts: no device is waited for.
-    """
+    """Return what tells all hosts how an attempt went: (samples that were too many or ``_NEVER``, kept is changed)."""
 
     def code(attempted: int, error: Exception | None) -> int:
         if error is None:
@@ -354,8 +340,7 @@ def _agreement(run: Run) -> Callable[[int, Exception | None], tuple[int, bool]]:
 def sync_gradients(run: Run) -> Callable[[], None]:
     """Return a function by which the strategy exchanges the present gradients, as after a backward.
 
-    The wrapped module is called with a function that uses each parameter and adds nothing to its gradient: buckets,
-    communication hooks and the exchange of buffers are those of DDP.
+    The wrapped module is called with a function that uses each parameter and adds nothing to its gradient.
     """
     module = run.module
 
@@ -483,14 +468,7 @@ def _check_processes(run: Run, asked: str) -> None:
 
 
 class MemoryPlan:
-    """What was found to fit into memory: how many samples are computed at once, and what is computed twice.
-
-    It only ever gets smaller, and is kept in checkpoints.
-
-    Args:
-        run: whose module and arguments these are.
-
-    """
+    """How many samples were found to fit into memory at once, and what is computed twice; it only ever gets smaller."""
 
     def __init__(self, run: Run) -> None:
         speed = run.arguments.speed
@@ -509,13 +487,7 @@ class MemoryPlan:
         self.objects = StepObjects()
 
     def fields_of(self, source: StageData, changed_later: bool) -> Fields | None:
-        """Return which fields of the batches run over samples: as the user said, or as the data shows.
-
-        Args:
-            source: the training data.
-            changed_later: whether hooks may change a batch before it is computed.
-
-        """
+        """Return which fields of the batches run over samples; with ``changed_later`` hooks may change batches."""
         if self._shared is not None:
             return Fields(all_over=True, shared_names=self._shared)
         loaders = source.streams()
@@ -531,13 +503,9 @@ class MemoryPlan:
     def make_smaller(self, attempted: int, *, keep_less: bool = False) -> bool:
         """Need less memory than the attempt that failed; return whether there was something left to try.
 
-        Cheapest first: keep fewer activations, but all that is dear to compute; halve the samples, which costs
-        nothing as long as they fill the device; compute everything twice.
-
-        Args:
-            attempted: samples computed at once.
-            keep_less: what is kept was changed in place, so it cannot be kept.
-
+        Cheapest first: keep fewer activations, but all that is dear to compute; halve the samples (``attempted`` were
+        computed at once), which costs nothing as long as they fill the device; compute everything twice.
+        ``keep_less``: what is kept was changed in place, so it cannot be kept.
         """
         if self.recomputes and self.memory is None and repeated_blocks(self._module):
             self._recompute("selective")

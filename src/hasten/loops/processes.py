@@ -93,8 +93,7 @@ def host_group(run: Run) -> Any:
 def agree_after_batch(run: Run, *, validated: bool = False) -> int | None:
     """Return the signal that arrived at any process, after a batch; ``should_stop`` is that of all, or put off.
 
-    Where all processes ask to stop after the same batch, they stop there. Where one process wants to stop alone,
-    all stop at the next agreement, about a second later.
+    Where one process wants to stop alone, all stop at the next agreement, about a second later.
     """
     stop, progress, number = run.stop, run.progress, None
     if not validated and stop.due(progress.total_batches):

@@ -38,10 +38,7 @@ def unprofiled(action: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Stopped(BaseException):
-    """Ctrl-C or SIGTERM arrived, and the batch in hand is complete.
-
-    A BaseException, so that no ``except Exception`` of a user on the way swallows it.
-    """
+    """Ctrl-C or SIGTERM arrived, and the batch in hand is complete. No ``except Exception`` of a user swallows it."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)

@@ -274,12 +274,8 @@ class LearningObjects(SavedObjects):
     """Objects saved before each attempt at a step, which learns which of their tensors a step changes.
 
     A write shows in a tensor's version. Values are copied only until an attempt that succeeded has shown which tensors
-    a step changes, and from then on those alone.
-
-    Args:
-        most_bytes: of all tensors that are copied before they are known to change; None for a batch, whose tensors are
-            all copied and whose objects are searched, whatever their class.
-
+    a step changes, and from then on those alone. Before that ``most_bytes`` are copied at most; None for a batch, whose
+    tensors are all copied and whose objects are searched, whatever their class.
     """
 
     _most_items = _MOST_ITEMS_OF_A_STEP
@@ -656,12 +652,7 @@ class StepState:
     """What a training step changes besides the weights, saved between two batches.
 
     Random generators, buffers, values logged, torchmetrics, the counts of the open accumulation; on request its
-    gradients, and the objects of the user's. Kept on the device, without waiting for it.
-
-    Args:
-        run: whose state.
-        objects: what earlier steps have shown of the batch and the module, to save these as well.
-
+    gradients, and with ``objects`` the batch and the user's attributes. Kept on the device, without waiting for it.
     """
 
     def __init__(self, run: Run, objects: StepObjects | None = None) -> None:
@@ -675,13 +666,7 @@ class StepState:
         self._gradients: list[tuple[Tensor, Tensor | None]] | None = None
 
     def save(self, batch: Any = None, *, gradients: bool = False) -> None:
-        """Save the present state.
-
-        Args:
-            batch: the batch of the step, where objects are saved.
-            gradients: save those of earlier batches of an accumulation; else the step begins with none.
-
-        """
+        """Save the present state, with that of ``batch`` where objects are saved, and with the gradients if asked."""
         run = self._run
         if self._objects is not None:
             self._objects.batch.save_batch(batch)
@@ -715,17 +700,15 @@ class StepState:
             for parameter in parameters_of(*run.optimizers) or run.module.parameters():
                 parameter.grad = None
         else:
-            _set_gradients([(p, None if g is None else g.clone()) for p, g in self._gradients])
+            for parameter, gradient in self._gradients:
+                parameter.grad = None if gradient is None else gradient.clone()
 
     def restore_random(self) -> None:
         """Have the random generators draw again what they drew after ``save``."""
         set_generators(self._random)
 
     def undo_statistics(self) -> None:
-        """Undo what the batches since ``save`` added to buffers, metrics and the means over the epoch.
-
-        Random numbers go on, and the latest values stay: they are what happened.
-        """
+        """Undo what the batches since ``save`` added to buffers, metrics and the means over the epoch; nothing else."""
         self._restore_buffers()
         for logged in self._run.logged.of_stage("train"):
             before = self._values.get(logged, _NOTHING_LOGGED)
@@ -738,32 +721,32 @@ class StepState:
     def shown(self) -> Iterator[None]:
         """Have the run look as it was saved, and then as it does now; no tensor is written to."""
         run = self._run
-        random = generator_states()
-        places = [(saved.owner, saved.name) for saved in self._buffers.values()] + self._empty
-        buffers = [(owner, name, owner._buffers[name]) for owner, name in places]
-        values = {
-            logged: {name: getattr(logged, name) for name in _NOTHING_LOGGED}
-            for logged in run.logged.of_stage("train")
-        }
-        counts = run.window_weight, run.skipped_batches
-        gradients = [(p, p.grad) for p, _ in self._gradients or ()]
-        set_generators(self._random)
-        for saved in self._buffers.values():
-            saved.owner._buffers[saved.name] = saved.copy if saved.was_written() else saved.tensor
-        for owner, name in self._empty:
-            owner._buffers[name] = None
-        _set_logged({logged: self._values.get(logged, _NOTHING_LOGGED) for logged in values})
-        run.window_weight, run.skipped_batches = self._counts
-        _set_gradients(self._gradients or [])
+        # (attributes, name, value) of all that is exchanged, but for gradients.
+        saved: list[tuple[dict[str, Any], str, Any]] = [
+            (one.owner._buffers, one.name, one.copy if one.was_written() else one.tensor)
+            for one in self._buffers.values()
+        ]
+        saved += [(owner._buffers, name, None) for owner, name in self._empty]
+        for logged in run.logged.of_stage("train"):
+            values = self._values.get(logged, _NOTHING_LOGGED)
+            saved += [(vars(logged), name, value) for name, value in values.items()]
+        weight, skipped = self._counts
+        saved += [(vars(run), "window_weight", weight), (vars(run), "skipped_batches", skipped)]
+        present = [(attributes, name, attributes[name]) for attributes, name, _ in saved]
+        random, gradients = generator_states(), [(p, p.grad) for p, _ in self._gradients or ()]
+
+        def show(random: dict[str, Any], state: Any, gradients: Any) -> None:
+            set_generators(random)
+            for attributes, name, value in state:
+                attributes[name] = value
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+        show(self._random, saved, self._gradients or ())
         try:
             yield
         finally:
-            set_generators(random)
-            for owner, name, present in buffers:
-                owner._buffers[name] = present
-            _set_logged(values)
-            run.window_weight, run.skipped_batches = counts
-            _set_gradients(gradients)
+            show(random, present, gradients)
 
     # -- where objects are saved
 
@@ -834,17 +817,6 @@ _ADDED_TO = ("total", "weight")
 def _logged_state(logged: LoggedValue) -> dict[str, Any]:
     state = {name: getattr(logged, name) for name in _NOTHING_LOGGED}
     return {**state, **{name: _copied(state[name]) for name in _ADDED_TO}}
-
-
-def _set_logged(values: dict[LoggedValue, dict[str, Any]]) -> None:
-    for logged, state in values.items():
-        for name, value in state.items():
-            setattr(logged, name, value)
-
-
-def _set_gradients(gradients: list[tuple[Tensor, Tensor | None]]) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
 
 
 def _metric_state(metric: Any) -> dict[str, Any]:

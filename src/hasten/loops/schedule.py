@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 class ValidationSchedule:
     """Decide after which batches validation is due.
 
-    Args:
-        interval: batches (int), a share of an epoch (float), optimizer steps or time between validations.
-        every_n_epochs: validate in every so many epochs; None counts ``interval`` over epochs.
-
+    ``interval`` is in batches (int), a share of an epoch (float), optimizer steps or time. Validation runs in every
+    ``every_n_epochs``; None counts ``interval`` over epochs.
     """
 
     def __init__(self, interval: int | float | Period, every_n_epochs: int | None) -> None:

@@ -321,14 +321,7 @@ def _check_step(module: LightningModule, name: str, arguments: tuple[str, ...]) 
 
 
 def check_takes_loader(module: LightningModule, stage: str, loaders: int) -> None:
-    """Check that the step and batch hooks of a stage take ``dataloader_idx`` where there are several loaders.
-
-    Args:
-        module: the module.
-        stage: "validation" or "test".
-        loaders: how many loaders there are.
-
-    """
+    """Check that "validation" or "test" hooks take ``dataloader_idx`` where there are several loaders."""
     batch = ("batch", "batch_idx", "dataloader_idx")
     for name, arguments in (
         (f"{stage}_step", batch),
@@ -460,14 +453,7 @@ _said_without_data: WeakSet[type] = WeakSet()
 
 
 def warn_about_missing_parts(validation: StageData, module: LightningModule, *, wanted: bool) -> None:
-    """Warn where only one of validation data and ``validation_step`` is there.
-
-    Args:
-        validation: where the validation data comes from.
-        module: the module.
-        wanted: False where ``limit_val_batches=0`` has switched validation off.
-
-    """
+    """Warn where only one of validation data and step is there; of missing data only if it is ``wanted``."""
     has_step = overrides(module, LightningModule, "validation_step")
     if validation.has_data() and not has_step:
         rank_zero_warn(
