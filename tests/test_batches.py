@@ -16,14 +16,6 @@ from tests.models import Classifier, loader, quiet
 from tests.module.test_datamodule import Any_, SizedStream, Stream
 
 
-class Moves:
-    """Records the transfer hooks it is asked for."""
-
-    def __init__(self, calls: list[Any], who: str) -> None:
-        super().__init__()
-        self.calls, self.who = calls, who
-
-
 class ModelMoves(Any_):
     def __init__(self, calls: list[Any]) -> None:
         super().__init__()

@@ -25,7 +25,9 @@ class Predicts(Classifier):
 
 def test_predictions_by_batch_and_by_loader() -> None:
     trainer, model = quiet(), Predicts()
+    model.layers[0].eval()
     assert trainer.predict(model, loader(8)) == [(0, 0), (0, 1)]
+    assert [model.layers[0].training, model.layers[1].training] == [False, True]
     assert trainer.predict(model, [loader(8)]) == [(0, 0), (0, 1)]
     both = [[(0, 0)], [(1, 0), (1, 1)]]
     assert trainer.predict(model, [loader(4), loader(8)]) == both
@@ -34,19 +36,6 @@ def test_predictions_by_batch_and_by_loader() -> None:
     assert trainer.predict(model, loader(8), return_predictions=False) is None
     assert trainer.predict_loop.predictions == []
     assert trainer.predict(dataloaders=loader(4)) == [(0, 0)]
-
-
-def test_prediction_steps_with_fewer_arguments() -> None:
-    class Batch(Classifier):
-        def predict_step(self, batch: Any) -> Any:  # type: ignore[override]
-            return len(batch[0])
-
-    class Index(Classifier):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return batch_idx
-
-    assert quiet().predict(Batch(), loader(6)) == [4, 2]
-    assert quiet().predict(Index(), [loader(6), loader(4)]) == [[0, 1], [0]]
 
 
 def test_hooks_of_prediction() -> None:
@@ -133,14 +122,6 @@ def test_nothing_can_be_logged_in_a_prediction() -> None:
         quiet().predict(Logs(), loader(8))
 
 
-def test_modes_survive_prediction() -> None:
-    model = Predicts()
-    model.layers[0].eval()
-    quiet().predict(model, loader(4))
-    assert not model.layers[0].training
-    assert model.layers[1].training
-
-
 def test_mode_hooks_of_the_module() -> None:
     called: list[str] = []
 
@@ -209,15 +190,14 @@ def test_results_are_printed_unless_told_not_to(caplog: Any, capsys: Any) -> Non
         logger.removeHandler(caplog.handler)
 
 
-def test_evaluation_steps_with_fewer_arguments() -> None:
+def test_steps_take_fewer_arguments_and_name_them_as_they_like() -> None:
     class Batch(Classifier):
         def validation_step(self, batch: Any) -> None:  # type: ignore[override]
             self.log("size", float(len(batch[0])))
 
-    assert quiet().validate(Batch(), loader(8), verbose=False) == [{"size": 4.0}]
+        def predict_step(self, batch: Any) -> Any:  # type: ignore[override]
+            return len(batch[0])
 
-
-def test_steps_name_their_arguments_as_they_like() -> None:
     class Names(Classifier):
         def validation_step(self, b: Any, n: int) -> None:  # type: ignore[override]
             self.log("n", float(n), reduce_fx="max")
@@ -228,8 +208,10 @@ def test_steps_name_their_arguments_as_they_like() -> None:
         def test_step(self, *args: Any) -> None:
             self.log("arguments", float(len(args)))
 
+    assert quiet().validate(Batch(), loader(8), verbose=False) == [{"size": 4.0}]
+    assert quiet().predict(Batch(), loader(6)) == [4, 2]
     assert quiet().validate(Names(), loader(8), verbose=False) == [{"n": 1.0}]
-    assert quiet().predict(Names(), loader(8)) == [0, 1]
+    assert quiet().predict(Names(), [loader(6), loader(4)]) == [[0, 1], [0]]
     assert quiet().test(Names(), loader(8), verbose=False) == [{"arguments": 2.0}]
 
 

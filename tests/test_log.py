@@ -59,11 +59,14 @@ def test_step_values_reach_the_logger_at_the_interval_with_the_index_of_the_step
     assert [row["epoch"] for _, row in logger.rows] == [0, 1, 1]
 
 
-def test_epoch_mean_is_weighted_by_batch_size() -> None:
+@pytest.mark.parametrize("as_number", [True, False])
+def test_epoch_mean_is_weighted_by_batch_size(as_number: bool) -> None:
+    def log(m: Any, b: Any, i: int) -> None:
+        m.log("x", float(b.mean()) if as_number else b.mean(), on_step=False, on_epoch=True)
+
     logger = RowLogger()
-    module = Logs(lambda m, b, i: m.log("x", b.mean(), on_step=False, on_epoch=True))
     trainer = quiet(logger=logger)
-    trainer.fit(module, BATCHES)
+    trainer.fit(Logs(log), BATCHES)
     expected = (4 * 4 + 4 * 4 + 2 * 2) / 10
     assert logger.of("x") == [(2, pytest.approx(expected))]
     assert trainer.callback_metrics["x"].item() == pytest.approx(expected)
@@ -121,16 +124,6 @@ def test_sums_of_counts_are_exact(values: tuple[Any, ...]) -> None:
     assert trainer.callback_metrics["x"].item() == 2**24 + 2
     assert trainer.logged_metrics["x"].item() == 2**24 + 2
     assert logger.of("x") == [(2, 2**24 + 2)]
-
-
-@pytest.mark.parametrize("as_number", [True, False])
-def test_numbers_and_tensors_give_the_same(as_number: bool) -> None:
-    def log(m: Any, b: Any, i: int) -> None:
-        m.log("x", float(b.mean()) if as_number else b.mean(), on_epoch=True)
-
-    trainer = quiet()
-    trainer.fit(Logs(log), BATCHES)
-    assert trainer.callback_metrics["x_epoch"].item() == pytest.approx(3.6)
 
 
 def test_a_value_changed_in_place_after_logging_keeps_its_logged_value() -> None:
@@ -220,18 +213,7 @@ def test_prog_bar_values_are_on_the_host() -> None:
     assert isinstance(trainer.progress_bar_metrics["x"], float)
 
 
-def test_values_of_epoch_hooks_share_the_row_of_the_epoch() -> None:
-    class Ends(Logs):
-        def on_train_epoch_end(self) -> None:
-            self.log("end", 5.0)
-
-    logger = RowLogger()
-    module = Ends(lambda m, b, i: m.log("x", b.mean(), on_step=False, on_epoch=True))
-    quiet(logger=logger).fit(module, BATCHES)
-    assert logger.rows == [(2, {"x": pytest.approx(3.6), "end": 5.0, "epoch": 0})]
-
-
-def test_a_monitor_sees_what_the_module_logs_at_the_end_of_the_epoch() -> None:
+def test_values_of_epoch_hooks_share_the_row_of_the_epoch_and_monitors_see_them() -> None:
     class Ends(Logs):
         def on_train_epoch_end(self) -> None:
             self.log("end", 5.0)
@@ -242,7 +224,10 @@ def test_a_monitor_sees_what_the_module_logs_at_the_end_of_the_epoch() -> None:
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             assert trainer.callback_metrics["end"] == 5.0
 
-    quiet(callbacks=[Monitor()]).fit(Ends(), BATCHES)
+    logger = RowLogger()
+    module = Ends(lambda m, b, i: m.log("x", b.mean(), on_step=False, on_epoch=True))
+    quiet(logger=logger, callbacks=[Monitor()]).fit(module, BATCHES)
+    assert logger.rows == [(2, {"x": pytest.approx(3.6), "end": 5.0, "epoch": 0})]
 
 
 def test_torchmetrics_objects() -> None:
@@ -318,22 +303,20 @@ def test_bad_values_are_refused_with_the_name(log: Any, words: str) -> None:
         quiet().fit(Logs(log), BATCHES)
 
 
-def test_logging_where_nothing_can_be_logged_names_the_hook() -> None:
-    class Early(Classifier):
-        def on_fit_start(self) -> None:
-            self.log("x", 1.0)
-
-    with pytest.raises(ValueError, match="on_fit_start"):
-        quiet().fit(Early(), loader())
-
-
-def test_logging_on_step_in_an_epoch_hook_is_refused() -> None:
-    class Wrong(Classifier):
-        def on_train_epoch_end(self) -> None:
-            self.log("x", 1.0, on_step=True)
-
-    with pytest.raises(ValueError, match="on_step=True is not possible"):
-        quiet().fit(Wrong(), loader())
+@pytest.mark.parametrize(
+    ("hook", "options", "message"),
+    [
+        ("on_fit_start", {}, "on_fit_start"),
+        ("on_train_epoch_end", {"on_step": True}, "on_step=True is not possible"),
+    ],
+)
+def test_logging_that_a_hook_does_not_allow_is_refused(
+    hook: str, options: dict[str, Any], message: str
+) -> None:
+    model = Classifier()
+    setattr(model, hook, lambda: model.log("x", 1.0, **options))
+    with pytest.raises(ValueError, match=message):
+        quiet().fit(model, loader())
 
 
 def test_unknown_batch_size_is_said_once() -> None:
@@ -345,8 +328,7 @@ def test_unknown_batch_size_is_said_once() -> None:
 
 
 def test_log_without_a_trainer_warns_and_goes_on() -> None:
-    class Alone(Classifier):
-        pass
+    class Alone(Classifier): ...
 
     with pytest.warns(UserWarning, match="not attached"):
         Alone().training_step(next(iter(loader())), 0)

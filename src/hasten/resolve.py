@@ -206,8 +206,8 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
     if name == "gpu":
         name = "mps" if ACCELERATORS["mps"].is_available() else "cuda"
     if name in _ROCM:
-        use = " Write accelerator='cuda'." if "cuda" in present else f" {_none_here('CUDA')}"
-        raise refused(f"torch calls AMD GPUs 'cuda'.{use}")
+        use = ". Write accelerator='cuda'." if "cuda" in present else f", and {_none_here('CUDA')}"
+        raise refused(f"torch calls AMD GPUs 'cuda'{use}")
     if name in STRATEGIES:
         strategy = "auto" if "mps" in present else name
         raise refused(f"that is a strategy. Write {owner}(strategy={strategy!r}).")
@@ -222,7 +222,7 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
 
 def _none_here(kind: str) -> str:
     return (
-        f"This machine has no {kind} device that torch {torch.__version__} can use. Use accelerator='cpu', or "
+        f"this machine has no {kind} device that torch {torch.__version__} can use. Use accelerator='cpu', or "
         "accelerator='auto'."
     )
 
