@@ -71,6 +71,21 @@ def batches(make: Callable[[Tensor, Tensor], Any]) -> DataLoader[Any]:
     return DataLoader(dataset(40), 8, collate_fn=lambda samples: make(*pairs(samples)))
 
 
+def both(
+    take: Callable[..., Any], data: Any, fails: tuple[int, ...], kind: Any = None, **arguments: Any
+) -> list[Any]:
+    """Train twice: without a lever, and with one and attempts that fail; ``data`` is called each time."""
+    models = []
+    common = {
+        name: arguments.pop(name) for name in ("devices", "strategy", "max_epochs") if name in arguments
+    }
+    for lever, failing in (({}, ()), (arguments or {"micro_batch": "auto"}, fails)):
+        L.seed_everything(0, verbose=False)
+        models.append((kind or Step)(take, failing))
+        quiet(**common, **lever).fit(models[-1], data())
+    return models
+
+
 def divided(batch: Any) -> tuple[Tensor, Tensor]:
     return batch[0].div_(2), batch[1]
 
@@ -126,6 +141,12 @@ def into_the_graph(batch: Any) -> tuple[Tensor, Tensor]:
     return x + gradient.detach(), y
 
 
+def tokenized(x: Tensor, y: Tensor) -> Any:
+    from transformers import BatchEncoding
+
+    return BatchEncoding({"x": x, "y": y})
+
+
 CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "in-place": (lambda x, y: [x, y], divided),
     "labels": (lambda x, y: [x, y], flipped_labels),
@@ -138,6 +159,8 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "slots": (Slots, of_a_record),
     "pair": (lambda x, y: Pair(x, [y]), of_a_pair),
     "graph": (lambda x, y: [x, y], into_the_graph),
+    "past-its-version": (lambda x, y: [x, y], past_the_version),
+    "tokenizer": (tokenized, popped),
 }
 
 
@@ -145,22 +168,10 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 @pytest.mark.parametrize("fails", [(0,), (3, 4)], ids=["first", "later"])
 def test_a_batch_that_the_step_changes(kind: str, fails: tuple[int, ...]) -> None:
     make, take = CHANGES[kind]
-    models = []
-    for arguments, failing in (({}, ()), ({"micro_batch": "auto"}, fails)):
-        L.seed_everything(0, verbose=False)
-        models.append(Step(take, failing))
-        quiet(**arguments).fit(models[-1], batches(make))
+    if kind == "tokenizer":
+        pytest.importorskip("transformers")
+    models = both(take, lambda: batches(make), fails)
     assert len(models[1].attempts) > len(models[0].attempts)
-    assert_same(*models)
-
-
-@pytest.mark.parametrize("fails", [(0,), (3,)], ids=["first", "later"])
-def test_a_batch_written_to_past_its_version(fails: tuple[int, ...]) -> None:
-    models = []
-    for arguments, failing in (({}, ()), ({"micro_batch": "auto"}, fails)):
-        L.seed_everything(0, verbose=False)
-        models.append(Step(past_the_version, failing))
-        quiet(**arguments).fit(models[-1], batches(lambda x, y: [x, y]))
     assert_same(*models)
 
 
@@ -196,12 +207,7 @@ def test_recomputing_finds_the_batch_as_it_came_whatever_it_is(batch_class: Any)
             return self.layers(x)
 
     take = of_a_graph if batch_class is Graph else popped
-    models = []
-    for arguments, failing in (({}, ()), ({"memory": "auto"}, (0, 3))):
-        L.seed_everything(0, verbose=False)
-        models.append(Deep(take, failing))
-        quiet(**arguments).fit(models[-1], batches(batch_class))
-    assert same_weights(*models)
+    assert same_weights(*both(take, lambda: batches(batch_class), (0, 3), Deep, memory="auto"))
 
 
 def test_attributes_and_generators_of_the_module() -> None:
@@ -270,31 +276,14 @@ class OnOneRank(Step):
 @pytest.mark.world_size(2)
 def test_both_processes_find_their_batches_as_they_came() -> None:
     torch.set_num_threads(1)
-    models = []
-    for arguments, failing in (({}, ()), ({"micro_batch": "auto"}, (0, 3))):
-        L.seed_everything(0, verbose=False)
-        models.append(OnOneRank(popped, failing))
-        quiet(devices=2, strategy="ddp", **arguments).fit(models[-1], batches(lambda x, y: {"x": x, "y": y}))
-    assert_same(*models)
+    data = lambda: batches(lambda x, y: {"x": x, "y": y})  # noqa: E731
+    assert_same(*both(popped, data, (0, 3), OnOneRank, devices=2, strategy="ddp"))
 
 
-def test_batches_that_are_the_users_own_are_changed_once_an_epoch() -> None:
+def test_batches_of_the_user_are_changed_once_an_epoch() -> None:
     """A list of batches is read again in the second epoch, as the step left it."""
-    models = []
-    for arguments, failing in (({}, ()), ({"micro_batch": "auto"}, (0, 3))):
-        L.seed_everything(0, verbose=False)
-        models.append(Step(divided, failing))
-        data = [list(dataset(16)[start : start + 8]) for start in (0, 8)]
-        quiet(max_epochs=2, **arguments).fit(models[-1], data)
-    assert_same(*models)
 
+    def data() -> Any:
+        return [list(dataset(16)[start : start + 8]) for start in (0, 8)]
 
-def test_a_tokenizers_batch() -> None:
-    transformers = pytest.importorskip("transformers")
-    models = []
-    for arguments, failing in (({}, ()), ({"micro_batch": "auto"}, (0, 3))):
-        L.seed_everything(0, verbose=False)
-        models.append(Step(popped, failing))
-        make = lambda x, y: transformers.BatchEncoding({"x": x, "y": y})  # noqa: E731
-        quiet(**arguments).fit(models[-1], batches(make))
-    assert_same(*models)
+    assert_same(*both(divided, data, (0, 3), max_epochs=2))

@@ -33,56 +33,54 @@ def assert_same(one: nn.Module, other: nn.Module, atol: float = 1e-6) -> None:
         torch.testing.assert_close(other.state_dict()[name], value, rtol=0, atol=atol)
 
 
+def alike(
+    kind: type[Classifier], data: Any, micro_batch: Any, *, atol: float = 1e-6, **arguments: Any
+) -> list[L.Trainer]:
+    """Train on whole batches and on parts: the weights are the same; return both Trainers."""
+    models = [fresh(kind), fresh(kind)]
+    trainers = [
+        trained(model, data, micro_batch=size, **arguments)
+        for model, size in zip(models, (None, micro_batch), strict=True)
+    ]
+    assert_same(*models, atol=atol)
+    return trainers
+
+
 # -- the size of a batch
 
 
-def test_batches_have_the_size_asked_for_and_every_sample_comes_once() -> None:
-    class Seen(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.batches: list[Tensor] = []
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        data = dataset(10)
+        return (data[index] for index in range(10))
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.batches.append(batch[0])
-            return super().training_step(batch, batch_idx)
 
-    model = Seen()
-    given = loader(40, 4, shuffle=True)
-    trainer = trained(model, given, batch_size=16)
+class Seen(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Tensor] = []
+        self.validated: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches.append(batch[0])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(len(batch[0]))
+
+
+def test_batches_have_the_size_given_and_every_sample_comes_once() -> None:
+    model, given = Seen(), loader(40, 4, shuffle=True)
+    trainer = quiet(batch_size=16, num_sanity_val_steps=0)
+    trainer.fit(model, given, loader(8, 4))
     assert [len(batch) for batch in model.batches] == [16, 16, 8]
     assert trainer.global_step == 3
-    seen = sorted(torch.cat(model.batches).tolist())
-    assert seen == sorted(dataset(40).tensors[0].tolist())
-    assert given.batch_size == 4
-    assert given.batch_sampler.batch_size == 4
-
-
-def test_validation_keeps_the_batches_of_its_loader() -> None:
-    sizes = []
-
-    class Seen(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            sizes.append(len(batch[0]))
-
-    quiet(batch_size=20, num_sanity_val_steps=0).fit(Seen(), loader(), loader(8, 4))
-    assert sizes == [4, 4]
-
-
-def test_an_iterable_dataset_is_batched_anew_too() -> None:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            data = dataset(10)
-            return (data[index] for index in range(10))
-
-    sizes = []
-
-    class Seen(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            sizes.append(len(batch[0]))
-            return super().training_step(batch, batch_idx)
-
-    trained(Seen(), DataLoader(Stream(), batch_size=2), batch_size=6)
-    assert sizes == [6, 4]
+    assert sorted(torch.cat(model.batches).tolist()) == sorted(dataset(40).tensors[0].tolist())
+    assert given.batch_size == given.batch_sampler.batch_size == 4
+    # Validation keeps the batches of its loader.
+    assert model.validated == [4, 4]
+    trained(model := Seen(), DataLoader(Stream(), batch_size=2), batch_size=6)
+    assert [len(batch) for batch in model.batches] == [6, 4]
 
 
 @pytest.mark.parametrize(
@@ -127,11 +125,8 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], said
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, 10, 64])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_weights_are_those_of_the_whole_batch(micro_batch: int, accumulate: int) -> None:
-    whole, parts = fresh(), fresh()
     options = {"accumulate_grad_batches": accumulate, "max_epochs": 2, "gradient_clip_val": 0.5}
-    trained(whole, loader(43, 10), **options)
-    trained(parts, loader(43, 10), micro_batch=micro_batch, **options)
-    assert_same(whole, parts)
+    alike(Classifier, loader(43, 10), micro_batch, **options)
 
 
 def test_a_large_batch_of_a_loader_with_small_ones() -> None:
@@ -153,26 +148,15 @@ class Tokens(Classifier):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_means_over_tokens_weigh_as_many_tokens_as_they_have(accumulate: int) -> None:
-    losses: list[list[float]] = []
+    losses: list[float] = []
 
     class Watch(L.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
             share = float(outputs["loss_weight"]) if accumulate > 1 else 1.0
-            losses[-1].append(float(outputs["loss"]) / share)
+            losses.append(float(outputs["loss"]) / share)
 
-    models = []
-    for micro_batch in (None, 3):
-        losses.append([])
-        models.append(fresh(Tokens))
-        trained(
-            models[-1],
-            loader(40, 8),
-            micro_batch=micro_batch,
-            accumulate_grad_batches=accumulate,
-            callbacks=[Watch()],
-        )
-    assert_same(*models)
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    alike(Tokens, loader(40, 8), 3, accumulate_grad_batches=accumulate, callbacks=[Watch()])
+    assert losses[:5] == pytest.approx(losses[5:], abs=1e-5)
 
 
 def test_optimizers_that_call_the_closure_themselves() -> None:
@@ -180,10 +164,7 @@ def test_optimizers_that_call_the_closure_themselves() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
 
-    whole, parts = fresh(Quasi), fresh(Quasi)
-    trained(whole, loader(20, 10))
-    trained(parts, loader(20, 10), micro_batch=4)
-    assert_same(whole, parts, atol=1e-4)
+    alike(Quasi, loader(20, 10), 4, atol=1e-4)
 
 
 def test_hooks_see_one_step_and_its_mean_loss() -> None:
@@ -211,12 +192,14 @@ def test_hooks_see_one_step_and_its_mean_loss() -> None:
             found = self(batch[0]).argmax(1)
             return {"loss": self.loss(batch), "found": found, "right": (found == batch[1]).sum()}
 
-    watches = []
-    for micro_batch in (None, 3):
-        watches.append(Watch())
-        trained(fresh(Outputs), loader(20, 10), micro_batch=micro_batch, callbacks=[watches[-1]])
-    assert watches[0].seen == watches[1].seen
-    assert watches[0].seen[-2][0] == "end"
+    alike(Outputs, loader(20, 10), 3, callbacks=[watch := Watch()])
+    half = len(watch.seen) // 2
+    assert watch.seen[:half] == watch.seen[half:]
+    assert watch.seen[-2][0] == "end"
+
+
+def values(trainer: L.Trainer) -> dict[str, float]:
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
 def test_logged_values_are_those_of_the_whole_batch() -> None:
@@ -240,16 +223,13 @@ def test_logged_values_are_those_of_the_whole_batch() -> None:
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.log("after", outputs["loss"], on_step=False, on_epoch=True)
-            steps.append({k: v.item() for k, v in self.trainer.callback_metrics.items()})
+            steps.append(values(self.trainer))
 
-    found = []
-    for micro_batch in (None, 3):
-        steps: list[dict[str, float]] = []
-        trainer = trained(fresh(Logs), loader(20, 10), micro_batch=micro_batch)
-        found.append([*steps, {k: v.item() for k, v in trainer.callback_metrics.items()}])
-    assert found[0][-1]["samples_epoch"] == 20
-    for whole, parts in zip(*found, strict=True):
-        assert whole == pytest.approx(parts, abs=1e-5)
+    steps: list[dict[str, float]] = []
+    whole, parts = map(values, alike(Logs, loader(20, 10), 3))
+    assert whole["samples_epoch"] == 20
+    for one, other in zip([*steps[:2], whole], [*steps[2:], parts], strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
 
 
 @pytest.mark.parametrize(("samples", "micro_batch"), [(26, 3), (24, 4), (28, 4)])
@@ -270,15 +250,13 @@ def test_a_batch_size_given_to_log_counts_as_for_the_whole_batch(samples: int, m
             return loss
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            steps.append({k: v.item() for k, v in self.trainer.callback_metrics.items()})
+            steps.append(values(self.trainer))
 
-    found = []
-    for parts in (None, micro_batch):
-        steps: list[dict[str, float]] = []
-        trainer = trained(fresh(Logs), loader(samples, 8), micro_batch=parts)
-        found.append([*steps, {k: v.item() for k, v in trainer.callback_metrics.items()}])
-    for whole, parts in zip(*found, strict=True):
-        assert whole == pytest.approx(parts, abs=1e-5)
+    steps: list[dict[str, float]] = []
+    whole, parts = map(values, alike(Logs, loader(samples, 8), micro_batch))
+    half = len(steps) // 2
+    for one, other in zip([*steps[:half], whole], [*steps[half:], parts], strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
 
 
 @pytest.mark.parametrize("micro_batch", [2, "auto"])
@@ -334,27 +312,24 @@ def test_skipped_parts_and_skipped_batches() -> None:
         trained(Never(), loader(8, 4), micro_batch=2)
 
 
-def test_batch_norm_is_told_once() -> None:
+def test_batch_norm_warns_once() -> None:
     class Normed(Classifier):
         def __init__(self) -> None:
             super().__init__()
             self.layers.insert(1, nn.BatchNorm1d(16))
 
-    with pytest.warns(
-        UserWarning, match="layers.1 \\(BatchNorm1d\\) takes mean and variance of each micro-batch"
-    ) as said:
+    text = r"layers\.1 \(BatchNorm1d\) takes mean and variance of each micro-batch"
+    with pytest.warns(UserWarning, match=text) as said:
         trained(Normed(), loader(8, 4), micro_batch=2, max_epochs=2)
     assert len([one for one in said if "micro_batch" in str(one.message)]) == 1
 
 
 def test_manual_optimisation_is_refused() -> None:
     class Manual(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
+        automatic_optimization = False
 
     with pytest.raises(
-        ValueError, match=r"micro_batch=2.*manual optimisation.*Split the batch in training_step"
+        ValueError, match=r"micro_batch=2.*manual optimi.ation.*Split the batch in training_step"
     ):
         trained(Manual(), loader(), micro_batch=2)
 

@@ -53,18 +53,17 @@ def trained(kind: type[Any], data: Any, **arguments: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_merely_has_as_many_rows_goes_to_every_part(workers: int) -> None:
-    def data() -> Any:
-        return DataLoader(dataset(40), SIZE, collate_fn=with_weights, num_workers=workers)
-
-    assert_same(trained(Eight, data()), trained(Eight, data(), micro_batch=2))
+def assert_alike(kind: type[Any], data: Callable[[], Any], micro_batch: Any) -> None:
+    assert_same(trained(kind, data()), trained(kind, data(), micro_batch=micro_batch))
 
 
-def test_fields_that_only_a_step_later_has_as_many_rows_of() -> None:
-    """The last batch is smaller: what has as many rows in it, or in all others, is no other thing."""
-    whole = trained(Eight, DataLoader(dataset(36), SIZE, collate_fn=with_weights))
-    assert_same(whole, trained(Eight, DataLoader(dataset(36), SIZE, collate_fn=with_weights), micro_batch=3))
+# Of 36 samples the last batch is smaller: fields that have as many rows in it, or in all others, are the same.
+@pytest.mark.parametrize(("samples", "workers", "micro_batch"), [(40, 0, 2), (40, 1, 2), (36, 0, 3)])
+def test_a_field_that_merely_has_as_many_rows_goes_to_every_part(
+    samples: int, workers: int, micro_batch: int
+) -> None:
+    options: dict[str, Any] = {"collate_fn": with_weights, "num_workers": workers}
+    assert_alike(Eight, lambda: DataLoader(dataset(samples), SIZE, **options), micro_batch)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +134,7 @@ def test_what_a_hook_adds_has_to_be_said() -> None:
     data = DataLoader(dataset(40), SIZE)
     with pytest.raises(ValueError, match=r"nothing shows.*\n.*MicroBatch\(size, shared=\[\.\.\.\]\)"):
         trained(Adds, data, micro_batch=2)
-    whole = trained(Adds, data)
-    assert_same(whole, trained(Adds, data, micro_batch=MicroBatch(2, shared=["shift"])))
+    assert_alike(Adds, lambda: data, MicroBatch(2, shared=["shift"]))
 
 
 def test_one_field_that_a_hook_adds_is_named() -> None:
@@ -160,11 +158,10 @@ def test_a_stream_with_a_function_of_its_own_has_to_be_said() -> None:
         ValueError, match=r"batch\['x'\] and batch\['y'\] and batch\['w'\] and others have one row"
     ):
         trained(Eight, data, micro_batch=2)
-    whole = trained(Eight, data)
-    assert_same(whole, trained(Eight, data, micro_batch=MicroBatch(2, shared=("w", "table"))))
+    assert_alike(Eight, lambda: data, MicroBatch(2, shared=("w", "table")))
     # Without such fields: everything runs over samples.
     simple = DataLoader(Stream(), 5, collate_fn=pairs)
-    assert_same(trained(Classifier, simple), trained(Classifier, simple, micro_batch=3))
+    assert_alike(Classifier, lambda: simple, 3)
 
 
 def test_positions_can_be_named() -> None:
@@ -175,7 +172,7 @@ def test_positions_can_be_named() -> None:
     data = [[*dataset(40)[start : start + 8], torch.linspace(0, 1, 8)] for start in range(0, 40, 8)]
     with pytest.raises(ValueError, match=r"batch\[0\] and batch\[1\] and batch\[2\] have"):
         trained(Three, data, micro_batch=3)
-    assert_same(trained(Three, data), trained(Three, data, micro_batch=MicroBatch(3, shared=[2])))
+    assert_alike(Three, lambda: data, MicroBatch(3, shared=[2]))
 
 
 class Noisy(Dataset[Any]):
@@ -196,18 +193,14 @@ class Noisy(Dataset[Any]):
 
 
 def test_looking_at_samples_leaves_no_trace_in_the_dataset() -> None:
-    models, reads = [], []
-    for micro_batch in (None, 4):
-        data = Noisy()
-        part = Subset(data, range(32))
-        models.append(
-            trained(
-                Classifier, DataLoader(part, SIZE, shuffle=True, collate_fn=pairs), micro_batch=micro_batch
-            )
-        )
-        reads.append(data.read)
-    assert reads[0] == reads[1]
-    assert_same(*models)
+    made: list[Noisy] = []
+
+    def data() -> Any:
+        made.append(Noisy())
+        return DataLoader(Subset(made[-1], range(32)), SIZE, shuffle=True, collate_fn=pairs)
+
+    assert_alike(Classifier, data, 4)
+    assert made[0].read == made[1].read
 
 
 def test_a_loader_that_yields_something_else_is_not_believed() -> None:
@@ -229,7 +222,7 @@ def test_a_table_of_another_length_can_be_named() -> None:
     data = [{"x": x, "y": y, "table": TABLE[:3]}]
     with pytest.raises(ValueError, match=r"batch\['table'\]: its first dimension is 3.*MicroBatch\(shared"):
         trained(Table, data, micro_batch=3)
-    assert_same(trained(Table, data), trained(Table, data, micro_batch=MicroBatch(3, shared=["table"])))
+    assert_alike(Table, lambda: data, MicroBatch(3, shared=["table"]))
 
 
 def test_joined_loaders() -> None:
@@ -249,7 +242,7 @@ def test_joined_loaders() -> None:
             "own": DataLoader(dataset(40, seed=1), SIZE, collate_fn=own),
         }
 
-    assert_same(trained(Two, data()), trained(Two, data(), micro_batch=3))
+    assert_alike(Two, data, 3)
 
 
 @pytest.mark.parametrize(

@@ -43,15 +43,8 @@ def main(arguments: Sequence[str]) -> int:
             folder.mkdir(parents=True, exist_ok=True)
         if given.png is not None or given.out is not None:
             need("matplotlib.figure", purpose=CHART)
-        plan = Plan(
-            rounds=given.rounds,
-            steps=given.steps,
-            warm_up=given.warm_up,
-            seeds=given.seeds,
-            combine=not given.alone,
-            budget_seconds=given.budget,
-            timeout_seconds=given.timeout,
-        )
+        alone, seconds = given.alone, (given.budget, given.timeout)
+        plan = Plan(given.rounds, given.steps, given.warm_up, given.seeds, not alone, *seconds)
         target, preload = "hasten.commands.trial:run_program", _imports(source)
         measured = Program(shlex.join(words), target, (words,), preload=preload)
         found = measure(measured, levers=given.levers, plan=plan, say=_say)

@@ -7,9 +7,9 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 from hasten._lib.optional import need
 
@@ -37,10 +37,9 @@ _MARKED_POINTS = 40
 class Curve:
     """The values of one name, by epoch."""
 
-    name: str
-    stage: str
     label: str
-    values: dict[int, float] = field(default_factory=dict)
+    stage: str
+    values: dict[int, float]
 
 
 def plot_logs(log_dir: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> list[Path]:
@@ -90,12 +89,7 @@ def plot_logs(log_dir: str | os.PathLike[str], output: str | os.PathLike[str] | 
 
 
 def find_metrics(log_dir: str | os.PathLike[str]) -> Path:
-    """Return the ``metrics.csv`` that ``log_dir`` means.
-
-    Raises:
-        FileNotFoundError: there is none.
-
-    """
+    """Return the ``metrics.csv`` that ``log_dir`` means; ``FileNotFoundError`` without one."""
     path = Path(log_dir)
     if path.is_file():
         return path
@@ -112,11 +106,8 @@ def find_metrics(log_dir: str | os.PathLike[str]) -> Path:
         if numbered:
             return max(numbered)[1] / "metrics.csv"
     inside = sorted(str(found.parent.relative_to(path)) for found in path.rglob("metrics.csv"))[:5]
-    hint = (
-        f" There is one in {', '.join(inside)}."
-        if inside
-        else " Train with a CSVLogger (the default) to get one."
-    )
+    others = f"There is one in {', '.join(inside)}."
+    hint = f" {others if inside else 'Train with a CSVLogger (the default) to get one.'}"
     raise FileNotFoundError(f"plot_logs({str(log_dir)!r}): there is no metrics.csv in this folder.{hint}")
 
 
@@ -136,7 +127,7 @@ def curves_of(rows: list[dict[str, str]], pattern: re.Pattern[str]) -> list[Curv
         values = _by_epoch(rows, column)
         stage = _stage(plain)
         if values and stage != "test":
-            curves.append(Curve(plain, stage, plain, values))
+            curves.append(Curve(plain, stage, values))
     curves.sort(key=lambda curve: curve.stage)
     stages = [curve.stage for curve in curves]
     for curve in curves:
@@ -150,10 +141,8 @@ def _rank(name: str) -> int:
 
 
 def _stage(name: str) -> str:
-    for word in re.split(r"[_/.\- ]", name.lower()):
-        if word in _STAGES:
-            return _STAGES[word]
-    return "training"
+    words = re.split(r"[_/.\- ]", name.lower())
+    return next((_STAGES[word] for word in words if word in _STAGES), "training")
 
 
 def _by_epoch(rows: Iterable[dict[str, str]], column: str) -> dict[int, float]:
@@ -197,55 +186,46 @@ def _draw(curves: list[Curve], title: str, stem: Path) -> list[Path]:
         "legend.fontsize": 10.5,
         "pdf.fonttype": 42,  # text stays text in the pdf
         "axes.unicode_minus": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": "#555555",
+        "axes.axisbelow": True,
+        "axes.ymargin": 0.08,
+        "lines.linewidth": 1.9,
+        "lines.markersize": 5,
+        "lines.markeredgecolor": "white",
+        "lines.markeredgewidth": 0.6,
+        "xtick.color": "#333333",
+        "ytick.color": "#333333",
+        "grid.color": "#d9d9d9",
+        "grid.linewidth": 0.7,
+        "legend.framealpha": 0.9,
+        "legend.edgecolor": "none",
     }
     with matplotlib.rc_context(style):
         figure = figures.Figure(figsize=(5.6, 3.7), layout="constrained")
         axes = figure.add_subplot()
-        for curve, colour, marker in zip(curves, _cycle(_COLOURS), _cycle(_MARKERS), strict=False):
-            epochs = list(curve.values)
+        for curve, colour, marker in zip(curves, cycle(_COLOURS), cycle(_MARKERS), strict=False):
             axes.plot(
-                [epoch + 1 for epoch in epochs],
+                [epoch + 1 for epoch in curve.values],
                 list(curve.values.values()),
+                linestyle="-" if curve.stage == "training" else "--",
+                marker=marker if len(curve.values) <= _MARKED_POINTS else None,
                 label=curve.label,
                 color=colour,
-                linestyle="-" if curve.stage == "training" else "--",
-                marker=marker if len(epochs) <= _MARKED_POINTS else None,
-                markersize=5,
-                markeredgecolor="white",
-                markeredgewidth=0.6,
-                linewidth=1.9,
                 clip_on=False,
                 zorder=3,
             )
-        _dress(axes, curves, title, ticker)
+        epochs = [epoch + 1 for curve in curves for epoch in curve.values]
+        margin = max(0.25, 0.02 * (max(epochs) - min(epochs)))
+        axes.set(xlabel="Epoch", ylabel=title, xlim=(min(epochs) - margin, max(epochs) + margin))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
+        axes.tick_params(length=3.5)
+        axes.grid(True, zorder=0)
+        axes.legend(loc="best")
         paths = [stem.with_suffix(".pdf"), stem.with_suffix(".png")]
         for path in paths:
             # Without a date, the same values give the same file.
             made = {"CreationDate": None} if path.suffix == ".pdf" else None
             figure.savefig(path, dpi=200, metadata=made)
     return paths
-
-
-def _dress(axes: Any, curves: list[Curve], title: str, ticker: Any) -> None:
-    last = max(max(curve.values) for curve in curves) + 1
-    first = min(min(curve.values) for curve in curves) + 1
-    axes.set_xlabel("Epoch")
-    axes.set_ylabel(title)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
-    margin = max(0.25, 0.02 * (last - first))
-    axes.set_xlim(first - margin, last + margin)
-    axes.grid(True, color="#d9d9d9", linewidth=0.7, zorder=0)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#555555")
-    axes.tick_params(colors="#333333", length=3.5)
-    axes.margins(y=0.08)
-    axes.legend(frameon=True, framealpha=0.9, edgecolor="none", loc="best")
-
-
-def _cycle(items: Iterable[str]) -> Iterable[str]:
-    kept = list(items)
-    while True:
-        yield from kept

@@ -99,15 +99,7 @@ def advise(
             "Trainer.advise(): there is no data. Pass train_dataloaders=..., a datamodule, or define "
             f"{type(model).__name__}.train_dataloader()."
         )
-    plan = Plan(
-        rounds=rounds,
-        steps=steps,
-        warm_up=warm_up,
-        seeds=seeds,
-        combine=combine,
-        budget_seconds=budget_seconds,
-        timeout_seconds=timeout_seconds,
-    )
+    plan = Plan(rounds, steps, warm_up, seeds, combine, budget_seconds, timeout_seconds)
 
     def say(line: str) -> None:
         if verbose:

@@ -55,20 +55,20 @@ class Plan:
     warm_up: int = 3
     seeds: int = 1
     combine: bool = True
+    budget_seconds: float | None = None
+    timeout_seconds: float = 900.0
     # Also measure levers that change more than rounding.
     consent: bool = True
-    budget_seconds: float | None = None
     # A budget as a share of the time that the training is planned to take; if inspecting the program takes longer,
     # nothing is measured.
     share_of_training: float | None = None
-    timeout_seconds: float = 900.0
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps", "warm_up", "seeds"):
-            optional, value = name == "steps", getattr(self, name)
+            value, optional = getattr(self, name), name == "steps"
             check.whole("advise", name, value, at_least=1, allow_none=optional, error=ValueError)
-        for name in ("timeout_seconds", "budget_seconds", "share_of_training"):
-            optional, value = name != "timeout_seconds", getattr(self, name)
+        for name in ("budget_seconds", "timeout_seconds", "share_of_training"):
+            value, optional = getattr(self, name), name != "timeout_seconds"
             check.number("advise", name, value, above=0, allow_none=optional, error=ValueError)
 
 
@@ -121,8 +121,10 @@ class _Entry:
     """A line in a race; its row has no verdict while it runs."""
 
     line: Levers
+    # Levers that only the line or only the base has, and the class of the least safe of them.
     changed: list[Lever]
     safety: Safety
+    # Each step reads the samples and random numbers that it reads in the base.
     is_alike: bool
     trial: TrainerTrial
     row: Row
@@ -232,21 +234,13 @@ class Races:
     def _entry(self, name: str, base: Levers, line: Levers, trial: TrainerTrial) -> _Entry:
         added = [lever for lever in line if lever not in base] or line
         changed = _changed(base, line)
-        return _Entry(
-            line,
-            changed,
-            max((lever.safety_in(self.facts) for lever in changed), default=Safety.SAME_BITS),
-            self._is_alike(base, line),
-            trial,
-            Row(
-                name,
-                composed(added),
-                max(lever.safety_in(self.facts) for lever in added),
-                verdict="",
-                levers=[lever.name for lever in line],
-                base=name_of(base),
-            ),
+        safety, of_changed = (
+            max((lever.safety_in(self.facts) for lever in levers), default=Safety.SAME_BITS)
+            for levers in (added, changed)
         )
+        names = [lever.name for lever in line]
+        row = Row(name, composed(added), safety, verdict="", levers=names, base=name_of(base))
+        return _Entry(line, changed, of_changed, self._is_alike(base, line), trial, row)
 
     def _get_ready(self, entry: _Entry, first: TrainerTrial, base: Levers, until: float) -> None:
         """Warm a line up; one that cannot be raced gets its verdict."""
