@@ -591,11 +591,11 @@ def no_step(_: Any) -> Any:
         ),
         (
             lambda o: ([o], [{"scheduler": halve(o), "interval": None}]),
-            r'interval=None; use "epoch" or "step"',
+            r"interval=None\): use one of 'epoch', 'step'",
         ),
         (
             lambda o: ([o], [{"scheduler": halve(o), "frequency": 0}]),
-            r"frequency=0; use a whole number of at least 1",
+            r"frequency=0\): use a whole number of at least 1",
         ),
         (lambda o: ([o], [{"scheduler": halve(o), "frequency": 1.5}]), r"frequency=1\.5"),
         (

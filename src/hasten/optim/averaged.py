@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten._lib.names import did_you_mean
+from hasten._lib import check
 from hasten._lib.optional import need
+from hasten._lib.tree import parameters_of
 from hasten.precision.small_updates import full_precision
 
 _CLASSES = {"adamw": "AdamWScheduleFree", "radam": "RAdamScheduleFree", "sgd": "SGDScheduleFree"}
@@ -40,11 +41,7 @@ def schedule_free(
     <https://github.com/facebookresearch/schedule_free>`_.
 
     """
-    if kind not in _CLASSES:
-        raise ValueError(
-            f"schedule_free(kind={kind!r}): use {', '.join(map(repr, _CLASSES))}."
-            + did_you_mean(str(kind), _CLASSES)
-        )
+    check.one_of("schedule_free", "kind", kind, _CLASSES)
     package = need("schedulefree", purpose="hasten.optim.schedule_free")
     if isinstance(params, nn.Module):
         params = [p for p in params.parameters() if p.requires_grad]
@@ -88,11 +85,7 @@ class AveragedWeights:
 
     def restore(self) -> None:
         """Put the training weights into the module."""
-        training, self._training = self._training, None
-        for optimizer in self._optimizers:
-            full_precision(optimizer, optimizer.train)
-        if training is not None:
-            self._write(training)
+        self.resume_with(self._training)
 
     def training_weights(self) -> list[Tensor] | None:
         """Return copies of the training weights while the averages are in the module; else None."""
@@ -110,7 +103,11 @@ class AveragedWeights:
         """Put the averages into the module and return the training weights."""
         training: list[Tensor] = []
         for optimizer in self._optimizers:
-            training += full_precision(optimizer, functools.partial(_copies, optimizer))
+
+            def copy(optimizer: Any = optimizer) -> list[Tensor]:
+                return [parameter.detach().clone() for parameter in parameters_of(optimizer)]
+
+            training += full_precision(optimizer, copy)
             full_precision(optimizer, optimizer.eval)
         return training
 
@@ -120,19 +117,11 @@ class AveragedWeights:
         remaining = iter(weights)
 
         def write(optimizer: Any) -> None:
-            for parameter in _parameters(optimizer):
+            for parameter in parameters_of(optimizer):
                 parameter.copy_(next(remaining))
 
         for optimizer in self._optimizers:
             full_precision(optimizer, functools.partial(write, optimizer))
-
-
-def _parameters(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _copies(optimizer: Any) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in _parameters(optimizer)]
 
 
 def _changes(optimizer: Any) -> bool:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from hasten.optim.fused import use_fused, why_not_fused
+from hasten._lib.tree import parameters_of
+from hasten.optim.fused import unwrapped, use_fused, why_not_fused
 from hasten.precision.small_updates import full_precision
 
 # Their step of one parameter depends on that parameter only.
@@ -76,7 +77,12 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
             f"its parameters(): in_backward(torch.optim.{optimizer_class.__name__}, model.parameters(), ...)."
         )
     made = _class_of(cast("Any", optimizer_class))(params, **options)
-    if _is_to_be_fused(made):
+    chosen = any(
+        group.get("fused") is not None or group.get("foreach") is not None for group in made.param_groups
+    )
+    # The step of each parameter takes about ten kernels otherwise.
+    launched = all(p.device.type in KERNELS_TO_JOIN for p in parameters_of(made))
+    if launched and not chosen and why_not_fused(made) is None:
         use_fused(made)
     made.start()
     return made
@@ -97,7 +103,7 @@ class InBackward(Optimizer):
 
     def start(self) -> None:
         """Step parameters during backward from now on."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = parameters_of(self)
         devices = sorted({str(p.device) for p in parameters})
         if len(devices) > 1:
             raise ValueError(
@@ -140,10 +146,9 @@ class InBackward(Optimizer):
             for parameter in left:
                 self._once(parameter)
             # With 16-bit weights, the groups contain 32-bit copies of them here.
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    self._clip(parameter)
-            _arithmetic_of(self.optimizer_class)(self)
+            for parameter in parameters_of(self):
+                self._clip(parameter)
+            unwrapped(self.optimizer_class.step)(self)
             for parameter in left:
                 parameter.grad = None
         self._stepped = set()
@@ -191,7 +196,7 @@ class InBackward(Optimizer):
         try:
             # A group of only this parameter, with the options that schedulers change.
             self.param_groups = [{**own, "params": [parameter]}]
-            full_precision(self, functools.partial(_arithmetic_of(self.optimizer_class), self))
+            full_precision(self, functools.partial(unwrapped(self.optimizer_class.step), self))
         finally:
             self.param_groups = groups
         parameter.grad = None
@@ -216,7 +221,7 @@ class InBackward(Optimizer):
         )
 
 
-def to_clip(optimizer: Any, method: str) -> list[Tensor]:
+def to_clip(optimizer: Optimizer, method: str) -> list[Tensor]:
     """Return the parameters of an optimizer, whose gradients are clipped between backward and step.
 
     Args:
@@ -233,16 +238,7 @@ def to_clip(optimizer: Any, method: str) -> list[Tensor]:
             "gradients left to clip. Set optimizer.clip_value, which limits each element before its step, or use "
             f"torch.optim.{optimizer.optimizer_class.__name__} as it is."
         )
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _is_to_be_fused(optimizer: Any) -> bool:
-    """Return whether to fuse the step of each parameter, which takes about ten kernels otherwise."""
-    groups = optimizer.param_groups
-    if any(group.get("fused") is not None or group.get("foreach") is not None for group in groups):
-        return False
-    launched = all(p.device.type in KERNELS_TO_JOIN for group in groups for p in group["params"])
-    return launched and why_not_fused(optimizer) is None
+    return parameters_of(optimizer)
 
 
 @functools.cache
@@ -250,9 +246,3 @@ def _class_of(kind: type[Optimizer]) -> Any:
     return type(
         f"{kind.__name__}InBackward", (InBackward, kind), {"__module__": __name__, "optimizer_class": kind}
     )
-
-
-def _arithmetic_of(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return the step of a class without torch's hooks around it, which are for whole steps."""
-    step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
+from hasten._lib import check as guards
 from hasten._lib.durations import parse_interval
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean, nearest
@@ -49,7 +50,7 @@ _SCHEDULER_KEYS = [field.name for field in fields(LRSchedulerConfig)]
 _KEYS = ["optimizer", "lr_scheduler", "monitor"]
 
 
-def parse(configured: Any, owner: str) -> tuple[list[Any], list[LRSchedulerConfig]]:
+def parse(configured: object, owner: str) -> tuple[list[Any], list[LRSchedulerConfig]]:
     """Return the optimizers and schedulers in the return value of ``configure_optimizers``.
 
     Args:
@@ -63,23 +64,17 @@ def parse(configured: Any, owner: str) -> tuple[list[Any], list[LRSchedulerConfi
     where = f"{owner}.configure_optimizers()"
     if configured is None:
         return [], []
-    if _is_optimizer(configured):
-        return [configured], []
-    if isinstance(configured, Mapping):
-        optimizers, schedulers = _from_dicts([configured], where)
+    items: list[Any] = list(configured) if isinstance(configured, (list, tuple)) else [configured]
+    if items and all(_is_optimizer(item) for item in items):
+        return items, []
+    if len(items) == 2 and isinstance(items[0], (list, tuple)):
+        optimizers = list(items[0])
+        _check_optimizers(optimizers, where)
+        schedulers = items[1] if isinstance(items[1], (list, tuple)) else [items[1]]
         return optimizers, [_scheduler(entry, where) for entry in schedulers]
-    if isinstance(configured, (list, tuple)):
-        items = list(configured)
-        if len(items) == 2 and isinstance(items[0], (list, tuple)):
-            optimizers = list(items[0])
-            listed = items[1] if isinstance(items[1], (list, tuple)) else [items[1]]
-            _check_optimizers(optimizers, where)
-            return optimizers, [_scheduler(entry, where) for entry in listed]
-        if items and all(isinstance(item, Mapping) for item in items):
-            optimizers, schedulers = _from_dicts(items, where)
-            return optimizers, [_scheduler(entry, where) for entry in schedulers]
-        if items and all(_is_optimizer(item) for item in items):
-            return items, []
+    if items and all(isinstance(item, Mapping) for item in items):
+        optimizers, schedulers = _from_dicts(items, where)
+        return optimizers, [_scheduler(entry, where) for entry in schedulers]
     raise MisconfigurationException(
         f"{where} returned {_describe(configured)}. Return an optimizer, a list of optimizers, two lists "
         '(optimizers, schedulers), a dict {"optimizer": ..., "lr_scheduler": ...}, or None.'
@@ -89,11 +84,8 @@ def parse(configured: Any, owner: str) -> tuple[list[Any], list[LRSchedulerConfi
 def _from_dicts(items: list[Mapping[str, Any]], where: str) -> tuple[list[Any], list[Any]]:
     optimizers, schedulers = [], []
     for item in items:
-        _report_unknown_keys(
-            [key for key in item if key not in _KEYS and key != "frequency"],
-            _KEYS,
-            f"{where} returned a dict",
-        )
+        unknown = [key for key in item if key not in _KEYS and key != "frequency"]
+        _report_unknown_keys(unknown, _KEYS, f"{where} returned a dict")
         if "optimizer" not in item:
             raise MisconfigurationException(f'{where} returned a dict without the key "optimizer".')
         _check_optimizers([item["optimizer"]], where)
@@ -128,22 +120,16 @@ def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
     if "scheduler" not in entry:
         raise MisconfigurationException(f'{where}: the lr_scheduler dict has no key "scheduler".')
     scheduler = entry["scheduler"]
-    if not (isinstance(scheduler, LRScheduler) or hasattr(scheduler, "step")):
+    if not hasattr(scheduler, "step"):
         raise MisconfigurationException(
             f"{where}: lr_scheduler is {_describe(scheduler)}, which is not a learning-rate scheduler (no step())."
         )
     config = LRSchedulerConfig(**entry)
     if isinstance(config.interval, str) and config.interval[:1].isdigit():
         _read_interval(config, f"{where}: lr_scheduler interval")
-    if config.interval not in ("epoch", "step"):
-        raise MisconfigurationException(
-            f'{where}: lr_scheduler interval={config.interval!r}; use "epoch" or "step".'
-            + did_you_mean(str(config.interval), ["epoch", "step"])
-        )
-    if not isinstance(config.frequency, int) or config.frequency < 1:
-        raise MisconfigurationException(
-            f"{where}: lr_scheduler frequency={config.frequency!r}; use a whole number of at least 1."
-        )
+    owner, refused = f"{where}: lr_scheduler", MisconfigurationException
+    guards.one_of(owner, "interval", config.interval, ("epoch", "step"), error=refused)
+    guards.whole(owner, "frequency", config.frequency, at_least=1, error=refused)
     if isinstance(scheduler, OneCycleLR) and config.interval == "epoch":
         rank_zero_warn(
             f"{where}: OneCycleLR counts steps, but it steps once per epoch here. Did you mean 'interval': 'step'?",
@@ -180,12 +166,8 @@ def check(optimizers: list[Any], configs: list[LRSchedulerConfig], *, automatic:
         MisconfigurationException: there are several optimizers, or a scheduler drives another one.
 
     """
-    if automatic and len(optimizers) > 1:
-        raise MisconfigurationException(
-            f"{owner}.configure_optimizers() returned {len(optimizers)} optimizers, and automatic optimization "
-            "steps one. Return one, or set self.automatic_optimization = False in __init__ and step them "
-            "in training_step."
-        )
+    if automatic:
+        _check_single(optimizers, f"{owner}.configure_optimizers() returned", "Return")
     for config in configs:
         driven = getattr(config.scheduler, "optimizer", None)
         if driven is not None and optimizers and not any(driven is optimizer for optimizer in optimizers):
@@ -207,14 +189,19 @@ def check_assigned(optimizers: list[Any], *, automatic: bool) -> None:
 
     """
     _check_optimizers(optimizers, "trainer.optimizers = [...]: the list", "holds")
-    if automatic and len(optimizers) > 1:
+    if automatic:
+        _check_single(optimizers, "trainer.optimizers = [...]:", "Assign")
+
+
+def _check_single(optimizers: list[Any], what: str, do: str) -> None:
+    if len(optimizers) > 1:
         raise MisconfigurationException(
-            f"trainer.optimizers = [...]: {len(optimizers)} optimizers, and automatic optimization steps one. Assign "
-            "one, or set self.automatic_optimization = False in __init__ and step them in training_step."
+            f"{what} {len(optimizers)} optimizers, and automatic optimization steps one. {do} one, or set "
+            "self.automatic_optimization = False in __init__ and step them in training_step."
         )
 
 
-def check_accumulation(optimizer: Any, batches: int, argument: str) -> None:
+def check_accumulation(optimizer: object, batches: int, argument: str) -> None:
     """Refuse accumulation with LBFGS, which computes the loss several times per step.
 
     Args:
@@ -230,7 +217,7 @@ def check_accumulation(optimizer: Any, batches: int, argument: str) -> None:
         raise no_accumulation(optimizer, argument)
 
 
-def no_accumulation(optimizer: Any, argument: str) -> MisconfigurationException:
+def no_accumulation(optimizer: object, argument: str) -> MisconfigurationException:
     """Return the error for an optimizer that computes the loss again in a step of several batches."""
     return MisconfigurationException(
         f"{argument} with {type(optimizer).__name__}: its step computes the loss several times, which is only "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -59,17 +58,14 @@ def adamw(
     for name, parameter in named:
         plain = parameter.ndim < 2 or any(pattern in name for pattern in patterns)
         (others if plain else decays).append(parameter)
-    groups = [
-        {"params": part, "weight_decay": decay}
-        for part, decay in ((decays, weight_decay), (others, 0.0))
-        if part
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+    parts = ((decays, weight_decay), (others, 0.0))
+    groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
+    optimizer = AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
     made: AdamW = fused_where_possible(optimizer)
     return made
 
 
-def trained(model: Any, owner: str) -> NamedParameters:
+def trained(model: object, owner: str) -> NamedParameters:
     """Return the names and parameters of a module that need gradients.
 
     Raises:

@@ -150,7 +150,7 @@ def make_step(optimizer: Any) -> Step:
     return step
 
 
-def clears_gradients(optimizer: Any) -> bool:
+def clears_gradients(optimizer: object) -> bool:
     """Return whether ``optimizer.zero_grad()`` is torch's, which sets gradients to None."""
     kind: Any = type(optimizer)
     return (
@@ -163,16 +163,10 @@ def clears_gradients(optimizer: Any) -> bool:
 
 def make_zero_grad(optimizer: Any) -> Callable[[], None]:
     """Return ``zero_grad()`` for one optimizer, which sets gradients to None."""
-    kind: Any = type(optimizer)
-    torchs = _zero_grad
-    if (
-        torchs is None
-        or _profiler_enabled is None
-        or getattr(kind, "zero_grad", None) is not torchs
-        or kind.__getattribute__ is not object.__getattribute__
-    ):
+    if _profiler_enabled is None or not clears_gradients(optimizer):
         return lambda: optimizer.zero_grad()
-    profiled, own = _profiler_enabled, vars(optimizer)
+    kind: Any = type(optimizer)
+    torchs, profiled, own = _zero_grad, _profiler_enabled, vars(optimizer)
 
     def zero_grad() -> None:
         if (
@@ -190,7 +184,7 @@ def make_zero_grad(optimizer: Any) -> Callable[[], None]:
     return zero_grad
 
 
-def needs_closure(optimizer: Any) -> bool:
+def needs_closure(optimizer: object) -> bool:
     """Return whether ``optimizer.step`` needs a closure because it may call it several times.
 
     This is known for the optimizers of torch and hasten; others may use a closure whenever they accept one.
@@ -223,7 +217,7 @@ def _accepts(function: Any, *arguments: Any) -> bool:
 # -- the gradients
 
 
-def backward(loss: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
+def backward(loss: Tensor, *args: Any, model: object = None, **kwargs: Any) -> None:
     """Run ``loss.backward(*args, **kwargs)``.
 
     Args:

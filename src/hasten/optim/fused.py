@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,10 +70,9 @@ def why_not_fused(optimizer: Any) -> str | None:
     base = next((each for each in _DEVICES if isinstance(optimizer, each) and _same_step(kind, each)), None)
     # A subclass that overrides step computes something else.
     if base is None:
-        return (
-            f"torch has no fused {kind.__name__}; it has {known}. Leave fused_optimizer out"
-            f"{_in_few_kernels(optimizer)}."
-        )
+        by_itself = type(optimizer).__module__.startswith("torch.optim") and "foreach" in optimizer.defaults
+        why = ": on a GPU torch updates parameters in few kernels by itself (foreach)" if by_itself else ""
+        return f"torch has no fused {kind.__name__}; it has {known}. Leave fused_optimizer out{why}."
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return f"a fused {kind.__name__} cannot be differentiated. Leave differentiable or fused_optimizer out."
@@ -90,19 +90,14 @@ def why_not_fused(optimizer: Any) -> str | None:
     return None
 
 
-def _in_few_kernels(optimizer: Any) -> str:
-    if not type(optimizer).__module__.startswith("torch.optim") or "foreach" not in optimizer.defaults:
-        return ""
-    return ": on a GPU torch updates parameters in few kernels by itself (foreach)"
-
-
 def _same_step(kind: Any, base: type[Optimizer]) -> bool:
     """Return whether two classes share ``step``, which torch wraps once an optimizer of the class exists."""
-    return _unwrapped(kind.step) is _unwrapped(base.step)
+    return unwrapped(kind.step) is unwrapped(base.step)
 
 
-def _unwrapped(step: Any) -> Any:
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+def unwrapped(step: Any) -> Callable[..., Any]:
+    """Return the ``step`` of a class without torch's hooks around it, which are for whole steps."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 def fused_where_possible(optimizer: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 
+from hasten._lib.tree import parameters_of
 from hasten.optim.decay import NamedParameters, checked_patterns, trained
 from hasten.optim.fused import fused_where_possible
 from hasten.precision.matmul import cpu_has_bfloat16
@@ -138,11 +139,14 @@ class MuonAdamW(Optimizer):
 
     def _share(self) -> None:
         """Make both algorithms use the groups and the state of this optimizer."""
-        for kind, inner in (("muon", self._muon), ("adamw", self._adamw)):
-            inner.param_groups = [group for group in self.param_groups if group["algorithm"] == kind]
-            inner.state = self.state
+        self._set_groups()
+        self._muon.state = self._adamw.state = self.state
         if self._adamw.param_groups:
             fused_where_possible(self._adamw)
+
+    def _set_groups(self) -> None:
+        self._muon.param_groups = [group for group in self.param_groups if group["algorithm"] == "muon"]
+        self._adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -161,9 +165,7 @@ class MuonAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # A program may replace groups between steps.
-        self._muon.param_groups = [group for group in self.param_groups if group["algorithm"] == "muon"]
-        self._adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        self._set_groups()  # A program may replace groups between steps.
         with _In32Bits() if _emulates_bfloat16(self._muon) else nullcontext():
             self._muon.step()
         self._adamw.step()
@@ -183,9 +185,8 @@ class _In32Bits(TorchFunctionMode):
 
 def _emulates_bfloat16(optimizer: Optimizer) -> bool:
     """Return whether the device of the parameters emulates products in bfloat16."""
-    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-    on_cpu = first is not None and first.device.type == "cpu"
-    return on_cpu and not cpu_has_bfloat16()
+    parameters = parameters_of(optimizer)
+    return bool(parameters) and parameters[0].device.type == "cpu" and not cpu_has_bfloat16()
 
 
 def _without_names(params: Any) -> list[Tensor] | None:
@@ -207,6 +208,4 @@ def _embeddings_and_head(model: nn.Module) -> set[int]:
             head = last if _HEADS.intersection(name.split(".")) else head
         found.update(id(p) for own, p in layer.named_parameters(recurse=False) if _VECTORS.search(own))
     answer = last if head is None else head
-    if answer is not None:
-        found.add(id(answer))
-    return found
+    return found | {id(answer)} if answer is not None else found
