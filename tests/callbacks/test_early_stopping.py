@@ -20,7 +20,7 @@ from tests.models import quiet
 def fit(values: list[float], epochs: int = 10, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
     """Return (trainer, stopper) after a fit that logs ``values`` in validation."""
     stopper = EarlyStopping("val_loss", **options)
-    return quick(Scripted(val=values), stopper, max_epochs=epochs, **(trainer or {})), stopper
+    return quick(Scripted(val=values), stopper, **{"max_epochs": epochs, **(trainer or {})}), stopper
 
 
 def quick(module: Scripted, *callbacks: L.Callback, **arguments: Any) -> L.Trainer:
@@ -51,16 +51,32 @@ def test_patience_counts_checks_without_improvement(
     assert stopper.best_score == min(values[:stopped_after])
 
 
-def test_mode_max() -> None:
-    trainer, stopper = fit([1, 2, 3, 3, 3], mode="max", patience=2)
-    assert (trainer.current_epoch, stopper.best_score) == (5, 3)
-
-
-@pytest.mark.parametrize(("min_delta", "stopped_after"), [(0.0, 5), (1 / 64, 5), (1 / 32, 4), (1 / 16, 3)])
-def test_an_improvement_is_more_than_min_delta(min_delta: float, stopped_after: int) -> None:
-    # Numbers that floats hold exactly: the second value is better by 1/16.
-    trainer, _ = fit([1.0, 15 / 16, 15 / 16, 14.5 / 16, 14.5 / 16], epochs=5, min_delta=min_delta, patience=2)
-    assert trainer.current_epoch == stopped_after
+@pytest.mark.parametrize(
+    ("values", "options", "trainer", "steps"),
+    [
+        ([1, 2, 3, 3, 3], {"mode": "max"}, {}, 20),
+        # Numbers that floats hold exactly: the second value is better by 1/16.
+        *(
+            ([1.0, 15 / 16, 15 / 16, 14.5 / 16, 14.5 / 16], {"min_delta": delta}, {"max_epochs": 5}, steps)
+            for delta, steps in ((0.0, 20), (1 / 64, 20), (1 / 32, 16), (1 / 16, 12))
+        ),
+        ([1.0, 2.0, 3.0, 4.0], {"patience": 1}, {"min_epochs": 4}, 16),
+        # Validation within the epoch, and epochs without one, which cost no patience.
+        ([3.0, 2.0, 2.0, 2.0], {}, {"val_check_interval": 0.25}, 4),
+        ([3.0, 2.0, 2.0, 2.0], {}, {"check_val_every_n_epoch": 2}, 32),
+        ([3.0, 2.0, 2.0, 2.0], {"check_on_train_epoch_end": True}, {"check_val_every_n_epoch": 2}, 32),
+        # Each of two validations an epoch, or the last: the epochs end with 2, 2, 1, 1, 1.
+        *(
+            ([3, 2, 2, 2, 1, 1, 1, 1], {"check_on_train_epoch_end": when}, {"val_check_interval": 0.5}, steps)
+            for when, steps in ((None, 8), (False, 8), (True, 20))
+        ),
+        ([1.0], {}, {"fast_dev_run": 2}, 2),
+    ],
+)
+def test_after_how_many_steps_it_stops(
+    values: list[float], options: dict[str, Any], trainer: dict[str, Any], steps: int
+) -> None:
+    assert fit(values, trainer=trainer, **{"patience": 2, **options})[0].global_step == steps
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -85,38 +101,7 @@ def test_thresholds(values: list[float], options: dict[str, Any], reason: EarlyS
     assert (trainer.current_epoch, stopper.stopping_reason) == (3, reason)
 
 
-def test_min_epochs_come_first() -> None:
-    trainer, _ = fit([1.0, 2.0, 3.0, 4.0], patience=1, trainer={"min_epochs": 4})
-    assert trainer.current_epoch == 4
-
-
 # -- when it checks
-
-
-def test_validation_within_the_epoch() -> None:
-    trainer, _ = fit([3.0, 2.0, 2.0, 2.0], patience=2, trainer={"val_check_interval": 0.25})
-    assert trainer.global_step == 4
-
-
-def test_epochs_without_validation_cost_no_patience() -> None:
-    for options in ({}, {"check_on_train_epoch_end": True}):
-        trainer, _ = fit([3.0, 2.0, 2.0, 2.0], patience=2, trainer={"check_val_every_n_epoch": 2}, **options)
-        assert trainer.current_epoch == 8
-
-
-@pytest.mark.parametrize(("at_epoch_end", "steps"), [(None, 8), (False, 8), (True, 20)])
-def test_several_validations_an_epoch_are_checked_each_or_the_last(
-    at_epoch_end: bool | None, steps: int
-) -> None:
-    # What the epochs end with: 2, 2, 1, 1, 1.
-    trainer, _ = fit(
-        [3.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0],
-        patience=2,
-        epochs=6,
-        check_on_train_epoch_end=at_epoch_end,
-        trainer={"val_check_interval": 0.5},
-    )
-    assert trainer.global_step == steps
 
 
 @pytest.mark.parametrize(
@@ -149,11 +134,6 @@ def test_the_sanity_check_costs_no_patience() -> None:
     trainer = quiet(callbacks=[stopper], max_epochs=3, num_sanity_val_steps=1)
     trainer.fit(Scripted(val=[1.0, 0.5, 0.25]), BATCHES, [torch.zeros(2, 1)])
     assert trainer.current_epoch == 3
-
-
-def test_a_quick_check_is_not_stopped() -> None:
-    trainer, _ = fit([1.0], trainer={"fast_dev_run": 2})
-    assert trainer.global_step == 2
 
 
 # -- what is not there

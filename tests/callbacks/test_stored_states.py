@@ -140,47 +140,45 @@ def test_the_state_of_pruning(tmp_path: Path) -> None:
     assert_same(callback.state_dict()["first_values"], state["first_values"])
 
 
-class Named(ModelCheckpoint):
-    """Notes which of the methods that programs override are called."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.called: set[str] = set()
-
-    def _format_checkpoint_name(
-        self, filename: Any, metrics: Any, prefix: Any = None, auto_insert_metric_name: bool = True
-    ) -> str:
-        name = super()._format_checkpoint_name(filename, metrics, prefix, auto_insert_metric_name)
-        return f"my-{name}"
-
-    def _get_metric_interpolated_filepath_name(
-        self, monitor_candidates: Any, trainer: L.Trainer, del_filepath: str | None = None
-    ) -> str:
-        path = super()._get_metric_interpolated_filepath_name(monitor_candidates, trainer, del_filepath)
-        return path.replace("my-", "our-")
-
-    def _save_none_monitor_checkpoint(self, trainer: L.Trainer, monitor_candidates: Any) -> None:
-        self.called.add("none")
-        super()._save_none_monitor_checkpoint(trainer, monitor_candidates)
-
-    def _save_monitor_checkpoint(self, trainer: L.Trainer, monitor_candidates: Any) -> None:
-        self.called.add("monitor")
-        super()._save_monitor_checkpoint(trainer, monitor_candidates)
-
-    def _should_save_on_train_epoch_end(self, trainer: L.Trainer) -> bool:
-        self.called.add("when")
-        return super()._should_save_on_train_epoch_end(trainer)
-
-    @staticmethod
-    def _link_checkpoint(trainer: L.Trainer, filepath: str, linkpath: str) -> None:
-        Path(linkpath).write_text(Path(filepath).name)
+# Methods of ModelCheckpoint that programs override, and those that run with and without a monitor alone.
+OVERRIDDEN = {
+    "_format_checkpoint_name",
+    "_get_metric_interpolated_filepath_name",
+    "_monitor_candidates",
+    "_remove_checkpoint",
+    "_save_checkpoint",
+    "_save_last_checkpoint",
+    "_save_topk_checkpoint",
+    "_should_remove_checkpoint",
+    "_should_save_on_train_epoch_end",
+    "_should_skip_saving_checkpoint",
+}
+WITH_MONITOR = {"_save_monitor_checkpoint", "_update_best_and_save", "check_monitor_top_k"}
 
 
 @pytest.mark.parametrize("monitor", [None, "val_loss"])
 def test_methods_that_programs_override_take_effect(tmp_path: Path, monitor: str | None) -> None:
-    checkpoint = Named(tmp_path, "{epoch}", monitor, save_last="link")
+    called: set[str] = set()
+
+    def noted(name: str) -> Any:
+        def method(self: ModelCheckpoint, *arguments: Any, **options: Any) -> Any:
+            called.add(name)
+            result = getattr(ModelCheckpoint, name)(self, *arguments, **options)
+            return f"my-{result}" if name == "_format_checkpoint_name" else result
+
+        return method
+
+    class Linked(ModelCheckpoint):
+        @staticmethod
+        def _link_checkpoint(trainer: L.Trainer, filepath: str, linkpath: str) -> None:
+            Path(linkpath).write_text(Path(filepath).name)
+
+    expected = OVERRIDDEN | ({"_save_none_monitor_checkpoint"} if monitor is None else WITH_MONITOR)
+    checkpoint = type("Noted", (Linked,), {name: noted(name) for name in expected})(
+        tmp_path, "{epoch}", monitor, save_last="link"
+    )
     run(Scripted(val=[2.0, 1.0]), checkpoint, max_epochs=2)
-    assert names(tmp_path) == ["my-last.ckpt", "our-epoch=1.ckpt"]
-    assert (tmp_path / "my-last.ckpt").read_text() == "our-epoch=1.ckpt"
-    assert checkpoint.called == {"when", "none" if monitor is None else "monitor"}
+    assert names(tmp_path) == ["my-epoch=1.ckpt", "my-last.ckpt"]
+    assert (tmp_path / "my-last.ckpt").read_text() == "my-epoch=1.ckpt"
+    assert called == expected
     assert checkpoint._format_checkpoint_name(None, {"epoch": 1, "step": 2}, "p", False) == "my-p-1-2"

@@ -248,12 +248,15 @@ class RichBar:
         self._leave = leave
         self._shows_metrics = shows_metrics
         self._description = description
-        self._closed = False
-        self._initial = 0
-        self.n = 0
+        self._initial = self.n = 0
         self.total: float | None = None
         self.postfix: Any = None
         self.id = owner.progress.add_task(description, total=None, metrics={}, initial=0, visible=False)
+
+    @property
+    def _progress(self) -> Any:
+        """Rich's display; None when it or this bar has ended."""
+        return self._owner.progress if self in self._owner._shown else None
 
     @property
     def task(self) -> Any:
@@ -268,9 +271,9 @@ class RichBar:
     @initial.setter
     def initial(self, batches: int) -> None:
         self._initial = batches
-        if batches and self._owner.progress is not None:
+        if batches and self._progress is not None:
             # Reset, or the first refresh would look like a burst.
-            self._owner.progress.reset(self.id, total=self.total, completed=batches, initial=batches)
+            self._progress.reset(self.id, total=self.total, completed=batches, initial=batches)
 
     def set_description(self, description: str, refresh: bool = True) -> None:
         """Change the text in front."""
@@ -283,14 +286,15 @@ class RichBar:
     def reset(self, total: float | None = None) -> None:
         """Start again at 0, with another total."""
         self.n, self.total, self._initial = 0, convert_inf(total), 0
-        progress = self._owner.progress
-        if progress is not None:
-            progress.reset(self.id, total=self.total, description=self._description, visible=True, initial=0)
+        if self._progress is not None:
+            self._progress.reset(
+                self.id, total=self.total, description=self._description, visible=True, initial=0
+            )
 
     def refresh(self) -> None:
         """Draw."""
-        progress = self._owner.progress
-        if progress is None or self._closed:
+        progress = self._progress
+        if progress is None:
             return
         progress.update(
             self.id,
@@ -308,15 +312,14 @@ class RichBar:
 
     def close(self) -> None:
         """End the bar."""
-        progress = self._owner.progress
-        if progress is None or self._closed:
+        progress = self._progress
+        if progress is None:
             return
         if self._leave:
             self.refresh()
             progress.stop_task(self.id)
         else:
             progress.remove_task(self.id)
-        self._closed = True
         self._owner._ended(self)
 
 
