@@ -340,10 +340,11 @@ def _check_spelling(owner: object, base: type, hooks: list[str]) -> None:
     """Refuse a method that can only be a misspelt hook, and warn of one that looks like a hook or once was one."""
     kind = type(owner)
     for name in dir(kind):
-        method = inspect.getattr_static(kind, name)
         # Hooks are switched off by a number or "_" behind their names.
-        other = hasattr(base, name) or name.startswith("_") or name.rstrip("_0123456789") in hooks
-        if other or not inspect.isfunction(method):
+        if hasattr(base, name) or name.startswith("_") or name.rstrip("_0123456789") in hooks:
+            continue
+        method = inspect.getattr_static(kind, name)
+        if not inspect.isfunction(method):
             continue
         if name in _OLD_HOOKS:
             _warn_of_old_hook(kind, base, name)
