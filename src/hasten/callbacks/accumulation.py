@@ -74,11 +74,8 @@ class GradientAccumulationScheduler(Callback):
                 f"contradict each other. Use scheduling={{0: {trainer.accumulate_grad_batches}, ...}} alone."
             )
         for optimizer in trainer.optimizers:
-            check_accumulation(
-                optimizer,
-                max(self.scheduling.values()),
-                f"GradientAccumulationScheduler(scheduling={self.scheduling})",
-            )
+            given = f"GradientAccumulationScheduler(scheduling={self.scheduling})"
+            check_accumulation(optimizer, max(self.scheduling.values()), given)
         self._active = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

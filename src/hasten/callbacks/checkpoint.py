@@ -151,7 +151,15 @@ class ModelCheckpoint(Checkpoint):
         self.monitor = None if monitor is None else check_monitor("ModelCheckpoint", monitor)
         if filename is not None:
             checkpoint_files.check_template(filename, "ModelCheckpoint(filename)")
-        _check_what_is_kept(save_last, save_top_k, monitor)
+        owner, error = "ModelCheckpoint", MisconfigurationException
+        check.one_of(owner, "save_last", save_last, (True, False, "link"), allow_none=True, error=error)
+        allowed = "how many to keep, -1 for all, 0 for none"
+        check.whole(owner, "save_top_k", save_top_k, at_least=-1, allowed=allowed, error=error)
+        if monitor is None and save_top_k not in (-1, 0, 1):
+            raise MisconfigurationException(
+                f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: nothing ranks "
+                "the files. Give monitor=, or save_top_k=-1 to keep all, 1 to keep the newest."
+            )
         self.verbose = verbose
         self.save_last = save_last
         self.save_top_k = save_top_k
@@ -654,20 +662,6 @@ def _position(trainer: Trainer) -> list[int]:
 
 
 # -- arguments
-
-
-def _check_what_is_kept(
-    save_last: bool | Literal["link"] | None, save_top_k: int, monitor: str | None
-) -> None:
-    owner, error = "ModelCheckpoint", MisconfigurationException
-    check.one_of(owner, "save_last", save_last, (True, False, "link"), allow_none=True, error=error)
-    allowed = "how many to keep, -1 for all, 0 for none"
-    check.whole(owner, "save_top_k", save_top_k, at_least=-1, allowed=allowed, error=error)
-    if monitor is None and save_top_k not in (-1, 0, 1):
-        raise MisconfigurationException(
-            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: nothing ranks "
-            "the files. Give monitor=, or save_top_k=-1 to keep all, 1 to keep the newest."
-        )
 
 
 def _intervals(steps: Any, epochs: Any, duration: Any) -> tuple[int, int, timedelta | None]:

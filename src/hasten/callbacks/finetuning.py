@@ -153,11 +153,8 @@ class BaseFinetuning(Callback):
         """
         wanted: list[nn.Parameter] = []
         for module in BaseFinetuning.flatten_modules(modules):
-            if isinstance(module, _BatchNorm):
-                # Batch normalisation that was never frozen is in the optimizer already.
-                trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-                if not train_bn or (trained and _has(optimizer, module)):
-                    continue
+            if isinstance(module, _BatchNorm) and (not train_bn or _is_trained_by(optimizer, module)):
+                continue
             _set_trainable(module, True)
             wanted += module.parameters(recurse=False)
         new = BaseFinetuning.filter_on_optimizer(optimizer, wanted)
@@ -194,27 +191,20 @@ class BaseFinetuning(Callback):
             if index in self._internal_optimizer_metadata:
                 groups = self._internal_optimizer_metadata[index]
                 _restore_groups(pl_module, optimizer, groups, type(self).__name__)
-                for config in trainer.lr_scheduler_configs:
-                    schedule_new_groups(config.scheduler, optimizer)
-        self._exchange_new_gradients(trainer, pl_module, before)
+        self._use_new_groups(trainer, pl_module, before)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Call ``finetune_function``, and record what trains now."""
         before = _trainable(pl_module)
         for index, optimizer in enumerate(trainer.optimizers):
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
-            for config in trainer.lr_scheduler_configs:
-                schedule_new_groups(config.scheduler, optimizer)
             groups = _named_groups(pl_module, optimizer)
             if groups is not None:
                 self._internal_optimizer_metadata[index] = groups
         self._trainable = _trainable(pl_module)
-        self._tracks_stats = {
-            name: module.track_running_stats
-            for name, module in pl_module.named_modules()
-            if isinstance(module, _BatchNorm)
-        }
-        self._exchange_new_gradients(trainer, pl_module, before)
+        norms = [pair for pair in pl_module.named_modules() if isinstance(pair[1], _BatchNorm)]
+        self._tracks_stats = {name: bool(norm.track_running_stats) for name, norm in norms}
+        self._use_new_groups(trainer, pl_module, before)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -229,10 +219,11 @@ class BaseFinetuning(Callback):
         self._trainable = state_dict.get("trains")
         self._tracks_stats = dict(state_dict.get("tracks", {}))
 
-    def _exchange_new_gradients(
-        self, trainer: Trainer, pl_module: LightningModule, before: list[str]
-    ) -> None:
-        """Wrap the module again if other parameters train now: DDP only exchanges those it was made with."""
+    def _use_new_groups(self, trainer: Trainer, pl_module: LightningModule, before: list[str]) -> None:
+        """Let schedulers drive groups added later, and DDP exchange the gradients of parameters that train now."""
+        for optimizer in trainer.optimizers:
+            for config in trainer.lr_scheduler_configs:
+                schedule_new_groups(config.scheduler, optimizer)
         if trainer.world_size > 1 and _trainable(pl_module) != before:
             run = trainer.current_run
             run.wrapped = run.runtime.wrap(pl_module)
@@ -244,8 +235,6 @@ class BackboneFinetuning(BaseFinetuning):
     The backbone's learning rate starts low and is multiplied each epoch by ``lambda_func``; with ``should_align`` it
     does not exceed that of the first group. The module needs an attribute ``backbone``.
 
-    ``train_bn=False`` freezes the backbone's batch normalisation from the start.
-
     Args:
         unfreeze_backbone_at_epoch: the first epoch (from 0) in which the backbone trains.
         lambda_func: takes the epoch, counted from 1, and returns the factor; doubles by default.
@@ -253,7 +242,7 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_lr: the backbone's first learning rate itself, instead of the share.
         should_align: do not exceed the first group's learning rate.
         initial_denom_lr: passed to ``unfreeze_and_add_param_group``, for subclasses.
-        train_bn: train batch normalisation, also before the backbone is unfrozen.
+        train_bn: train the backbone's batch normalisation, also before it is unfrozen; False freezes it from the start.
         verbose: report the learning rates each epoch.
         rounding: digits after the point in the report.
 
@@ -316,7 +305,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         """Freeze the backbone."""
-        self.freeze(_backbone(pl_module), train_bn=self.train_bn)
+        self.freeze(pl_module.get_submodule("backbone"), train_bn=self.train_bn)
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the backbone at its epoch; raise its learning rate afterwards."""
@@ -327,7 +316,7 @@ class BackboneFinetuning(BaseFinetuning):
             first = self.backbone_initial_lr
             rate = head_lr * self.backbone_initial_ratio_lr if first is None else float(first)
             self.unfreeze_and_add_param_group(
-                _backbone(pl_module),
+                pl_module.get_submodule("backbone"),
                 optimizer,
                 rate,
                 train_bn=self.train_bn,
@@ -352,12 +341,6 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 
 
-def _backbone(module: nn.Module) -> nn.Module:
-    backbone = module.backbone
-    assert isinstance(backbone, nn.Module)
-    return backbone
-
-
 def _each(modules: Modules) -> Iterator[nn.Module]:
     if isinstance(modules, nn.Module):
         yield modules
@@ -374,9 +357,11 @@ def _set_trainable(module: nn.Module, trainable: bool) -> None:
         parameter.requires_grad = trainable
 
 
-def _has(optimizer: Optimizer, module: nn.Module) -> bool:
+def _is_trained_by(optimizer: Optimizer, module: nn.Module) -> bool:
+    """Return whether a module was never frozen and is in the optimizer."""
     present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return all(id(parameter) in present for parameter in module.parameters(recurse=False))
+    parameters = list(module.parameters(recurse=False))
+    return any(p.requires_grad for p in parameters) and all(id(p) in present for p in parameters)
 
 
 def _trainable(module: nn.Module) -> list[str]:
