@@ -326,14 +326,12 @@ def check_speed(owner: str, given: Mapping[str, Any]) -> SpeedArguments:
             f"{owner}(resident='device', batching=...): cutting off padding would make the host wait for the device "
             "at every batch. Use resident=True, which holds the data on the host."
         )
-    if batch_size == "auto":
-        shrinks = {"micro_batch": micro_batch, "memory": "auto" if arguments.memory == "auto" else None}
-        for name, value in shrinks.items():
-            if value is not None:
-                raise ValueError(
-                    f"{owner}(batch_size='auto', {name}={value!r}): with {name} memory is not used up, so there is "
-                    f"no largest size. Give batch_size a number, or leave {name} out."
-                )
+    for name, value in (("micro_batch", micro_batch), ("memory", arguments.memory)):
+        if batch_size == "auto" and value is not None and value not in ("selective", "full"):
+            raise ValueError(
+                f"{owner}(batch_size='auto', {name}={value!r}): with {name} memory is not used up, so there is "
+                f"no largest size. Give batch_size a number, or leave {name} out."
+            )
     if batch_size is not None and batching is not None and batching.max_tokens is not None:
         raise ValueError(
             f"{owner}(batch_size={batch_size!r}, batching=...): with max_tokens={batching.max_tokens} the tokens say "

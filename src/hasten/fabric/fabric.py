@@ -31,6 +31,7 @@ from hasten.fabric.wrappers import (
     check_optimizer,
     check_parameters,
     compiled_of,
+    set_up_twice,
     unwrapped,
 )
 from hasten.loggers.base import Logger
@@ -317,9 +318,7 @@ class Fabric(RuntimeView):
         made = []
         for position, loader in enumerate(dataloaders):
             if isinstance(loader, FabricDataLoader):
-                raise ValueError(
-                    "Fabric.setup_dataloaders(): this dataloader was set up already. Pass the original, once."
-                )
+                raise set_up_twice("dataloader", "setup_dataloaders")
             if not isinstance(loader, DataLoader):
                 raise TypeError(
                     f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__}. Only a PyTorch "
@@ -340,7 +339,7 @@ class Fabric(RuntimeView):
             )
         original, compiled = compiled_of(module)
         if isinstance(original, FabricModule):
-            raise ValueError(f"Fabric.{method}(): this module was set up already. Pass the original, once.")
+            raise set_up_twice("module", method)
         self._set_matmul_precision()
         if move_to_device:
             check_devices(original, method)
@@ -508,17 +507,7 @@ class Fabric(RuntimeView):
         return self._runtime.broadcast(obj, src)
 
     def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
-        """Return the tensors of all processes, stacked in a new first dimension.
-
-        Args:
-            data: tensors of shape (...), the same on every process, or numbers; alone or in a collection.
-            group: the processes; all by default.
-            sync_grads: let gradients flow back to the processes that the tensors came from.
-
-        Returns:
-            ``data`` with tensors of shape (world_size, ...); with one process, of shape (...).
-
-        """
+        """Return the tensors of all processes, stacked; see ``LightningModule.all_gather``."""
         self._require_launch("all_gather")
         return self.strategy.all_gather(self._as_tensors(data), group=group, sync_grads=sync_grads)
 

@@ -91,13 +91,11 @@ class FabricModule(nn.Module):
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
             raise ValueError("mark_forward_method('forward'): forward needs no mark. Call the module itself.")
-        original = self.module
-        if not inspect.ismethod(getattr(original, name, None)):
-            methods = [known for known in dir(type(original)) if not known.startswith("_")]
-            raise AttributeError(
-                f"mark_forward_method({name!r}): {type(original).__name__} has no such method."
-                + did_you_mean(name, methods)
-            )
+        kind = type(self.module)
+        if not inspect.ismethod(getattr(self.module, name, None)):
+            methods = [known for known in dir(kind) if not known.startswith("_")]
+            hint = did_you_mean(name, methods)
+            raise AttributeError(f"mark_forward_method({name!r}): {kind.__name__} has no such method.{hint}")
         self._marked.add(name)
 
     # -- methods of the user's module, which may override them
@@ -358,9 +356,13 @@ def unwrapped(obj: object) -> Any:
 # -- checks of what is given to setup
 
 
+def set_up_twice(kind: str, method: str) -> ValueError:
+    return ValueError(f"Fabric.{method}(): this {kind} was set up already. Pass the original, once.")
+
+
 def check_optimizer(optimizer: object, method: str) -> None:
     if isinstance(optimizer, FabricOptimizer):
-        raise ValueError(f"Fabric.{method}(): this optimizer was set up already. Pass the original, once.")
+        raise set_up_twice("optimizer", method)
     if hasattr(optimizer, "step") and hasattr(optimizer, "param_groups"):
         return
     hint = " Pass a scheduler as scheduler=...." if hasattr(optimizer, "get_last_lr") else ""

@@ -106,11 +106,9 @@ def limited_run(
             arguments = dataclasses.replace(arguments, speed=speed)
         # Programs read the epoch in their steps: it is the current one.
         trainer._progress = Progress(
-            epoch=now.current_epoch,
-            total_batches=now.total_batches,
-            global_step=now.global_step,
+            epoch=now.current_epoch, total_batches=now.total_batches, global_step=now.global_step,
             logged_step=now.logged_step,
-        )
+        )  # fmt: skip
         batches = steps * trainer._accumulate_grad_batches
         limit = batches if fits else steps
         trainer._arguments = dataclasses.replace(

@@ -297,13 +297,11 @@ class Trainer(TrainerView):
             RuntimeError: a call is running.
 
         """
-        fixed = {"callbacks", "logger"} & changes.keys()
-        if fixed:
+        if fixed := {"callbacks", "logger"} & changes.keys():
             raise TypeError(
                 f"Trainer.change_arguments({min(fixed)}=...): assign Trainer.callbacks or Trainer.loggers."
             )
-        unknown = {name: value for name, value in changes.items() if name not in self._given}
-        if unknown:
+        if unknown := {name: value for name, value in changes.items() if name not in self._given}:
             refuse_unknown(unknown, Trainer.__init__, "Trainer", make=resolve_runtime)
         if self.state.status == TrainerStatus.RUNNING:
             raise RuntimeError(
@@ -390,8 +388,9 @@ class Trainer(TrainerView):
             ValueError: ``validation_step`` or the data is missing.
 
         """
+        body = functools.partial(evaluate_and_print, testing=False, verbose=verbose)
         return self._evaluate(
-            TrainerFn.VALIDATING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only
+            TrainerFn.VALIDATING, model, dataloaders, datamodule, ckpt_path, weights_only, body
         )
 
     def test(
@@ -404,8 +403,9 @@ class Trainer(TrainerView):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; see ``validate``."""
+        body = functools.partial(evaluate_and_print, testing=True, verbose=verbose)
         return self._evaluate(
-            TrainerFn.TESTING, model, dataloaders, ckpt_path, verbose, datamodule, weights_only
+            TrainerFn.TESTING, model, dataloaders, datamodule, ckpt_path, weights_only, body
         )
 
     def predict(
@@ -435,14 +435,10 @@ class Trainer(TrainerView):
             ValueError: the data is missing.
 
         """
-        if isinstance(dataloaders, LightningDataModule):
-            datamodule, dataloaders = dataloaders, None
-        module = self._module_for("predict", model)
-        check_call(self._arguments, "predict", module, datamodule, dataloaders, None)
-        path = parts.weights_for(self, TrainerFn.PREDICTING, model, ckpt_path)
         body = functools.partial(predict, return_predictions=return_predictions is not False)
-        given = {"predict": dataloaders}
-        return self._call(TrainerFn.PREDICTING, module, datamodule, given, path, weights_only, body)
+        return self._evaluate(
+            TrainerFn.PREDICTING, model, dataloaders, datamodule, ckpt_path, weights_only, body
+        )
 
     def save_checkpoint(
         self, filepath: PathLike, weights_only: bool | None = None, storage_options: object = None
@@ -573,40 +569,27 @@ class Trainer(TrainerView):
 
         def source(stage: str, limit: Any) -> StageData:
             return StageData(
-                stage,
-                given=given.get(stage),
-                module=module,
-                datamodule=self._datamodule,
-                reads_datamodule=self._reads_datamodule,
-                limit=limit,
-                sampler_kwargs=sampler,
+                stage, given=given.get(stage), module=module, datamodule=self._datamodule,
+                reads_datamodule=self._reads_datamodule, limit=limit, sampler_kwargs=sampler,
                 overfit=bool(arguments.overfit_batches),
                 reload_every_n_epochs=arguments.reload_dataloaders_every_n_epochs,
                 remake=functools.partial(remake_loader, arguments.speed, device=runtime.device),
-            )
+            )  # fmt: skip
 
         self._logged.loggers = self._loggers if runtime.is_global_zero else ()
         self._hooks = Hooks(self, module, self._callbacks, self._datamodule, self._logged)
         before, fn = self._run, self.state.fn
+        schedule = ValidationSchedule(arguments.val_check_interval, arguments.check_val_every_n_epoch)
         run = Run(
-            arguments=arguments,
-            runtime=runtime,
-            module=module,
-            wrapped=module,
-            hooks=self._hooks,
-            logged=self._logged,
-            progress=self._progress,
-            state=self.state,
-            stop=stop,
-            validation_schedule=ValidationSchedule(
-                arguments.val_check_interval, arguments.check_val_every_n_epoch
-            ),
+            arguments=arguments, runtime=runtime, module=module, wrapped=module, hooks=self._hooks,
+            logged=self._logged, progress=self._progress, state=self.state, stop=stop,
+            validation_schedule=schedule,
             train=source("train", arguments.limit_train_batches),
             validation=source("validate", arguments.limit_val_batches),
             test=source("test", arguments.limit_test_batches),
             predict=source("predict", arguments.limit_predict_batches),
             accumulate_grad_batches=self._accumulate_grad_batches,
-        )
+        )  # fmt: skip
         if before is not None and fn != TrainerFn.FITTING and before.module is module:
             # A checkpoint saved after an evaluation still holds the state that the last fit left.
             run.optimizers, run.wrapped_optimizers = before.optimizers, before.wrapped_optimizers
@@ -620,19 +603,24 @@ class Trainer(TrainerView):
         fn: TrainerFn,
         model: LightningModule | None,
         dataloaders: Any,
-        ckpt_path: PathLike | None,
-        verbose: bool,
         datamodule: LightningDataModule | None,
+        ckpt_path: PathLike | None,
         weights_only: bool | None,
-    ) -> list[dict[str, float]]:
+        body: Callable[[Run], Result],
+    ) -> Result:
         if isinstance(dataloaders, LightningDataModule):
             datamodule, dataloaders = dataloaders, None
-        stage = "validate" if fn == TrainerFn.VALIDATING else "test"
-        module = self._module_for(stage, model)
-        check_call(self._arguments, stage, module, datamodule, dataloaders, None)
+        if model is not None:
+            module = parts.inner_model(model)
+        elif self._module is not None:
+            module = self._module
+        else:
+            raise TypeError(
+                f"`Trainer.{fn.value}()` requires a `LightningModule`: pass one, or call fit first."
+            )
+        check_call(self._arguments, fn.value, module, datamodule, dataloaders, None)
         path = parts.weights_for(self, fn, model, ckpt_path)
-        body = functools.partial(evaluate_and_print, testing=fn == TrainerFn.TESTING, verbose=verbose)
-        return self._call(fn, module, datamodule, {stage: dataloaders}, path, weights_only, body)
+        return self._call(fn, module, datamodule, {fn.value: dataloaders}, path, weights_only, body)
 
     def _finish(self, run: Run) -> None:
         """End a run: on_fit_end, teardown, close loggers and loaders."""
@@ -762,13 +750,6 @@ class Trainer(TrainerView):
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which modules are created on the device and in the precision of the run."""
         return self._runtime.init_module(empty_init)
-
-    def _module_for(self, call: str, model: LightningModule | None) -> LightningModule:
-        if model is not None:
-            return parts.inner_model(model)
-        if self._module is None:
-            raise TypeError(f"`Trainer.{call}()` requires a `LightningModule`: pass one, or call fit first.")
-        return self._module
 
     def _callbacks_changed(self) -> None:
         if self._hooks is not None:
