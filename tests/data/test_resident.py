@@ -263,44 +263,37 @@ class OwnGenerator(Mapped):
         super().__init__(lambda index: self.drawn.random())
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "stream": (lambda: DataLoader(Endless(), 2), TypeError, "Endless, an IterableDataset"),
-    "list of batches": (lambda: [torch.ones(1)], TypeError, "is a list, whose batches are made elsewhere"),
-    "own iteration": (
-        lambda: type("Iterating", (DataLoader,), {"__iter__": iter})(dataset(), 2),
-        TypeError,
-        "is a Iterating, which iterates in its own",
-    ),
-    "own iterator": (
-        lambda: type("Iterating", (DataLoader,), {"_get_iterator": iter})(dataset(), 2),
-        TypeError,
-        "is a Iterating, which iterates in its own",
-    ),
-    "empty": (lambda: DataLoader([]), ValueError, r"its dataset \(list\) is empty"),
-    "no batches": (lambda: DataLoader(dataset(), batch_size=None), TypeError, "batch_size=None"),
-    "random": (
-        lambda: DataLoader(Mapped(lambda i: torch.rand(2)), 2),
-        ValueError,
-        "sample 0 is made with random",
-    ),
-    "random now and then": (
-        lambda: DataLoader(Mapped(now_and_then), 2),
-        ValueError,
-        "a sample is made with random",
-    ),
-    "own generator": (lambda: DataLoader(OwnGenerator(), 2), ValueError, "made with random numbers"),
-    "epochs": (lambda: DataLoader(WithEpochs(nested), 2), ValueError, r"WithEpochs, which has set_epoch\(\)"),
-    "too large": (
-        lambda: DataLoader(Mapped(lambda i: torch.zeros(1000), 10**11), 2),
-        ValueError,
-        r"100000000000 samples .* need about 4e\+05 GB, and .* may be used",
-    ),
-}
+def iterating(**methods: Any) -> Any:
+    return type("Iterating", (DataLoader,), methods)(dataset(), 2)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_held_is_refused_before_training(name: str) -> None:
-    make, error, message = REFUSED[name]
+def mapped(make: Callable[[int], Any], samples: int = 23) -> DataLoader[Any]:
+    return DataLoader(Mapped(make, samples), 2)
+
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: DataLoader(Endless(), 2), TypeError, "Endless, an IterableDataset"),
+    (lambda: [torch.ones(1)], TypeError, "is a list, whose batches are made elsewhere"),
+    (lambda: iterating(__iter__=iter), TypeError, "is a Iterating, which iterates in its own"),
+    (lambda: iterating(_get_iterator=iter), TypeError, "is a Iterating, which iterates in its own"),
+    (lambda: DataLoader([]), ValueError, r"its dataset \(list\) is empty"),  # type: ignore[arg-type]
+    (lambda: DataLoader(dataset(), batch_size=None), TypeError, "batch_size=None"),
+    (lambda: mapped(lambda i: torch.rand(2)), ValueError, "sample 0 is made with random"),
+    (lambda: mapped(now_and_then), ValueError, "a sample is made with random"),
+    (lambda: DataLoader(OwnGenerator(), 2), ValueError, "made with random numbers"),
+    (lambda: DataLoader(WithEpochs(nested), 2), ValueError, r"WithEpochs, which has set_epoch\(\)"),
+    (
+        lambda: mapped(lambda i: torch.zeros(1000), 10**11),
+        ValueError,
+        r"100000000000 .* need about 4e\+05 GB",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+def test_what_cannot_be_held_is_refused_before_training(
+    make: Callable[[], Any], error: type[Exception], message: str
+) -> None:
     trainer = quiet(resident=True)
     with pytest.raises(error, match=message):
         trainer.fit(Classifier(), make())

@@ -80,22 +80,22 @@ def pack(
         raise ValueError("pack(): there are no samples.")
     fields = [dict(sample) if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
     main = sequence_key(fields[0])
-    documents = [
-        {key: tensor_of(value, f"pack(): the field {key!r} of sample {place}") for key, value in each.items()}
-        for place, each in enumerate(fields)
-    ]
-    lengths = [len(each[main]) for each in documents]
+    columns = {
+        key: [
+            tensor_of(each[key], f"pack(): the field {key!r} of sample {place}")
+            for place, each in enumerate(fields)
+        ]
+        for key in fields[0]
+    }
+    lengths = list(map(len, columns[main]))
     layout, width = _layout(lengths, max_length, rows, multiple_of)
     order = [place for row in layout for place in row]
     batch: dict[str, Any] = {}
     packed_keys = []
-    for key in documents[0]:
-        values = [each[key] for each in documents]
+    for key, values in columns.items():
         if key == MASK_KEY:
             continue
-        if all(
-            is_sequence(value) and len(value) == length for value, length in zip(values, lengths, strict=True)
-        ):
+        if all(map(is_sequence, values)) and list(map(len, values)) == lengths:
             packed_keys.append(key)
             batch[key] = _laid_out(values, layout, width, (padding or {}).get(key, default_padding(key)))
         else:

@@ -119,7 +119,7 @@ class PadCollator:
             raise ValueError("PadCollator: there are no samples to join.")
         join = self.collate_fn or default_collate
         if fields_of(samples[0]) is None:
-            return join(self._pad_field([{None: sample} for sample in samples], None, self.multiple_of))
+            return join(self._pad_field(None, samples, self.multiple_of))
         rows = [fields_of(sample) or {} for sample in samples]
         for place, row in enumerate(rows):
             if row.keys() != rows[0].keys():
@@ -127,88 +127,86 @@ class PadCollator:
                     f"PadCollator: sample {place} of the batch has {list(row)} and sample 0 has {list(rows[0])}. "
                     "Give all samples of a dataset the same fields."
                 )
-        if not isinstance(samples[0], Mapping):
-            padded = self._padded(rows)
-            return join([like(sample, row) for sample, row in zip(samples, padded, strict=True)])
-        if self.tokenizer is not None:
-            rows = [{_hugging_face_name(key): value for key, value in row.items()} for row in rows]
-        if self.mask_key is not None and self.mask_key not in rows[0]:
-            main = sequence_key(rows[0], self.keys)
-            rows = [{**row, self.mask_key: torch.ones(len(row[main]), dtype=torch.int64)} for row in rows]
-        return join(self._padded(rows))
+        columns = {key: [row[key] for row in rows] for key in rows[0]}
+        is_mapping = isinstance(samples[0], Mapping)
+        if is_mapping and self.tokenizer is not None:
+            columns = {_hugging_face_name(key): values for key, values in columns.items()}
+        padded = self._padded(columns, adds_mask=is_mapping and self.mask_key is not None)
+        rows = [dict(zip(padded, values, strict=True)) for values in zip(*padded.values(), strict=True)]
+        return join(rows if is_mapping else list(map(like, samples, rows)))
 
-    def _padded(self, rows: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
-        main = sequence_key(rows[0], self.keys)
-        lengths = [len(row[main]) for row in rows]
-        is_padded = {key: self._is_padded(key, main, lengths, rows) for key in rows[0]}
+    def _padded(self, columns: Mapping[Any, Sequence[Any]], *, adds_mask: bool) -> dict[Any, Sequence[Any]]:
+        main = sequence_key({key: values[0] for key, values in columns.items()}, self.keys)
+        lengths = list(map(len, columns[main]))
+        if adds_mask and self.mask_key not in columns:
+            masks = [torch.ones(length, dtype=torch.int64) for length in lengths]
+            columns = {**columns, self.mask_key: masks}
+        is_padded = {key: self._is_padded(key, values, main, lengths) for key, values in columns.items()}
         # If a field may or may not run over tokens, widening could separate it from its tokens, or spoil it.
         multiple_of = None if None in is_padded.values() else self.multiple_of
-        keys = [key for key, is_true in is_padded.items() if is_true]
-        padded = self._padded_by_tokenizer(rows, keys, rounded_up(max(lengths), multiple_of))
-        for key in keys:
+        ragged = {key: values for key, values in columns.items() if is_padded[key]}
+        padded = self._padded_by_tokenizer(ragged, rounded_up(max(lengths), multiple_of))
+        for key, values in ragged.items():
             if key not in padded:
-                padded[key] = self._pad_field(rows, key, multiple_of)
+                padded[key] = self._pad_field(key, values, multiple_of)
                 if key not in (main, self.mask_key, *self.padding):
-                    _warn_of_classes(key, padded[key], [row[key] for row in rows])
-        return [
-            {key: padded[key][place] if key in padded else value for key, value in row.items()}
-            for place, row in enumerate(rows)
-        ]
+                    _warn_of_classes(key, padded[key], values)
+        return {**columns, **padded}
 
-    def _is_padded(self, key: Any, main: Any, lengths: list[int], rows: list[dict[Any, Any]]) -> bool | None:
+    def _is_padded(self, key: Any, values: Sequence[Any], main: Any, lengths: list[int]) -> bool | None:
         """Return whether a field is padded; None if neither the batch nor the user decides it."""
-        found = [is_sequence(row[key]) for row in rows]
+        found = list(map(is_sequence, values))
         if not any(found):
             return False
         if not all(found):
             one, other = found.index(True), found.index(False)
             raise ValueError(
-                f"PadCollator: {shown(key)} is a sequence (a {type(rows[one][key]).__name__}) in sample {one} of "
-                f"the batch and a single {type(rows[other][key]).__name__} in sample {other}. Give every sample "
-                "the same kind of value."
+                f"PadCollator: {shown(key)} is a sequence (a {type(values[one]).__name__}) in sample {one} of the "
+                f"batch and a single {type(values[other]).__name__} in sample {other}. Give all the same kind of value."
             )
         if key in (main, self.mask_key):
             return True
         if self.keys is not None:
             return key in self.keys
-        sizes = [len(row[key]) for row in rows]
+        sizes = list(map(len, values))
         if len(set(sizes)) > 1:
             return True
         if self._ragged is not None and main in self._ragged:
             return key in self._ragged
         if sizes != lengths or rounded_up(sizes[0], self.multiple_of) == sizes[0]:
             return False
-        known = key in KNOWN_KEYS and not torch.as_tensor(rows[0][key]).is_floating_point()
+        known = key in KNOWN_KEYS and not torch.as_tensor(values[0]).is_floating_point()
         return True if known else None
 
-    def _padded_by_tokenizer(
-        self, rows: list[dict[Any, Any]], keys: list[Any], width: int
-    ) -> dict[Any, list[Tensor]]:
+    def _padded_by_tokenizer(self, columns: dict[Any, Sequence[Any]], width: int) -> dict[Any, Sequence[Any]]:
         names = getattr(self.tokenizer, "model_input_names", None) or (MASK_KEY,)
-        keys = [key for key in keys if key == self.mask_key or key in names]
-        if self.tokenizer is None or not keys:
+        given = {
+            key: [torch.as_tensor(value).tolist() for value in values]
+            for key, values in columns.items()
+            if self.tokenizer is not None and (key == self.mask_key or key in names)
+        }
+        if not given:
             return {}
         # Fast tokenizers warn once that padding while tokenizing would be faster, which does not apply here.
         warned, name = getattr(self.tokenizer, "deprecation_warnings", {}), "Asking-to-pad-a-fast-tokenizer"
         before, warned[name] = warned.get(name, False), True
-        values = {key: [torch.as_tensor(row[key]).tolist() for row in rows] for key in keys}
         try:
-            batch = self.tokenizer.pad(values, padding="max_length", max_length=width, return_tensors="pt")
+            batch = self.tokenizer.pad(given, padding="max_length", max_length=width, return_tensors="pt")
         finally:
             warned[name] = before
-        return {key: list(batch[key]) for key in keys if key in batch}
+        return {key: list(batch[key]) for key in given if key in batch}
 
     def _pad_field(
-        self, rows: list[dict[Any, Any]], key: Any, multiple_of: int | Sequence[int] | None
+        self, key: Any, values: Sequence[Any], multiple_of: int | Sequence[int] | None
     ) -> list[Tensor]:
-        where = "" if key is None else f"[{key!r}]"
+        name = "" if key is None else f"[{key!r}]"
         tensors = [
-            tensor_of(row[key], f"PadCollator: sample {place} of the batch{where}")
-            for place, row in enumerate(rows)
+            tensor_of(value, f"PadCollator: sample {place} of the batch{name}")
+            for place, value in enumerate(values)
         ]
-        value = self.padding.get(key, default_padding(key))
         width = rounded_up(max(map(len, tensors)), multiple_of)
-        return [pad_to(tensor, width, value, dim=0, side=self.side) for tensor in tensors]
+        padding = self.padding.get(key, default_padding(key))
+        return [pad_to(tensor, width, padding, dim=0, side=self.side) for tensor in tensors]
 
 
 def pad_collate(samples: Sequence[Any]) -> Any:
@@ -340,7 +338,7 @@ def extents(used: Tensor) -> Tensor:
     return torch.where(used != 0, places, 0).amax(1)
 
 
-def _warn_of_classes(key: Any, padded: list[Tensor], values: list[Any]) -> None:
+def _warn_of_classes(key: Any, padded: Sequence[Tensor], values: Sequence[Any]) -> None:
     grew = any(len(tensor) > len(value) for tensor, value in zip(padded, values, strict=True))
     if grew and may_be_classes(key, values):
         warn_once(

@@ -309,18 +309,18 @@ class DatasetReader:
             if drawn:
                 raise self._random_samples()
             if not indices.start and options.get("worker_init_fn") is not None:
-                sizes = [size_of(sample) for sample in _samples(kind, chunk, len(indices))]
+                sizes = [size_of(sample) for sample in _samples(kind, chunk)]
                 self.check_size(count * sum(sizes) // len(indices))
             if samples is None and not builder.add(kind, chunk, len(indices)):
                 samples = builder.columns().samples() if builder.filled else []
             if samples is not None:
-                samples += _samples(kind, chunk, len(indices))
+                samples += _samples(kind, chunk)
         read = builder.columns() if samples is None and builder.filled else samples or []
         now = time.perf_counter()
         until = now + max(_SECONDS_READ_AGAIN, _SHARE_READ_AGAIN * (now - began))
         compared = 0
         for indices, (kind, chunk, drawn) in zip(again, chunks, strict=False):
-            for index, other in zip(indices, _samples(kind, chunk, len(indices)), strict=True):
+            for index, other in zip(indices, _samples(kind, chunk), strict=True):
                 if drawn or not same(read.sample(index) if isinstance(read, Columns) else read[index], other):
                     raise self._random_samples(f"sample {index}")
             compared += len(indices)
@@ -423,13 +423,11 @@ class _Chunks(DatasetProxy):
         return kind, default_collate(samples), drawn
 
 
-def _samples(kind: Kind | None, chunk: Any, count: int) -> list[Any]:
-    if kind is None:
-        found: list[Any] = pickle.loads(chunk)
-        return found
-    builder = ColumnsBuilder(count)
-    builder.add(kind, chunk, count)
-    return builder.columns().samples()
+def _samples(kind: Kind | None, chunk: Any) -> list[Any]:
+    found: list[Any] = (
+        pickle.loads(chunk) if kind is None else Columns(kind, _leaves_of(chunk, kind)).samples()
+    )
+    return found
 
 
 # -- samples as bytes: sent between processes, tensors would each take a file descriptor or 100 us
