@@ -12,8 +12,7 @@ from torch import Tensor
 from hasten._lib import check
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
-from hasten.loggers.artifacts import SavedCheckpoint, UploadingLogger
-from hasten.loggers.base import as_dict, plain
+from hasten.loggers.base import SavedCheckpoint, UploadingLogger, as_dict, plain
 from hasten.loggers.folders import make_writable
 
 if TYPE_CHECKING:

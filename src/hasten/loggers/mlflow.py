@@ -17,8 +17,7 @@ from torch import Tensor
 
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn, warn_once
-from hasten.loggers.artifacts import SavedCheckpoint, UploadingLogger
-from hasten.loggers.base import as_dict, flat, plain, with_prefix
+from hasten.loggers.base import SavedCheckpoint, UploadingLogger, as_dict, flat, plain, with_prefix
 from hasten.loggers.folders import local, make_writable
 
 # MLflow's limits for one call.

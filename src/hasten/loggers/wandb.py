@@ -11,8 +11,7 @@ from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
-from hasten.loggers.artifacts import SavedCheckpoint, UploadingLogger
-from hasten.loggers.base import as_dict, plain, with_prefix
+from hasten.loggers.base import SavedCheckpoint, UploadingLogger, as_dict, plain, with_prefix
 from hasten.loggers.folders import local, make_writable
 
 if TYPE_CHECKING:
