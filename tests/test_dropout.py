@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ import hasten as L
 from hasten.packed.attention import attention
 from hasten.packed.dropout import dropout, fast_dropout
 from tests.models import Classifier, loader, quiet, same_weights
+from tests.programs import run_python
 
 SHARES = [0.0, 0.001, 0.1, 0.25, 0.5, 0.9, 0.99, 0.997, 0.999, 1.0]
 
@@ -78,24 +77,20 @@ def test_the_gradient_goes_where_the_value_went() -> None:
     )
 
 
-@pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False), (1.0, True)])
-def test_the_ends_are_exact(p: float, training: bool) -> None:
+def test_the_ends_and_evaluation_are_exact() -> None:
     x = torch.randn(5)
-    assert torch.equal(dropout(x, p, training), torch.nn.functional.dropout(x, p, training))
-
-
-@pytest.mark.parametrize("p", [-0.1, 1.5])
-def test_what_is_no_probability_is_refused(p: float) -> None:
-    with pytest.raises(ValueError, match=f"p={p}"):
-        dropout(torch.ones(2), p)
-
-
-def test_evaluation_drops_nothing() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval()
-    x = torch.randn(4, 3)
-    with fast_dropout(model) as count:
+    for p, training in ((0.0, True), (0.5, False), (1.0, True)):
+        assert torch.equal(dropout(x, p, training), torch.nn.functional.dropout(x, p, training))
+    for p in (-0.1, 1.5):
+        with pytest.raises(ValueError, match=f"p={p}"):
+            dropout(x, p)
+    layer = nn.Dropout(0.5).eval()
+    with fast_dropout(layer) as count:
         assert count == 1
-        assert torch.equal(model(x), model[0](x))
+        assert torch.equal(layer(x), x)
+    layer = nn.Dropout(1.0)
+    with fast_dropout(layer):
+        assert layer(input=x).abs().sum() == 0
 
 
 def test_in_place_it_drops_where_the_tensor_lies() -> None:
@@ -251,13 +246,6 @@ def trained(**options: object) -> Classifier:
     return module
 
 
-def test_a_run_repeats_with_the_seed_and_leaves_the_module_as_it_was() -> None:
-    one, other, plain = trained(dropout="fast"), trained(dropout="fast"), trained()
-    assert same_weights(one, other)
-    assert not same_weights(one, plain)
-    assert all("forward" not in vars(layer) for layer in one.modules())
-
-
 def test_a_layer_saved_in_the_middle_of_a_run_is_torchs_when_it_is_loaded(tmp_path) -> None:
     class Saving(Classifier):
         def training_step(self, batch: object, batch_idx: int) -> object:
@@ -272,22 +260,17 @@ def test_a_layer_saved_in_the_middle_of_a_run_is_torchs_when_it_is_loaded(tmp_pa
         "assert 'hasten' not in sys.modules; layers[2].p = 1.0; print(layers[2](torch.ones(9)).sum().item())"
     )
     path = str(tmp_path / "layers.pt")
-    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
-    assert done.stdout == "0.0\n"
+    assert run_python("-c", program, path).stdout == "0.0\n"
     layers = torch.load(path, weights_only=False)
     with fast_dropout(layers) as replaced:
         assert replaced == 1
     assert "forward" not in vars(layers[2])
 
 
-def test_a_layer_is_called_with_its_input_by_name() -> None:
-    layer = nn.Dropout(1.0)
-    with fast_dropout(layer):
-        assert layer(input=torch.ones(3)).sum() == 0
-
-
-def test_a_run_stopped_between_goes_on_with_the_same_masks(tmp_path) -> None:
-    whole = trained(dropout="fast")
+def test_a_run_repeats_with_the_seed_and_goes_on_with_the_same_masks(tmp_path) -> None:
+    whole, plain = trained(dropout="fast"), trained()
+    assert not same_weights(whole, plain)
+    assert all("forward" not in vars(layer) for layer in whole.modules())
     L.seed_everything(7)
     half = quiet(max_epochs=2, max_steps=13, dropout="fast")
     half.fit(Classifier(dropout=0.5), loader())
@@ -298,17 +281,11 @@ def test_a_run_stopped_between_goes_on_with_the_same_masks(tmp_path) -> None:
     assert same_weights(rest, whole)
 
 
-def test_a_module_without_dropout_is_told() -> None:
-    class Plain(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(8, 2))
-
-    with pytest.raises(ValueError, match=r"dropout='fast'.*Plain has no nn.Dropout layer"):
-        quiet(dropout="fast").fit(Plain(), loader())
-
-
-@pytest.mark.parametrize(("value", "kind"), [("quick", ValueError), (0.1, TypeError), (True, TypeError)])
-def test_another_word_is_refused(value: object, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match=r"Trainer\(dropout=.*'fast'"):
-        L.Trainer(dropout=value)
+def test_a_module_without_dropout_and_other_words_are_refused() -> None:
+    module = Classifier()
+    module.layers = nn.Sequential(nn.Linear(8, 2))
+    with pytest.raises(ValueError, match=r"dropout='fast'.*Classifier has no nn.Dropout layer"):
+        quiet(dropout="fast").fit(module, loader())
+    for value, kind in (("quick", ValueError), (0.1, TypeError), (True, TypeError)):
+        with pytest.raises(kind, match=r"Trainer\(dropout=.*'fast'"):
+            L.Trainer(dropout=value)

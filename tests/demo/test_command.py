@@ -16,10 +16,15 @@ import pytest
 import torch
 
 from hasten.commands import main
-from hasten.demo import cumulative, docstrings, text_models
+from hasten.demo import cumulative, docstrings, outcome, text_models
 from hasten.speed.engine import TrialError
 
 from .conftest import FakeEngine
+
+
+@pytest.fixture(autouse=True)
+def _peaks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcome, "measured_peaks", lambda device: {"float32": 1e11})
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -35,7 +40,7 @@ def test_digits_ladder_ends_with_table_chart_csv_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--task", "digits", "--epochs", "2", "--row-seconds", "0.6", "--rounds", "1"]
-    options += skipping("compiled", "bf16", "data in memory", "pages kept", "packed attention")
+    options += skipping("compiled", "bf16", "data in memory", "fused AdamW", "pages kept", "packed attention")
     options += skipping("cheap dropout masks", "no attention dropout")
     assert main(["demo", *options, "--output", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
@@ -43,7 +48,7 @@ def test_digits_ladder_ends_with_table_chart_csv_and_json(
     assert "\r" not in shown
     assert "\x1b" not in shown
     rows = rows_of(tmp_path / "out" / "digits.csv")
-    assert [row["row"] for row in rows] == ["plain PyTorch loop", "the same in hasten", "fused AdamW"]
+    assert [row["row"] for row in rows] == ["plain PyTorch loop", "the same in hasten"]
     assert all(row["row"] in shown for row in rows)
     assert all(float(row["seconds"]) > 0 for row in rows)
     assert float(rows[0]["speed"]) == 1.0

@@ -12,6 +12,8 @@ import hasten as L
 from hasten.demos import boring_classes as boring
 from tests.models import quiet, same_weights
 
+STAGES = {"train": "fit", "val": "validate", "test": "test", "predict": "predict"}
+
 
 def test_datasets_draw_what_they_say() -> None:
     torch.manual_seed(0)
@@ -103,23 +105,14 @@ def test_boring_data_has_a_quarter_for_each_stage() -> None:
     ]
     fresh = boring.BoringDataModule()
     fresh.setup("validate")
-    assert [hasattr(fresh, f"random_{name}") for name in ("train", "val", "test", "predict")] == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    there = {name for name in ("train", "val", "test", "predict") if hasattr(fresh, f"random_{name}")}
+    assert there == {"val"}
 
 
 def test_boring_data_without_length() -> None:
     data = boring.BoringDataModuleNoLen()
-    for stage, name, samples in (
-        ("fit", "train", 512),
-        ("fit", "val", 128),
-        ("test", "test", 256),
-        ("predict", "predict", 64),
-    ):
-        data.setup(stage)
+    for name, samples in (("train", 512), ("val", 128), ("test", 256), ("predict", 64)):
+        data.setup(STAGES[name])
         loader = getattr(data, f"{name}_dataloader")()
         batches = list(loader)
         assert (len(batches), tuple(batches[0].shape)) == (samples, (1, 32))
@@ -133,13 +126,8 @@ def test_boring_data_without_length() -> None:
 
 def test_two_loaders_for_each_stage() -> None:
     data = boring.IterableBoringDataModule()
-    for stage, name, samples in (
-        ("fit", "train", 16),
-        ("validate", "val", 32),
-        ("test", "test", 64),
-        ("predict", "predict", 128),
-    ):
-        data.setup(stage)
+    for name, samples in (("train", 16), ("val", 32), ("test", 64), ("predict", 128)):
+        data.setup(STAGES[name])
         both = getattr(data, f"{name}_dataloader")()
         assert [len(list(loader)) for loader in both] == [samples, samples]
         assert [tuple(next(iter(loader)).shape) for loader in both] == [(1, 4), (1, 4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import urllib.error
 import urllib.request
@@ -71,8 +72,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_text_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
-
     asked = []
 
     def answer(url: str, timeout: float) -> Any:
@@ -118,14 +117,10 @@ def test_the_transformer_does_not_see_what_follows() -> None:
     assert model.generate_square_subsequent_mask(3).tolist() == [[0, -inf, -inf], [0, 0, -inf], [0, 0, 0]]
 
 
-def test_the_transformer_of_the_field_and_ours_share_weights() -> None:
-    names = {name.split(".")[0] for name in Transformer(vocab_size=9, ninp=4, nhid=4, nlayers=1).state_dict()}
-    assert names == {"embedding", "transformer", "decoder"}
-
-
-def test_positions_are_encoded_by_the_length() -> None:
-    encoder = Transformer(vocab_size=9, ninp=4, nhid=4, nlayers=1, dropout=0.0).pos_encoder
-    offset = encoder(torch.zeros(1, 3, 4))
+def test_weights_have_the_names_of_lightnings_demo_and_positions_are_encoded_by_the_length() -> None:
+    model = Transformer(vocab_size=9, ninp=4, nhid=4, nlayers=1, dropout=0.0)
+    assert {name.split(".")[0] for name in model.state_dict()} == {"embedding", "transformer", "decoder"}
+    offset = model.pos_encoder(torch.zeros(1, 3, 4))
     # At the frequencies 1 and 1/100, at the length 3: sine and cosine.
     expected = [math.sin(3), math.cos(3), math.sin(0.03), math.cos(0.03)]
     assert torch.allclose(offset, torch.tensor(expected).expand(1, 3, 4))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 import hasten as L
 from hasten.demo.task import Batch, RowVariant, Task
 from hasten.speed.trial import Session
+from hasten.types import StepOutput
 
 
 def train(
@@ -93,9 +94,15 @@ class RowTraining(L.Callback):
         self.session.ready()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: StepOutput,
+        batch: Batch,
+        batch_idx: int,
     ) -> None:
         assert isinstance(pl_module, Classifier)
+        assert isinstance(outputs, Mapping)
         self.after_step(pl_module.model, outputs["loss"], batch)
 
     def after_step(self, model: nn.Module, loss: Tensor, batch: Batch) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from hasten.module import LightningModule
 from hasten.module.datamodule import LightningDataModule
+from hasten.types import Batch, Dataloaders, OptimizerLRScheduler, StepOutput
 
 
 class RandomDataset(Dataset[Tensor]):
@@ -116,28 +117,28 @@ class BoringModel(LightningModule):
         """Return the mean squared distance to ``labels``, to 1 by default."""
         return F.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
 
-    def step(self, batch: Any) -> Tensor:
+    def step(self, batch: Batch) -> Tensor:
         """Return the loss on a batch."""
         return self.loss(self(batch))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         """Return the loss as ``{"loss": ...}``."""
         return {"loss": self.step(batch)}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         """Return the loss as ``{"x": ...}``."""
         return {"x": self.step(batch)}
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
+    def test_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         """Return the loss as ``{"y": ...}``."""
         return {"y": self.step(batch)}
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return SGD whose learning rate, 0.1, is divided by 10 after each epoch."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Dataloaders:
         """Return 64 batches of one sample."""
         return DataLoader(RandomDataset(32, 64))
 
@@ -151,7 +152,7 @@ class ManualOptimBoringModel(BoringModel):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         """Make a step of the one optimizer, and return the loss."""
         optimizer: Any = self.optimizers()
         loss = self.step(batch)
@@ -179,11 +180,12 @@ class DemoModel(LightningModule):
         """Return the positive outputs: (batch, out_dim)."""
         return torch.relu(self.l1(x.view(x.size(0), -1)))
 
-    def training_step(self, batch: Any, batch_nb: int) -> Any:
+    def training_step(self, batch: Batch, batch_nb: int) -> StepOutput:
         """Return the sum of the outputs."""
-        return self(batch).sum()
+        total: Tensor = self(batch).sum()
+        return total
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return Adam."""
         return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
 
@@ -223,23 +225,23 @@ class _DataByStage(LightningDataModule):
     def _dataset(self, part: str) -> Any:
         """Return the samples to "train", "val", "test" or "predict" with."""
 
-    def _loaders(self, part: str) -> Any:
+    def _loaders(self, part: str) -> Dataloaders:
         data = getattr(self, self._attribute.format(part))
         return [DataLoader(each) for each in data] if isinstance(data, list) else DataLoader(data)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Dataloaders:
         """Return the training data in batches of one sample."""
         return self._loaders("train")
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> Dataloaders:
         """Return the validation data in batches of one sample."""
         return self._loaders("val")
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> Dataloaders:
         """Return the test data in batches of one sample."""
         return self._loaders("test")
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self) -> Dataloaders:
         """Return the data to predict in batches of one sample."""
         return self._loaders("predict")
 

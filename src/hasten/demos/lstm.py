@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from hasten.demos.transformer import VOCAB_SIZE, WikiText2
 from hasten.module import LightningModule
+from hasten.types import Dataloaders, OptimizerLRScheduler, StepOutput
 
 Hidden = tuple[Tensor, Tensor]
 
@@ -123,7 +123,7 @@ class LightningLSTM(LightningModule):
         """Forget the hidden state."""
         self.hidden = None
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> StepOutput:
         """Return the mean negative log-likelihood, and log it as "train_loss"."""
         inputs, target = batch
         state, cell = self.hidden if self.hidden is not None else self.model.init_hidden(inputs.size(0))
@@ -136,11 +136,11 @@ class LightningLSTM(LightningModule):
         """Fetch the text."""
         WikiText2(download=True)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Dataloaders:
         """Return the text in 20 strands."""
         dataset = WikiText2()
         return DataLoader(dataset, batch_sampler=SequenceSampler(dataset, batch_size=20))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=20.0)

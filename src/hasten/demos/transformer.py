@@ -7,7 +7,6 @@ import os
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from hasten._lib.files import write_atomically
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.module import LightningModule
+from hasten.types import Dataloaders, OptimizerLRScheduler, StepOutput
 
 # Words of WikiText-2.
 VOCAB_SIZE = 33278
@@ -266,12 +266,12 @@ class LightningTransformer(LightningModule):
         output: Tensor = self.model(inputs, target)
         return output
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> StepOutput:
         """Return the mean negative log-likelihood."""
         inputs, target = batch
         return F.nll_loss(self(inputs, target), target.view(-1))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return SGD."""
         return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
@@ -279,6 +279,6 @@ class LightningTransformer(LightningModule):
         """Fetch the text."""
         WikiText2(download=True)
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Dataloaders:
         """Return the text in batches of one block."""
         return DataLoader(WikiText2())

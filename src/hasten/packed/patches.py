@@ -21,7 +21,7 @@ class MethodPatch:
         # An earlier replacement of the method on the instance; None if there is none.
         self.own: Callable[..., Any] | None = vars(module).get(name)
 
-    def original(self, *args: Any, **kwargs: Any) -> Any:
+    def original(self, *args: object, **kwargs: object) -> Any:
         """Call the original method."""
         if self.own is not None:
             return self.own(*args, **kwargs)
@@ -59,7 +59,7 @@ class HookPatch:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         """Call the function."""
         return self._function(*args)
 

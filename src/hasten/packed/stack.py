@@ -164,7 +164,7 @@ class Stack:
         if self.first is not None:
             self.first.confirm()
 
-    def finish(self, output: Any) -> None:
+    def finish(self, output: object) -> None:
         """End the current call.
 
         Args:
@@ -426,7 +426,7 @@ def own_mask(asked: str, module: nn.Module, mask: Tensor) -> Exception:
     return refusal(asked, problem, HELP)
 
 
-def is_of_user(hook: Any) -> bool:
+def is_of_user(hook: object) -> bool:
     """Return whether a hook is the user's, and not one of torch, transformers or hasten."""
     function = getattr(hook, "func", hook)
     owner = getattr(function, "__module__", None) or type(function).__module__

@@ -128,14 +128,7 @@ class _Arguments:
 
 
 def verify(model: nn.Module, forward: Forward, stack: Stack, arguments: _Arguments, layout: Layouts) -> bool:
-    """Compare a few samples of a batch packed and padded.
-
-    Args:
-        model: the model whose blocks are packed.
-        forward: of the model.
-        stack: its blocks.
-        arguments: of ``forward``, for a whole batch.
-        layout: returns which tokens are real, given the arguments by name.
+    """Compare a few samples of a batch, given the arguments of the model's forward, packed and padded.
 
     Returns:
         False if nothing could be compared: the batch has no real token, or its outputs are not finite.
@@ -151,8 +144,11 @@ def verify(model: nn.Module, forward: Forward, stack: Stack, arguments: _Argumen
     trial = _TrialCalls(stack, forward, layout)
     with _restored(model), trial.constant_draws:
         few, again = (arguments.of_samples(each, len(lengths)) for each in (chosen, [chosen[0], *chosen]))
-        padded = _or_failed(lambda: trial(few, packed=False))
-        if isinstance(padded, Exception):
+        try:
+            padded = trial(few, packed=False)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
             # The arguments cannot be indexed by sample, so take all samples.
             few = again = arguments
             padded = trial(few, packed=False)
