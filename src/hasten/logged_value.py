@@ -179,7 +179,7 @@ class LoggedValue:
         values = {"value": value, "total": self.total, "weight": self.weight}
         return kept | {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in values.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any], metric: Any, device: torch.device) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], metric: object, device: torch.device) -> None:
         """Restore what ``state_dict`` returned; the tensors on ``device``. A ``metric`` restores its own state."""
         for name in _SETTINGS:
             setattr(self, name, state[name])
@@ -248,13 +248,13 @@ def _not_scalar(name: str, value: Any) -> ValueError:
     )
 
 
-def is_metric(value: Any) -> bool:
+def is_metric(value: object) -> bool:
     """Return whether ``value`` is a ``torchmetrics.Metric``, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """Describe a tensor, a dict or another value in a few words."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
@@ -263,10 +263,10 @@ def describe(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def reduction(reduce_fx: Any, where: str) -> str:
+def reduction(reduce_fx: object, where: str) -> str:
     """Return the name of a reduction given by name or as a function."""
     named = {"mean": "mean", "avg": "mean", "average": "mean", "sum": "sum", "min": "min", "max": "max"}
-    functions = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
+    functions: dict[object, str] = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
     functions |= {max: "max", min: "min", sum: "sum"}
     found = named.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else functions.get(reduce_fx)
     if found is None:
@@ -277,7 +277,7 @@ def reduction(reduce_fx: Any, where: str) -> str:
     return found
 
 
-def batch_size_of(batch: Any) -> tuple[int, bool]:
+def batch_size_of(batch: object) -> tuple[int, bool]:
     """Return (number of samples, whether that is certain).
 
     It is certain if all tensors in the batch have the same first dimension, or the batch has ``num_graphs``. Otherwise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -178,10 +178,6 @@ class Runtime:
             module = self.precision.convert_module(module)
         return module.to(self.device) if move else module
 
-    def shard(self, module: nn.Module) -> None:
-        """Replace parameters of ``module`` by this process's shards, where the strategy shards."""
-        self.strategy.shard(module)
-
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module to call in training; ``module`` itself on a single device."""
         return self.strategy.wrap(module)
@@ -282,16 +278,7 @@ class Runtime:
         return scaled_step
 
     def check_in_backward(self, owner: str, optimizer_name: str) -> None:
-        """Check that an optimizer may step each parameter during backward.
-
-        Args:
-            owner: "Trainer" or "Fabric", for the message.
-            optimizer_name: the optimizer's class in ``torch.optim``.
-
-        Raises:
-            ValueError: gradients are scaled, or averaged over several processes.
-
-        """
+        """Raise unless an optimizer may step each parameter in backward; ``owner`` is "Trainer" or "Fabric"."""
         if self.scaler is not None:
             raise ValueError(
                 f"in_backward({optimizer_name}) and {owner}(precision={self.precision.precision!r}): whether a scaled "
@@ -373,29 +360,7 @@ class Runtime:
         """Wait for all processes."""
         self.strategy.barrier(name)
 
-    def gather_objects(self, data: T) -> list[T]:
-        """Return the objects of all processes, on every process."""
-        return self.strategy.gather_objects(data)
-
     # -- files
-
-    def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the weights of the user's module."""
-        return self.strategy.state_dict(module)
-
-    def load_state_dict(
-        self, module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str
-    ) -> None:
-        """Restore the weights of the user's module; ``source`` names the file in messages."""
-        self.strategy.load_state_dict(module, state, strict=strict, source=source)
-
-    def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer that trains ``module``."""
-        return self.strategy.optimizer_state(module, optimizer)
-
-    def load_optimizer_state(self, module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Restore the state of an optimizer that trains ``module``."""
-        self.strategy.load_optimizer_state(module, optimizer, state)
 
     def save(self, path: PathLike, contents: dict[str, Any], storage_options: object = None) -> None:
         """Write a checkpoint from the first process; all processes must call it, and return when it is complete."""
@@ -434,12 +399,7 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 class _Reused:
-    """A context that can be entered again and again, also nested; it keeps autocasts, which are slow to create.
-
-    Args:
-        make: returns a context to enter once.
-
-    """
+    """The context of ``make``, to be entered again and again, also nested; autocasts, slow to create, are kept."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make = make

@@ -50,6 +50,20 @@ class Net(Classifier):
         }
 
 
+class Logs(Net):
+    """Takes the logarithm of numbers below 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[3](self.layers[2](self.layers[1](torch.log(self.layers[0](x) + x[:, :1]))))
+
+
+class Closure(Net):
+    """Steps by a closure, as every module with an ``optimizer_step``."""
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+        super().optimizer_step(*arguments, **options)
+
+
 def by_hand(
     net: Net, batches: Any, *, accumulate: int = 1, clip: float | None = None, epochs: int = 1
 ) -> None:
@@ -143,10 +157,6 @@ def test_finite_losses_are_nothing_to_tell_of(recwarn: pytest.WarningsRecorder) 
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("closure", [False, True])
 def test_a_step_left_out_changes_nothing(accumulate: int, clip: float | None, closure: bool) -> None:
-    class Closure(Net):
-        def optimizer_step(self, *arguments: Any, **options: Any) -> None:
-            super().optimizer_step(*arguments, **options)
-
     mine, plain = (Closure if closure else Net)(), Net()
     batches = data(0, BAD, 7)
     by_hand(plain, batches, accumulate=accumulate, clip=clip, epochs=2)
@@ -245,10 +255,6 @@ def test_lbfgs_leaves_out_the_step_of_a_bad_loss() -> None:
 
 
 def test_the_run_stops_before_the_step_and_names_the_layer(tmp_path: Path) -> None:
-    class Logs(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers[3](self.layers[2](self.layers[1](torch.log(self.layers[0](x) + x[:, :1]))))
-
     class Sqrt(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.sqrt()
@@ -275,10 +281,6 @@ def test_the_run_stops_before_the_step_and_names_the_layer(tmp_path: Path) -> No
 
 
 def test_anomaly_mode_names_the_layer_too() -> None:
-    class Logs(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers[3](self.layers[2](self.layers[1](torch.log(self.layers[0](x) + x[:, :1]))))
-
     shown = pytest.warns(UserWarning, match="Error detected in")
     with shown, pytest.raises(RuntimeError, match="returned nan values") as caught:
         quiet(detect_anomaly=True).fit(Logs(), data())
@@ -303,10 +305,6 @@ def test_a_stopped_run_is_saved_and_goes_on_after_the_bad_batch(tmp_path: Path) 
 @pytest.mark.parametrize("closure", [False, True])
 def test_a_run_goes_back_to_the_state_kept_before(closure: bool) -> None:
     states: list[Any] = []
-
-    class Closure(Net):
-        def optimizer_step(self, *arguments: Any, **options: Any) -> None:
-            super().optimizer_step(*arguments, **options)
 
     class Keeps(Closure if closure else Net):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any) -> None:
@@ -430,10 +428,6 @@ class Short:
 
 @pytest.mark.parametrize("closure", [False, True])
 def test_a_window_that_the_end_of_the_data_closes_is_left_out_too(closure: bool) -> None:
-    class Closure(Net):
-        def optimizer_step(self, *arguments: Any, **options: Any) -> None:
-            super().optimizer_step(*arguments, **options)
-
     mine, plain = (Closure if closure else Net)(), Net()
     quiet(on_bad_loss="skip", accumulate_grad_batches=4).fit(mine, Short(data(8)))
     by_hand(plain, data(8), accumulate=4)

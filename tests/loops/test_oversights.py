@@ -80,30 +80,25 @@ def test_a_whole_model_in_eval_mode_is_said() -> None:
     assert not model.training, "the mode is the user's"
 
 
-def test_many_parts_are_counted() -> None:
-    class Many(Tuned):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bodies = nn.ModuleList([Body() for _ in range(4)])
-            self.bodies.training = True
-
-    (text,) = said(lambda: quiet().fit(Many(), loader()))
-    assert "(body, bodies.0, bodies.1 and 2 more)" in text
-    assert "Write model.train() before fit" in text
-
-
-def test_parts_in_lists_have_lines_that_run() -> None:
-    class Two(Classifier):
+@pytest.mark.parametrize(
+    ("count", "named", "lines"),
+    [
+        (4, r"\(bodies.0, bodies.1, bodies.2 and 1 more\)", "model.train()"),
+        (2, r"\(bodies.0, bodies.1\)", "model.bodies[0].train(), model.bodies[1].train()"),
+    ],
+)
+def test_parts_in_lists_have_lines_that_run_and_many_are_counted(count: int, named: str, lines: str) -> None:
+    class Several(Classifier):
         validation_step = L.LightningModule.validation_step  # type: ignore[assignment]
 
         def __init__(self) -> None:
             super().__init__()
-            self.bodies = nn.ModuleList([Body(), Body()])
+            self.bodies = nn.ModuleList([Body() for _ in range(count)])
             self.bodies.training = True
 
-    model = Two()
-    (text,) = said(lambda: quiet().fit(model, loader()))
-    assert "Write model.bodies[0].train(), model.bodies[1].train() before fit" in text
+    (text,) = said(lambda: quiet().fit(Several(), loader()))
+    assert re.search(named, text)
+    assert f"Write {lines} before fit" in text
 
 
 def frozen(model: Tuned) -> Tuned:
@@ -168,12 +163,15 @@ def test_what_is_meant_is_not_said(make: Any) -> None:
 
 
 def test_a_validation_step_without_data_is_said_and_either_line_ends_it() -> None:
-    class Validated(Classifier):
-        pass
+    class Validated(Classifier): ...
+
+    class Other(Classifier): ...
 
     (text,) = said(lambda: quiet(max_epochs=2).fit(Validated(), loader()))
     assert text.startswith("Validated has a validation_step() but there is no validation data")
     assert "trainer.fit(model, train_dataloaders, val_dataloaders)" in text
+    (text,) = said(lambda: quiet().fit(Other(), datamodule=Data()))
+    assert "define val_dataloader()" in text
     with nothing_said():
         quiet().fit(Validated(), loader())  # The next fold.
         quiet().fit(Classifier(), loader(), loader())
@@ -199,14 +197,6 @@ def test_an_evaluation_of_nothing_is_said_and_the_line_mends_it() -> None:
 class Data(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         return loader()
-
-
-def test_a_datamodule_may_lack_it_too() -> None:
-    class Validated(Classifier):
-        pass
-
-    (text,) = said(lambda: quiet().fit(Validated(), datamodule=Data()))
-    assert "define val_dataloader()" in text
 
 
 class LogsSteps(Classifier):

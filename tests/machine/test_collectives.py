@@ -43,7 +43,7 @@ def test_two_processes_exchange_tensors_objects_and_failures(tmp_path: Path) -> 
     gathered = run.all_gather((torch.tensor([rank, rank]), [torch.tensor(rank)]))
     assert gathered[0].tolist() == [[0, 0], [1, 1]]
     assert gathered[1][0].tolist() == [0, 1]
-    assert run.gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert run.strategy.gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
     assert run.broadcast([rank, "a"], src=1) == [1, "a"]
 
     # Both processes compute the sum, so each part gets its factor twice.

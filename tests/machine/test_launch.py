@@ -212,7 +212,7 @@ from hasten.resolve import runtime
 
 if __name__ == "__main__":
     run = runtime(accelerator="cpu", devices=1, num_nodes=2, strategy="ddp")
-    print(run.launch(lambda: run.gather_objects(run.global_rank)), flush=True)
+    print(run.launch(lambda: run.strategy.gather_objects(run.global_rank)), flush=True)
 """
 
 

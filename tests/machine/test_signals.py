@@ -130,6 +130,6 @@ def test_what_one_process_hears_all_agree_on_at_the_same_step() -> None:
             if stop.due(step) and stop.agreed() == signal.SIGTERM:
                 stopped_at = step
                 break
-    steps = run.gather_objects(stopped_at)
+    steps = run.strategy.gather_objects(stopped_at)
     assert steps[0] is not None
     assert steps[0] == steps[1]

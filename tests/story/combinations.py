@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import random
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -262,12 +262,9 @@ def loader_of(c: Combination) -> Any:
     options: dict[str, Any] = {"num_workers": c.workers}
     if c.workers and c.samples % 2:
         options["persistent_workers"] = True
-    plain = functools.partial(list, DataLoader(data, size, generator=torch.Generator()))
     count = -(-c.samples // size)
-    if c.loader == "map":
-        return DataLoader(data, size, shuffle=c.shuffle, **options)
-    if c.loader == "drop_last":
-        return DataLoader(data, size, shuffle=c.shuffle, drop_last=True, **options)
+    if c.loader in ("map", "drop_last"):
+        return DataLoader(data, size, shuffle=c.shuffle, drop_last=c.loader == "drop_last", **options)
     if c.loader == "batch_sampler":
         indices = list(range(c.samples))
         random.Random(c.seed).shuffle(indices)
@@ -275,20 +272,15 @@ def loader_of(c: Combination) -> Any:
         return DataLoader(data, batch_sampler=batches, **options)
     if c.loader == "iterable":
         return DataLoader(Stream(data), size, **options)
-    if c.loader == "iterable+len":
-        return DataLoader(Sized(data, c.samples), size, **options)
-    if c.loader == "iterable+short":
-        return DataLoader(Sized(data, max(1, c.samples - size)), size, **options)
-    if c.loader == "iterable+long":
-        return DataLoader(Sized(data, c.samples + size), size, **options)
+    if c.loader.startswith("iterable+"):
+        wrong = {"len": 0, "short": -size, "long": size}[c.loader.partition("+")[2]]
+        return DataLoader(Sized(data, max(1, c.samples + wrong)), size, **options)
+    plain = list(DataLoader(data, size, generator=torch.Generator()))
     if c.loader == "list":
-        return plain()
-    if c.loader == "short":
-        return Reported(plain(), max(1, count - 1))
-    if c.loader == "long":
-        return Reported(plain(), count + 1)
-    assert c.loader == "generator"
-    return Unsized(plain())
+        return plain
+    if c.loader == "generator":
+        return Unsized(plain)
+    return Reported(plain, {"short": max(1, count - 1), "long": count + 1}[c.loader])
 
 
 def validation_of(c: Combination) -> Any:
@@ -352,34 +344,29 @@ class ZeroKept(torch.optim.SGD):
 def optimizer_of(c: Combination, module: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of ``c``, the same one for both sides."""
     parameters = list(module.parameters())
+    groups = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "weight_decay": 0.1}]
+    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "sgd": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=0.01, fused=c.lever == "fused"),
+        "rmsprop": lambda: torch.optim.RMSprop(parameters, lr=0.01),
+        "noisy": lambda: Noisy(parameters, lr=0.1),
+        "wrapped": lambda: Wrapped(parameters, lr=0.05),
+        "zero_kept": lambda: ZeroKept(parameters, lr=0.1, momentum=0.5),
+        "lbfgs": lambda: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
+        "two_groups": lambda: torch.optim.SGD(groups, lr=0.05),
+    }
     if c.lever == "in_backward":
         return torch.optim.AdamW(parameters, lr=0.01)
-    if c.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    if c.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=0.01, fused=c.lever == "fused")
-    if c.optimizer == "rmsprop":
-        return torch.optim.RMSprop(parameters, lr=0.01)
-    if c.optimizer == "noisy":
-        return Noisy(parameters, lr=0.1)
-    if c.optimizer == "wrapped":
-        return Wrapped(parameters, lr=0.05)
-    if c.optimizer == "zero_kept":
-        return ZeroKept(parameters, lr=0.1, momentum=0.5)
-    if c.optimizer == "lbfgs":
-        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
-    if c.optimizer == "two_groups":
-        groups = [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "weight_decay": 0.1}]
-        return torch.optim.SGD(groups, lr=0.05)
+    if c.optimizer in makers:
+        return makers[c.optimizer]()
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     if c.optimizer == "patched":
 
         def step(self: torch.optim.SGD, closure: Any = None) -> Any:
             loss = None if closure is None else closure()
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(0.5)
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
             type(self).step(self)
             return loss
 

@@ -67,7 +67,7 @@ def averages(run: Runtime, tolerance: float) -> None:
     run.backward(step(data(run.global_rank), scale=2.0))
     everywhere = run.all_gather(gradient_of(model))
     assert torch.equal(everywhere[0], everywhere[1])
-    assert list(run.state_dict(model)) == names
+    assert list(run.strategy.state_dict(model)) == names
     assert "forward" not in vars(model)
     alone = []
     for rank in (0, 1):

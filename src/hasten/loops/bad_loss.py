@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hasten._lib.errors import BadLossError
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
@@ -146,7 +147,7 @@ class Guard:
         self._losses.append((self._batch[1], loss.detach().clone()))
 
     def around(
-        self, optimizer: Any, finish: Callable[[], None], step: Callable[..., Any]
+        self, optimizer: Optimizer, finish: Callable[[], None], step: Callable[..., Any]
     ) -> tuple[Callable[[], None], Callable[..., Any]]:
         """Return versions of ``finish`` and ``step`` that do nothing if the step is to be skipped."""
 
@@ -159,7 +160,7 @@ class Guard:
 
         return guarded_finish, lambda closure=None: step(closure) if self._passes else None
 
-    def in_closure(self, optimizer: Any, finish: Callable[[], None]) -> Callable[[], None]:
+    def in_closure(self, optimizer: Optimizer, finish: Callable[[], None]) -> Callable[[], None]:
         """Return a ``finish`` that may leave the closure by ``StepSkipped``, the first time that a step calls it."""
 
         def guarded_finish() -> None:
@@ -170,7 +171,7 @@ class Guard:
 
         return guarded_finish
 
-    def one_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
+    def one_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
         """Call ``step``, whose closure may leave it by ``StepSkipped``; raise if the weights were changed by then."""
         # Those with 16 bits are written back in between by what keeps their small updates.
         wide = [p for p in parameters_of(optimizer) if p.dtype in (torch.float32, torch.float64)]
@@ -404,7 +405,7 @@ def guard(run: Run) -> Guard | None:
 # -- which layer it was
 
 
-def name_layer(error: BaseException, run: Run, batch: Any, batch_idx: int) -> None:
+def name_layer(error: BaseException, run: Run, batch: object, batch_idx: int) -> None:
     """Add to an error of ``detect_anomaly=True`` which layer it was."""
     # On several processes the others are not here, and the step may wait for them.
     if "returned nan values" in str(error) and run.runtime.world_size == 1:

@@ -158,7 +158,7 @@ def _leave_if_stopped(run: Run) -> None:
         raise Stopped(run.stop.signal)
 
 
-def without_gradients(run: Run) -> Any:
+def without_gradients(run: Run) -> torch.inference_mode | torch.no_grad:
     """Return inference mode where it can be used, else ``torch.no_grad``."""
     # DDP's broadcast of buffers and FSDP's views need tensors that may change outside inference mode.
     # Within fit neither: what validation keeps (a cached mask, a buffer) may be used in training next.

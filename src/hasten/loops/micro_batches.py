@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # (batch, batch_idx, keep_outputs=False) -> outputs
 ForwardBackward = Callable[..., Any]
+
+T = TypeVar("T")
 
 _NEVER = 2**62
 
@@ -387,7 +389,7 @@ def _warn_of_batch_norm(module: nn.Module) -> None:
             return
 
 
-def rebatched(loader: Any, batch_size: int, *, name: str = "the train dataloader") -> Any:
+def rebatched(loader: DataLoader[T], batch_size: int, *, name: str = "the train dataloader") -> DataLoader[T]:
     """Return a ``DataLoader`` with the same samples in the same order, in batches of ``batch_size``.
 
     Args:
@@ -412,7 +414,7 @@ def rebatched(loader: Any, batch_size: int, *, name: str = "the train dataloader
     return with_attributes(loader, batch_size=batch_size, batch_sampler=sampler)
 
 
-def check_rebatched(loader: Any, batch_size: int | str, *, name: str) -> None:
+def check_rebatched(loader: object, batch_size: int | str, *, name: str) -> None:
     """Raise if something else than a ``DataLoader`` decides how large its batches are."""
     batches = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader):

@@ -85,7 +85,7 @@ def prepare(
         hooks.configure_model()
         if overrides(module, LightningModule, "configure_sharded_model"):
             module.configure_sharded_model()
-    runtime.shard(module)
+    runtime.strategy.shard(module)
 
     if runtime.precision.converts_before_loading:
         runtime.place(module)
@@ -350,7 +350,7 @@ def change_module(run: Run) -> None:
     micro_batches.prepare_module(run)
 
 
-def resume_batch_size(run: Run, checkpoint: dict[str, Any], datamodule: Any) -> None:
+def resume_batch_size(run: Run, checkpoint: dict[str, Any], datamodule: LightningDataModule | None) -> None:
     """Give a run with ``batch_size="auto"`` the size of its checkpoint, before its loaders are made."""
     from hasten.tuner.tuned_value import TunedValue
 

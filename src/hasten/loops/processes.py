@@ -15,6 +15,7 @@ from hasten.machine import agreement
 
 if TYPE_CHECKING:
     from hasten.loops.run import Run
+    from hasten.types import Group
 
 Batches = Iterator[tuple[Any, bool]]
 
@@ -46,7 +47,7 @@ def agree_on_end(run: Run) -> bool:
     if fewest < 0:
         return True
     if fewest != -most:
-        lengths = run.runtime.gather_objects(int(known))
+        lengths = run.runtime.strategy.gather_objects(int(known))
         _warn(lengths.index(min(lengths)), f"has {int(fewest)} batches, and others have up to {int(-most)}")
         run.train.most_batches = int(fewest)
     return False
@@ -80,7 +81,7 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
         batches.close()  # type: ignore[attr-defined]
 
 
-def host_group(run: Run) -> Any:
+def host_group(run: Run) -> Group:
     """Return a group whose messages go from host to host; made once a run, by all processes at once."""
     if dist.get_backend() == "gloo":
         return None

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -31,6 +31,9 @@ from hasten.module.datamodule import LightningDataModule
 from hasten.module.hparams import pickled, storable_hparams
 from hasten.module.module import toggle_again, toggled_parameters
 from hasten.seed import collect_rng_state, restore_rng_state
+
+if TYPE_CHECKING:
+    from hasten.trainer import Trainer
 
 _SCALER_KEY = "MixedPrecision"
 
@@ -63,7 +66,7 @@ class RunState:
         """
         run = self._run
         with _as_saved(run, weights_only=weights_only), run.averages.applied():
-            weights = run.runtime.state_dict(run.module)
+            weights = run.runtime.strategy.state_dict(run.module)
             if run.averages:
                 # The module's own tensors hold the weights of training again in a moment.
                 weights = {k: v.clone() if isinstance(v, Tensor) else v for k, v in weights.items()}
@@ -88,7 +91,7 @@ class RunState:
         """Restore one phase of a checkpoint whose entries ``check_entries`` has checked; ``source`` names its file."""
         module, progress = self._run.module, self._run.progress
         if phase is Phase.MODEL:
-            self._run.runtime.load_state_dict(
+            self._run.runtime.strategy.load_state_dict(
                 module, checkpoint["state_dict"], strict=module.strict_loading, source=source
             )
             name = type(self._datamodule).__qualname__
@@ -108,7 +111,7 @@ class RunState:
     def _collect_training(self) -> dict[str, Any]:
         run, runtime = self._run, self._run.runtime
         checkpoint: dict[str, Any] = {
-            "optimizer_states": [runtime.optimizer_state(run.module, one) for one in run.optimizers],
+            "optimizer_states": [runtime.strategy.optimizer_state(run.module, one) for one in run.optimizers],
             "lr_schedulers": [contents.scheduler_state(config.scheduler) for config in run.schedulers],
         }
         if runtime.scaler is not None:
@@ -116,11 +119,11 @@ class RunState:
         gradients = None
         if run.gradients_may_count():
             gradients = contents.collect_gradients(
-                run.module, run.optimizers, runtime.gather_objects, world_size=runtime.world_size
+                run.module, run.optimizers, runtime.strategy.gather_objects, world_size=runtime.world_size
             )
         own: dict[str, Any] = {
             "gradients": gradients,
-            "ranks": runtime.gather_objects(self._collect_process()),
+            "ranks": runtime.strategy.gather_objects(self._collect_process()),
         }
         # Where the weights are averages, those that training continues with.
         if (training_weights := run.averages.training_weights()) is not None:
@@ -133,7 +136,7 @@ class RunState:
         _check_number("optimizers", checkpoint["optimizer_states"], run.optimizers, source)
         _check_number("lr_schedulers", checkpoint["lr_schedulers"], run.schedulers, source)
         for optimizer, state in zip(run.optimizers, checkpoint["optimizer_states"], strict=True):
-            runtime.load_optimizer_state(run.module, optimizer, state)
+            runtime.strategy.load_optimizer_state(run.module, optimizer, state)
         for config, state in zip(run.schedulers, checkpoint["lr_schedulers"], strict=True):
             contents.load_scheduler(config.scheduler, state)
         if runtime.scaler is not None and _SCALER_KEY in checkpoint:
@@ -273,7 +276,7 @@ def _check_number(what: str, stored: list[Any], present: list[Any], source: str)
 # -- from which checkpoint a call starts
 
 
-def resolve_path(trainer: Any, ckpt_path: str | os.PathLike[str] | None) -> str | None:
+def resolve_path(trainer: Trainer, ckpt_path: str | os.PathLike[str] | None) -> str | None:
     """Return the file that ``ckpt_path`` means: a path, or the "best" or "last" one of the trainer's callbacks."""
     if ckpt_path is None:
         return None

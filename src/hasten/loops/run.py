@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hasten.loops.resume import BatchStart
     from hasten.machine.signals import StopRequests
     from hasten.runtime import Runtime
+    from hasten.types import Group
 
 
 def unprofiled(action: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,7 +132,7 @@ class Run:
     # What the compiler made of the module; None where nothing is compiled.
     compiled: CompiledModel | None = None
     # Processes that speak from host to host, where the others speak from device to device.
-    host_group: Any = None
+    host_group: Group = None
     # Takes back what was changed about the user's module for this run.
     undo: ExitStack = field(default_factory=ExitStack)
 

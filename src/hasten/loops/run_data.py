@@ -70,7 +70,7 @@ class StageData:
         self,
         stage: str,
         *,
-        given: Any = None,
+        given: object = None,
         module: LightningModule | None = None,
         datamodule: LightningDataModule | None = None,
         reads_datamodule: bool = True,

@@ -158,7 +158,7 @@ class SavedObjects:
         self._seen: dict[int, Any] = {}
         self._root = 0
 
-    def save(self, thing: Any, *, values: bool = True) -> None:
+    def save(self, thing: object, *, values: bool = True) -> None:
         """Save a module, a loader, an optimizer, a container, or any other object, and what it leads to.
 
         Args:
@@ -289,7 +289,7 @@ class LearningObjects(SavedObjects):
         self._constant: set[str] = set()
         self._compared: _Comparison | None = None
 
-    def save_batch(self, batch: Any) -> None:
+    def save_batch(self, batch: object) -> None:
         """Save a batch, whatever classes it is made of."""
         self._start()
         self._visit(batch, "batch", _DEPTH, True)
@@ -665,7 +665,7 @@ class StepState:
         self._empty: list[tuple[nn.Module, str]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] | None = None
 
-    def save(self, batch: Any = None, *, gradients: bool = False) -> None:
+    def save(self, batch: object = None, *, gradients: bool = False) -> None:
         """Save the present state, with that of ``batch`` where objects are saved, and with the gradients if asked."""
         run = self._run
         if self._objects is not None:

@@ -71,7 +71,7 @@ _MODULE_METHODS = (
 # -- a call and its arguments
 
 
-def check_call(arguments: Arguments, call: str, module: Any, datamodule: Any, *given: Any) -> None:
+def check_call(arguments: Arguments, call: str, module: object, datamodule: object, *given: object) -> None:
     """Check what a call was given, before anything starts."""
     if not isinstance(module, LightningModule):
         hint = ""
@@ -548,7 +548,7 @@ MEMORY_NOTE = (
 _WRONG_KEYWORD = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 
 
-def loss_of(output: Any, run: Run) -> Tensor | None:
+def loss_of(output: object, run: Run) -> Tensor | None:
     """Return the loss in what ``training_step`` returned; None skips the batch."""
     step = f"{type(run.module).__name__}.training_step"
     loss = output
@@ -649,7 +649,7 @@ _REMEDIES = {
 }
 
 
-def annotate(error: BaseException, step: str, module: nn.Module, batch: Any, batch_idx: int) -> None:
+def annotate(error: BaseException, step: str, module: nn.Module, batch: object, batch_idx: int) -> None:
     """Add to an error of the user's step where it happened, on what, and what usually mends it."""
     if getattr(error, "_hasten_place", False):
         return
@@ -678,7 +678,7 @@ def annotate(error: BaseException, step: str, module: nn.Module, batch: Any, bat
         pass
 
 
-def describe_batch(batch: Any, depth: int = 0) -> str:
+def describe_batch(batch: object, depth: int = 0) -> str:
     """Describe the structure of a batch in one line: types, shapes, dtypes."""
     if isinstance(batch, Tensor):
         return f"Tensor {tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
