@@ -67,24 +67,20 @@ def test_weights_are_those_of_the_usual_step(kind: str) -> None:
     assert within.most_gradients == 0
 
 
-def test_clipping_by_value_happens_before_each_step() -> None:
-    plain, within = made("sgd", within=False), made("sgd")
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("sgd", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        ("adamw", {"precision": "bf16-true"}),
+        ("adamw", {"fused_optimizer": True}),
+    ],
+)
+def test_clipped_sixteen_bit_and_fused_weights_are_those_of_the_usual_step(
+    kind: str, arguments: dict[str, Any]
+) -> None:
+    plain, within = made(kind, within=False), made(kind)
     for module in (plain, within):
-        train(module, gradient_clip_val=0.01, gradient_clip_algorithm="value")
-    assert same_weights(plain, within)
-
-
-def test_sixteen_bit_weights_keep_their_small_updates() -> None:
-    plain, within = made(within=False), made()
-    for module in (plain, within):
-        train(module, precision="bf16-true")
-    assert same_weights(plain, within)
-
-
-def test_fused_steps_within_backward() -> None:
-    plain, within = made(within=False), made()
-    for module in (plain, within):
-        train(module, fused_optimizer=True)
+        train(module, **arguments)
     assert same_weights(plain, within)
 
 
