@@ -10,77 +10,45 @@ import torch
 from torch import nn
 
 import hasten as L
+from hasten.precision.base import Precision
 from hasten.report.peaks import PEAKS, get_available_flops, peaks_of
 from hasten.report.throughput import Throughput, ThroughputMonitor, compute_dtype, measure_flops
-from hasten.resolve import runtime
 
 TF = 1e12
 
 
-def test_only_totals_until_the_window_is_full() -> None:
-    throughput = Throughput(window_size=3)
+def test_only_totals_until_the_window_is_full_and_then_its_rates() -> None:
+    throughput = Throughput(window_size=3, separator="|")
     assert throughput.compute() == {}
     throughput.update(time=2.0, batches=1, samples=4)
     throughput.update(time=3.0, batches=2, samples=8)
     assert throughput.compute() == {"time": 3.0, "batches": 2, "samples": 8}
     throughput.update(time=6.0, batches=3, samples=16)
-    assert throughput.compute() == {
-        "time": 6.0,
-        "batches": 3,
-        "samples": 16,
-        "device/batches_per_sec": 2 / 4,
-        "device/samples_per_sec": 12 / 4,
-    }
-
-
-def test_rates_are_those_of_the_window() -> None:
-    throughput = Throughput(window_size=2, separator="|")
-    for time, batches, samples in ((1.0, 1, 1), (5.0, 2, 2), (7.0, 4, 12)):
-        throughput.update(time=time, batches=batches, samples=samples)
-    metrics = throughput.compute()
-    assert metrics["device|batches_per_sec"] == 1.0
-    assert metrics["device|samples_per_sec"] == 5.0
+    rates = {"device|batches_per_sec": 2 / 4, "device|samples_per_sec": 12 / 4}
+    assert throughput.compute() == {"time": 6.0, "batches": 3, "samples": 16, **rates}
+    throughput.update(time=7.0, batches=7, samples=28)
+    assert throughput.compute()["device|batches_per_sec"] == 5 / 4
     throughput.reset()
     assert throughput.compute() == {}
     throughput.update(time=0.5, batches=1, samples=1)
     assert throughput.compute()["time"] == 0.5
 
 
-def test_items_operations_and_the_share_of_the_peak() -> None:
-    throughput = Throughput(available_flops=50.0, window_size=2)
+@pytest.mark.parametrize("peak", [None, 50.0])
+def test_items_operations_and_the_share_of_the_peak(peak: float | None) -> None:
+    throughput = Throughput(available_flops=peak, window_size=2)
     throughput.update(time=1.0, batches=1, samples=2, lengths=20, flops=1000)
     throughput.update(time=3.0, batches=2, samples=4, lengths=50, flops=40)
-    assert throughput.compute() == {
-        "time": 3.0,
-        "batches": 2,
-        "samples": 4,
-        "lengths": 50,
-        "device/batches_per_sec": 0.5,
-        "device/samples_per_sec": 1.0,
-        "device/items_per_sec": 15.0,
-        "device/flops_per_sec": 20.0,
-        "device/mfu": 0.4,
-    }
-
-
-def test_several_devices() -> None:
-    throughput = Throughput(available_flops=40.0, world_size=4, window_size=2)
-    throughput.update(time=1.0, batches=1, samples=2, lengths=20, flops=1)
-    throughput.update(time=3.0, batches=2, samples=8, lengths=50, flops=40)
-    metrics = throughput.compute()
-    assert metrics["device/samples_per_sec"] == 3.0
-    assert (metrics["samples_per_sec"], metrics["batches_per_sec"]) == (12.0, 2.0)
-    assert (metrics["items_per_sec"], metrics["flops_per_sec"]) == (60.0, 80.0)
-    assert metrics["device/mfu"] == 0.5
-    assert "mfu" not in metrics
-
-
-def test_without_a_peak_there_is_no_share() -> None:
-    throughput = Throughput(window_size=2)
-    for batches in (1, 2):
-        throughput.update(time=float(batches), batches=batches, samples=batches, flops=3)
-    assert throughput.compute()["device/flops_per_sec"] == 3.0
-    assert "device/mfu" not in throughput.compute()
+    totals = {"time": 3.0, "batches": 2, "samples": 4, "lengths": 50}
+    rates = {"batches_per_sec": 0.5, "samples_per_sec": 1.0, "items_per_sec": 15.0, "flops_per_sec": 20.0}
+    expected = {**totals, **{f"device/{name}": rate for name, rate in rates.items()}}
+    if peak is not None:
+        expected["device/mfu"] = 0.4
+    assert throughput.compute() == expected
+    several = Throughput(available_flops=peak, window_size=2, world_size=4)
+    several.update(time=1.0, batches=1, samples=2, lengths=20, flops=1000)
+    several.update(time=3.0, batches=2, samples=4, lengths=50, flops=40)
+    assert several.compute() == {**expected, **{name: 4 * rate for name, rate in rates.items()}}
 
 
 @pytest.mark.parametrize(
@@ -175,17 +143,12 @@ def test_devices_that_are_not_known(name: str) -> None:
     assert peaks_of(name) is None
 
 
-def test_older_cards_have_no_bfloat16() -> None:
-    for name in ("Tesla T4", "Tesla V100-PCIE-16GB", "NVIDIA GeForce RTX 2080 Ti"):
-        peaks = peaks_of(name)
-        assert peaks is not None
-        assert not {torch.bfloat16, "tfloat32"} & set(peaks)
-
-
-def test_faster_types_are_faster() -> None:
-    for peaks in PEAKS.values():
+def test_faster_types_are_faster_and_older_cards_have_no_bfloat16() -> None:
+    for words, peaks in PEAKS.items():
         order = [peaks[dtype] for dtype in (torch.float64, torch.float32, torch.float16) if dtype in peaks]
         assert order == sorted(order)
+        older = {"t4", "v100", "v100s", "2080", "titan"} & set(words)
+        assert not older or not {torch.bfloat16, "tfloat32"} & set(peaks)
 
 
 @pytest.fixture
@@ -198,9 +161,9 @@ def device_name(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_peaks_by_type(device_name: Any) -> None:
-    device = device_name("NVIDIA A100-SXM4-80GB")
+    device, settings = device_name("NVIDIA A100-SXM4-80GB"), torch.backends.cuda.matmul
     assert get_available_flops(device, torch.bfloat16) == 312_000_000_000_000
-    before = torch.get_float32_matmul_precision()
+    before, newer = torch.get_float32_matmul_precision(), settings.fp32_precision
     try:
         torch.set_float32_matmul_precision("highest")
         assert get_available_flops(device, torch.float32) == 19_500_000_000_000
@@ -208,16 +171,12 @@ def test_peaks_by_type(device_name: Any) -> None:
         assert get_available_flops(device, torch.float32) == 156_000_000_000_000
     finally:
         torch.set_float32_matmul_precision(before)  # type: ignore[arg-type]
-
-
-def test_peaks_where_only_the_newer_setting_of_torch_was_used(device_name: Any) -> None:
-    device = device_name("NVIDIA A100-SXM4-80GB")
-    before = torch.backends.cuda.matmul.fp32_precision
     try:
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        # Where only the newer setting of torch was used.
+        settings.fp32_precision = "tf32"
         assert get_available_flops(device, torch.float32) == 156_000_000_000_000
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        settings.fp32_precision = newer
 
 
 def test_what_is_not_known_is_said(device_name: Any) -> None:
@@ -231,41 +190,23 @@ def test_what_is_not_known_is_said(device_name: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"),
+    ("name", "dtype"),
     [
         ("32-true", torch.float32),
         ("64-true", torch.float64),
         ("bf16-mixed", torch.bfloat16),
         ("bf16-true", torch.bfloat16),
         ("16-true", torch.float16),
-    ],
-)
-def test_the_type_of_a_precision(precision: str, dtype: torch.dtype) -> None:
-    made = runtime(
-        accelerator="cpu",
-        strategy="auto",
-        devices=1,
-        num_nodes=1,
-        precision=precision,
-        plugins=None,
-        owner="Trainer",
-    )
-    assert compute_dtype(made.precision) is dtype
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
+        # Products of 8-bit floats are compared with those of 16 bits.
         ("fp8", torch.bfloat16),
         ("transformer-engine", torch.bfloat16),
         ("transformer-engine-float16", torch.float16),
     ],
 )
-def test_products_of_8_bit_floats_are_compared_with_those_of_16(name: str, dtype: torch.dtype) -> None:
-    class Named:
-        precision = name
-
-    assert compute_dtype(Named()) is dtype
+def test_the_type_of_a_precision(name: str, dtype: torch.dtype) -> None:
+    precision = Precision()
+    precision.precision = name  # type: ignore[assignment]
+    assert compute_dtype(precision) is dtype
 
 
 def test_the_monitor_of_fabric_logs() -> None:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hasten as L
 from hasten.memory import recomputed, repeated_blocks
-from tests.models import Attempts, loader, quiet, same_weights
+from tests.models import Attempts, Classifier, loader, quiet, same_weights
 
 
 class Block(nn.Module):
@@ -121,15 +121,14 @@ class Twice(Deep):
         return self.last(x)
 
 
-@pytest.mark.parametrize("block", [normed, Counts])
-def test_blocks_called_twice(block: Callable[[], nn.Module]) -> None:
-    assert same_weights(trained(block, Twice), trained(block, Twice, memory="full"))
-
-
-@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("kind", [Deep, Twice])
 @pytest.mark.parametrize("block", [Block, normed, spectral, Counts, Attention])
-def test_weights_and_buffers_are_bit_equal_with_dropout_on(block: Callable[[], nn.Module], how: str) -> None:
-    assert same_weights(trained(block), trained(block, memory=how))
+def test_weights_and_buffers_are_bit_equal_with_dropout_on(
+    block: Callable[[], nn.Module], kind: type[Deep]
+) -> None:
+    plain = trained(block, kind)
+    for how in ["full"] if kind is Twice else ["selective", "full"]:
+        assert same_weights(plain, trained(block, kind, memory=how))
 
 
 def test_bf16_and_accumulation_and_micro_batches() -> None:
@@ -195,18 +194,7 @@ def test_less_memory_for_fewer_or_more_operations() -> None:
 # -- no trace
 
 
-def test_a_copy_of_the_module_calls_its_own_blocks() -> None:
-    model = Deep()
-    with recomputed(model, "full"):
-        twin = copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter.zero_()
-        assert twin(torch.ones(2, 8)).abs().sum() == 0
-        assert twin.blocks[0].forward.block is twin.blocks[0]
-
-
-def test_a_forward_of_the_users_own_is_called_and_comes_back() -> None:
+def test_a_copy_calls_its_own_blocks_and_a_forward_of_the_user_comes_back() -> None:
     model, calls = Deep(), []
 
     def own(x: Tensor) -> Tensor:
@@ -216,7 +204,13 @@ def test_a_forward_of_the_users_own_is_called_and_comes_back() -> None:
     model.blocks[1].forward = own
     with recomputed(model, "full"):
         model(torch.ones(2, 8)).sum().backward()
-    assert calls
+        assert calls
+        twin = copy.deepcopy(model)
+        assert twin.blocks[0].forward.block is twin.blocks[0]
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert twin(torch.ones(2, 8)).abs().sum() == 0
     assert model.blocks[1].forward is own
 
 
@@ -233,8 +227,6 @@ def test_the_module_is_whole_again_after_an_error() -> None:
 
 
 def test_nothing_to_recompute_is_refused_before_training() -> None:
-    from tests.models import Classifier
-
     with pytest.raises(ValueError, match=r"Classifier has no repeated blocks.*micro_batch='auto'"):
         quiet(memory="selective").fit(Classifier(), loader(8, 4))
 
@@ -302,14 +294,11 @@ def test_the_cheapest_way_comes_first(rule: Any, arguments: dict[str, Any], trie
         assert same_weights(model, trained())
 
 
-def test_it_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_is_logged_and_the_error_names_the_other_lever(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         trained(kind=limited(lambda n, how: how == "selective"), memory="auto")
-    (said,) = [record.message for record in caplog.records if "Memory ran out" in record.message]
-    assert said.endswith("3 blocks compute all but products and attention again in backward (memory='auto').")
-
-
-def test_where_nothing_is_left_the_error_names_the_other_lever() -> None:
+    (line,) = [record.message for record in caplog.records if "Memory ran out" in record.message]
+    assert line.endswith("3 blocks compute all but products and attention again in backward (memory='auto').")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trained(kind=limited(lambda n, how: False), memory="auto")
     assert "Add micro_batch='auto'" in caught.value.__notes__[-1]

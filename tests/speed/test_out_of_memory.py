@@ -108,28 +108,27 @@ def test_memory_that_runs_out_in_the_middle_of_an_accumulation() -> None:
     assert_same(whole, found)
 
 
-def test_one_sample_that_does_not_fit_is_the_users_to_mend() -> None:
-    model = fresh(Limited, fits=0)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        trained(model, loader(), micro_batch="auto")
-    assert model.sizes == [4, 2, 1]
-    assert "with 1 sample at once. Add memory='auto'" in caught.value.__notes__[-1]
+class Wrong(Limited):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
-def test_memory_that_runs_out_names_the_lever() -> None:
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        trained(fresh(Limited, fits=2), loader())
-    assert any("Trainer(micro_batch='auto')" in note for note in caught.value.__notes__)
-
-
-def test_other_errors_pass() -> None:
-    class Wrong(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
-        trained(Wrong(), loader(), micro_batch="auto")
-    assert any("in Wrong.training_step, batch 0" in note for note in caught.value.__notes__)
+@pytest.mark.parametrize(
+    ("kind", "fits", "lever", "sizes", "note"),
+    [
+        (Limited, 0, "auto", [4, 2, 1], "with 1 sample at once. Add memory='auto'"),
+        (Limited, 2, None, [4], "Trainer(micro_batch='auto')"),
+        (Wrong, 4, "auto", [], "in Wrong.training_step, batch 0"),
+    ],
+)
+def test_errors_that_end_the_training_have_a_note(
+    kind: Any, fits: int, lever: Any, sizes: list[int], note: str
+) -> None:
+    model = fresh(kind, fits=fits)
+    with pytest.raises(RuntimeError, match=r"out of memory|mat1 and mat2") as caught:
+        trained(model, loader(), micro_batch=lever)
+    assert model.sizes == sizes
+    assert any(note in each for each in caught.value.__notes__)
 
 
 def test_a_resumed_run_goes_on_with_the_size_found(tmp_path: Any) -> None:
@@ -137,28 +136,20 @@ def test_a_resumed_run_goes_on_with_the_size_found(tmp_path: Any) -> None:
     trained(straight, loader(60, 20, shuffle=True), micro_batch="auto", max_epochs=2)
 
     class Save(L.Callback):
-        def on_train_batch_end(
-            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 2:
                 trainer.save_checkpoint(tmp_path / "mid.ckpt")
                 trainer.should_stop = True
 
-    trained(
-        fresh(Limited, fits=5, dropout=0.5),
-        loader(60, 20, shuffle=True),
-        micro_batch="auto",
-        callbacks=[Save()],
-    )
-    resumed = fresh(Limited, fits=5, dropout=0.5)
-    quiet(micro_batch="auto", max_epochs=2).fit(
-        resumed, loader(60, 20, shuffle=True), ckpt_path=tmp_path / "mid.ckpt"
-    )
+    half, resumed = (fresh(Limited, fits=5, dropout=0.5) for _ in range(2))
+    trained(half, loader(60, 20, shuffle=True), micro_batch="auto", callbacks=[Save()])
+    options = {"ckpt_path": tmp_path / "mid.ckpt"}
+    quiet(micro_batch="auto", max_epochs=2).fit(resumed, loader(60, 20, shuffle=True), **options)
     assert max(resumed.sizes) == 5
     assert_same(straight, resumed, atol=0)
     # The same file without the lever.
     plain = fresh(Limited, fits=20, dropout=0.5)
-    quiet(max_epochs=2).fit(plain, loader(60, 20, shuffle=True), ckpt_path=tmp_path / "mid.ckpt")
+    quiet(max_epochs=2).fit(plain, loader(60, 20, shuffle=True), **options)
     assert plain.sizes == [20, 20, 20, 20]
 
 

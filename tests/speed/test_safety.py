@@ -155,14 +155,15 @@ def test_unknown_classes_are_refused(safety: Any, redraws: str, text: str) -> No
 # -- what is written
 
 
-def test_what_needs_consent_is_written_after_what_does_not() -> None:
+def test_what_needs_consent_is_written_after_what_does_not(tmp_path: Path) -> None:
     lines = [
         Line(Safety.SAME_BITS, "a()", ["a"], 1.2),
         Line(Safety.OTHER_BATCHES, "a(); b()", ["a", "b"], 2.0),
     ]
-    advice = Advice(
-        "train.py", Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0), [], lines=lines
-    )
+    unchanged = Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0)
+    # After one turn the interval has no end.
+    slow = Row("c", "c()", Safety.SAME_BITS, "slower", speed=0.1, low=0.0, high=float("inf"))
+    advice = Advice("train.py", unchanged, [slow], lines=lines)
     assert (advice.line, repr(advice)) == ("a()", "<Advice on train.py: 1.20x with a()>")
     assert advice.table().splitlines()[-4:] == [
         "  1.20x same bits:",
@@ -170,6 +171,8 @@ def test_what_needs_consent_is_written_after_what_does_not() -> None:
         "  2.00x same samples in other batches: needs consent:",
         "      a(); b()",
     ]
+    assert Advice.from_json(advice.to_json()) == advice
+    assert advice.draw(tmp_path / "chart.png").stat().st_size > 1000
 
 
 # -- the documentation

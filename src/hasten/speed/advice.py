@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -266,24 +267,24 @@ class Advice:
         bars = [self.unchanged, *(row for row in self._measured_first() if row.speed is not None)]
         figure.set_size_inches(9.0, 1.6 + 0.42 * len(bars))
         axes = figure.add_subplot()
-        speeds = [row.speed or 1.0 for row in bars]
-        below, above = (
-            [max(0.0, sign * ((end or speed) - speed)) for speed, end in zip(speeds, ends, strict=True)]
-            for sign, ends in ((-1, [row.low for row in bars]), (1, [row.high for row in bars]))
-        )
-        places, colours = range(len(bars)), list(map(_colour, bars))
-        axes.barh(
-            places, speeds, xerr=[below, above], color=colours, height=0.66, ecolor="#444444", capsize=2
-        )
+        places, speeds = range(len(bars)), [row.speed or 1.0 for row in bars]
+        # After one turn there is no interval.
+        is_known = [row.high is not None and math.isfinite(row.high) for row in bars]
+        ends = [
+            row.high or 1.0 if known else row.speed or 1.0 for row, known in zip(bars, is_known, strict=True)
+        ]
+        starts = [
+            row.low or 0.0 if known else end for row, known, end in zip(bars, is_known, ends, strict=True)
+        ]
+        axes.barh(places, speeds, color=list(map(_colour, bars)), height=0.66)
+        axes.hlines(places, starts, ends, color="#444444", linewidth=1.5)
         axes.set_yticks(places, ["\n".join(textwrap.wrap(row.name, 44)) for row in bars])
         axes.invert_yaxis()
         axes.axvline(1.0, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
-        ends = [speed + more for speed, more in zip(speeds, above, strict=True)]
         axes.set_xlim(0, max(ends) * 1.45)
         for place, row, end in zip(places, bars, ends, strict=True):
             text = "unchanged" if row is self.unchanged else f"{_times(row.speed or 1.0)}   {row.verdict}"
-            offset = {"xytext": (6, 0), "textcoords": "offset points"}
-            axes.annotate(text, (end, place), va="center", fontsize=9, **offset)
+            axes.text(end, place, f"  {text}", va="center", fontsize=9)
         axes.set_xlabel(
             "times as fast as the unchanged program, each on top of the winners above (with interval)"
         )
@@ -294,8 +295,8 @@ class Advice:
             "orange: needs consent, as it changes more than rounding",
             *(f"write, {line.safety.words}, {_times(line.speed)}: {line.line}" for line in self.lines),
         ]
-        below_chart = "\n".join(part for note in notes for part in textwrap.wrap(note, 125))
-        figure.supxlabel(below_chart, fontsize=7.5, color="#555555", x=0.01, ha="left")
+        below = "\n".join(part for note in notes for part in textwrap.wrap(note, 125))
+        figure.supxlabel(below, fontsize=7.5, color="#555555", x=0.01, ha="left")
         figure.savefig(path, dpi=144)
         return Path(path)
 

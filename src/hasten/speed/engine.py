@@ -227,8 +227,8 @@ class TrialProcess:
         self._close_pipes()
 
     def _close_pipes(self) -> None:
-        os.close(self._orders)
-        os.close(self._answers)
+        for fd in (self._orders, self._answers):
+            os.close(fd)
         self._orders = self._answers = -1
 
     def _order(self, order: Mapping[str, object]) -> None:

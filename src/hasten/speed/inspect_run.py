@@ -112,14 +112,19 @@ def facts(
     observed: Observed, trainer: Trainer, module: nn.Module, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return everything known of device, model and data of a running ``fit``, as plain values that JSON can hold."""
+    # These import the compiler, and every Trainer imports this module.
+    from hasten.compile.regions import repeated_blocks
+
     device: torch.device = trainer.strategy.root_device
+    on_cuda = device.type == "cuda"
+    major, minor = torch.cuda.get_device_capability(device) if on_cuda else (0, 0)
     data = leaves([trainer.train_dataloader])
     loader = next((leaf for leaf in data if isinstance(leaf, DataLoader)), None)
     children = list(module.modules())
     return {
         "device_type": device.type,
         "device": device_name(device),
-        "capability": _capability(device),
+        "capability": major + minor / 10 if on_cuda else None,
         "threads": torch.get_num_threads(),
         "cores": usable_cores(),
         "torch": torch.__version__,
@@ -140,11 +145,12 @@ def facts(
         "dropout": any(isinstance(child, nn.Dropout) and child.p > 0 for child in children),
         "reads_first_token": any(type(child).__name__ in _READ_THE_FIRST_TOKEN for child in children),
         "not_packed": None if given.get("packed") else _why_not_packed(module),
-        "repeated_blocks": _repeated_blocks(module),
+        "repeated_blocks": max((len(blocks) for _, blocks in repeated_blocks(module)), default=0),
         "attention_dropout": sorted({type(child).__name__ for child, _ in attention_dropouts(module)}),
         "flops_per_step": observed.flops,
         "samples_counted": observed.samples_counted,
-        "free_bytes": _free_memory_bytes(device),
+        # Memory that another process could have now.
+        "free_bytes": torch.cuda.mem_get_info(device)[0] if on_cuda else available_memory_bytes(),
         "peak_flops": measured_peaks(device),
         "page_bytes": resource.getpagesize(),
         "key": key_of(given, module, device),
@@ -214,7 +220,6 @@ def _samples_draw(loader: DataLoader[Any]) -> bool:
 
 def _why_not_packed(module: nn.Module) -> str | None:
     """Return why ``packed=True`` cannot be on for a model; None if it can."""
-    # Takes long to import, and every Trainer imports this module.
     from hasten.packed.blocks import packed_blocks
 
     try:
@@ -222,26 +227,6 @@ def _why_not_packed(module: nn.Module) -> str | None:
             return None
     except MisconfigurationException as error:
         return str(error).removeprefix(f"{_PACKED}: ").partition(". ")[0]
-
-
-def _repeated_blocks(module: nn.Module) -> int:
-    # Imports the compiler.
-    from hasten.compile.regions import repeated_blocks
-
-    return max((len(blocks) for _, blocks in repeated_blocks(module)), default=0)
-
-
-def _capability(device: torch.device) -> float | None:
-    """Return the compute capability of a CUDA device, such as 8.9."""
-    if device.type != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return major + minor / 10
-
-
-def _free_memory_bytes(device: torch.device) -> int | None:
-    """Return the memory that another process could have now; None if it is unknown."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory_bytes()
 
 
 def _generator_states() -> list[Tensor]:
