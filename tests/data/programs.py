@@ -97,7 +97,12 @@ class Stateful(IterableDataset):
         self.place, self.total = state["place"], state["total"]
 
 
-class Eager(Sampler):
+class Order(Sampler):
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Eager(Order):
     """Draws its order from python's generator when asked for an iterator."""
 
     def __iter__(self) -> Iterator[int]:
@@ -105,11 +110,8 @@ class Eager(Sampler):
         random.shuffle(order)
         return iter(order)
 
-    def __len__(self) -> int:
-        return SAMPLES
 
-
-class ByEpoch(Sampler):
+class ByEpoch(Order):
     def __init__(self) -> None:
         self.epoch = 0
 
@@ -119,11 +121,8 @@ class ByEpoch(Sampler):
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
-    def __len__(self) -> int:
-        return SAMPLES
 
-
-class Resumable(Sampler):
+class Resumable(Order):
     """Keeps its place; its order cannot be drawn again."""
 
     def __init__(self) -> None:
@@ -136,9 +135,6 @@ class Resumable(Sampler):
             self.place += 1
             yield self.order[self.place - 1]
         self.place = 0
-
-    def __len__(self) -> int:
-        return SAMPLES
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": list(self.order), "place": self.place}
