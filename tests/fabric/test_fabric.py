@@ -90,18 +90,6 @@ def test_weights_equal_the_plain_loops(fabric: L.Fabric, accumulate: int, clip: 
     assert optimizer.param_groups[0]["lr"] == plain_optimizer.param_groups[0]["lr"]
 
 
-def test_a_scheduler_made_before_setup_goes_on(fabric: L.Fabric) -> None:
-    module = Model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    model, wrapped, same = fabric.setup(module, optimizer, scheduler=schedule)
-    assert same is schedule
-    fabric.backward(model(torch.ones(1, 4)).sum())
-    wrapped.step()
-    same.step()
-    assert wrapped.param_groups[0]["lr"] == 0.5
-
-
 def test_methods_of_torch_that_somebody_replaced_are_called(
     fabric: L.Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,8 +148,15 @@ def test_setup_returns_what_it_was_given(fabric: L.Fabric) -> None:
     module = Model()
     assert isinstance(fabric.setup(Model()), FabricModule)
     assert isinstance(fabric.setup_module(Model()), FabricModule)
-    first, second = torch.optim.SGD(module.parameters(), lr=0.1), torch.optim.Adam(module.parameters())
-    model, a, b = fabric.setup(module, first, second)
+    first, second = torch.optim.SGD(module.parameters(), lr=1.0), torch.optim.Adam(module.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.5)
+    model, a, b, same = fabric.setup(module, first, second, scheduler=schedule)
+    assert same is schedule
+    fabric.backward(model(torch.ones(1, 4)).sum())
+    a.step()
+    # A scheduler made before setup goes on.
+    same.step()
+    assert a.param_groups[0]["lr"] == 0.5
     assert (type(a).__name__, type(b).__name__) == ("FabricSGD", "FabricAdam")
     assert isinstance(a, torch.optim.SGD)
     assert isinstance(b, torch.optim.Adam)
@@ -234,14 +229,9 @@ def test_hooks_on_the_wrapped_module_run(fabric: L.Fabric) -> None:
     model(torch.ones(1, 4))
     assert len(seen) == 3
     assert model.forward(torch.ones(1, 4)).shape == (1, 1)
-
-
-def test_backward_hooks_on_the_wrapped_module_run(fabric: L.Fabric) -> None:
-    model = fabric.setup(Model())
-    seen: list[int] = []
-    model.register_full_backward_hook(lambda module, inputs, outputs: seen.append(1))
+    model.register_full_backward_hook(lambda module, inputs, outputs: seen.append("backward"))
     fabric.backward(model(torch.ones(1, 4)).sum())
-    assert seen == [1]
+    assert seen[3:] == ["backward"]
     assert not model.module._backward_hooks
 
 
@@ -333,23 +323,13 @@ def test_a_compiled_module_stays_compiled_and_its_names_clean(fabric: L.Fabric) 
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
-def test_outputs_come_in_full_precision(precision: str) -> None:
+def test_outputs_of_modules_and_marked_methods_come_in_full_precision(precision: str) -> None:
     model = L.Fabric(accelerator="cpu", precision=precision).setup(Model())
+    model.mark_forward_method("loss")
     assert model(torch.ones(1, 4, dtype=torch.float64)).dtype == torch.float32
+    assert model.loss(torch.ones(2, 4), weight=2.0).dtype == torch.float32
     expected = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
     assert model.head.weight.dtype == expected
-
-
-def test_marked_methods_run_in_the_precision() -> None:
-    model = L.Fabric(accelerator="cpu", precision="bf16-true").setup(Model())
-    model.mark_forward_method("loss")
-    assert model.loss(torch.ones(2, 4), weight=2.0).dtype == torch.float32
-    with pytest.raises(ValueError, match="needs no mark"):
-        model.mark_forward_method("forward")
-    with pytest.raises(AttributeError, match="Did you mean 'loss'"):
-        model.mark_forward_method("losss")
-    with pytest.raises(TypeError, match="method or its name"):
-        model.mark_forward_method(3)
 
 
 def test_an_unscaled_backward_is_refused_where_a_scaler_is_needed() -> None:
@@ -374,6 +354,9 @@ def test_an_unscaled_backward_is_refused_where_a_scaler_is_needed() -> None:
 
 
 def test_a_loader_is_iterated_as_it_is_and_told_its_epochs(fabric: L.Fabric) -> None:
+    plain = loader(shuffle=True)
+    fabric.setup_dataloaders(plain)
+    assert type(plain.sampler) is RandomSampler
     plain = loader()
     wrapped = fabric.setup_dataloaders(plain)
     assert len(wrapped) == 6
@@ -385,12 +368,6 @@ def test_a_loader_is_iterated_as_it_is_and_told_its_epochs(fabric: L.Fabric) -> 
     orders = [torch.cat([x for (x,) in wrapped]) for _ in range(2)]
     assert sampler.epoch == 1
     assert not torch.equal(orders[0], orders[1])
-
-
-def test_the_given_loader_is_not_changed(fabric: L.Fabric) -> None:
-    plain = loader(shuffle=True)
-    fabric.setup_dataloaders(plain)
-    assert type(plain.sampler) is RandomSampler
 
 
 # -- files
@@ -433,13 +410,6 @@ def test_entries_can_be_filtered(fabric: L.Fabric, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="Missing key"):
         fabric.load(tmp_path / "a.ckpt", {"model": model})
     assert fabric.load(tmp_path / "a.ckpt", {"model": model, "m": 2}, strict=False) == {"n": 1}
-    for wrong, kind in (({"modle": print}, ValueError), ({"model": 3}, TypeError), ([1], TypeError)):
-        with pytest.raises(kind):
-            fabric.save(tmp_path / "b.ckpt", {"model": model}, filter=wrong)  # type: ignore[arg-type]
-
-
-def test_a_name_the_file_does_not_have(fabric: L.Fabric, tmp_path: Path) -> None:
-    fabric.save(tmp_path / "a.ckpt", {"model": Model()})
     with pytest.raises(KeyError, match="Did you mean 'model'"):
         fabric.load(tmp_path / "a.ckpt", {"modle": Model()})
 
@@ -507,8 +477,6 @@ def test_values_reach_every_logger_as_numbers(fabric: L.Fabric) -> None:
     fabric.log("loss", torch.tensor(0.5))
     fabric.log_dict({"a": torch.tensor([1]), "b": 2}, step=4)
     assert first.seen == second.seen == [({"loss": 0.5}, None), ({"a": 1, "b": 2}, 4)]
-    with pytest.raises(ValueError, match=r"shape \(2,\)"):
-        fabric.log("loss", torch.ones(2))
 
 
 def test_a_csv_logger_writes_what_fabric_logs(tmp_path: Path) -> None:
@@ -561,11 +529,10 @@ def test_modules_made_empty_keep_their_memory_as_it_is(
     assert called
 
 
-def test_launch_calls_a_function_with_the_fabric(fabric: L.Fabric) -> None:
+def test_launch_calls_a_function_or_the_run_of_a_subclass_with_the_fabric(fabric: L.Fabric) -> None:
     assert fabric.launch(lambda given, a, b=0: (given is fabric, a + b), 2, b=3) == (True, 5)
+    assert L.Fabric.seed_everything(3, verbose=False) == 3
 
-
-def test_run_of_a_subclass_is_launched() -> None:
     class Mine(L.Fabric):
         def run(self, factor: int) -> tuple[int, bool]:
             return 2 * factor, self._launched
@@ -591,13 +558,6 @@ def test_backward_can_be_overridden() -> None:
     fabric.backward(x.sum())
     assert fabric.calls == 1
     assert x.grad is not None
-
-
-def test_seeds_are_set(fabric: L.Fabric) -> None:
-    assert fabric.seed_everything(3, verbose=False) == 3
-    first = torch.rand(1)
-    L.Fabric.seed_everything(3, verbose=False)
-    assert torch.equal(first, torch.rand(1))
 
 
 # -- mistakes
@@ -627,6 +587,13 @@ def set_up_twice(fabric: L.Fabric) -> dict[str, Any]:
         (lambda f, s: f.clip_gradients(s["model"], s["optimizer"]), ValueError, "give one of the two"),
         (lambda f, s: f.clip_gradients(s["model"], s["optimizer"], clip_val=1, max_norm=1), ValueError, "give one"),
         (lambda f, s: f.no_backward_sync(Model()), TypeError, "fabric.setup"),
+        (lambda f, s: s["model"].mark_forward_method("forward"), ValueError, "needs no mark"),
+        (lambda f, s: s["model"].mark_forward_method("losss"), AttributeError, "Did you mean 'loss'"),
+        (lambda f, s: s["model"].mark_forward_method(3), TypeError, "method or its name"),
+        (lambda f, s: f.log("loss", torch.ones(2)), ValueError, r"shape \(2,\)"),
+        (lambda f, s: f.save("x", s, filter={"modle": print}), ValueError, "Did you mean 'model'"),
+        (lambda f, s: f.save("x", s, filter={"model": 3}), TypeError, "a function of"),
+        (lambda f, s: f.save("x", s, filter=[1]), TypeError, "names and functions"),
         (lambda f, s: f.launch(3), TypeError, "not a function"),
         (lambda f, s: f.launch(lambda: None), TypeError, "must take an argument"),
         (lambda f, s: f.save("x", Model()), TypeError, "use a dict"),
@@ -648,18 +615,12 @@ def test_mistakes_are_named_with_what_to_do(
 @pytest.mark.parametrize(
     "use",
     [
-        lambda f: f.setup(Model()),
-        lambda f: f.setup_module(Model()),
-        lambda f: f.setup_optimizers(torch.optim.SGD(Model().parameters(), lr=1)),
-        lambda f: f.setup_dataloaders(loader()),
-        lambda f: f.barrier(),
-        lambda f: f.broadcast(1),
-        lambda f: f.all_gather(1),
-        lambda f: f.all_reduce(1),
-        lambda f: f.init_module(),
+        lambda f: f.setup(Model()), lambda f: f.setup_module(Model()), lambda f: f.setup_dataloaders(loader()),
+        lambda f: f.setup_optimizers(torch.optim.SGD(Model().parameters(), lr=1)), lambda f: f.barrier(),
+        lambda f: f.broadcast(1), lambda f: f.all_gather(1), lambda f: f.all_reduce(1), lambda f: f.init_module(),
         lambda f: f.rank_zero_first().__enter__(),
     ],
-)
+)  # fmt: skip
 def test_several_processes_must_be_launched_first(use: Any) -> None:
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp")
     with pytest.raises(RuntimeError, match=r"Call fabric.launch\(\)"):

@@ -75,38 +75,25 @@ def test_every_argument_or_those_named() -> None:
     assert dict(Base().hparams) == {}
 
 
-def test_a_name_that_is_no_argument_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("width", "widht"), r"\['widht'\] not among the arguments of Wrong.__init__: \['width'\]"),
+        ((3,), r"cannot read hyper-parameters of Wrong from a int; give names, a dict"),
+        ((["a"],), r"cannot read hyper-parameters of Wrong from a list"),
+        ((object,), r"cannot read hyper-parameters of Wrong from a type"),
+        ((Namespace,), r"cannot read hyper-parameters of Wrong from a type"),
+        (({"a": 1}, {"b": 2}), r"one dict / Namespace / dataclass; got 2 objects"),
+    ],
+    ids=str,
+)
+def test_what_holds_no_names_is_refused(arguments: Any, words: str) -> None:
     class Wrong(Base):
         def __init__(self, width: int = 4) -> None:
             super().__init__()
-            self.save_hyperparameters("width", "widht")
+            self.save_hyperparameters(*arguments)
 
-    with pytest.raises(
-        ValueError, match=r"\['widht'\] not among the arguments of Wrong.__init__: \['width'\]"
-    ):
-        Wrong()
-
-
-@pytest.mark.parametrize("wrong", [3, ["a"], object, Namespace])
-def test_what_holds_no_names_is_refused(wrong: Any) -> None:
-    class Wrong(Base):
-        def __init__(self) -> None:
-            super().__init__()
-            self.save_hyperparameters(wrong)
-
-    with pytest.raises(
-        ValueError, match=r"cannot read hyper-parameters of Wrong from a \w+; give names, a dict"
-    ):
-        Wrong()
-
-
-def test_two_objects_are_refused() -> None:
-    class Wrong(Base):
-        def __init__(self) -> None:
-            super().__init__()
-            self.save_hyperparameters({"a": 1}, {"b": 2})
-
-    with pytest.raises(ValueError, match=r"one dict / Namespace / dataclass; got 2 objects"):
+    with pytest.raises(ValueError, match=words):
         Wrong()
 
 
@@ -241,19 +228,6 @@ class Three(Two):
         self.save_hyperparameters("d")
 
 
-class Drops(One):
-    def __init__(self, x: int = 1) -> None:
-        super().__init__()
-        self.save_hyperparameters(ignore="a")
-
-
-class Removes(One):
-    def __init__(self, x: int = 1) -> None:
-        super().__init__()
-        self.remove_ignored_hparams(["b", "nothing"])
-        self.save_hyperparameters()
-
-
 class Unwilling(One):
     def __init__(self, path: str = "p") -> None:
         super().__init__(a=3)
@@ -267,6 +241,17 @@ def test_arguments_of_all_levels_are_kept_and_the_subclass_knows_better() -> Non
 
 
 def test_a_subclass_can_leave_out_what_its_base_kept() -> None:
+    class Drops(One):
+        def __init__(self, x: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore="a")
+
+    class Removes(One):
+        def __init__(self, x: int = 1) -> None:
+            super().__init__()
+            self.remove_ignored_hparams(["b", "nothing"])
+            self.save_hyperparameters()
+
     model = Drops()
     assert dict(model.hparams) == dict(model.hparams_initial) == {"b": 2, "x": 1}
     assert dict(Removes().hparams) == {"a": 1, "x": 1}

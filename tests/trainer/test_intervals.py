@@ -8,17 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-import hasten as L
 from hasten.callbacks import ModelCheckpoint
+from tests.fakes import watching
 from tests.models import Classifier, loader, quiet
-
-
-class Validations(L.Callback):
-    def __init__(self) -> None:
-        self.at: list[int] = []
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self.at.append(trainer.global_step)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +51,11 @@ def test_time_in_the_place_of_epochs_is_a_time_limit() -> None:
     ],
 )
 def test_validations(options: Any, at: list[int]) -> None:
-    validations = Validations()
-    quiet(max_epochs=2, callbacks=validations, num_sanity_val_steps=0, **options).fit(
-        Classifier(), loader(40), loader(8)
-    )
-    assert validations.at == at
+    seen: list[int] = []
+    validations = watching(lambda _, trainer: seen.append(trainer.global_step), "on_validation_end")
+    trainer = quiet(max_epochs=2, callbacks=validations, num_sanity_val_steps=0, **options)
+    trainer.fit(Classifier(), loader(40), loader(8))
+    assert seen == at
 
 
 def test_other_arguments(tmp_path: Any) -> None:
@@ -77,28 +69,16 @@ def test_other_arguments(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"log_every_n_steps": "2ep"},
-            r"log_every_n_steps='2ep'.*counts steps, for instance '500st'.*val_check_int",
-        ),
-        (
-            {"check_val_every_n_epoch": "9st"},
-            r"counts epochs, for instance '2ep'.*steps can be given to val_check",
-        ),
-        (
-            {"reload_dataloaders_every_n_epochs": "90min"},
-            r"in time can be given to val_check_interval, max_time",
-        ),
-        (
-            {"max_epochs": "2ep", "max_time": "3ep"},
-            r"max_epochs='2ep', max_time='3ep'.*both say how many epochs",
-        ),
+        ({"log_every_n_steps": "2ep"}, r"log_every_n_steps='2ep'.*counts steps, for instance '500st'.*val_check_int"),
+        ({"check_val_every_n_epoch": "9st"}, r"counts epochs, for instance '2ep'.*steps can be given to val_check"),
+        ({"reload_dataloaders_every_n_epochs": "90min"}, r"in time can be given to val_check_interval, max_time"),
+        ({"max_epochs": "2ep", "max_time": "3ep"}, r"max_epochs='2ep', max_time='3ep'.*both say how many epochs"),
         ({"max_epochs": "0ep"}, r"got '0ep': it must be more than zero"),
         ({"max_epochs": "two"}, r"max_epochs=\.\.\.\) got 'two': write 'DD:HH:MM:SS'.*'2ep', '500st'"),
         ({"min_epochs": "90min"}, r"min_epochs='90min'.*a time cannot be given here"),
         ({"val_check_interval": "2ep", "check_val_every_n_epoch": 3}, r"both say after how many epochs"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         quiet(**options)

@@ -10,17 +10,17 @@ import torch
 from torch.utils.data import DataLoader
 
 import hasten as L
+from tests.fakes import watching
 from tests.models import Classifier, Several, loader, quiet, same_weights
 
 
-class Reads(L.Callback):
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+def test_counters_of_the_fit_loop() -> None:
+    seen: list[Any] = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def note(_: str, trainer: Any) -> None:
         loop = trainer.fit_loop
         inner = loop.epoch_loop
-        self.seen.append(
+        seen.append(
             (
                 (loop.batch_idx, loop.total_batch_idx, inner.global_step, inner._batches_that_stepped),
                 (inner.batch_progress.current.completed, inner.batch_progress.total.ready),
@@ -28,21 +28,14 @@ class Reads(L.Callback):
             )
         )
 
-
-def test_counters_of_the_fit_loop() -> None:
-    reads = Reads()
-    trainer = quiet(max_epochs=2, accumulate_grad_batches=2, callbacks=reads)
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=2, callbacks=watching(note, "on_train_batch_end"))
     assert trainer.fit_loop.epoch_progress.current.ready == 0
     assert not trainer.fit_loop.done
     trainer.fit(Classifier(), loader(12))
-    assert reads.seen == [
-        ((0, 0, 0, 0), (1, 1), (1, 0)),
-        ((1, 1, 1, 1), (2, 2), (1, 0)),
-        ((2, 2, 2, 2), (3, 3), (1, 0)),
-        ((0, 3, 2, 2), (1, 4), (2, 1)),
-        ((1, 4, 3, 3), (2, 5), (2, 1)),
-        ((2, 5, 4, 4), (3, 6), (2, 1)),
-    ]
+    assert seen == [
+        ((0, 0, 0, 0), (1, 1), (1, 0)), ((1, 1, 1, 1), (2, 2), (1, 0)), ((2, 2, 2, 2), (3, 3), (1, 0)),
+        ((0, 3, 2, 2), (1, 4), (2, 1)), ((1, 4, 3, 3), (2, 5), (2, 1)), ((2, 5, 4, 4), (3, 6), (2, 1)),
+    ]  # fmt: skip
     loop = trainer.fit_loop
     assert loop.done
     assert not loop.restarting
@@ -77,18 +70,17 @@ def test_limits_raised_between_two_fits_let_the_run_go_on() -> None:
         trainer.fit_loop.min_epochs = 1.5
 
 
-class Stops(L.Callback):
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.should_stop = True
+def stops() -> L.Callback:
+    return watching(lambda _, trainer: setattr(trainer, "should_stop", True), "on_train_batch_end")
 
 
 def test_least_epochs_and_steps_can_be_set() -> None:
-    trainer = quiet(max_epochs=5, callbacks=Stops())
+    trainer = quiet(max_epochs=5, callbacks=stops())
     trainer.fit_loop.min_epochs = 2
     trainer.fit(Classifier(), loader())
     assert trainer.current_epoch == 2
     assert trainer.fit_loop.min_epochs == trainer.min_epochs == 2
-    trainer = quiet(max_epochs=5, callbacks=Stops())
+    trainer = quiet(max_epochs=5, callbacks=stops())
     trainer.fit_loop.epoch_loop.min_steps = 13
     trainer.fit(Classifier(), loader())
     assert trainer.global_step == trainer.fit_loop.epoch_loop.min_steps == 13

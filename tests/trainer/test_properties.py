@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import hasten as L
-from tests.fakes import RowLogger
+from tests.fakes import RowLogger, watching
 from tests.models import Classifier, Several, loader, quiet
 
 
@@ -47,21 +46,17 @@ def test_properties_of_a_run() -> None:
     train, first, second = loader(12), loader(8), loader(4)
     last: list[Any] = []
 
-    class Looks(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            last.append((trainer.is_last_batch, trainer.total_batch_idx))
+    def look(_: str, trainer: Any) -> None:
+        last.append((trainer.is_last_batch, trainer.total_batch_idx))
 
-    trainer.callbacks.append(Looks())
+    trainer.callbacks.append(watching(look, "on_train_batch_end"))
     trainer.fit(model, train, [first, second])
     assert last == [(False, 0), (False, 1), (True, 2), (False, 3), (False, 4), (True, 5)]
     assert trainer.lightning_module is trainer.model is model
     assert trainer.train_dataloader.dataset is train.dataset
     assert [one.dataset for one in trainer.val_dataloaders] == [first.dataset, second.dataset]
-    assert (trainer.num_training_batches, trainer.num_val_batches, trainer.num_sanity_val_batches) == (
-        3,
-        [2, 1],
-        [2, 1],
-    )
+    assert trainer.num_training_batches == 3
+    assert trainer.num_val_batches == trainer.num_sanity_val_batches == [2, 1]
     assert trainer.enable_validation
     assert [optimizer.optimizer for optimizer in trainer.wrapped_optimizers] == trainer.optimizers
     trainer.validate(model, first, verbose=False)
@@ -73,15 +68,16 @@ def test_properties_of_a_run() -> None:
 
 
 def test_optimizers_can_be_exchanged_in_a_run() -> None:
-    class Exchanges(L.Callback):
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.current_epoch == 1:
-                trainer.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.0)]
+    model, weights = Classifier(), []
 
-    model = Classifier()
-    trainer = quiet(max_epochs=2, callbacks=[Exchanges()])
-    weights: list[Any] = []
-    model.on_train_epoch_end = lambda: weights.append(model.layers[0].weight.clone())  # type: ignore[method-assign]
+    def exchange(hook: str, trainer: Any) -> None:
+        if hook == "on_train_epoch_end":
+            weights.append(model.layers[0].weight.clone())
+        elif trainer.current_epoch == 1:
+            trainer.optimizers = [torch.optim.SGD(model.parameters(), lr=0.0)]
+
+    exchanges = watching(exchange, "on_train_epoch_start", "on_train_epoch_end")
+    trainer = quiet(max_epochs=2, callbacks=exchanges)
     trainer.fit(model, loader(8))
     assert torch.equal(weights[0], weights[1])
     assert len(trainer.optimizers) == 1
@@ -133,12 +129,8 @@ def test_metrics_of_step_and_epoch() -> None:
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert metrics == {"a": 1.5, "a_step": 3.0, "a_epoch": 1.5, "b": 2.0, "c": 3.0}
     assert all(isinstance(value, torch.Tensor) for value in trainer.callback_metrics.values())
-    assert {name: float(value) for name, value in trainer.logged_metrics.items()} == {
-        "a_step": 3.0,
-        "a_epoch": 1.5,
-        "c": 3.0,
-    }
-    assert trainer.progress_bar_metrics == {"a_step": 3.0, "a_epoch": 1.5, "c": 3.0}
+    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+    assert logged == trainer.progress_bar_metrics == {"a_step": 3.0, "a_epoch": 1.5, "c": 3.0}
 
 
 def test_values_that_no_logger_gets_are_not_in_the_results() -> None:

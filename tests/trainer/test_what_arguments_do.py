@@ -57,25 +57,17 @@ def test_fast_dev_run_runs_programs_that_write_to_their_logger(tmp_path: Path, m
         L.Trainer(fast_dev_run=True, logger=3)
 
 
-BAREBONES: list[dict[str, Any]] = [
-    {"logger": True},
-    {"enable_checkpointing": True},
-    {"enable_progress_bar": True},
-    {"enable_model_summary": True},
-    {"num_sanity_val_steps": 3},
-    {"log_every_n_steps": 3},
-    {"fast_dev_run": True},
-    {"detect_anomaly": True},
-]
+BAREBONES: dict[str, Any] = {
+    "logger": True, "enable_checkpointing": True, "enable_progress_bar": True, "enable_model_summary": True,
+    "num_sanity_val_steps": 3, "log_every_n_steps": 3, "fast_dev_run": True, "detect_anomaly": True,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", BAREBONES, ids=str)
-def test_barebones_refuses_what_it_switches_off(asked: dict[str, Any]) -> None:
-    ((name, value),) = asked.items()
-    with pytest.raises(
-        ValueError, match=rf"Trainer\(barebones=True, {name}={value}\): barebones switches all"
-    ):
-        L.Trainer(accelerator="cpu", barebones=True, **asked)
+@pytest.mark.parametrize("name", BAREBONES)
+def test_barebones_refuses_what_it_switches_off(name: str) -> None:
+    words = rf"Trainer\(barebones=True, {name}={BAREBONES[name]}\): barebones switches all"
+    with pytest.raises(ValueError, match=words):
+        L.Trainer(accelerator="cpu", barebones=True, **{name: BAREBONES[name]})
 
 
 def test_barebones_trains_the_same(tmp_path: Path, monkeypatch: Any) -> None:
@@ -99,30 +91,16 @@ class Modes(Several):
         super().__init__()
         self.seen: list[Any] = []
 
-    def note(self) -> None:
+    def validation_step(self, *_: Any) -> Any:
         self.seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), self.training))
-
-    def validation_step(self, *_: Any) -> None:
-        self.note()
-
-    def test_step(self, *_: Any) -> None:
-        self.note()
-
-    def predict_step(self, *_: Any) -> Any:
-        self.note()
         return 1
+
+    test_step = predict_step = validation_step
 
     def on_validation_start(self) -> None:
         assert not torch.is_grad_enabled()
 
-    def on_validation_epoch_end(self) -> None:
-        assert not torch.is_grad_enabled()
-
-    def on_test_epoch_end(self) -> None:
-        assert not torch.is_grad_enabled()
-
-    def on_predict_epoch_end(self) -> None:
-        assert not torch.is_grad_enabled()
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = on_validation_start
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
