@@ -140,21 +140,12 @@ def test_a_datamodule_without_state_in_the_file(tmp_path: Path) -> None:
 # -- loggers
 
 
-class Keeps(RowLogger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: list[Any] = []
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self.given.append(dict(params))
-
-
 def logged(module: Any, data: Any = None, **arguments: Any) -> list[Any]:
-    loggers = [Keeps(), Keeps()]
+    loggers = [RowLogger(), RowLogger()]
     trainer = quiet(logger=loggers, limit_train_batches=1, **arguments)
     trainer.fit(module, datamodule=data) if data is not None else trainer.fit(module, loader())
-    assert loggers[0].given == loggers[1].given
-    return loggers[0].given
+    assert loggers[0].params == loggers[1].params
+    return loggers[0].params
 
 
 class Quiet_(Base):
@@ -171,18 +162,12 @@ def test_loggers_get_them_once_a_call() -> None:
     assert logged(Quiet_(), Data()) == [{"batch_size": 4, "folder": "data"}]
     assert logged(One(), Data(log=False)) == [{"a": 1, "b": 2}]
     assert logged(One(), enable_autolog_hparams=False) == []
-
-
-def test_loggers_get_the_initial_ones() -> None:
     model = One()
     model.hparams.a = 9
-    assert logged(model) == [{"a": 1, "b": 2}]
-
-
-def test_validation_logs_them_too() -> None:
-    logger = Keeps()
+    assert logged(model) == [{"a": 1, "b": 2}], "the initial ones"
+    logger = RowLogger()
     quiet(logger=logger).validate(One(), loader(), verbose=False)
-    assert logger.given == [{"a": 1, "b": 2}]
+    assert logger.params == [{"a": 1, "b": 2}]
 
 
 class Clashes(L.LightningDataModule):
@@ -200,10 +185,9 @@ def test_names_that_module_and_datamodule_share_must_agree() -> None:
         ValueError, match=r"'a' is 1 in the module and 2 in the datamodule\. Give them different"
     ):
         logged(One(), Clashes())
-    with pytest.raises(ValueError, match="in the datamodule"):
-        logged(One(a=torch.ones(2)), Clashes(torch.ones(3)))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="in the datamodule"):
-        logged(One(a=torch.ones(2)), Clashes(torch.arange(2)))  # type: ignore[arg-type]
+    for other in (torch.ones(3), torch.arange(2)):
+        with pytest.raises(ValueError, match="in the datamodule"):
+            logged(One(a=torch.ones(2)), Clashes(other))  # type: ignore[arg-type]
     assert len(logged(One(a=torch.ones(2)), Clashes(torch.ones(2)))) == 1  # type: ignore[arg-type]
 
 
