@@ -40,8 +40,10 @@ def test_it_equals_the_loop_written_by_hand() -> None:
 
 
 def test_a_resumed_run_accumulates_alike_also_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    callbacks = [lambda: [GradientAccumulationScheduler({1: 4, 2: 2})]]
-    assert_resumes_exactly(tmp_path, Classifier, callbacks[0], [6, 7, 8, 11, 13, 16], max_epochs=3)
+    def make() -> list[L.Callback]:
+        return [GradientAccumulationScheduler({1: 4, 2: 2})]
+
+    assert_resumes_exactly(tmp_path, Classifier, make, [6, 7, 8, 11, 13, 16], max_epochs=3)
 
 
 def test_the_trainer_is_left_as_it_was_and_can_fit_again() -> None:

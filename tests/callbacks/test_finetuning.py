@@ -49,6 +49,11 @@ def names(group: dict[str, Any], module: nn.Module) -> list[str]:
     return [found[id(p)] for p in group["params"]]
 
 
+def backbone(*arguments: Any, **options: Any) -> Any:
+    """Return a function that makes a list with the callback."""
+    return lambda: [BackboneFinetuning(*arguments, **options)]
+
+
 class Late(BaseFinetuning):
     """Unfreezes the backbone in the second epoch."""
 
@@ -65,7 +70,7 @@ class Late(BaseFinetuning):
 
 
 def test_the_backbone_is_frozen_until_its_epoch_and_trains_from_then_on() -> None:
-    trainer = fitted(Model, lambda: [BackboneFinetuning(2, backbone_initial_ratio_lr=0.5)], max_epochs=4)
+    trainer = fitted(Model, backbone(2, backbone_initial_ratio_lr=0.5), max_epochs=4)
     model = trainer.lightning_module
     assert isinstance(model, Model)
     frozen = ["backbone.0.weight", "backbone.0.bias", "backbone.3.weight", "backbone.3.bias"]
@@ -93,13 +98,13 @@ def test_the_backbone_is_frozen_until_its_epoch_and_trains_from_then_on() -> Non
 def test_the_learning_rate_of_the_backbone_follows_the_arguments(
     options: dict[str, Any], rates: list[float]
 ) -> None:
-    trainer = fitted(Model, lambda: [BackboneFinetuning(1, **options)], max_epochs=5)
+    trainer = fitted(Model, backbone(1, **options), max_epochs=5)
     assert trainer.lightning_module.rates == [[0.1], *([0.1, rate] for rate in rates)]  # type: ignore[union-attr]
 
 
 def test_it_equals_the_loop_written_by_hand() -> None:
     data = loader(24)
-    trainer = fitted(Model, lambda: [BackboneFinetuning(1)], max_epochs=3, data=data)
+    trainer = fitted(Model, backbone(1), max_epochs=3, data=data)
 
     L.seed_everything(0, verbose=False)
     model = Model()
@@ -123,8 +128,9 @@ def test_it_equals_the_loop_written_by_hand() -> None:
 @pytest.mark.parametrize("train_bn", [True, False])
 def test_a_resumed_run_goes_on_with_what_trained(tmp_path: Path, train_bn: bool) -> None:
     # 6 batches an epoch: before, in and after the epoch that unfreezes.
-    callbacks = [lambda: [BackboneFinetuning(1, train_bn=train_bn)]]
-    whole = assert_resumes_exactly(tmp_path, Model, callbacks[0], [3, 6, 8, 15], max_epochs=3)
+    whole = assert_resumes_exactly(
+        tmp_path, Model, backbone(1, train_bn=train_bn), [3, 6, 8, 15], max_epochs=3
+    )
     module = whole.lightning_module
     assert isinstance(module, Model)
     trains = [name for name, p in module.named_parameters() if p.requires_grad]
@@ -136,7 +142,7 @@ def test_a_resumed_run_goes_on_with_what_trained(tmp_path: Path, train_bn: bool)
 
 def test_a_checkpoint_has_the_options_of_each_group_with_names_in_place_of_parameters(tmp_path: Path) -> None:
     saver = SaveAt(tmp_path / "a.ckpt", 8)
-    trainer = fitted(Model, lambda: [BackboneFinetuning(1)], saver, max_epochs=2)
+    trainer = fitted(Model, backbone(1), saver, max_epochs=2)
     stored = torch.load(saver.path, weights_only=True)
     (state,) = stored["callbacks"].values()
     (groups,) = state["internal_optimizer_metadata"].values()
@@ -249,7 +255,7 @@ def test_only_fit_freezes() -> None:
 
 def test_a_late_start_unfreezes_at_once_and_reports_it(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        trainer = fitted(Model, lambda: [BackboneFinetuning(0, verbose=True, rounding=3)])
+        trainer = fitted(Model, backbone(0, verbose=True, rounding=3))
     assert trainer.lightning_module.rates == [[0.1, 0.01]]  # type: ignore[union-attr]
     assert "Epoch 0: learning rate 0.1, backbone 0.01" in caplog.text
 
@@ -263,7 +269,7 @@ def test_a_module_without_backbone_is_refused() -> None:
 
     message = r"Body has no module 'backbone'; its modules are \['head', 'backbon'\]"
     with pytest.raises(ValueError, match=message):
-        fitted(Body, lambda: [BackboneFinetuning()])
+        fitted(Body, backbone())
 
 
 def test_methods_to_override_say_that_they_are_missing() -> None:
@@ -289,12 +295,9 @@ def test_a_state_with_groups_alone_trains_what_they_hold_if_the_model_has_it(
             if not is_known:
                 state["internal_optimizer_metadata"][0][0]["params"][0] = "backbone.9.weight"
 
-    def callbacks() -> list[L.Callback]:
-        return [BackboneFinetuning(1)]
-
     saver = SaveAt(tmp_path / "a.ckpt", 8)
-    whole = fitted(Model, callbacks, saver, max_epochs=2)
+    whole = fitted(Model, backbone(1), saver, max_epochs=2)
     message = "BackboneFinetuning: the checkpoint has the parameter 'backbone.9.weight'"
     with contextlib.nullcontext() if is_known else pytest.raises(ValueError, match=message):
-        resumed = fitted(Changed, callbacks, ckpt_path=saver.path, max_epochs=2, seed=5)
+        resumed = fitted(Changed, backbone(1), ckpt_path=saver.path, max_epochs=2, seed=5)
         assert_same(weights(resumed), weights(whole))

@@ -18,7 +18,7 @@ from hasten._lib.durations import Period, parse_interval
 from hasten._lib.errors import BadLossError, MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten.callbacks import checkpoint_files
-from hasten.callbacks.early_stopping import MetricSource, check_mode, check_monitor, not_logged, validates
+from hasten.callbacks.early_stopping import MetricSource, check_monitor, not_logged, validates
 from hasten.callbacks.timer import SharedDeadline
 from hasten.checkpoint.files import remove
 from hasten.hooks import use_hooks
@@ -147,11 +147,11 @@ class ModelCheckpoint(Checkpoint):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
     ) -> None:
-        self.mode = check_mode("ModelCheckpoint", mode)
+        owner, error = "ModelCheckpoint", MisconfigurationException
+        self.mode = check.one_of(owner, "mode", mode, ("min", "max"), error=error)
         self.monitor = None if monitor is None else check_monitor("ModelCheckpoint", monitor)
         if filename is not None:
             checkpoint_files.check_template(filename, "ModelCheckpoint(filename)")
-        owner, error = "ModelCheckpoint", MisconfigurationException
         check.one_of(owner, "save_last", save_last, (True, False, "link"), allow_none=True, error=error)
         allowed = "how many to keep, -1 for all, 0 for none"
         check.whole(owner, "save_top_k", save_top_k, at_least=-1, allowed=allowed, error=error)
@@ -657,43 +657,6 @@ class ModelCheckpoint(Checkpoint):
             checkpoint_files.remove(filepath, trainer.runtime.checkpoint_io)
 
 
-def _position(trainer: Trainer) -> list[int]:
-    return [trainer.global_step, trainer.total_batch_idx]
-
-
-# -- arguments
-
-
-def _intervals(steps: Any, epochs: Any, duration: Any) -> tuple[int, int, timedelta | None]:
-    """Return the steps, epochs and time between saves; 0 and None where they do not count.
-
-    "2ep", "500st" and "90min" mean the same in each of the three arguments.
-    """
-    arguments = {"every_n_train_steps": steps, "every_n_epochs": epochs, "train_time_interval": duration}
-    given = [_period(name, value) for name, value in arguments.items() if value is not None]
-    if not given:
-        return 0, 1, None
-    active = [each for each in given if each.steps or each.epochs or each.time is not None]
-    if len(active) > 1:
-        raise MisconfigurationException(
-            f"ModelCheckpoint(every_n_train_steps={steps}, every_n_epochs={epochs}, train_time_interval={duration}): "
-            "these should be mutually exclusive. Use one ModelCheckpoint for each."
-        )
-    period = active[0] if active else Period()
-    return period.steps or 0, period.epochs or 0, period.time
-
-
-def _period(name: str, value: Any) -> Period:
-    if isinstance(value, (str, dict, timedelta)):
-        return parse_interval(value, argument=f"ModelCheckpoint({name})")
-    is_time = name == "train_time_interval"
-    if is_time or not isinstance(value, int):
-        allowed = "a datetime.timedelta, or a text such as '90min'" if is_time else "a whole number"
-        raise check.wrong("ModelCheckpoint", name, value, allowed, error=TypeError)
-    check.whole("ModelCheckpoint", name, value, at_least=0, error=MisconfigurationException)
-    return Period(steps=value) if name == "every_n_train_steps" else Period(epochs=value)
-
-
 class OnExceptionCheckpoint(Checkpoint):
     """Save the run when an exception, Ctrl-C or SIGTERM ends a fit; remove the file when a later fit succeeds.
 
@@ -779,3 +742,40 @@ class OnExceptionCheckpoint(Checkpoint):
         trainer.strategy.barrier("on_exception_checkpoint")
         if trainer.is_global_zero:
             remove(self.ckpt_path)
+
+
+def _position(trainer: Trainer) -> list[int]:
+    return [trainer.global_step, trainer.total_batch_idx]
+
+
+# -- arguments
+
+
+def _intervals(steps: Any, epochs: Any, duration: Any) -> tuple[int, int, timedelta | None]:
+    """Return the steps, epochs and time between saves; 0 and None where they do not count.
+
+    "2ep", "500st" and "90min" mean the same in each of the three arguments.
+    """
+    arguments = {"every_n_train_steps": steps, "every_n_epochs": epochs, "train_time_interval": duration}
+    given = [_period(name, value) for name, value in arguments.items() if value is not None]
+    if not given:
+        return 0, 1, None
+    active = [each for each in given if each.steps or each.epochs or each.time is not None]
+    if len(active) > 1:
+        raise MisconfigurationException(
+            f"ModelCheckpoint(every_n_train_steps={steps}, every_n_epochs={epochs}, train_time_interval={duration}): "
+            "these should be mutually exclusive. Use one ModelCheckpoint for each."
+        )
+    period = active[0] if active else Period()
+    return period.steps or 0, period.epochs or 0, period.time
+
+
+def _period(name: str, value: Any) -> Period:
+    if isinstance(value, (str, dict, timedelta)):
+        return parse_interval(value, argument=f"ModelCheckpoint({name})")
+    is_time = name == "train_time_interval"
+    if is_time or not isinstance(value, int):
+        allowed = "a datetime.timedelta, or a text such as '90min'" if is_time else "a whole number"
+        raise check.wrong("ModelCheckpoint", name, value, allowed, error=TypeError)
+    check.whole("ModelCheckpoint", name, value, at_least=0, error=MisconfigurationException)
+    return Period(steps=value) if name == "every_n_train_steps" else Period(epochs=value)

@@ -85,9 +85,8 @@ class EarlyStopping(Callback):
         log_rank_zero_only: bool = False,
     ) -> None:
         self.monitor = check_monitor("EarlyStopping", monitor)
-        self.mode = check_mode("EarlyStopping", mode)
-        error = MisconfigurationException
-        owner, numbers = "EarlyStopping", (int, float, Tensor)
+        owner, numbers, error = "EarlyStopping", (int, float, Tensor), MisconfigurationException
+        self.mode = check.one_of(owner, "mode", mode, ("min", "max"), error=error)
         self.patience = check.whole(owner, "patience", patience, at_least=0, unit="checks", error=error)
         check.number(owner, "min_delta", min_delta, error=error)
         for name, threshold in (
@@ -251,11 +250,6 @@ class EarlyStopping(Callback):
 
 class MonitorNotLogged(MisconfigurationException, RuntimeError):
     """A callback monitors a value that was never logged."""
-
-
-def check_mode(owner: str, mode: Literal["min", "max"]) -> Literal["min", "max"]:
-    """Return ``mode`` if it is "min" (lower is better) or "max" (higher is better)."""
-    return check.one_of(owner, "mode", mode, ("min", "max"), error=MisconfigurationException)
 
 
 def check_monitor(owner: str, monitor: str) -> str:
