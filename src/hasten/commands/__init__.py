@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="store_true", help="show the version and stop")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="see below")
-    # Everything after the command belongs to the command, also --help.
+    # The words after the command belong to the command, also --help.
     split = next((place for place, word in enumerate(given) if not word.startswith("-")), len(given))
     name = given[split] if split < len(given) else None
     if name is not None and name not in COMMANDS:
@@ -63,11 +63,11 @@ def _run(module: str, arguments: list[str]) -> int:
         print("\nInterrupted.", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of a pipe went away (hasten demo | head): nobody is left to tell.
+        # The reader of a pipe went away (hasten demo | head): no message can reach it.
         sys.stderr.close()
         return 1
     except ModuleNotFoundError as error:
-        # Only those that say what to install; any other is our fault and keeps its traceback.
+        # Only messages with an install command; any other is our fault and keeps its traceback.
         if "pip install" not in str(error):
             raise
         print(f"hasten: {error}", file=sys.stderr)

@@ -15,14 +15,10 @@ from hasten.commands.parser import Option, Parser, positive, whole
 def main(arguments: Sequence[str]) -> int:
     """Measure a program; return the exit code."""
     parser = _parser()
-    options, program, rest = _split(arguments, parser.options_with_value())
-    given = parser.parse([*options, *(["--", program] if program is not None else [])])
+    given, rest = run.parse_program(parser, arguments)
     if given.list:
         return _list()
-    if given.module is None and given.program is None:
-        parser.error(
-            "name a program: hasten advise train.py [its arguments], or hasten advise -m package.train."
-        )
+    run.check_program(parser, given)
     if given.module is not None:
         origin = Path(run.find_module(given.module, parser))
         source = origin.read_bytes() if origin.suffix == ".py" else None
@@ -64,17 +60,6 @@ def main(arguments: Sequence[str]) -> int:
         for path in found.write(given.out):
             print(path)
     return 0
-
-
-def _split(arguments: Sequence[str], valued: set[str]) -> tuple[list[str], str | None, list[str]]:
-    """Return our options, the program, and its arguments. ``-m MODULE`` ends our options as a program does."""
-    words = list(arguments)
-    place = 0
-    while place < len(words) and words[place].startswith("--") and words[place] != "--":
-        place += 2 if words[place] in valued else 1
-    # From here on as for `hasten run`.
-    options, program, rest = run.split_program(words[place:])
-    return words[:place] + options, program, rest
 
 
 def _imports(source: bytes | None) -> list[str]:
@@ -127,11 +112,7 @@ def _parser() -> Parser:
             "result for all levers is kept for Trainer(speed='auto')."
         ),
     )
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="measure a module, as python -m runs it")
     parser.add_options(_OPTIONS)
-    parser.add_argument(
-        "program", nargs="?", metavar="PROGRAM", help="a Python file, or a folder with __main__.py"
-    )
     parser.set_defaults(rounds=3, warm_up=3, seeds=1, timeout=900.0)
     return parser
 

@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**texts, allow_abbrev=False, formatter_class=_Formatter)  # type: ignore[arg-type]
 
     def add_options(self, options: Iterable[Option], *, group: str = "") -> None:
-        """Add options, under a heading of their own if ``group`` names one."""
+        """Add options, under the heading ``group`` if it is given."""
         to = self.add_argument_group(group) if group else self
         for name, metavar, read, text in options:
             if read is None:

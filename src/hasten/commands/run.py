@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import os
@@ -16,7 +17,6 @@ from hasten.commands.parser import Parser
 
 def main(arguments: Sequence[str]) -> int:
     """Run a program; return its exit code."""
-    options, program, rest = split_program(arguments)
     parser = Parser(
         prog="hasten run",
         description=(
@@ -24,13 +24,8 @@ def main(arguments: Sequence[str]) -> int:
             "hasten, in this process and those it starts. Everything after PROGRAM belongs to the program."
         ),
     )
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does")
-    parser.add_argument(
-        "program", nargs="?", metavar="PROGRAM", help="a Python file, or a folder with __main__.py"
-    )
-    given = parser.parse([*options, *(["--", program] if program is not None else [])])
-    if given.module is None and given.program is None:
-        parser.error("name a program: hasten run train.py [its arguments], or hasten run -m package.train.")
+    given, rest = parse_program(parser, arguments)
+    check_program(parser, given)
 
     import hasten.compat
     from hasten.machine import launch
@@ -57,23 +52,42 @@ def main(arguments: Sequence[str]) -> int:
     return _shown(lambda: _execute(source, file), file)
 
 
-def split_program(arguments: Sequence[str]) -> tuple[list[str], str | None, list[str]]:
-    """Return our options, the program, and what belongs to it. ``-m MODULE`` ends our options as a program does."""
-    words = list(arguments)
-    for place, word in enumerate(words):
+def parse_program(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Add PROGRAM and ``-m MODULE`` to a parser; return its options, and the arguments of the program."""
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module, as python -m runs it")
+    parser.add_argument(
+        "program", nargs="?", metavar="PROGRAM", help="a Python file, or a folder with __main__.py"
+    )
+    options, program, rest = _split(list(arguments), parser.options_with_value())
+    return parser.parse([*options, *(["--", program] if program is not None else [])]), rest
+
+
+def check_program(parser: Parser, given: argparse.Namespace) -> None:
+    """End this process with an error if neither a program nor a module is named."""
+    if given.module is None and given.program is None:
+        name = parser.prog
+        parser.error(f"name a program: {name} train.py [its arguments], or {name} -m package.train.")
+
+
+def _split(words: list[str], valued: set[str]) -> tuple[list[str], str | None, list[str]]:
+    """Return our options, the program, and its arguments. ``-m MODULE`` ends our options as a program does."""
+    place = 0
+    while place < len(words):
+        word = words[place]
         if word == "-m":
             return words[: place + 2], None, words[place + 2 :]
-        if word.startswith("-m") and not word.startswith("--"):
+        if word.startswith("-m"):
             return [*words[:place], "-m", word[2:]], None, words[place + 1 :]
         if word == "--" and place + 1 < len(words):
             return words[:place], words[place + 1], words[place + 2 :]
         if not word.startswith("-"):
             return words[:place], word, words[place + 1 :]
+        place += 2 if word in valued else 1
     return words, None, []
 
 
 def find_module(name: str, parser: Parser) -> str:
-    # As `python -m` does: modules of the working directory come first.
+    """Return the file of a module, as `python -m` finds it: those of the working directory come first."""
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     try:

@@ -1,4 +1,4 @@
-"""What the processes of ``hasten advise``, ``Trainer.advise`` and ``Trainer(speed="auto")`` run."""
+"""The programs of the processes of ``hasten advise``, ``Trainer.advise`` and ``Trainer(speed="auto")`` run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hasten.trainer import Trainer
 
 
 class _Enough(BaseException):
-    """The program has come to where it trains: all its classes are there."""
+    """The program begins to train: all its classes are defined."""
 
 
 def run_program(session: Session, orders: Orders, words: Sequence[str]) -> None:
     """Run a program as ``hasten run`` does, up to its first training, which the parent orders in turns."""
     FitTrial(session, orders, Trainer).install()
     _refuse_own_loops(session)
-    # Where a program does not seed itself, all trials still begin with the same weights.
+    # A program may not seed itself; all trials begin with the same weights.
     seed_everything(0, verbose=False)
     try:
         code = run.main(words)
@@ -52,7 +52,7 @@ def train_copy(session: Session, orders: Orders, path: str) -> None:
 
 
 def _refuse_own_loops(session: Session) -> None:
-    """Refuse a program that keeps its own loop at its first backward: nothing of it would be measured."""
+    """Refuse a program with its own training loop at its first backward: nothing of it would be measured."""
     make = Fabric.__init__
 
     def backward(*args: Any, **given: Any) -> NoReturn:
@@ -65,7 +65,7 @@ def _refuse_own_loops(session: Session) -> None:
     @functools.wraps(make)
     def __init__(fabric: Any, *args: Any, **given: Any) -> None:  # noqa: N807
         make(fabric, *args, **given)
-        # The instance has a method of its own.
+        # Set on the instance, as Fabric does.
         fabric.backward = backward
 
     setattr(Fabric, "__init__", __init__)  # noqa: B010

@@ -17,7 +17,7 @@ from hasten.loops.run import Run, Stopped
 from hasten.loops.run_data import LIMIT_OF, STEP_OF, StageData, make_transfer
 from hasten.loops.user_code import annotate, check_takes_loader, takes
 from hasten.module import LightningModule
-from hasten.report.results import print_results
+from hasten.report.summary import print_results
 from hasten.seed import isolate_rng
 
 

@@ -18,18 +18,12 @@ from torch import Tensor
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.precision.matmul import matmul_precision as matmul_precision_set
 
-F64, F32, TF32, BF16, F16, I8 = (
-    torch.float64,
-    torch.float32,
-    "tfloat32",
-    torch.bfloat16,
-    torch.float16,
-    torch.int8,
-)
+F64, F32, BF16, F16, I8 = torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8
+TF32 = "tfloat32"
 
 
 def _row(f64: float, f32: float, tf32: float, half: float, int8: float) -> dict[Any, float]:
-    """Return one device's peaks, given in 10**12 a second; 0 where it has no such unit."""
+    """Return one device's peaks, given in 10**12 a second; 0 if it lacks the unit."""
     peaks = {F64: f64, F32: f32, TF32: tf32, BF16: half if tf32 else 0, F16: half, I8: int8}
     return {dtype: peak * 1e12 for dtype, peak in peaks.items() if peak}
 
@@ -105,7 +99,7 @@ def peaks_of(device_name: str) -> dict[Any, float] | None:
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int | None:
-    """Return what a device can do at most, in dense operations a second; None if it is not known.
+    """Return the peak of a device in dense operations a second; None if it is unknown.
 
     Args:
         device: the device.
@@ -123,8 +117,8 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
     peaks = peaks_of(name)
     if peaks is None:
         rank_zero_warn(
-            f"The peak of {name!r} is not known: FLOPs not found, so MFU is not logged. "
-            "Pass Throughput(available_flops=...) to give it."
+            f"The peak of {name!r} is not known: FLOPs not found, so MFU is not logged. Pass "
+            "Throughput(available_flops=...)."
         )
         return None
     if dtype is torch.float32 and TF32 in peaks and torch.backends.cuda.matmul.fp32_precision == "tf32":
@@ -137,7 +131,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
 
 # -- measured
 
-# Large enough that a matrix product reaches the peak of its device, small enough that nobody waits.
+# Large enough that a matrix product reaches the peak of its device, small enough to be quick.
 _SMALLEST_MATRIX = 128
 # Smaller ones say more of how busy the machine is than of the device.
 _LARGE_ENOUGH_MATRIX = 512
@@ -193,7 +187,7 @@ def measured_peaks(device: torch.device) -> dict[str, float | None]:
 def peak_flops(
     device: torch.device, dtype: torch.dtype, *, matmul_precision: str = "highest"
 ) -> float | None:
-    """Return the operations a second that a large matrix product reaches here; None where it cannot be done.
+    """Return the operations a second that a large matrix product reaches here; None if it cannot be computed.
 
     Args:
         device: the device.

@@ -1,4 +1,4 @@
-"""plot_logs: loss and accuracy by epoch, as pictures for a paper or a slide."""
+"""plot_logs: loss and accuracy by epoch, as figures for a paper or a slide."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Curve:
 def plot_logs(log_dir: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> list[Path]:
     """Draw loss and accuracy by epoch, training and validation, to ``loss`` and ``acc`` as pdf and png.
 
-    Values logged at steps are averaged over their epoch where there is no value of the epoch.
+    Values logged at steps are averaged over their epoch, unless the epoch has a value itself.
 
     Args:
         log_dir: folder of a run, its ``metrics.csv``, or a folder of ``version_N``, of which the latest counts.
@@ -55,8 +55,8 @@ def plot_logs(log_dir: str | os.PathLike[str], output: str | os.PathLike[str] | 
         The files written. What was not logged is left out.
 
     Raises:
-        FileNotFoundError: there is no ``metrics.csv``.
-        ValueError: it holds neither a loss nor an accuracy.
+        FileNotFoundError: ``metrics.csv`` does not exist.
+        ValueError: it contains neither a loss nor an accuracy.
 
     Example::
 

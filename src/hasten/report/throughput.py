@@ -23,7 +23,7 @@ class Throughput:
     The keys of ``compute`` are ``time`` (seconds), ``batches``, ``samples`` and, where given, ``lengths``: totals;
     and once the window is full ``device/batches_per_sec``, ``device/samples_per_sec``, ``device/items_per_sec``,
     ``device/flops_per_sec`` and ``device/mfu`` (model FLOP/s as a share of the peak), and the same without
-    ``device/`` for all devices together where there are several.
+    ``device/`` for all devices together if there are several.
 
     Args:
         available_flops: the peak of one device in floating-point operations a second.
@@ -148,7 +148,7 @@ class FabricThroughput(Throughput):
     """A Throughput that logs with a Fabric, on the first process.
 
     Args:
-        fabric: the Fabric; its device and precision say the peak, its loggers take the values.
+        fabric: the Fabric; its device and precision determine the peak, its loggers record the values.
         **kwargs: ``window_size`` and ``separator`` of Throughput.
 
     Example::
@@ -168,7 +168,7 @@ class FabricThroughput(Throughput):
         self.step = -1
 
     def update(self, **totals: Any) -> None:
-        """Take the totals so far; see ``Throughput.update``."""
+        """Record the totals so far; see ``Throughput.update``."""
         if self._fabric.is_global_zero:
             super().update(**totals)
 
@@ -177,7 +177,7 @@ class FabricThroughput(Throughput):
         return super().compute() if self._fabric.is_global_zero else {}
 
     def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, float]:
-        """Log what ``compute`` gives, and return it.
+        """Log and return the result of ``compute``.
 
         Args:
             step: the x axis of the loggers; the number of this call by default.

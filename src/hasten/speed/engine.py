@@ -35,7 +35,7 @@ from hasten.machine.allocator import file_of
 
 # The verdicts of a comparison.
 FASTER, SLOWER, NO_GAIN, UNCLEAR, FAILED = "faster", "slower", "no gain", "unclear", "failed"
-# A smaller gain counts as none: nobody writes a line for it.
+# A smaller gain counts as none: it is not worth a line.
 SMALLEST_GAIN = 0.03
 # Risk of a wrong verdict over all looks, and the share of turns that is cut off on each side: one in so many.
 _RISK = 0.1

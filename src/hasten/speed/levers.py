@@ -302,7 +302,7 @@ def expected_gain(lever: Lever, facts: Facts) -> float:
     """Return about how many times as fast a lever makes a program; the advisor tries the best first.
 
     Args:
-        lever: the lever. Those that hasten does not know come first, as somebody asked for them.
+        lever: the lever. Those that hasten does not know come first: the user registered or named them.
         facts: about device, model and data, with "parts": seconds of a step by where they go.
 
     Example::

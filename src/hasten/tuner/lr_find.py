@@ -1,4 +1,4 @@
-"""A learning rate that learns: train while it grows, and find where the loss falls fastest."""
+"""Learning rate search: train while the rate grows, and find where the loss falls fastest."""
 
 from __future__ import annotations
 

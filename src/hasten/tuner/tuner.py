@@ -149,7 +149,7 @@ class Tuner:
             The rates and losses, with ``suggestion()`` and ``plot()``; None with ``fast_dev_run``.
 
         Raises:
-            ValueError: an option is wrong, or the module has not one optimizer of its own.
+            ValueError: an option is wrong, or the module does not have exactly one optimizer.
 
         """
         if method != "fit":
