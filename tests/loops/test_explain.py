@@ -15,46 +15,42 @@ def notes(error: BaseException) -> str:
     return "\n".join(getattr(error, "__notes__", ()))
 
 
-def failing(step: Any) -> str:
-    model = type("Net", (Classifier,), {"training_step": step})()
+def with_step(step: Any) -> Any:
+    return type("Net", (Classifier,), {"training_step": step})()
+
+
+def reaches_back(self: Any, batch: Any, batch_idx: int) -> Any:
+    self.carried = getattr(self, "carried", 0) + self.loss(batch)
+    return self.carried
+
+
+def unpacks_three(self: Any, batch: Any, batch_idx: int) -> Any:
+    _x, _y, _z = batch
+
+
+def breaks(self: Any, batch: Any, batch_idx: int) -> Any:
+    raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (
+            lambda self, batch, batch_idx: self.log("loss", 1.0, on_steps=True),
+            ["self.log takes: name, value, prog_bar", "Did you mean 'on_step'?",
+             "in Net.training_step, batch 0: list of 2 (Tensor (4, 8) float32, Tensor (4,) int64)"],
+        ),
+        (lambda self, batch, _: self.loss(batch).detach(), ["does not depend on any parameter"]),
+        (lambda self, batch, _: self(batch[0]).sum(1), ["Return its mean"]),
+        (reaches_back, ["Detach what you carry over"]),
+        (unpacks_three, ["unpacks the batch into another number of parts"]),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_step_has_a_note_that_mends_it(step: Any, said: list[str]) -> None:
     with pytest.raises(Exception) as caught:
-        quiet().fit(model, loader())
-    return notes(caught.value)
-
-
-def test_unknown_keyword_of_log_names_the_nearest() -> None:
-    def step(self: Any, batch: Any, batch_idx: int) -> Any:
-        self.log("loss", 1.0, on_steps=True)
-
-    said = failing(step)
-    assert "self.log takes: name, value, prog_bar" in said
-    assert "Did you mean 'on_step'?" in said
-    assert "in Net.training_step, batch 0: list of 2 (Tensor (4, 8) float32, Tensor (4,) int64)" in said
-
-
-def test_loss_without_gradient() -> None:
-    said = failing(lambda self, batch, batch_idx: self.loss(batch).detach())
-    assert "does not depend on any parameter" in said
-
-
-def test_loss_of_several_elements() -> None:
-    said = failing(lambda self, batch, batch_idx: self(batch[0]).sum(1))
-    assert "Return its mean" in said
-
-
-def test_graph_that_reaches_back() -> None:
-    def step(self: Any, batch: Any, batch_idx: int) -> Any:
-        self.carried = getattr(self, "carried", 0) + self.loss(batch)
-        return self.carried
-
-    assert "Detach what you carry over" in failing(step)
-
-
-def test_batch_of_another_shape() -> None:
-    def step(self: Any, batch: Any, batch_idx: int) -> Any:
-        _x, _y, _z = batch
-
-    assert "unpacks the batch into another number of parts" in failing(step)
+        quiet().fit(with_step(step), loader())
+    for text in said:
+        assert text in notes(caught.value)
 
 
 class OneCycle(Classifier):
@@ -71,14 +67,6 @@ def test_scheduler_made_for_fewer_steps() -> None:
     assert "2 epochs of 10 batches" in notes(caught.value)
 
 
-def test_loss_as_a_number() -> None:
-    model = type(
-        "Net", (Classifier,), {"training_step": lambda self, batch, batch_idx: self.loss(batch).item()}
-    )()
-    with pytest.raises(ValueError, match=r"return the loss \(a tensor\).*Do not convert it with \.item\(\)"):
-        quiet().fit(model, loader())
-
-
 class WithAdam(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters())
@@ -93,72 +81,47 @@ def test_resuming_with_another_kind_of_optimizer(tmp_path: Any) -> None:
 
 
 def test_parts_of_a_batch_that_are_no_tensors() -> None:
-    class Breaks(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise RuntimeError("on purpose")
-
     batch = (torch.zeros(2, 8), 3, [{"deep": torch.zeros(1)}, "text"])
     with pytest.raises(RuntimeError) as caught:
-        quiet().fit(Breaks(), [batch])
+        quiet().fit(with_step(breaks), [batch])
     assert "tuple of 3 (Tensor (2, 8) float32, int, list of 2 (dict, str))" in notes(caught.value)
 
 
 @pytest.mark.parametrize("skipped", [{1}, {1, 3}])
 def test_skipped_batches_are_told_once(skipped: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
-
-    class Skips(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx in skipped else self.loss(batch)
-
+    model = with_step(lambda self, batch, index: None if index in skipped else self.loss(batch))
     with pytest.warns(UserWarning, match="returned None: the batch is skipped") as caught:
-        quiet(limit_val_batches=0).fit(Skips(), loader())
+        quiet(limit_val_batches=0).fit(model, loader())
     assert len(caught) == 1
 
 
+OTHER_BATCHES = "for some batches of an accumulation and not for others"
+
+
 @pytest.mark.parametrize(
-    ("weight", "message"),
+    ("output", "message"),
     [
-        (-1, r"'loss_weight': -1\}\. Use how many samples"),
-        (math.nan, "'loss_weight': nan"),
-        (torch.tensor(-1.0), r"'loss_weight': tensor\(-1\.\)"),
-        (torch.ones(2), r"'loss_weight': a tensor of shape \(2,\)"),
-        ("mean", "'loss_weight': 'mean'"),
+        (lambda loss, _: loss.item(), r"return the loss \(a tensor\).*Do not convert it with \.item\(\)"),
+        (lambda loss, _: {"loss": loss, "loss_weight": -1}, r"'loss_weight': -1\}\. Use how many samples"),
+        (lambda loss, _: {"loss": loss, "loss_weight": math.nan}, "'loss_weight': nan"),
+        (lambda loss, _: {"loss": loss, "loss_weight": torch.tensor(-1.0)}, r"'loss_weight': tensor\(-1\.\)"),
+        (lambda loss, _: {"loss": loss, "loss_weight": torch.ones(2)}, r"a tensor of shape \(2,\)"),
+        (lambda loss, _: {"loss": loss, "loss_weight": "mean"}, "'loss_weight': 'mean'"),
+        (lambda loss, index: {"loss": loss, "loss_weight": 3} if index % 2 else loss, OTHER_BATCHES),
+        (lambda loss, index: loss if index % 2 else {"loss": loss, "loss_weight": 3}, OTHER_BATCHES),
     ],
 )
-def test_a_weight_that_is_none(weight: Any, message: str) -> None:
-    class Weighted(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": self.loss(batch), "loss_weight": weight}
-
+def test_other_losses_and_weights_are_refused(output: Any, message: str) -> None:
+    model = with_step(lambda self, batch, batch_idx: output(self.loss(batch), batch_idx))
     with pytest.raises(ValueError, match=message):
-        quiet(accumulate_grad_batches=2).fit(Weighted(), loader())
-
-
-@pytest.mark.parametrize("weighed", [0, 1])
-def test_a_weight_for_some_batches_only(weighed: int) -> None:
-    class Sometimes(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            return {"loss": loss, "loss_weight": 3} if batch_idx % 2 == weighed else loss
-
-    with pytest.raises(ValueError, match="for some batches of an accumulation and not for others"):
-        quiet(accumulate_grad_batches=2).fit(Sometimes(), loader())
+        quiet(accumulate_grad_batches=2).fit(model, loader())
 
 
 def test_weights_beside_batches_without_a_loss_are_fine() -> None:
-    class Skips(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            # Windows of (weight, none), (none, weight), (none, none).
-            return [
-                {"loss": loss, "loss_weight": 3},
-                None,
-                None,
-                {"loss": loss, "loss_weight": 3},
-                None,
-                None,
-            ][batch_idx % 6]
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        # Windows of (weight, none), (none, weight), (none, none).
+        return {"loss": self.loss(batch), "loss_weight": 3} if batch_idx % 6 in (0, 3) else None
 
     with pytest.warns(UserWarning, match="returned None: the batch is skipped"):
-        quiet(accumulate_grad_batches=2, limit_train_batches=6).fit(Skips(), loader())
+        quiet(accumulate_grad_batches=2, limit_train_batches=6).fit(with_step(step), loader())

@@ -107,5 +107,5 @@ def test_they_train_as_in_the_plain_loop_and_after_resuming(
     assert same_weights(fit([Saves(tmp_path, hook)]), expected)
     paths = sorted(tmp_path.iterdir())
     assert len(paths) == 10
-    for path in paths:
+    for path in paths[1:4]:  # After each of three batches, which differ, in the middle of the epoch.
         assert same_weights(fit([], path), expected), path.name

@@ -70,12 +70,7 @@ class TrainerState:
 
 
 # Where a call begins.
-FIRST_STAGE = {
-    TrainerFn.FITTING: RunningStage.TRAINING,
-    TrainerFn.VALIDATING: RunningStage.VALIDATING,
-    TrainerFn.TESTING: RunningStage.TESTING,
-    TrainerFn.PREDICTING: RunningStage.PREDICTING,
-}
+FIRST_STAGE = {fn: RunningStage("train" if fn == TrainerFn.FITTING else fn.value) for fn in TrainerFn}
 
 
 # Names in checkpoints where they differ.
