@@ -160,8 +160,7 @@ def test_makers_of_optimizers_are_injected() -> None:
     assert other["optimizer"].param_groups[0]["lr"] == 0.5
     assert (type(other["lr_scheduler"]), other["lr_scheduler"].step_size) == (StepLR, 7)
     watched = cli(
-        "--model.scheduler=hasten.cli.ReduceLROnPlateau --model.scheduler.monitor=loss",
-        model_class=Injected,
+        "--model.scheduler=hasten.cli.ReduceLROnPlateau --model.scheduler.monitor=loss", model_class=Injected
     ).model.configure_optimizers()
     assert watched["lr_scheduler"].monitor == "loss"
 

@@ -224,7 +224,7 @@ def _checked_class(class_path: str, hint: Any, key: str, source: str) -> type:
     )
 
 
-def classes_in(hint: Any) -> list[type]:
+def classes_in(hint: object) -> list[type]:
     """Return the classes in a type hint, except builtins."""
     arguments = getattr(hint, "__args__", ()) or ()
     if isinstance(hint, type) and not arguments:

@@ -74,9 +74,7 @@ def install() -> None:
     # program's main module, and with it `lightning`.
     original = multiprocessing.spawn.get_preparation_data
     _replace(
-        multiprocessing.spawn,
-        "get_preparation_data",
-        lambda name: {"hasten": _Install(), **original(name)},
+        multiprocessing.spawn, "get_preparation_data", lambda name: {"hasten": _Install(), **original(name)}
     )
     # Packages put objects into their checkpoints, and Lightning writes them. Reading stays as strict as ever.
     allow_objects(True)

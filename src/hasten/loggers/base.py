@@ -331,6 +331,11 @@ def plain(value: object) -> Any:
     return str(value)
 
 
+def as_text(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyper-parameters as numbers and texts, which loggers can write."""
+    return {key: value if isinstance(value, _PLAIN) else str(plain(value)) for key, value in params.items()}
+
+
 def flat(params: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
     """Return nested dicts as one dict with joined names.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_only, rank_zero_warn
 from hasten._lib.tree import move_to
-from hasten.loggers.base import as_dict, flat, plain, with_prefix
+from hasten.loggers.base import as_dict, as_text, flat, plain, with_prefix
 from hasten.loggers.folders import FolderLogger, exists, make_writable, write_hparams
 
 if TYPE_CHECKING:
@@ -143,13 +143,9 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         if not metrics:
             return
         self.log_metrics(metrics, step)
-        shown = {
-            name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in flat(plain(values)).items()
-        }
         summaries = need("torch.utils.tensorboard.summary", purpose="TensorBoardLogger")
         writer = self.experiment._get_file_writer()
-        for part in summaries.hparams(shown, metrics):
+        for part in summaries.hparams(as_text(flat(plain(values))), metrics):
             writer.add_summary(part, step)
 
     @rank_zero_only

@@ -75,7 +75,7 @@ class WandbLogger(UploadingLogger):
         anonymous: bool | None = None,
         project: str | None = None,
         log_model: Literal["all"] | bool = False,
-        experiment: Any = None,
+        experiment: object = None,
         prefix: str = "",
         checkpoint_name: str | None = None,
         add_file_policy: Literal["mutable", "immutable"] = "mutable",
@@ -170,7 +170,7 @@ class WandbLogger(UploadingLogger):
         key: str,
         columns: list[str] | None = None,
         data: list[list[Any]] | None = None,
-        dataframe: Any = None,
+        dataframe: object = None,
         step: int | None = None,
     ) -> None:
         """Log a table called ``key``: ``columns`` and ``data``, or a pandas ``dataframe``.
@@ -186,7 +186,7 @@ class WandbLogger(UploadingLogger):
         key: str,
         columns: list[str] | None = None,
         data: list[list[str]] | None = None,
-        dataframe: Any = None,
+        dataframe: object = None,
         step: int | None = None,
     ) -> None:
         """Log text as a table; see ``log_table``."""

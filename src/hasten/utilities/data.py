@@ -19,7 +19,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import map_tensors, move_to
 from hasten.logged_value import batch_size_of
-from hasten.loggers.base import plain
+from hasten.loggers.base import as_text as as_text
 from hasten.machine.host import usable_cores
 
 if TYPE_CHECKING:
@@ -208,14 +208,6 @@ def merge_dicts(
             values.setdefault(key, []).append(value)
     combine = default_func or (lambda found: sum(found) / len(found))
     return {key: (agg_key_funcs or {}).get(key, combine)(found) for key, found in values.items()}
-
-
-def as_text(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters as numbers and texts, which loggers can write."""
-    return {
-        key: value if isinstance(value, (bool, int, float, str)) else str(plain(value))
-        for key, value in params.items()
-    }
 
 
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):

@@ -18,10 +18,7 @@ from hasten.module.datamodule import LightningDataModule
 from hasten.report.summary import ModelSummary
 
 DeepSpeedSummary = absent(
-    "DeepSpeedSummary",
-    ModelSummary,
-    home="hasten.utilities.model_helpers",
-    instead="Use ModelSummary.",
+    "DeepSpeedSummary", ModelSummary, home="hasten.utilities.model_helpers", instead="Use ModelSummary."
 )
 
 

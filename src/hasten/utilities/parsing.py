@@ -6,10 +6,10 @@ import inspect
 import pickle
 import traceback
 import types
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
-from hasten.module.hparams import AttributeDict
+from hasten.module.hparams import AttributeDict, HyperparametersMixin
 from hasten.module.module import trainer_of
 
 
@@ -54,7 +54,11 @@ def collect_init_args(
 
 
 def save_hyperparameters(
-    obj: Any, *args: Any, ignore: Any = None, frame: types.FrameType | None = None, given_hparams: Any = None
+    obj: HyperparametersMixin,
+    *args: object,
+    ignore: str | Iterable[str] | None = None,
+    frame: types.FrameType | None = None,
+    given_hparams: object = None,
 ) -> None:
     """Do what ``obj.save_hyperparameters`` does."""
     here = inspect.currentframe()
