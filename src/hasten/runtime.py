@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -43,7 +42,9 @@ else:
         """A property that shows an attribute of a part, for instance ``"_runtime.device"``."""
 
         def __init__(self, path: str | Callable[[Any], T], doc: str) -> None:
-            super().__init__(operator.attrgetter(path) if isinstance(path, str) else path, doc=doc)
+            # A plain function: torch.compile does not trace operator.attrgetter.
+            super().__init__(eval(f"lambda self: self.{path}") if isinstance(path, str) else path)
+            self.__doc__ = doc
 
         def __class_getitem__(cls, kind: object) -> type:
             return cls

@@ -83,6 +83,20 @@ def test_optimizers_can_be_exchanged_in_a_run() -> None:
     assert len(trainer.optimizers) == 1
 
 
+def test_properties_are_documented_and_can_be_read_in_a_compiled_function() -> None:
+    class Compiles(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            def doubled(x: torch.Tensor) -> torch.Tensor:
+                return x * (1 + self.current_epoch + self.trainer.world_size) if self.trainer.training else x
+
+            assert torch.compile(doubled, backend="eager", fullgraph=True)(torch.ones(1)).item() == 2.0
+            return self.loss(batch)
+
+    trainer = quiet(max_steps=1)
+    trainer.fit(Compiles(), loader())
+    assert "Optimizer steps" in str(type(trainer).global_step.__doc__)
+
+
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [
