@@ -150,14 +150,6 @@ def test_accumulation_that_begins_later_is_refused_too() -> None:
         train(made(), callbacks=[scheduler])
 
 
-def test_optimizers_that_need_all_gradients_are_refused() -> None:
-    weights = [nn.Parameter(torch.zeros(2))]
-    with pytest.raises(ValueError, match=r"in_backward\(LBFGS\).*Use one of torch.optim: SGD, Adam"):
-        in_backward(torch.optim.LBFGS, weights)
-    with pytest.raises(TypeError, match=r"use a class, such as torch.optim.AdamW, not AdamW"):
-        in_backward(torch.optim.AdamW(weights), weights)  # type: ignore[arg-type]
-
-
 def test_in_manual_optimisation_there_is_nothing_left_to_clip() -> None:
     class Manual(Classifier):
         def __init__(self) -> None:

@@ -176,12 +176,3 @@ def test_groups_can_be_added() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "algorithm": "muon"})
     with pytest.raises(ValueError, match="Use 'muon' or 'adamw'"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "algorithm": "adam"})
-
-
-def test_what_muon_does_not_take() -> None:
-    with pytest.raises(ValueError, match=r"no hidden matrices.*Use hasten.optim.adamw"):
-        muon(nn.Linear(4, 2))
-    with pytest.raises(TypeError, match="Pass the module itself"):
-        muon(nn.Linear(4, 2).parameters())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"use a list of parts of names, \['head'\]"):
-        muon(made(), adamw="head")

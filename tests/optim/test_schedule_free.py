@@ -186,11 +186,6 @@ def test_a_run_that_breaks_off_leaves_the_averages_and_can_go_on(tmp_path: Path)
     assert same_weights(resumed.lightning_module, train("stand-in").lightning_module)
 
 
-def test_what_schedule_free_does_not_know() -> None:
-    with pytest.raises(ValueError, match=r"kind='sdg'.*Did you mean 'sgd'"):
-        schedule_free(Classifier(), kind="sdg")
-
-
 @pytest.mark.skipif(installed("schedulefree"), reason="tells that it is not installed")
 def test_the_missing_package_is_named() -> None:
     with pytest.raises(ModuleNotFoundError, match="pip install schedulefree"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hasten._lib.names import nearest
 from hasten._lib.tree import move_to, parameters_of
@@ -77,7 +78,7 @@ def _message(owner: str, state: Mapping[str, Any], present: Mapping[str, Any], s
     return "\n".join(lines)
 
 
-def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Restore an optimizer.
 
     Raises:

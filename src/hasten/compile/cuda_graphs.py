@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hasten._lib.tree import by_kind, map_tensors
+
+T = TypeVar("T")
 
 # Marks a gradient that is a copy already: autograd adds to it in place from then on.
 _COPIED = "_hasten_copied"
@@ -74,7 +76,7 @@ def marked_by_us() -> Iterator[None]:
             MarkStepBox.mark_step_counter = 0
 
 
-def kept_outputs(outputs: Any, *, all_of_them: bool) -> Any:
+def kept_outputs(outputs: T, *, all_of_them: bool) -> T:
     """Return ``outputs`` with copies of the tensors that are kept beyond the step: the next replay overwrites them.
 
     Args:
@@ -92,4 +94,4 @@ def kept_outputs(outputs: Any, *, all_of_them: bool) -> Any:
     def copy(tensor: Tensor) -> Tensor:
         return tensor.clone() if all_of_them or tensor.numel() == 1 else tensor
 
-    return map_tensors(copy, outputs)
+    return map_tensors(copy, outputs)  # type: ignore[no-any-return]

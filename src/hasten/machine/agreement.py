@@ -29,7 +29,7 @@ def _store() -> Any:
     return _torch.PrefixStore("hasten-agreement", _torch._get_default_store())
 
 
-def exchange(place: str, own: Any, *, what: str = "", patience_seconds: float | None = None) -> list[Any]:
+def exchange(place: str, own: object, *, what: str = "", patience_seconds: float | None = None) -> list[Any]:
     """Return the values of all processes at ``place``, by rank; None for those that do not arrive in time.
 
     Args:
@@ -81,7 +81,7 @@ def count(place: str) -> int:
     return int(_store().add(f"{place}/count", 0))
 
 
-def require_all(place: str, what: str, own: Any, advice: str) -> list[Any]:
+def require_all(place: str, what: str, own: object, advice: str) -> list[Any]:
     """Return the values of all processes at ``place``.
 
     Raises:

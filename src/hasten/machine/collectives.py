@@ -175,7 +175,7 @@ def join(
     world_size: int,
     device: torch.device,
     timeout: datetime.timedelta,
-    store: Any = None,
+    store: object = None,
 ) -> None:
     """Join the process group, and leave it when the program ends.
 

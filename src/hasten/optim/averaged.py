@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hasten._lib import check
 from hasten._lib.optional import need
@@ -19,8 +20,8 @@ _CLASSES = {"adamw": "AdamWScheduleFree", "radam": "RAdamScheduleFree", "sgd": "
 
 
 def schedule_free(
-    params: nn.Module | Iterable[Any], lr: float | None = None, *, kind: str = "adamw", **options: Any
-) -> Any:
+    params: nn.Module | Iterable[Any], lr: float | None = None, *, kind: str = "adamw", **options: object
+) -> Optimizer:
     """Return a schedule-free optimizer of the package schedulefree, which needs no learning-rate schedule.
 
     It evaluates with a running average of the weights it trains. The Trainer switches between the two: validation,
@@ -47,7 +48,8 @@ def schedule_free(
         params = [p for p in params.parameters() if p.requires_grad]
     if lr is not None:
         options["lr"] = lr
-    return getattr(package, _CLASSES[kind])(params, **options)
+    made: Optimizer = getattr(package, _CLASSES[kind])(params, **options)
+    return made
 
 
 class AveragedWeights:

@@ -23,7 +23,7 @@ _KINDS: tuple[type[Optimizer], ...] = (
 KERNELS_TO_JOIN: tuple[str, ...] = ("cuda",)
 
 
-def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **options: Any) -> Any:
+def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **options: object) -> InBackward:
     """Return an optimizer that steps each parameter during backward, and frees its gradient at once.
 
     Only one or two gradients exist at a time, which saves about as much memory as the weights take. The weights equal
@@ -76,7 +76,7 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
             f"in_backward(params=...): use parameters or groups of them, not the module {type(params).__name__}. Pass "
             f"its parameters(): in_backward(torch.optim.{optimizer_class.__name__}, model.parameters(), ...)."
         )
-    made = _class_of(cast("Any", optimizer_class))(params, **options)
+    made: InBackward = _class_of(cast("Any", optimizer_class))(params, **options)
     chosen = any(
         group.get("fused") is not None or group.get("foreach") is not None for group in made.param_groups
     )

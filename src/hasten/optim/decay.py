@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -21,7 +20,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     no_decay: Iterable[str] = (),
-    **options: Any,
+    **options: object,
 ) -> AdamW:
     """Return torch's AdamW in two groups: matrices decay, biases and scales of normalisation do not.
 
@@ -60,9 +59,8 @@ def adamw(
         (others if plain else decays).append(parameter)
     parts = ((decays, weight_decay), (others, 0.0))
     groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
-    optimizer = AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
-    made: AdamW = fused_where_possible(optimizer)
-    return made
+    optimizer = AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)  # type: ignore[arg-type]
+    return fused_where_possible(optimizer)
 
 
 def trained(model: object, owner: str) -> NamedParameters:

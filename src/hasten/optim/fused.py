@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+_Made = TypeVar("_Made", bound=Optimizer)
 
 # The device types for which torch has a fused kernel.
 _DEVICES: dict[type[Optimizer], tuple[str, ...]] = {
@@ -21,7 +23,7 @@ _DEVICES: dict[type[Optimizer], tuple[str, ...]] = {
 _own: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
-def use_fused(optimizer: Any, fused: bool = True, *, owner: str = "use_fused") -> None:
+def use_fused(optimizer: object, fused: bool = True, *, owner: str = "use_fused") -> None:
     """Make an optimizer update all parameters in one kernel, or not, in place.
 
     The arithmetic is the same in another order: weights are equal up to rounding. The state is kept. Checkpoints have
@@ -95,12 +97,14 @@ def _same_step(kind: Any, base: type[Optimizer]) -> bool:
     return unwrapped(kind.step) is unwrapped(base.step)
 
 
-def unwrapped(step: Any) -> Callable[..., Any]:
+def unwrapped(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the ``step`` of a class without torch's hooks around it, which are for whole steps."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+    # Once: a step of the user that copies the attributes of torch's is another one.
+    inner: Callable[..., Any] = getattr(step, "__wrapped__", step)
+    return inner if getattr(step, "hooked", False) else step
 
 
-def fused_where_possible(optimizer: Any) -> Any:
+def fused_where_possible(optimizer: _Made) -> _Made:
     """Return ``optimizer``, fused if torch has a kernel for it and the user set neither fused nor foreach."""
     chosen = any(
         group.get("fused") is not None or group.get("foreach") is not None for group in optimizer.param_groups
