@@ -96,16 +96,8 @@ class BatchSizeFinder(_SearchCallback):
 
         super().__init__()
         self.optimal_batch_size: int | None = init_val
-        self._options = BatchSizeOptions.checked(
-            "BatchSizeFinder",
-            mode,
-            steps_per_trial=steps_per_trial,
-            init_val=init_val,
-            max_trials=max_trials,
-            batch_arg_name=batch_arg_name,
-            margin=margin,
-            max_val=max_val,
-        )
+        owner, sizes = "BatchSizeFinder", (steps_per_trial, init_val, max_trials)
+        self._options = BatchSizeOptions(owner, mode, *sizes, batch_arg_name, margin, max_val)
 
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search now; the loaders are made again with the size found."""
@@ -200,14 +192,8 @@ class LearningRateFinder(_SearchCallback):
         # To be set again after a checkpoint of a run without this callback has set its rate.
         self._again: float | None = None
         self._update_attr, self._attr_name = update_attr, attr_name
-        self._options = SweepOptions.checked(
-            "LearningRateFinder",
-            mode,
-            min_lr=min_lr,
-            max_lr=max_lr,
-            num_training=num_training_steps,
-            early_stop_threshold=early_stop_threshold,
-        )
+        sweep = (mode, min_lr, max_lr, num_training_steps, early_stop_threshold)
+        self._options = SweepOptions("LearningRateFinder", *sweep)
 
     def lr_find(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search now."""

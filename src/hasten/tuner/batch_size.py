@@ -31,10 +31,16 @@ if TYPE_CHECKING:
     from hasten.types import PathLike
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchSizeOptions:
-    """The options of a search; see ``Tuner.scale_batch_size``."""
+    """The options of a search, see ``Tuner.scale_batch_size``; ``owner`` is named in errors.
 
+    Raises:
+        ValueError: one of them is out of range.
+
+    """
+
+    owner: str
     mode: str
     steps_per_trial: int
     init_val: int
@@ -43,20 +49,13 @@ class BatchSizeOptions:
     margin: float
     max_val: int
 
-    @classmethod
-    def checked(cls, owner: str, mode: str, **options: Any) -> BatchSizeOptions:
-        """Return the options of ``owner``.
-
-        Raises:
-            ValueError: one of them is out of range.
-
-        """
-        error = MisconfigurationException
-        mode = check.one_of(owner, "mode", str(mode).lower(), ("power", "binsearch"), error=error)
+    def __post_init__(self) -> None:
+        owner, error = self.owner, MisconfigurationException
+        modes = ("power", "binsearch")
+        self.mode = check.one_of(owner, "mode", str(self.mode).lower(), modes, error=error)
         for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
-            check.whole(owner, name, options[name], at_least=1, error=error)
-        check.number(owner, "margin", options["margin"], at_least=0, below=1, error=error)
-        return cls(mode, **options)
+            check.whole(owner, name, getattr(self, name), at_least=1, error=error)
+        check.number(owner, "margin", self.margin, at_least=0, below=1, error=error)
 
 
 def search(run: Run, *, method: Stage, options: BatchSizeOptions) -> int:
@@ -303,7 +302,8 @@ def _search_automatically(run: Run) -> int:
     on_cpu = run.runtime.device.type == "cpu"
     most, margin = (_MOST_ON_CPU, 0.0) if on_cpu else (_MOST, _MARGIN)
     first = min(loader_size, most)
-    options = BatchSizeOptions("binsearch", 3, first, _MOST_TRIALS, "batch_size", margin, most)
+    owner, name = _AutomaticSearch.caller, "batch_size"
+    options = BatchSizeOptions(owner, "binsearch", 3, first, _MOST_TRIALS, name, margin, most)
     search = _AutomaticSearch(probe, options, on_cpu=on_cpu)
     size = search.run()
     each = " on each process" if run.runtime.world_size > 1 else ""

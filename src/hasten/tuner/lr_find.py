@@ -120,35 +120,33 @@ class LRFinder:
         return ax.figure
 
 
-@dataclass(frozen=True)
+@dataclass
 class SweepOptions:
-    """The options of a sweep; see ``Tuner.lr_find``."""
+    """The options of a sweep, see ``Tuner.lr_find``; ``owner`` is named in errors.
 
+    Raises:
+        ValueError: one of them is out of range.
+
+    """
+
+    owner: str
     mode: str
     min_lr: float
     max_lr: float
     num_training: int
     early_stop_threshold: float | None
 
-    @classmethod
-    def checked(cls, owner: str, mode: str, **options: Any) -> SweepOptions:
-        """Return the options of ``owner``.
-
-        Raises:
-            ValueError: one of them is out of range.
-
-        """
-        error = MisconfigurationException
-        mode = check.one_of(owner, "mode", str(mode).lower(), ("exponential", "linear"), error=error)
-        min_lr, max_lr = options["min_lr"], options["max_lr"]
-        if not 0 < min_lr < max_lr or not math.isfinite(max_lr):
-            raise MisconfigurationException(
-                f"{owner}(min_lr={min_lr!r}, max_lr={max_lr!r}): use 0 < min_lr < max_lr, for instance 1e-8 and 1."
-            )
-        check.whole(owner, "num_training", options["num_training"], at_least=2, error=error)
+    def __post_init__(self) -> None:
+        owner, error = self.owner, MisconfigurationException
+        modes = ("exponential", "linear")
+        self.mode = check.one_of(owner, "mode", str(self.mode).lower(), modes, error=error)
+        if not 0 < self.min_lr < self.max_lr < math.inf:
+            given = f"min_lr={self.min_lr!r}, max_lr={self.max_lr!r}"
+            raise error(f"{owner}({given}): use 0 < min_lr < max_lr, for instance 1e-8 and 1.")
+        check.whole(owner, "num_training", self.num_training, at_least=2, error=error)
         name, allowed = "early_stop_threshold", "a number above 1 (times the best loss), or None"
-        check.number(owner, name, options[name], above=1, allow_none=True, allowed=allowed, error=error)
-        return cls(mode, **options)
+        threshold = self.early_stop_threshold
+        check.number(owner, name, threshold, above=1, allow_none=True, allowed=allowed, error=error)
 
 
 def rate_of(

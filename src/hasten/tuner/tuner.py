@@ -94,16 +94,8 @@ class Tuner:
             RuntimeError: not even one sample fits.
 
         """
-        options = batch_size.BatchSizeOptions.checked(
-            "Tuner.scale_batch_size",
-            mode,
-            steps_per_trial=steps_per_trial,
-            init_val=init_val,
-            max_trials=max_trials,
-            batch_arg_name=batch_arg_name,
-            margin=margin,
-            max_val=max_val,
-        )
+        owner, sizes = "Tuner.scale_batch_size", (steps_per_trial, init_val, max_trials)
+        options = batch_size.BatchSizeOptions(owner, mode, *sizes, batch_arg_name, margin, max_val)
         if self._skipped("scale_batch_size"):
             return None
         data, datamodule = _data(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
@@ -156,14 +148,8 @@ class Tuner:
             raise MisconfigurationException(
                 f"Tuner.lr_find(method={method!r}): only 'fit' has a learning rate."
             )
-        options = lr_find.SweepOptions.checked(
-            "Tuner.lr_find",
-            mode,
-            min_lr=min_lr,
-            max_lr=max_lr,
-            num_training=num_training,
-            early_stop_threshold=early_stop_threshold,
-        )
+        owner = "Tuner.lr_find"
+        options = lr_find.SweepOptions(owner, mode, min_lr, max_lr, num_training, early_stop_threshold)
         if self._skipped("lr_find"):
             return None
         data, datamodule = _data(method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
