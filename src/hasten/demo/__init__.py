@@ -1,1 +1,1 @@
-"""The demo: two real training tasks, each timed as a ladder of one-line switches."""
+"""The demo: real training tasks, each timed as a ladder of one-line switches."""
