@@ -256,12 +256,12 @@ def test_what_may_be_asked_for() -> None:
     assert resolve(mine) is mine
     assert type(resolve("Advanced")) is AdvancedProfiler
     assert type(resolve(None)) is PassThroughProfiler
-    with pytest.raises(ValueError, match=r"'simpel'.*can only be one of.*simple") as caught:
+    with pytest.raises(ValueError, match=r"'simpel'.*use one of .*simple") as caught:
         resolve("simpel")
     assert "Did you mean 'simple'" in str(caught.value)
-    with pytest.raises(TypeError, match=re.escape("Write profiler=SimpleProfiler()")):
+    with pytest.raises(TypeError, match=r"use SimpleProfiler\(\)"):
         resolve(SimpleProfiler)
-    with pytest.raises(TypeError, match="got int"):
+    with pytest.raises(TypeError, match="not int"):
         resolve(3)
     for ask in (lambda: resolve("xla"), XLAProfiler):
         with pytest.raises(ModuleNotFoundError, match=r'TPU.*profiler="pytorch"'):

@@ -247,7 +247,9 @@ class LightningCLI:
     def _words(self) -> list[str] | None:
         """Return the command line; None where the arguments are data."""
         args = self._given_args
-        return sys.argv[1:] if args is None else args if isinstance(args, list) else None
+        if isinstance(args, (dict, Namespace)):
+            return None
+        return sys.argv[1:] if args is None else list(args)
 
     def _needed_subcommands(self, parser: LightningArgumentParser, names: list[str]) -> list[str]:
         """Return the sub-commands whose options the parser needs; adding the options of all of them takes time.

@@ -7,7 +7,9 @@ import csv
 import io
 import itertools
 import os
+import shutil
 import tempfile
+import weakref
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -93,8 +95,9 @@ class _RemoteTable(_Table):
 
     def __init__(self, url: str) -> None:
         self._url, self._system = url, file_system(url)
-        self._folder = tempfile.TemporaryDirectory(prefix="hasten-csv-")
-        copy = os.path.join(self._folder.name, "metrics.csv")
+        folder = tempfile.mkdtemp(prefix="hasten-csv-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        copy = os.path.join(folder, "metrics.csv")
         if exists(url):
             self._system.get_file(url, copy)
         super().__init__(copy)

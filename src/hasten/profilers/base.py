@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
 from hasten._lib.rank_zero import rank_zero_only
@@ -217,20 +218,17 @@ def resolve(profiler: object) -> Profiler:
     if profiler is None:
         return PassThroughProfiler()
     if isinstance(profiler, str):
-        if profiler.lower() not in NAMED:
-            raise MisconfigurationException(
-                f"Trainer(profiler={profiler!r}): it can only be one of {_CHOICES}, a Profiler, or None."
-                f"{did_you_mean(profiler.lower(), NAMED)}"
+        name = profiler.lower()
+        if name not in NAMED:
+            allowed, hint = f"one of {_CHOICES}, a Profiler, or None", did_you_mean(name, NAMED)
+            raise check.wrong(
+                "Trainer", "profiler", profiler, allowed, hint=hint, error=MisconfigurationException
             )
-        made: Profiler = getattr(importlib.import_module("hasten.profilers"), NAMED[profiler.lower()])()
+        made: Profiler = getattr(importlib.import_module("hasten.profilers"), NAMED[name])()
         return made
-    if not isinstance(profiler, Profiler):
-        kind = profiler.__name__ if isinstance(profiler, type) else type(profiler).__name__
-        hint = f" Write profiler={kind}()." if isinstance(profiler, type) else ""
-        raise TypeError(
-            f"Trainer(profiler={profiler!r}): expected None, one of {_CHOICES}, or an instance of "
-            f"hasten.profilers.Profiler, got {kind}.{hint}"
-        )
+    example = f"{profiler.__name__}()" if isinstance(profiler, type) else "SimpleProfiler()"
+    check.instance("Trainer", "profiler", profiler, Profiler, f"{example}, a name from {_CHOICES}, or None")
+    assert isinstance(profiler, Profiler)
     return profiler
 
 
