@@ -50,12 +50,12 @@ class LoggedValue:
     Args:
         name: as given to ``self.log``.
         owner: the values of the run.
+        row: the hook.
 
     """
 
-    def __init__(self, name: str, owner: LoggedValues) -> None:
-        self.name = name
-        self.owner = owner
+    def __init__(self, name: str, owner: LoggedValues, row: Hook) -> None:
+        self.name, self.owner, self.row = name, owner, row
         self.options: LogOptions | None = None
         self.loader_suffix = ""
         self.metric: Any = None

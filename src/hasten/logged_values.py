@@ -87,7 +87,7 @@ class LoggedValues:
         self._times: dict[str, int] = {}
         self._closed: dict[str, int] = {}
         self._number: int | None = None
-        self._loss = LoggedValue("loss", self)
+        self._loss = LoggedValue("loss", self, _OUTSIDE.row)
         self._loss_sent_at: int | None = None
 
     # -- where a value is logged
@@ -185,7 +185,7 @@ class LoggedValues:
             )
         logged = context.values.get(name)
         if logged is None:
-            logged = context.values[name] = LoggedValue(name, self)
+            logged = context.values[name] = LoggedValue(name, self, row)
         elif logged.options is not None:
             raise MisconfigurationException(
                 f"{where}: this name was logged here before with other arguments "
@@ -353,10 +353,7 @@ class LoggedValues:
         if logged is self._loss:
             self.loss_report.loss(value, step, epoch)
         elif not math.isfinite(value) and "loss" in name.lower():
-            for context in self._contexts.values():
-                if any(each is logged for each in context.all_values()):
-                    self.loss_report.logged(context.row.name, str(context.row.stage), name, value)
-                    return
+            self.loss_report.logged(logged.row.name, str(logged.row.stage), name, value)
 
     def _write_row(self, values: dict[str, float], step: int, epoch: int | None) -> None:
         if not values:
@@ -475,14 +472,10 @@ class LoggedValues:
         """
         if self._runtime.world_size == 1:
             return []
-        places = {
-            id(logged): f"{logged.base_name!r} in {context.row.name}"
-            for context in self._contexts.values()
-            for logged in context.all_values()
-        }
+        places = [f"{logged.base_name!r} in {logged.row.name}" for logged in entries]
         shared = [i for i, logged in enumerate(entries) if self._is_shared(logged)]
-        shared.sort(key=lambda i: places[id(entries[i])])
-        named = [f"{places[id(entries[i])]} ({entries[i].reduce})" for i in shared]
+        shared.sort(key=lambda i: places[i])
+        named = [f"{places[i]} ({entries[i].reduce})" for i in shared]
         self._times[moment] = self._times.get(moment, 0) + 1
         if named != self._reduced.get(moment, []):
             self._agree(named, moment)
@@ -609,8 +602,8 @@ class LoggedValues:
         self.logger_values = dict(state["logged"])
         self.bar_values = dict(state["bar"])
         for kept in state["train"]:
-            logged = LoggedValue(kept["name"], self)
-            self.context_of(rows[kept["hook"]]).values[kept["name"]] = logged
+            row = rows[kept["hook"]]
+            logged = self.context_of(row).values[kept["name"]] = LoggedValue(kept["name"], self, row)
             metric = None if kept["metric"] is None else metric_at(kept["metric"])
             logged.load_state_dict(kept, metric, self._runtime.device)
 
