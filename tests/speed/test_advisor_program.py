@@ -17,6 +17,7 @@ import pytest
 
 from hasten.commands import main
 from hasten.speed import levers
+from tests.speed.test_engine import gone
 
 PROGRAM = """
 import argparse
@@ -93,14 +94,6 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
     # Where the package is not installed, trials find it where this process did.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-
-
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return "State:\tZ" in Path(f"/proc/{pid}/status").read_text() if os.path.isdir("/proc") else False
 
 
 @pytest.mark.slow
