@@ -8,6 +8,7 @@ from torch import nn
 
 from hasten import loggers
 from hasten.loggers.base import Logger
+from hasten.runtime import ReadOnly
 from hasten.types import PathLike, Tensors
 
 __all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
@@ -42,10 +43,7 @@ class FabricCSVLogger(loggers.CSVLogger):
     ) -> None:
         super().__init__(root_dir, name, version, prefix, flush_logs_every_n_steps)
 
-    @property
-    def root_dir(self) -> str:
-        """Folder under which the runs are kept."""
-        return self.save_dir
+    root_dir = ReadOnly[str]("save_dir", "Folder under which the runs are kept.")
 
 
 class FabricTensorBoardLogger(loggers.TensorBoardLogger):
@@ -79,20 +77,14 @@ class FabricTensorBoardLogger(loggers.TensorBoardLogger):
         sub_dir: PathLike | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            root_dir,
-            name,
-            version,
-            default_hp_metric=default_hp_metric,
-            prefix=prefix,
-            sub_dir=sub_dir,
-            **kwargs,
-        )
+        options: dict[str, Any] = {
+            "default_hp_metric": default_hp_metric,
+            "prefix": prefix,
+            "sub_dir": sub_dir,
+        }
+        super().__init__(root_dir, name, version, **options, **kwargs)
 
-    @property
-    def root_dir(self) -> str:
-        """Folder under which the runs are kept."""
-        return self.save_dir
+    root_dir = ReadOnly[str]("save_dir", "Folder under which the runs are kept.")
 
     def log_graph(self, model: nn.Module, input_array: Tensors | None = None) -> None:
         """Write the graph of ``model``; the input is its ``example_input_array`` by default."""
