@@ -41,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse names of tests that contain an address: processes that run tests side by side would not agree on them."""
+    changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if changing:
+        raise pytest.UsageError(f"give these tests ids that do not change: {changing[:3]}")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the garbage collector away from what was imported: its full passes would look through all of it."""
     gc.collect()
