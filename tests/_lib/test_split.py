@@ -45,7 +45,7 @@ def test_splitting_keeps_structure_and_shares_what_is_no_sample() -> None:
 def test_lists_of_images_of_unlike_sizes_are_samples() -> None:
     images = [torch.zeros(3, size, size) for size in (4, 6, 8)]
     targets = [{"boxes": torch.zeros(3, 4)} for _ in images]
-    assert measure((images, targets)) == (3, True)
+    assert measure((images, targets)) == 3
     assert [len(part[0]) for part, _ in split((images, targets), 2)] == [2, 1]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,115 +27,70 @@ _ADVICE = (
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """What is known about the elements of a loader's batches, by their places (``"['x'][0]"``).
+    """What is known about the elements of a loader's batches.
 
     Args:
-        over: tensors, arrays and lists with one element a sample.
-        shared: those that belong to all samples.
-        refused: those that cannot be split, with the reason.
-        pairs: dimensions of ``over`` that had one element a sample, too.
-        all_over: every tensor runs over samples, whatever its place.
-        shared_names: then, the keys, attributes or positions of those that do not.
+        places: by place (``"['x'][0]"``), the dimensions of an element that have one entry a sample: ``()`` for one
+            that belongs to all samples; or the reason why it cannot be split. None: all tensors run over samples.
+        shared_names: without ``places``, the keys, attributes or positions of those that do not.
 
     """
 
-    over: frozenset[str] = frozenset()
-    shared: frozenset[str] = frozenset()
-    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    pairs: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    all_over: bool = False
+    places: Mapping[str, tuple[int, ...] | str] | None = None
     shared_names: frozenset[Any] = frozenset()
-
-    def inside(self, prefix: str) -> Fields:
-        """Return the same of a batch that lies within a larger one, at ``prefix``."""
-        return Fields(
-            frozenset(prefix + where for where in self.over),
-            frozenset(prefix + where for where in self.shared),
-            {prefix + where: why for where, why in self.refused.items()},
-            {prefix + where: dims for where, dims in self.pairs.items()},
-        )
-
-
-def joined(all_fields: Sequence[Fields]) -> Fields:
-    """Return what is known about a batch from what is known about its parts."""
-    return Fields(
-        frozenset().union(*(fields.over for fields in all_fields)),
-        frozenset().union(*(fields.shared for fields in all_fields)),
-        {where: why for fields in all_fields for where, why in fields.refused.items()},
-        {where: dims for fields in all_fields for where, dims in fields.pairs.items()},
-    )
 
 
 # What torch's default_collate makes.
-STACKED = Fields(all_over=True)
+STACKED = Fields()
 
 
-def compare(many: Any, fewer: Any, count: int, fewer_count: int) -> Fields:
-    """Return which elements of a batch run over samples, from two batches of ``count`` and ``fewer_count`` samples.
+def compare(
+    many: Any, fewer: Any, count: int, fewer_count: int, where: str = ""
+) -> dict[str, tuple[int, ...] | str]:
+    """Return the ``places`` of ``Fields``, from two batches of ``count`` and ``fewer_count`` samples.
 
     Example::
 
-        >>> found = compare((torch.zeros(4, 2), torch.zeros(2)), (torch.zeros(2, 2), torch.zeros(2)), 4, 2)
-        >>> found.over, found.shared
-        (frozenset({'[0]'}), frozenset({'[1]'}))
+        >>> compare((torch.zeros(4, 2), torch.zeros(2)), (torch.zeros(2, 2), torch.zeros(2)), 4, 2)
+        {'[0]': (0,), '[1]': ()}
 
     """
-    over: set[str] = set()
-    shared: set[str] = set()
-    refused: dict[str, str] = {}
-    pairs: dict[str, tuple[int, ...]] = {}
-
-    def sizes(one: Any, other: Any, where: str) -> None:
-        one, other = tuple(one.shape), tuple(other.shape)
-        if len(one) != len(other):
-            refused[where] = "has another number of dimensions for other samples"
-            return
-        follow = [i for i, pair in enumerate(zip(one, other, strict=True)) if pair == (count, fewer_count)]
-        if 0 in follow:
-            over.add(where)
-            pairs.update({where: tuple(follow[1:])} if len(follow) > 1 else {})
-        elif follow:
-            refused[where] = f"has its samples along dimension {follow[0]}, not along the first"
-        elif one[:1] == other[:1]:
-            shared.add(where)
-        else:
-            refused[where] = "has neither one row a sample nor as many for any samples"
-
-    def visit(one: Any, other: Any, where: str) -> None:
-        if type(one) is not type(other):
-            refused[where] = "is of another type for other samples"
-        elif isinstance(one, Tensor) and (one.is_nested or one.layout != torch.strided):
-            over.add(where)  # Refused by its kind.
-        elif isinstance(one, Tensor) or _is_array(one):
-            sizes(one, other, where)
-        elif isinstance(one, (list, tuple)) and not isinstance(one, PackedSequence):
-            if (len(one), len(other)) == (count, fewer_count) and not hasattr(one, "_fields"):
-                over.add(where)
-            elif len(one) == len(other) and _is_collection(one):
-                inside(one, other, where)
-            elif len(one) == len(other):
-                shared.add(where)
-            else:
-                refused[where] = "has neither one element a sample nor as many for any samples"
-        elif _is_collection(one):
-            inside(one, other, where)
-        elif _holds_tensors_inside(one):
-            over.add(where)  # Refused by its kind.
-        else:
-            shared.add(where)
-
-    def inside(one: Any, other: Any, where: str) -> None:
-        others = dict(children(other))
-        for step, child in children(one):
-            if step in others:
-                visit(child, others[step], where + step)
-
-    visit(many, fewer, "")
-    return Fields(frozenset(over), frozenset(shared), refused, pairs)
+    if type(many) is not type(fewer):
+        return {where: "is of another type for other samples"}
+    if isinstance(many, Tensor) and _kind_refused(many):
+        return {where: (0,)}  # Refused when it is split.
+    if isinstance(many, Tensor) or _is_array(many):
+        return {where: _compare_shapes(many.shape, fewer.shape, (count, fewer_count))}
+    if isinstance(many, (list, tuple)) and not isinstance(many, PackedSequence):
+        if (len(many), len(fewer)) == (count, fewer_count) and not hasattr(many, "_fields"):
+            return {where: (0,)}
+        if len(many) != len(fewer):
+            return {where: "has neither one element a sample nor as many for any samples"}
+    if not _is_collection(many):
+        return {where: (0,) if _holds_tensors_inside(many) else ()}
+    others = dict(children(fewer))
+    found: dict[str, tuple[int, ...] | str] = {}
+    for step, child in children(many):
+        if step in others:
+            found |= compare(child, others[step], count, fewer_count, where + step)
+    return found
 
 
-def measure(batch: Any, fields: Fields | None = STACKED) -> tuple[int, bool]:
-    """Return (how many samples a batch has, whether they are listed one by one).
+def _compare_shapes(
+    one: Sequence[int], other: Sequence[int], counts: tuple[int, int]
+) -> tuple[int, ...] | str:
+    if len(one) != len(other):
+        return "has another number of dimensions for other samples"
+    dims = tuple(dim for dim, sizes in enumerate(zip(one, other, strict=True)) if sizes == counts)
+    if dims and dims[0] > 0:
+        return f"has its samples along dimension {dims[0]}, not along the first"
+    if not dims and one[:1] != other[:1]:
+        return "has neither one row a sample nor as many for any samples"
+    return dims
+
+
+def measure(batch: Any, fields: Fields | None = STACKED) -> int:
+    """Return how many samples a batch has.
 
     Args:
         batch: a tensor, or dicts, lists, tuples, named tuples and dataclasses of tensors ``(samples, ...)``. A tensor
@@ -150,118 +105,12 @@ def measure(batch: Any, fields: Fields | None = STACKED) -> tuple[int, bool]:
     Example::
 
         >>> measure({"x": torch.zeros(6, 3), "y": torch.zeros(6), "temperature": 0.5})
-        (6, False)
+        6
         >>> measure(([torch.zeros(3, 4, 4), torch.zeros(3, 9, 9)], [{"box": torch.zeros(4)}] * 2))
-        (2, True)
+        2
 
     """
-    if fields is not None and not fields.all_over:
-        return _samples_by(fields, batch), False
-    lists = _lists(batch)
-    if lists is not None and any(isinstance(item, Mapping) for one in lists for item in one):
-        return len(lists[0]), True
-    try:
-        samples = _samples_in(batch, frozenset() if fields is None else fields.shared_names)
-    except ValueError:
-        if lists is None or not all(_alike(one) for one in lists):
-            raise
-        return len(lists[0]), True
-    if fields is None:
-        _refuse_doubtful(batch, samples)
-    return samples, False
-
-
-def _samples_by(fields: Fields, batch: Any) -> int:
-    """Return how many samples there are where it is known which elements run over them."""
-    found, size = "", -1
-    doubtful = []
-    for where, element in _elements(batch, fields):
-        if where in fields.refused:
-            raise ValueError(f"batch{where} {fields.refused[where]}. {_ADVICE}.")
-        if where in fields.shared:
-            continue
-        own = _first_dimension(element, where)
-        if where not in fields.over:
-            if own is not None:
-                doubtful.append(where)
-            continue
-        if own is None:
-            raise ValueError(f"batch{where} has no rows, and the samples of other batches had. {_ADVICE}.")
-        if size not in (-1, own):
-            raise _unequal(where, own, found, size)
-        if any(element.shape[dim] == own > 1 for dim in fields.pairs.get(where, ())):
-            raise ValueError(
-                f"batch{where} has a value for each pair of samples, which parts do not have. {_ADVICE}."
-            )
-        found, size = where, own
-    if doubtful and size != 1:
-        raise _doubt(doubtful)
-    return _at_least_one(size, batch)
-
-
-def _unequal(where: str, own: int, other: str, size: int) -> ValueError:
-    return ValueError(
-        f"batch{where}: its first dimension is {own}, and that of batch{other} is {size}. {_ADVICE}."
-    )
-
-
-def _at_least_one(size: int, batch: Any) -> int:
-    if size == -1:
-        raise ValueError(f"the batch, a {type(batch).__name__}, holds no tensor to split. {_ADVICE}.")
-    return size
-
-
-def _elements(data: Any, fields: Fields = Fields(), where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is split or not as a whole: a list of samples is one element."""
-    if where in fields.over or where in fields.refused or not _is_collection(data):
-        yield where, data
-        return
-    for step, child in children(data):
-        yield from _elements(child, fields, where + step)
-
-
-def _refuse_doubtful(batch: Any, samples: int) -> None:
-    """Refuse several tensors of as many rows as there are samples: nothing tells which of them run over samples."""
-    rows = [(where, leaf) for where, leaf in _elements(batch) if _first_dimension(leaf, where) == samples]
-    # A pair is inputs and labels, unless the second one has a value for each pair of samples.
-    is_square = any(
-        getattr(leaf, "ndim", 0) > 1 and leaf.shape[1] == samples and samples > 1 for _, leaf in rows[1:]
-    )
-    plain = len(rows) == 1 or (type(batch) in (list, tuple) and len(batch) == len(rows) == 2)
-    if samples > 1 and (is_square or not plain):
-        raise _doubt([where for where, _ in rows])
-
-
-def _doubt(places: Sequence[str]) -> ValueError:
-    named = " and ".join(f"batch{where}" for where in places[:3]) + (" and others" if len(places) > 3 else "")
-    one = len(places) == 1
-    return ValueError(
-        f"micro_batch: nothing shows whether {named} {'has' if one else 'have'} one row a sample.\n"
-        "Write micro_batch=hasten.data.MicroBatch(size, shared=[...]) with the names of those that belong to all "
-        "samples, or shared=[]."
-    )
-
-
-def _samples_in(batch: Any, names: frozenset[Any]) -> int:
-    found, size = "", -1
-    for where, leaf in _elements(batch):
-        if names and _is_named(where, names):
-            continue
-        own = _first_dimension(leaf, where)
-        if own is None or (own == 1 and size > 1):
-            continue
-        if size in (-1, 1):
-            found, size = where, own
-        elif own != size:
-            raise _unequal(where, own, found, size)
-    return _at_least_one(size, batch)
-
-
-def _is_named(where: str, names: frozenset[Any]) -> bool:
-    return any(
-        (quoted or attribute) in names or (index and place == 0 and int(index) in names)
-        for place, (quoted, index, attribute) in enumerate(_STEP.findall(where))
-    )
+    return _over_samples(batch, fields)[0]
 
 
 def split(batch: Any, size: int, fields: Fields | None = STACKED) -> list[tuple[Any, int]]:
@@ -281,15 +130,127 @@ def split(batch: Any, size: int, fields: Fields | None = STACKED) -> list[tuple[
         [([0, 1], 2), ([2, 3], 2), ([4], 1)]
 
     """
-    samples, listed = measure(batch, fields)
+    samples, places = _over_samples(batch, fields)
     if size >= samples:
         return [(batch, samples)]
-    starts = range(0, samples, size)
-    fields = STACKED if fields is None else fields
+
+    def part(data: Any, rows: slice, where: str = "") -> Any:
+        if where in places:
+            return data[rows]
+        if not _is_collection(data):
+            return data
+        return rebuilt(data, [part(value, rows, where + step) for step, value in children(data)])
+
     return [
-        (_part(batch, start, min(start + size, samples), samples, listed, fields), min(size, samples - start))
-        for start in starts
+        (part(batch, slice(start, start + size)), min(size, samples - start))
+        for start in range(0, samples, size)
     ]
+
+
+def _over_samples(batch: Any, fields: Fields | None) -> tuple[int, Collection[str]]:
+    """Return the number of samples, and the places of the elements that run over them."""
+    known = STACKED if fields is None else fields
+    lists = _lists(batch) if known.places is None else {}
+    listed = bool(lists) and any(isinstance(item, Mapping) for one in lists.values() for item in one)
+    try:
+        found = {} if listed else _rows(batch, known)
+    except ValueError:
+        listed = bool(lists) and all(map(_alike, lists.values()))
+        if not listed:
+            raise
+    if listed:
+        return len(next(iter(lists.values()))), lists
+    samples = len(next(iter(found.values())))
+    if fields is None:
+        _refuse_doubtful(batch, found, samples)
+    return samples, found
+
+
+def _rows(batch: Any, fields: Fields) -> dict[str, Any]:
+    """Return the elements that run over samples, by their places; all have the same length."""
+    known = fields.places is not None
+    places = fields.places or {}
+    elements: dict[str, Any] = {}
+    doubtful: list[str] = []
+    for where, element in _elements(batch, places):
+        dims = places.get(where)
+        if isinstance(dims, str):
+            raise ValueError(f"batch{where} {dims}. {_ADVICE}.")
+        if dims == () or _is_named(where, fields.shared_names):
+            continue
+        rows = _length(element, where)
+        if rows is None and dims:
+            raise ValueError(f"batch{where} has no rows, and the samples of other batches had. {_ADVICE}.")
+        if any(element.shape[dim] == rows > 1 for dim in (dims or ())[1:]):
+            raise ValueError(
+                f"batch{where} has a value for each pair of samples, which parts do not have. {_ADVICE}."
+            )
+        if rows is not None and known and not dims:
+            doubtful.append(where)
+        elif rows is not None:
+            elements[where] = element
+    if not known:  # A first dimension of 1 is one for all.
+        elements = {where: element for where, element in elements.items() if len(element) != 1} or elements
+    lengths = {where: len(element) for where, element in elements.items()}
+    first = next(iter(lengths), "")
+    for where, rows in lengths.items():
+        if rows != lengths[first]:
+            raise ValueError(
+                f"batch{where}: its first dimension is {rows}, and that of batch{first} is {lengths[first]}. "
+                f"{_ADVICE}."
+            )
+    if doubtful and lengths.get(first) != 1:
+        raise _doubt(doubtful)
+    if not elements:
+        raise ValueError(f"the batch, a {type(batch).__name__}, holds no tensor to split. {_ADVICE}.")
+    return elements
+
+
+def _elements(data: Any, places: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is split or not as a whole: a list of samples is one element."""
+    if places.get(where) or not _is_collection(data):
+        yield where, data
+        return
+    for step, child in children(data):
+        yield from _elements(child, places, where + step)
+
+
+def _refuse_doubtful(batch: Any, found: Mapping[str, Any], samples: int) -> None:
+    """Refuse several tensors of as many rows as there are samples: nothing tells which of them run over samples."""
+    # A pair is inputs and labels, unless the second one has a value for each pair of samples.
+    is_square = any(getattr(one, "ndim", 0) > 1 and one.shape[1] == samples for one in [*found.values()][1:])
+    plain = len(found) == 1 or (type(batch) in (list, tuple) and len(batch) == len(found) == 2)
+    if samples > 1 and (is_square or not plain):
+        raise _doubt(list(found))
+
+
+def _doubt(places: Sequence[str]) -> ValueError:
+    named = " and ".join(f"batch{where}" for where in places[:3]) + (" and others" if len(places) > 3 else "")
+    return ValueError(
+        f"micro_batch: nothing shows whether {named} {'has' if len(places) == 1 else 'have'} one row a sample.\n"
+        "Write micro_batch=hasten.data.MicroBatch(size, shared=[...]) with the names of those that belong to all "
+        "samples, or shared=[]."
+    )
+
+
+def _is_named(where: str, names: frozenset[Any]) -> bool:
+    return any(
+        (quoted or attribute) in names or (index and place == 0 and int(index) in names)
+        for place, (quoted, index, attribute) in enumerate(_STEP.findall(where) if names else ())
+    )
+
+
+def _lists(batch: Any) -> dict[str, Any]:
+    """Return the parts of a batch that is made of lists of the same length only, by place; {} for any other."""
+    parts = dict(children(batch)) if isinstance(batch, (Mapping, list, tuple)) else {}
+    is_lists = all(isinstance(part, (list, tuple)) and part for part in parts.values())
+    return parts if is_lists and len(set(map(len, parts.values()))) == 1 else {}
+
+
+def _alike(items: Sequence[Any]) -> bool:
+    """Return whether the elements of a list may be samples of one kind, and not inputs and labels."""
+    kinds = {(type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)) for item in items}
+    return len(kinds) == 1
 
 
 def join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -357,19 +318,23 @@ def _is_collection(data: Any) -> bool:
     return isinstance(data, Mapping) or dataclasses.is_dataclass(data)
 
 
-def _first_dimension(leaf: Any, where: str) -> int | None:
+def _kind_refused(tensor: Tensor) -> str:
+    """Return the kind of a tensor that has no rows, such as "sparse_coo"; "" for the usual ones."""
+    kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    return "" if kind == "strided" else f"{kind} tensor"
+
+
+def _length(leaf: Any, where: str) -> int | None:
     """Return how many samples a leaf has; None for what belongs to all."""
-    if isinstance(leaf, Tensor):
-        if leaf.is_nested or leaf.layout != torch.strided:
-            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
-            raise ValueError(f"batch{where} is a {kind} tensor, which cannot be split. {_ADVICE}.")
-        return leaf.shape[0] if leaf.dim() else None
-    if _is_array(leaf):
+    refused = _kind_refused(leaf) if isinstance(leaf, Tensor) else ""
+    if not refused and (isinstance(leaf, Tensor) or _is_array(leaf)):
         return int(leaf.shape[0]) if leaf.ndim else None
     if isinstance(leaf, (list, tuple)) and not isinstance(leaf, PackedSequence):
         return len(leaf)
-    if (hasattr(leaf, "to") and not isinstance(leaf, type)) or _holds_tensors_inside(leaf):
-        raise ValueError(f"batch{where} is a {type(leaf).__name__}, which cannot be split. {_ADVICE}.")
+    if refused or (hasattr(leaf, "to") and not isinstance(leaf, type)) or _holds_tensors_inside(leaf):
+        raise ValueError(
+            f"batch{where} is a {refused or type(leaf).__name__}, which cannot be split. {_ADVICE}."
+        )
     return None
 
 
@@ -393,42 +358,3 @@ def _holds_tensors_inside(leaf: Any, depth: int = 2) -> bool:
 def _is_array(leaf: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(leaf, numpy.ndarray)
-
-
-def _lists(batch: Any) -> list[Any] | None:
-    """Return the parts of a batch that is made of lists of the same length only; None for any other."""
-    values = list(batch.values()) if isinstance(batch, Mapping) else batch
-    if not isinstance(values, (list, tuple)) or not values:
-        return None
-    if not all(isinstance(value, (list, tuple)) and value for value in values):
-        return None
-    return list(values) if len({len(value) for value in values}) == 1 else None
-
-
-def _alike(items: Sequence[Any]) -> bool:
-    """Return whether the elements of a list may be samples of one kind, and not inputs and labels."""
-    return (
-        len({(type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)) for item in items}) == 1
-    )
-
-
-def _part(
-    data: Any, start: int, stop: int, samples: int, listed: bool, fields: Fields, where: str = ""
-) -> Any:
-    if listed:
-        return rebuilt(data, [value[start:stop] for _, value in children(data)])
-    if where in fields.over:
-        return data[start:stop]
-    if fields.shared_names and _is_named(where, fields.shared_names):
-        return data
-    if _is_collection(data):
-        return rebuilt(
-            data,
-            [
-                _part(value, start, stop, samples, False, fields, where + step)
-                for step, value in children(data)
-            ],
-        )
-    # A first dimension of 1 is one for all.
-    is_split = fields.all_over and _first_dimension(data, where) == samples
-    return data[start:stop] if is_split else data

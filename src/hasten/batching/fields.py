@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from hasten._lib.rank_zero import warn_once
-from hasten._lib.split import STACKED, Fields, compare, joined
+from hasten._lib.split import STACKED, Fields, compare
 from hasten.batching.pad import (
     IGNORED_LABEL,
     KNOWN_KEYS,
@@ -327,18 +327,18 @@ def sample_fields(loaders: object, *, changed_later: bool = False) -> Fields | N
         >>> def join(samples):
         ...     return {"x": torch.stack(samples), "weight_of_class": torch.ones(8)}
         >>> fields = sample_fields(DataLoader(data, batch_size=8, collate_fn=join))
-        >>> sorted(fields.over), sorted(fields.shared)
-        (["['x']"], ["['weight_of_class']"])
+        >>> fields.places
+        {"['x']": (0,), "['weight_of_class']": ()}
 
     """
     if isinstance(loaders, (Mapping, list, tuple)):
-        inside = []
+        places: dict[str, tuple[int, ...] | str] = {}
         for key, loader in loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders):
             fields = sample_fields(loader, changed_later=True)
-            if fields is None:
+            if fields is None or fields.places is None:
                 return None
-            inside.append(fields.inside(f"[{key!r}]"))
-        return joined(inside)
+            places |= {f"[{key!r}]{where}": found for where, found in fields.places.items()}
+        return Fields(places)
     loader = loaders
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None or overrides_iter(loader):
         return None  # What a loader with its own iteration yields need not be what it joins.
@@ -359,7 +359,7 @@ def sample_fields(loaders: object, *, changed_later: bool = False) -> Fields | N
     except Exception:
         # A function that needs as many samples as a batch has, or a dataset that is read in its own order.
         return None
-    return compare(many, fewer, len(numbers), few)
+    return Fields(compare(many, fewer, len(numbers), few))
 
 
 def _samples(dataset: Any, numbers: list[Any]) -> Any:

@@ -75,7 +75,7 @@ def in_parts(run: Run, once: ForwardBackward) -> ForwardBackward:
 
     def forward_backward_again(batch: Any, batch_idx: int, keep_outputs: bool = False) -> Any:
         # Asked of the first batch, too, which may fit as a whole: whether it can be split is known before long.
-        samples = measure(batch, parts.fields)[0] if plan.shrinks else 1
+        samples = measure(batch, parts.fields) if plan.shrinks else 1
         state.save(batch, gradients=not window.is_start)
         failed = False
         while True:
@@ -491,7 +491,7 @@ class MemoryPlan:
     def fields_of(self, source: StageData, changed_later: bool) -> Fields | None:
         """Return which fields of the batches run over samples; with ``changed_later`` hooks may change batches."""
         if self._shared is not None:
-            return Fields(all_over=True, shared_names=self._shared)
+            return Fields(shared_names=self._shared)
         loaders = source.streams()
         if self._fields is None or list(map(id, self._fields[0])) != list(map(id, loaders)):
             self._fields = loaders, sample_fields(source.loaders[0], changed_later=changed_later)

@@ -232,7 +232,7 @@ def without_draws(module: nn.Module, batch: Batch) -> list[float]:
 
 def _why_not_apart(module: nn.Module, batch: Any, tolerance: float) -> str | None:
     try:
-        samples = measure(batch)[0]
+        samples = measure(batch)
         if samples < 2:
             return None
         some = split(batch, min(samples, _SAMPLES))[0][0]
