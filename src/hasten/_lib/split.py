@@ -179,15 +179,19 @@ def _rows(batch: Any, fields: Fields) -> dict[str, Any]:
         if dims == () or _is_named(where, fields.shared_names):
             continue
         rows = _length(element, where)
-        if rows is None and dims:
-            raise ValueError(f"batch{where} has no rows, and the samples of other batches had. {_ADVICE}.")
+        if rows is None:
+            if dims:
+                raise ValueError(
+                    f"batch{where} has no rows, and the samples of other batches had. {_ADVICE}."
+                )
+            continue
         if any(element.shape[dim] == rows > 1 for dim in (dims or ())[1:]):
             raise ValueError(
                 f"batch{where} has a value for each pair of samples, which parts do not have. {_ADVICE}."
             )
-        if rows is not None and known and not dims:
+        if known and not dims:
             doubtful.append(where)
-        elif rows is not None:
+        else:
             elements[where] = element
     if not known:  # A first dimension of 1 is one for all.
         elements = {where: element for where, element in elements.items() if len(element) != 1} or elements

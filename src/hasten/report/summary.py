@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 import torch
@@ -48,10 +48,8 @@ class LayerSummary:
         if not isinstance(module, torch.jit.ScriptModule):
             self._handle = module.register_forward_hook(self._record_shapes, with_kwargs=True)
 
-    def _record_shapes(
-        self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any
-    ) -> None:
-        inputs = (*arguments, *named.values())
+    def _record_shapes(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        inputs = (*args, *named.values())
         self.in_size = parse_batch_shape(inputs[0] if len(inputs) == 1 else inputs) or UNKNOWN_SIZE
         self.out_size = parse_batch_shape(output) or UNKNOWN_SIZE
         self.detach_hook()
@@ -85,6 +83,11 @@ class LayerSummary:
     def training(self) -> bool:
         """Whether the layer is in training mode."""
         return self._module.training
+
+
+def _of_layers(attribute: str, doc: str) -> Any:
+    """Return a property of a table: this attribute of each of its layers, as a list."""
+    return property(lambda table: [getattr(layer, attribute) for layer in table._layers.values()], doc=doc)
 
 
 class LayerTable:
@@ -149,30 +152,11 @@ class LayerTable:
         """Names of the layers."""
         return list(self._layers)
 
-    @property
-    def layer_types(self) -> list[str]:
-        """Class names of the layers."""
-        return [layer.layer_type for layer in self._layers.values()]
-
-    @property
-    def in_sizes(self) -> list[Any]:
-        """Input shapes of the layers."""
-        return [layer.in_size for layer in self._layers.values()]
-
-    @property
-    def out_sizes(self) -> list[Any]:
-        """Output shapes of the layers."""
-        return [layer.out_size for layer in self._layers.values()]
-
-    @property
-    def param_nums(self) -> list[int]:
-        """Numbers of parameters of the layers."""
-        return [layer.num_parameters for layer in self._layers.values()]
-
-    @property
-    def training_modes(self) -> list[bool]:
-        """Whether each layer is in training mode."""
-        return [layer.training for layer in self._layers.values()]
+    layer_types = _of_layers("layer_type", "Class names of the layers.")
+    in_sizes = _of_layers("in_size", "Input shapes of the layers.")
+    out_sizes = _of_layers("out_size", "Output shapes of the layers.")
+    param_nums = _of_layers("num_parameters", "Numbers of parameters of the layers.")
+    training_modes = _of_layers("training", "Whether each layer is in training mode.")
 
     @property
     def total_training_modes(self) -> dict[str, int]:
@@ -214,7 +198,8 @@ class LayerTable:
         """Return the table as columns: heading and cells."""
         layers = list(self._layers.values())
         # A module that is used in several places counts once in the model, and so for "other params".
-        leftover = self.total_parameters - sum(p.numel() for p in _with_shape(_parameters_of(layers)))
+        listed = {id(p): p for layer in layers for p in layer._module.parameters()}
+        leftover = self.total_parameters - sum(p.numel() for p in _with_shape(listed.values()))
         params = [
             UNKNOWN_SIZE if layer.has_lazy_parameters else human_readable(layer.num_parameters)
             for layer in layers
@@ -227,9 +212,9 @@ class LayerTable:
             ("Mode", ["train" if training else "eval" for training in self.training_modes]),
         ]
         if self._example is not None:
-            columns.append(("FLOPs", [human_readable(count) for count in self.flop_counts]))
-            columns.append(("In sizes", [str(size) for size in self.in_sizes]))
-            columns.append(("Out sizes", [str(size) for size in self.out_sizes]))
+            columns.append(("FLOPs", list(map(human_readable, self.flop_counts))))
+            columns.append(("In sizes", list(map(str, self.in_sizes))))
+            columns.append(("Out sizes", list(map(str, self.out_sizes))))
         if leftover > 0 and self._max_depth != 0:
             known = {" ": " ", "Name": LEFTOVER_PARAMS_NAME, "Params": human_readable(leftover)}
             for heading, cells in columns:
@@ -240,13 +225,8 @@ class LayerTable:
     _get_summary_data = columns
 
     def __str__(self) -> str:
-        below = totals(
-            self.total_parameters,
-            self.trainable_parameters,
-            self.model_size,
-            self.total_training_modes,
-            self.total_flops,
-        )
+        modes, flops = self.total_training_modes, self.total_flops
+        below = totals(self.total_parameters, self.trainable_parameters, self.model_size, modes, flops)
         table = format_table(self.columns(), below)
         if any(isinstance(parameter, UninitializedParameter) for parameter in self._model.parameters()):
             table += "\nParameters marked ? get their shape in the first forward pass and are not counted."
@@ -259,44 +239,38 @@ class LayerTable:
         return getattr(self._model, "example_input_array", None)
 
     def _forward_example(self) -> None:
+        """Record shapes and operations of a forward pass with the example."""
         from torch.utils.flop_counter import FlopCounterMode
 
-        model, example = self._model, self._example
+        model = self._model
         like = next((p for p in _with_shape(model.parameters()) if p.is_floating_point()), torch.zeros(()))
         if like.device.type == "meta":
             return  # nothing can be computed there
         example = map_tensors(
-            lambda tensor: tensor.to(like if tensor.is_floating_point() else like.device), example
+            lambda tensor: tensor.to(like if tensor.is_floating_point() else like.device), self._example
         )
+        if isinstance(example, dict):
+            args, named = (), example
+        else:
+            args, named = tuple(example) if isinstance(example, (list, tuple)) else (example,), {}
+        trainer = trainer_of(model)
+        autocast = contextlib.nullcontext() if trainer is None else trainer.runtime.autocast()
         # Dropout and the like must not draw from the run's random numbers.
+        numbers = torch.random.fork_rng(devices=[])
         counter = FlopCounterMode(display=False)
         try:
-            with (
-                preserve_modes(model),
-                torch.no_grad(),
-                torch.random.fork_rng(devices=[]),
-                _autocast_of(model),
-                counter,
-            ):
-                model.eval()
-                if isinstance(example, dict):
-                    model(**example)
-                elif isinstance(example, (list, tuple)):
-                    model(*example)
-                else:
-                    model(example)
-            counts = counter.get_flop_counts()
-            self._flops = {
-                name: sum(counts.get(f"{type(model).__name__}.{name}", {}).values())
-                for name, _ in model.named_modules()
-            }
-            self._flops[""] = counter.get_total_flops()
+            with preserve_modes(model), torch.no_grad(), numbers, autocast, counter:
+                model.eval()(*args, **named)
         except Exception as error:
             error.add_note(
                 f"This was the forward pass of {type(model).__name__} with its example_input_array, for the table of "
                 "layers. Correct example_input_array, or set it to None."
             )
             raise
+        counts = counter.get_flop_counts()
+        for name, _ in model.named_modules():
+            self._flops[name] = sum(counts.get(f"{type(model).__name__}.{name}", {}).values())
+        self._flops[""] = counter.get_total_flops()
 
 
 # The name that programs import; the callback of this name is in hasten.callbacks.
@@ -322,16 +296,15 @@ def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
 def format_table(columns: list[tuple[str, list[str]]], below: list[tuple[str, str]]) -> str:
     """Return columns (heading and cells), and below them numbers and what they count, as one text."""
     widths = [max([len(heading), *map(len, cells)]) for heading, cells in columns]
+    headings, *rows = zip(*([heading, *cells] for heading, cells in columns), strict=True)
+
+    def line(row: Sequence[str]) -> str:
+        return " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
     rule = "-" * (sum(widths) + 3 * (len(columns) + 1))
-    lines = [
-        " | ".join(f"{heading:<{width}}" for (heading, _), width in zip(columns, widths, strict=True)),
-        rule,
-    ]
-    for row in zip(*(cells for _, cells in columns), strict=True):
-        lines.append(" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)))
-    lines.append(rule)
-    lines += [f"{number:<10}{what}" for number, what in below]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(
+        [line(headings), rule, *map(line, rows), rule, *(f"{number:<10}{what}" for number, what in below)]
+    )
 
 
 def totals(
@@ -401,10 +374,8 @@ def human_readable(number: int) -> str:
     """
     if number < 1000:
         return str(number)
-    units = ["K", "M", "B", "T"]
-    value, unit = number / 1000, units.pop(0)
-    while round(value, 1) >= 1000 and units:
-        value, unit = value / 1000, units.pop(0)
+    power = next((power for power in (1, 2, 3) if round(number / 1000**power, 1) < 1000), 4)
+    value, unit = number / 1000**power, "KMBT"[power - 1]
     return f"{value:,.1f} {unit}" if value < 100 else f"{value:,.0f} {unit}"
 
 
@@ -437,14 +408,3 @@ def check_depth(max_depth: int) -> int:
 
 def _with_shape(parameters: Iterable[Tensor]) -> Iterable[Tensor]:
     return (parameter for parameter in parameters if not isinstance(parameter, UninitializedParameter))
-
-
-def _parameters_of(layers: list[LayerSummary]) -> Iterable[Tensor]:
-    found = {id(p): p for layer in layers for p in layer._module.parameters()}
-    return found.values()
-
-
-def _autocast_of(model: nn.Module) -> Any:
-    """Return the run's autocast, if the model is in a run."""
-    trainer = trainer_of(model)
-    return contextlib.nullcontext() if trainer is None else trainer.runtime.autocast()
