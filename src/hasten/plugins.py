@@ -6,7 +6,7 @@ from abc import ABC
 from typing import Any
 
 from hasten._lib.errors import absent
-from hasten.checkpoint.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.files import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from hasten.machine.cluster import (
     ClusterEnvironment,
     LightningEnvironment,

@@ -10,7 +10,7 @@ import torch
 from hasten._lib import check
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.names import did_you_mean
-from hasten.checkpoint.io import CheckpointIO
+from hasten.checkpoint.files import CheckpointIO
 from hasten.machine.cluster import ClusterEnvironment, TorchElasticEnvironment, find_cluster
 from hasten.machine.devices import ACCELERATORS, Accelerator, CPUAccelerator, best_accelerator
 from hasten.machine.host import is_interactive

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from hasten._lib.tree import move_to
-from hasten.checkpoint.io import CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
 from hasten.machine.collectives import numbers_as_tensors
 from hasten.optim import fast_step
 from hasten.precision.base import Precision

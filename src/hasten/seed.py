@@ -8,7 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -132,10 +132,11 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     if "python" in state:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(array.array("I", words)), gauss))
-    if "numpy" in state and installed("numpy"):
-        import numpy
+    if "numpy" in state:
+        with suppress(ImportError):
+            import numpy
 
-        numpy.random.set_state(_unpacked(state["numpy"]))
+            numpy.random.set_state(_unpacked(state["numpy"]))
     if "torch" in state:
         torch.set_rng_state(_tensor(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():

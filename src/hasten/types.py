@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from hasten.checkpoint.io import CheckpointIO
+from hasten.checkpoint.files import CheckpointIO
 from hasten.loggers.base import Logger
 from hasten.machine.cluster import ClusterEnvironment
 from hasten.machine.devices import Accelerator

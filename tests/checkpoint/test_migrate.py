@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hasten.checkpoint.entries import from_lightning
+from hasten.checkpoint.contents import from_lightning
 from hasten.loops.progress import Progress
 
 

@@ -29,8 +29,8 @@ MOST_UNTYPED_RESULTS = 6.2
 WALKS = {
     "batch": (6, 6),
     "logged value": (3, 3),
-    "save": (16, 8),
-    "restore": (16, 8),
+    "save": (11, 8),
+    "restore": (13, 8),
     "Fabric.setup": (5, 5),
 }
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import hasten as L
 from hasten.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
-from hasten.checkpoint.io import TorchCheckpointIO
+from hasten.checkpoint.files import TorchCheckpointIO
 from hasten.loggers import CSVLogger
 from tests.models import Classifier, Several, loader, quiet, same_weights
 

@@ -17,7 +17,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.files import TEMPORARY
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint import files
-from hasten.checkpoint.io import CheckpointIO, TorchCheckpointIO
+from hasten.checkpoint.files import CheckpointIO, TorchCheckpointIO
 from hasten.loggers.folders import entries, exists, file_system, is_url, local, version_folder
 
 if TYPE_CHECKING:

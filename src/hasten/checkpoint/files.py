@@ -1,4 +1,7 @@
-"""Checkpoint files: written atomically with a checksum, and read without running code."""
+"""Checkpoint files: written atomically with a checksum, and read without running code.
+
+Subclass ``CheckpointIO`` for another way to write and read them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ import sys
 import warnings
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -28,9 +33,10 @@ from hasten._lib.files import TEMPORARY, is_url, local, remove_abandoned, replac
 from hasten._lib.names import did_you_mean
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn, warn_once
+from hasten._lib.tree import map_tensors
 
 if TYPE_CHECKING:
-    from hasten.types import MapLocation
+    from hasten.types import MapLocation, PathLike
 
 
 class CheckpointDamaged(RuntimeError):
@@ -650,3 +656,125 @@ def _crc32(file: IO[bytes], start: int, length: int) -> int:
 
 def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# -- as a plugin
+
+
+class CheckpointIO(ABC):
+    """Writes, reads and removes checkpoints. Subclass it and pass it as ``plugins=MyCheckpointIO()``."""
+
+    @abstractmethod
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None
+    ) -> None:
+        """Write ``checkpoint`` to ``path``; called in the first process only.
+
+        Args:
+            checkpoint: names and values.
+            path: a path or a URL.
+            storage_options: for the file system.
+
+        """
+
+    @abstractmethod
+    def load_checkpoint(
+        self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint in ``path``.
+
+        Args:
+            path: a path or a URL.
+            map_location: the device of the tensors, as for ``torch.load``.
+            weights_only: False reads Python objects too, which can run code: only for files you trust.
+
+        """
+
+    @abstractmethod
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Remove ``path``."""
+
+    def teardown(self) -> None:  # noqa: B027 - most write at once
+        """Wait for files that are still being written."""
+
+
+class TorchCheckpointIO(CheckpointIO):
+    """Writes files atomically with ``torch.save``; see ``save``."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None
+    ) -> None:
+        """Write ``checkpoint``; the previous file stays whole until the new one is."""
+        save(checkpoint, path, storage_options=storage_options)
+
+    def load_checkpoint(
+        self, path: PathLike, map_location: MapLocation = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint in ``path``."""
+        return load(path, map_location=map_location, weights_only=weights_only is not False)
+
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Remove ``path``."""
+        remove(path)
+
+
+class AsyncCheckpointIO(CheckpointIO):
+    """Writes checkpoints in a thread, one after the other.
+
+    ``save_checkpoint`` copies the contents before it returns, so later changes are not in the file. An error is
+    raised at the next save, or when the run ends.
+
+    Args:
+        checkpoint_io: writes the files; ``TorchCheckpointIO`` by default.
+
+    Example: ``Trainer(plugins=AsyncCheckpointIO())``
+
+    """
+
+    def __init__(self, checkpoint_io: CheckpointIO | None = None) -> None:
+        self.checkpoint_io = checkpoint_io if checkpoint_io is not None else TorchCheckpointIO()
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None
+    ) -> None:
+        """Copy ``checkpoint`` and return; the thread writes it.
+
+        Raises:
+            OSError: an earlier write failed.
+
+        """
+        self._collect(wait=False)
+        copied = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), checkpoint)
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending.append(
+            self._executor.submit(self.checkpoint_io.save_checkpoint, copied, path, storage_options)
+        )
+
+    def load_checkpoint(
+        self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint in ``path``, after everything is written."""
+        self._collect(wait=True)
+        return self.checkpoint_io.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Remove ``path``, after everything is written: it may be what is being written."""
+        self._collect(wait=True)
+        self.checkpoint_io.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Wait for files that are still being written."""
+        try:
+            self._collect(wait=True)
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown(wait=True)
+                self._executor = None
+            self.checkpoint_io.teardown()
+
+    def _collect(self, *, wait: bool) -> None:
+        while self._pending and (wait or self._pending[0].done()):
+            self._pending.pop(0).result()

@@ -18,8 +18,7 @@ from hasten._lib.out_of_memory import collect_earlier_models
 from hasten._lib.rank_zero import rank_zero_info, warn_once
 from hasten.arguments import SpeedArguments
 from hasten.batching.rebatch import rebatch
-from hasten.checkpoint.contents import Phase
-from hasten.checkpoint.entries import check_entries
+from hasten.checkpoint.contents import Phase, check_entries
 from hasten.compile.cuda_graphs import CudaGraphSteps, marked_by_us
 from hasten.compile.settings import CompileSettings, check_possible, users_settings
 from hasten.data.memory.resident import is_resident, resident

@@ -29,7 +29,7 @@ from hasten.loops.saved_state import StepState
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
 from hasten.module.hparams import pickled, storable_hparams
-from hasten.module.module import toggle_again, toggled_parameters
+from hasten.module.module import ToggledParameters
 from hasten.seed import collect_rng_state, restore_rng_state
 
 if TYPE_CHECKING:
@@ -65,9 +65,10 @@ class RunState:
 
         """
         run = self._run
-        with _as_saved(run, weights_only=weights_only), run.averages.applied():
+        averaged = run.averages.applied() if run.averages.optimizers else nullcontext()
+        with _as_saved(run, weights_only=weights_only), averaged:
             weights = run.runtime.strategy.state_dict(run.module)
-            if run.averages:
+            if run.averages.optimizers:
                 # The module's own tensors hold the weights of training again in a moment.
                 weights = {k: v.clone() if isinstance(v, Tensor) else v for k, v in weights.items()}
             checkpoint: dict[str, Any] = {
@@ -126,8 +127,8 @@ class RunState:
             "ranks": runtime.strategy.gather_objects(self._collect_process()),
         }
         # Where the weights are averages, those that training continues with.
-        if (training_weights := run.averages.training_weights()) is not None:
-            own["training_weights"] = training_weights
+        if run.averages.training_weights is not None:
+            own["training_weights"] = run.averages.training_weights
         return {**checkpoint, "hasten": own}
 
     def _restore_training(self, checkpoint: dict[str, Any], source: str) -> None:
@@ -175,16 +176,15 @@ class RunState:
         if metrics is None:
             # An evaluation starts again when resumed: what its metrics accumulated would count twice.
             metrics = run.metrics.state_dict()
-        data = None
-        if run.train.loaded:
-            data = run.train.stream.state_dict(progress.batch, again=progress.begun and is_inside(run))
+        data = run.train.state_dict(progress.batch, again=progress.begun and is_inside(run))
+        evaluations = run.validation.state_dict()
         return {
             "random": run.random_before_validation or collect_rng_state(),
-            "data": data,
+            "data": data[0] if data else None,
             "values": values,
             "window_weight": run.window_weight,
             "window_divisor": run.accumulation_divisor(),
-            "toggled": toggled_parameters(run.module),
+            "toggled": ToggledParameters(run.module).state_dict(),
             "metrics": move_to(metrics, "cpu") if run.runtime.world_size > 1 else metrics,
             "guard": None if run.guard is None else run.guard.state_dict(),
             "batch_size": run.arguments.speed.batch_size,
@@ -192,20 +192,18 @@ class RunState:
             "loggers": [
                 logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.logged.loggers
             ],
-            "evaluations": {
-                source.stage: source.evaluations() for source in (run.validation,) if source.loaded
-            },
+            "evaluations": {run.validation.stage: evaluations} if evaluations else {},
         }
 
     def _restore_process(self, state: dict[str, Any]) -> None:
         run = self._run
         if state["data"] is not None:
-            run.train.stream.load_state_dict(state["data"])
+            run.train.load_state_dict([state["data"]])
         rows = {row.name: row for row in HOOKS} | STEPS
         run.logged.load_state_dict(state["values"], rows, run.module.get_submodule)
         run.window_weight, run.resumed_divisor = state["window_weight"], state.get("window_divisor")
         run.resumed_guard = state.get("guard")
-        toggle_again(run.module, state.get("toggled") or {})
+        ToggledParameters(run.module).load_state_dict(state.get("toggled") or {})
         if run.memory_plan is not None and state.get("fits") is not None:
             run.memory_plan.load_state_dict(state["fits"])
         for logger, kept in zip(run.logged.loggers, state.get("loggers", ()), strict=False):
@@ -213,7 +211,7 @@ class RunState:
                 logger.load_state_dict(kept)
         if not run.validation.is_off():
             for positions in state["evaluations"].values():
-                run.validation.load_evaluations(positions)
+                run.validation.load_state_dict(positions)
 
     def _of_this_process(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
         """Return what the checkpoint holds for this process; None if another number of processes wrote it."""
@@ -402,7 +400,7 @@ class BatchStart:
     def shown(self) -> Iterator[None]:
         """Have the run look as it did then; no tensor is written to, which a backward may still need."""
         run = self._run
-        if self._versions != self._weight_versions() or run.averages:
+        if self._versions != self._weight_versions() or run.averages.optimizers:
             raise _refusal(run, "its weights have changed since the batch began")
         if run.guard is not None:
             bad_loss = run.arguments.on_bad_loss

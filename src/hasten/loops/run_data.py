@@ -278,15 +278,25 @@ class StageData:
         stream = self.load()[loader_idx]
         return iter(()) if self.limits[loader_idx] == 0 else stream.batches(self._cut(stream))
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Return where the loaders are, between two evaluations or inside one."""
-        return [stream.state_dict(stream.position) for stream in self.load()]
+    def state_dict(self, consumed: int | None = None, *, again: bool = False) -> list[dict[str, Any]]:
+        """Return the position of each loader; nothing where none is loaded.
 
-    def load_evaluations(self, states: list[dict[str, Any]]) -> None:
-        """Go to where ``evaluations`` was taken; an evaluation that was interrupted starts again."""
+        Args:
+            consumed: the batches of this epoch that are done, in training.
+            again: the last batch that was handed out is to come again.
+
+        """
+        return [
+            stream.state_dict(stream.position if consumed is None else consumed, again=again)
+            for stream in self._streams or ()
+        ]
+
+    def load_state_dict(self, states: Iterable[dict[str, Any]]) -> None:
+        """Go to where ``state_dict`` was taken; an evaluation that was interrupted starts again."""
         for stream, state in zip(self.load(), states, strict=False):
             stream.load_state_dict(state)
-            stream.finish()
+            if self.stage != "train":
+                stream.finish()
 
     # -- inside
 

@@ -24,8 +24,7 @@ from hasten._lib.errors import MisconfigurationException
 from hasten._lib.optional import need
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten.checkpoint import files
-from hasten.checkpoint.contents import load_weights
-from hasten.checkpoint.entries import check_entries
+from hasten.checkpoint.contents import check_entries, load_weights
 from hasten.loggers.base import as_dict
 
 if TYPE_CHECKING:

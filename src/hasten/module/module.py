@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -519,17 +520,24 @@ def trainer_of(module: object) -> Trainer | None:
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def toggled_parameters(module: LightningModule) -> dict[str, tuple[bool, bool]]:
-    """Return by name whether parameters require gradients now and before ``toggle_optimizer``, while it is active."""
-    before = module.__dict__.get("_before_toggle", {})
-    return {name: (p.requires_grad, before[p]) for name, p in module.named_parameters() if p in before}
+@dataclass
+class ToggledParameters:
+    """What ``toggle_optimizer`` changed about the parameters of a module, as a part of a checkpoint."""
 
+    module: LightningModule
 
-def toggle_again(module: LightningModule, states: Mapping[str, tuple[bool, bool]]) -> None:
-    """Restore what ``toggled_parameters`` returned."""
-    parameters = dict(module.named_parameters())
-    known = {parameters[name]: state for name, state in states.items() if name in parameters}
-    for parameter, (required, _) in known.items():
-        parameter.requires_grad = required
-    if states:
-        module.__dict__["_before_toggle"] = {parameter: before for parameter, (_, before) in known.items()}
+    def state_dict(self) -> dict[str, tuple[bool, bool]]:
+        """Return by name whether parameters require gradients now and before ``toggle_optimizer``, while it is on."""
+        before = self.module.__dict__.get("_before_toggle", {})
+        return {
+            name: (p.requires_grad, before[p]) for name, p in self.module.named_parameters() if p in before
+        }
+
+    def load_state_dict(self, states: Mapping[str, tuple[bool, bool]]) -> None:
+        """Restore what ``state_dict`` returned."""
+        parameters = dict(self.module.named_parameters())
+        known = {parameters[name]: state for name, state in states.items() if name in parameters}
+        for parameter, (required, _) in known.items():
+            parameter.requires_grad = required
+        if states:
+            self.module.__dict__["_before_toggle"] = {p: before for p, (_, before) in known.items()}

@@ -61,20 +61,17 @@ class AveragedWeights:
     """
 
     def __init__(self, optimizers: Iterable[Any]) -> None:
-        self._optimizers = [optimizer for optimizer in optimizers if _changes(optimizer)]
-        # The training weights while the averages are in the module, in the order of the groups.
-        self._training: list[Tensor] | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._optimizers)
+        self.optimizers = [optimizer for optimizer in optimizers if _changes(optimizer)]
+        # Copies of the training weights while the averages are in the module, in the order of the groups.
+        self.training_weights: list[Tensor] | None = None
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Put the averages into the module, and the training weights back at the end, bit for bit."""
-        if self._training is not None or not self._optimizers:
+        if self.training_weights is not None or not self.optimizers:
             yield
             return
-        self._training = self._apply()
+        self.training_weights = self._apply()
         try:
             yield
         finally:
@@ -82,21 +79,17 @@ class AveragedWeights:
 
     def keep_averaged(self) -> None:
         """Leave the averages in the module, and the training weights in main memory for a checkpoint."""
-        if self._optimizers and self._training is None:
-            self._training = [tensor.to("cpu") for tensor in self._apply()]
+        if self.optimizers and self.training_weights is None:
+            self.training_weights = [tensor.to("cpu") for tensor in self._apply()]
 
     def restore(self) -> None:
         """Put the training weights into the module."""
-        self.resume_with(self._training)
-
-    def training_weights(self) -> list[Tensor] | None:
-        """Return copies of the training weights while the averages are in the module; else None."""
-        return self._training
+        self.resume_with(self.training_weights)
 
     def resume_with(self, weights: list[Tensor] | None) -> None:
         """Put the training weights of a checkpoint into the module; None for those that the averages imply."""
-        self._training = None
-        for optimizer in self._optimizers:
+        self.training_weights = None
+        for optimizer in self.optimizers:
             full_precision(optimizer, optimizer.train)
         if weights is not None:
             self._write(weights)
@@ -104,7 +97,7 @@ class AveragedWeights:
     def _apply(self) -> list[Tensor]:
         """Put the averages into the module and return the training weights."""
         training: list[Tensor] = []
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
 
             def copy(optimizer: Any = optimizer) -> list[Tensor]:
                 return [parameter.detach().clone() for parameter in parameters_of(optimizer)]
@@ -122,7 +115,7 @@ class AveragedWeights:
             for parameter in parameters_of(optimizer):
                 parameter.copy_(next(remaining))
 
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             full_precision(optimizer, functools.partial(write, optimizer))
 
 

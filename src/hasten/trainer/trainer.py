@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import signal as signals
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from hasten._lib.rank_zero import rank_zero_info
 from hasten.arguments import check_arguments
 from hasten.batching.fields import MicroBatch
 from hasten.batching.rebatch import LengthBatching
-from hasten.checkpoint.entries import check_entries, from_lightning
+from hasten.checkpoint.contents import check_entries, from_lightning
 from hasten.hooks import Hooks, nothing, overrides
 from hasten.logged_values import LoggedValues
 from hasten.loops.evaluate import evaluate_and_print, predict
@@ -37,7 +37,7 @@ from hasten.module import LightningModule
 from hasten.module.callback import Callback
 from hasten.module.datamodule import LightningDataModule
 from hasten.optim.backward import to_clip
-from hasten.profilers.base import Profiler
+from hasten.profilers.base import PassThroughProfiler, Profiler
 from hasten.profilers.base import resolve as resolve_profiler
 from hasten.resolve import runtime as resolve_runtime
 from hasten.seed import set_deterministic
@@ -466,7 +466,8 @@ class Trainer(TrainerView):
                 "Trainer.save_checkpoint(): Saving a checkpoint is only possible if a model is attached. Call fit, "
                 "validate, test or predict first."
             )
-        with self.profiler.profile("save_checkpoint"):
+        off = type(self.profiler) is PassThroughProfiler
+        with nullcontext() if off else self.profiler.profile("save_checkpoint"):
             checkpoint = self._checkpoint(run, weights_only=bool(weights_only))
             self._runtime.save(filepath, checkpoint, storage_options=storage_options)
 
