@@ -169,7 +169,9 @@ class ModelCheckpoint(Checkpoint):
         self.dirpath: str | None = checkpoint_files.resolve(dirpath)
         self.filename = filename
         self._every_n_train_steps, self._every_n_epochs, self._train_time_interval = _intervals(
-            every_n_train_steps, every_n_epochs, train_time_interval
+            every_n_train_steps=every_n_train_steps,
+            every_n_epochs=every_n_epochs,
+            train_time_interval=train_time_interval,
         )
         self._save_on_train_epoch_end = save_on_train_epoch_end
         self._enable_version_counter = enable_version_counter
@@ -751,20 +753,19 @@ def _position(trainer: Trainer) -> list[int]:
 # -- arguments
 
 
-def _intervals(steps: Any, epochs: Any, duration: Any) -> tuple[int, int, timedelta | None]:
+def _intervals(**arguments: Any) -> tuple[int, int, timedelta | None]:
     """Return the steps, epochs and time between saves; 0 and None where they do not count.
 
     "2ep", "500st" and "90min" mean the same in each of the three arguments.
     """
-    arguments = {"every_n_train_steps": steps, "every_n_epochs": epochs, "train_time_interval": duration}
     given = [_period(name, value) for name, value in arguments.items() if value is not None]
     if not given:
         return 0, 1, None
     active = [each for each in given if each.steps or each.epochs or each.time is not None]
     if len(active) > 1:
+        texts = ", ".join(f"{name}={value}" for name, value in arguments.items())
         raise MisconfigurationException(
-            f"ModelCheckpoint(every_n_train_steps={steps}, every_n_epochs={epochs}, train_time_interval={duration}): "
-            "these should be mutually exclusive. Use one ModelCheckpoint for each."
+            f"ModelCheckpoint({texts}): these should be mutually exclusive. Use one ModelCheckpoint for each."
         )
     period = active[0] if active else Period()
     return period.steps or 0, period.epochs or 0, period.time
@@ -773,9 +774,9 @@ def _intervals(steps: Any, epochs: Any, duration: Any) -> tuple[int, int, timede
 def _period(name: str, value: Any) -> Period:
     if isinstance(value, (str, dict, timedelta)):
         return parse_interval(value, argument=f"ModelCheckpoint({name})")
-    is_time = name == "train_time_interval"
-    if is_time or not isinstance(value, int):
-        allowed = "a datetime.timedelta, or a text such as '90min'" if is_time else "a whole number"
+    if name == "train_time_interval":
+        allowed = "a datetime.timedelta, or a text such as '90min'"
         raise check.wrong("ModelCheckpoint", name, value, allowed, error=TypeError)
-    check.whole("ModelCheckpoint", name, value, at_least=0, error=MisconfigurationException)
+    error = MisconfigurationException if isinstance(value, int) else None
+    check.whole("ModelCheckpoint", name, value, at_least=0, error=error)
     return Period(steps=value) if name == "every_n_train_steps" else Period(epochs=value)

@@ -135,28 +135,23 @@ class LearningRateMonitor(Callback):
 
     def _named_optimizers(self, trainer: Trainer) -> list[tuple[Optimizer, list[str], str | None]]:
         """Return each optimizer with a name for every parameter group and its scheduler's interval."""
-        seen: list[Any] = []
+        found = [
+            (config.scheduler.optimizer, config.name, config.interval)
+            for config in trainer.lr_scheduler_configs
+        ]
+        scheduled = {id(optimizer) for optimizer, _, _ in found}
+        plain = [getattr(each, "optimizer", each) for each in trainer.optimizers]
+        found += [(optimizer, None, None) for optimizer in plain if id(optimizer) not in scheduled]
         kinds: Counter[type] = Counter()
-        found: list[tuple[Optimizer, list[str], str | None]] = []
-        for config in trainer.lr_scheduler_configs:
-            optimizer = config.scheduler.optimizer
-            seen.append(optimizer)
-            found.append((optimizer, _names(optimizer, config.name, kinds), config.interval))
-        for wrapped in trainer.optimizers:
-            optimizer = getattr(wrapped, "optimizer", wrapped)
-            if not any(optimizer is other for other in seen):
-                seen.append(optimizer)
-                found.append((optimizer, _names(optimizer, None, kinds), None))
-        return found
+        return [(optimizer, _names(optimizer, name, kinds), interval) for optimizer, name, interval in found]
 
 
-def _names(optimizer: Optimizer, given: str | None, kinds: Counter[type]) -> list[str]:
+def _names(optimizer: Optimizer, name: str | None, kinds: Counter[type]) -> list[str]:
     """Return a name for each parameter group of an optimizer."""
     kind = type(optimizer)
-    name = given
     if name is None:
+        name = f"lr-{kind.__name__}" + (f"-{kinds[kind]}" if kinds[kind] else "")
         kinds[kind] += 1
-        name = f"lr-{kind.__name__}" + (f"-{kinds[kind] - 1}" if kinds[kind] > 1 else "")
     given_labels = [group.get("name") for group in optimizer.param_groups]
     labels = [label or f"pg{i}" for i, label in enumerate(given_labels, start=1)]
     for label, count in Counter(labels).items():

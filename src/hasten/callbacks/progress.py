@@ -396,8 +396,7 @@ def _reset(bar: Any, total: float | None, description: str) -> None:
     bar.set_description(description, refresh=False)
     bar.postfix = None
     bar.reset(total=convert_inf(total))
-    if convert_inf(total) is None:
-        bar.total = None
+    bar.total = convert_inf(total)  # ``reset(None)`` of tqdm keeps the old one
 
 
 def convert_inf(total: float | None) -> float | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from hasten.trainer import Trainer
     from hasten.types import Batch, StepOutput
 
-# (parameters or buffers of a part of the module, those of its average, name)
-Slot = tuple[dict[str, Tensor | None], dict[str, Tensor | None], str]
+AverageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class WeightAveraging(Callback):
@@ -80,24 +78,24 @@ class WeightAveraging(Callback):
     def __init__(
         self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any
     ) -> None:
-        owner, known = type(self).__name__, ["avg_fn", "multi_avg_fn"]
-        for name, value in kwargs.items():
-            if name not in known:
-                raise TypeError(
-                    f"{owner}({name}=...): there is no such argument.{did_you_mean(name, known)} "
-                    f"Besides device and use_buffers it takes {known}."
-                )
-            allowed, error = "a function of (averaged, current, num_averaged)", MisconfigurationException
-            check.callable_(owner, name, value, allowed=allowed, allow_none=True, error=error)
-        self._avg_fn, self._multi_avg_fn = kwargs.get("avg_fn"), kwargs.get("multi_avg_fn")
-        if self._avg_fn is not None and self._multi_avg_fn is not None:
-            raise MisconfigurationException(
-                f"{owner}: avg_fn and multi_avg_fn both define the average. Give one of them."
+        owner, error, known = type(self).__name__, MisconfigurationException, ["avg_fn", "multi_avg_fn"]
+        for name in kwargs.keys() - known:
+            raise TypeError(
+                f"{owner}({name}=...): there is no such argument.{did_you_mean(name, known)} "
+                f"Besides device and use_buffers it takes {known}."
             )
+        allowed = "a function of (averaged, current, num_averaged)"
+        self._avg_fn, self._multi_avg_fn = (
+            check.callable_(owner, name, kwargs.get(name), allowed=allowed, allow_none=True, error=error)
+            for name in known
+        )
+        if self._avg_fn is not None and self._multi_avg_fn is not None:
+            raise error(f"{owner}: avg_fn and multi_avg_fn both define the average. Give one of them.")
         self._device = _check_device(owner, device)
         self._use_buffers = use_buffers
         self._average_model: AveragedModel | None = None
-        self._slots: list[Slot] = []
+        # (parameters or buffers of a part of the module, those of its average, name)
+        self._slots: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None], str]] = []
         # Whether the module holds the average for the time of a validation.
         self._swapped = False
         self._loaded: Any = None
@@ -174,14 +172,21 @@ class WeightAveraging(Callback):
         if self._swapped:
             self._swap_models(pl_module)
 
+    @torch.no_grad()
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, pl_module)
+        """Put the average into the module for good; keep the training weights for checkpoints."""
+        if self._has_average and self._trained is None:
+            self._trained = {
+                name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for name, value in pl_module.state_dict().items()
+            }
+            self._copy_average_to_current(pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do so too if a resumed run had nothing left to train."""
         if self._restarting and self._trained is None:
             self._catch_up(trainer, pl_module)
-        self._finish(trainer, pl_module)
+        WeightAveraging.on_train_end(self, trainer, pl_module)
 
     # -- checkpoints
 
@@ -311,21 +316,7 @@ class WeightAveraging(Callback):
         self._swapped = not self._swapped
 
     @torch.no_grad()
-    def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the average into the module for good; keep the training weights for checkpoints."""
-        if not self._has_average or self._trained is not None:
-            return
-        self._trained = {
-            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for name, value in pl_module.state_dict().items()
-        }
-        self._load_average(trainer, pl_module)
-
-    def _load_average(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._copy_average_to_current(pl_module)
-
-    @torch.no_grad()
-    def _copy_average_to_current(self, pl_module: nn.Module) -> None:
+    def _copy_average_to_current(self, pl_module: LightningModule) -> None:
         for current, averaged, _ in self._pairs():
             current.copy_(averaged)
 
@@ -411,9 +402,6 @@ def _check_device(owner: str, device: torch.device | str | int | None) -> torch.
         raise check.wrong(owner, "device", device, allowed, error=error) from cause
 
 
-AverageFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 class StochasticWeightAveraging(WeightAveraging):
     """Average the weights over the last epochs, and leave the average in the module when training ends.
 
@@ -461,22 +449,26 @@ class StochasticWeightAveraging(WeightAveraging):
         device: torch.device | str | None = torch.device("cpu"),  # noqa: B008 - a constant
     ) -> None:
         super().__init__(device, avg_fn=avg_fn or self.avg_fn)
-        name = type(self).__name__
-        error = MisconfigurationException
-        rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
-        if not rates or not all(_is_number(rate) and rate > 0 for rate in rates):
-            allowed = "a number above 0, or a list with one for each parameter group"
-            raise check.wrong(name, "swa_lrs", swa_lrs, allowed, error=error)
+        name, error = type(self).__name__, MisconfigurationException
+        allowed = "a number above 0, or a list with one for each parameter group"
+        for rate in swa_lrs if isinstance(swa_lrs, list) and swa_lrs else [swa_lrs]:
+            if isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0:
+                raise check.wrong(name, "swa_lrs", swa_lrs, allowed, error=error)
         least, most = (0, 1) if isinstance(swa_epoch_start, float) else (1, math.inf)
-        if not _is_number(swa_epoch_start) or not least <= swa_epoch_start <= most:
-            allowed = "an epoch counted from 1 (int), or a share of max_epochs from 0.0 to 1.0 (float)"
-            raise check.wrong(name, "swa_epoch_start", swa_epoch_start, allowed, error=error)
+        allowed = "an epoch counted from 1 (int), or a share of max_epochs from 0.0 to 1.0 (float)"
+        check.number(
+            name,
+            "swa_epoch_start",
+            swa_epoch_start,
+            at_least=least,
+            at_most=most,
+            allowed=allowed,
+            error=error,
+        )
         check.whole(name, "annealing_epochs", annealing_epochs, at_least=0, error=error)
         check.one_of(name, "annealing_strategy", annealing_strategy, ("cos", "linear"), error=error)
-        self._annealing: dict[str, Any] = {
-            "anneal_epochs": annealing_epochs,
-            "anneal_strategy": annealing_strategy,
-        }
+        self._annealing_epochs = annealing_epochs
+        self._annealing_strategy = annealing_strategy
         self._swa_lrs = swa_lrs
         self._swa_epoch_start = swa_epoch_start
         self._max_epochs: int | None = None
@@ -618,34 +610,40 @@ class StochasticWeightAveraging(WeightAveraging):
     # -- inside
 
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        name, start = type(self).__name__, self._swa_epoch_start
-        optimizers, schedulers = trainer.optimizers, trainer.lr_scheduler_configs
+        start, rates, last = self._swa_epoch_start, self._swa_lrs, self._max_epochs
+        optimizers, schedulers, kind = (
+            trainer.optimizers,
+            trainer.lr_scheduler_configs,
+            type(pl_module).__name__,
+        )
+        groups = len(optimizers[0].param_groups) if optimizers else 0
         problem = None
-        if len(optimizers) != 1 or len(schedulers) > 1:
-            found = (
-                f"{len(schedulers)} schedulers" if len(schedulers) > 1 else f"{len(optimizers)} optimizers"
+        if len(schedulers) > 1:
+            problem = (
+                f": {kind}.configure_optimizers() gives {len(schedulers)} schedulers; it works with one."
             )
-            method = f"{type(pl_module).__name__}.configure_optimizers()"
-            problem = f": {method} gives {found}; it works with one."
-        elif isinstance(start, float) and self._max_epochs == -1:
+        elif len(optimizers) != 1:
+            problem = (
+                f": {kind}.configure_optimizers() gives {len(optimizers)} optimizers; it works with one."
+            )
+        elif isinstance(start, float) and last == -1:
             problem = f"(swa_epoch_start={start}): a share needs Trainer(max_epochs=...). Use an epoch (int) instead."
         elif self.swa_start > self.swa_end and not trainer.fast_dev_run:
             problem = (
-                f"(swa_epoch_start={start}): training ends after max_epochs={self._max_epochs}, so nothing would be "
-                "averaged. Use an earlier epoch."
+                f"(swa_epoch_start={start}): training ends after max_epochs={last}. Use an earlier epoch."
             )
-        elif isinstance(self._swa_lrs, list) and len(self._swa_lrs) != len(optimizers[0].param_groups):
+        elif isinstance(rates, list) and len(rates) != groups:
             problem = (
-                f"(swa_lrs={self._swa_lrs}): {len(self._swa_lrs)} learning rates, and the optimizer has "
-                f"{len(optimizers[0].param_groups)} parameter groups. Give one for each, or a single number."
+                f"(swa_lrs={rates}): {len(rates)} learning rates, and the optimizer has {groups} parameter groups. "
+                "Give one for each, or a single number."
             )
         elif not pl_module.automatic_optimization and self.pl_module_contains_batch_norm(pl_module):
             problem = (
-                ": batch normalisation needs training_step to run once more without training, and that of "
-                f"{type(pl_module).__name__} steps the optimizer itself. Use automatic optimization or WeightAveraging."
+                f": batch normalisation needs training_step to run once more without training, and that of {kind} "
+                "steps the optimizer itself. Use automatic optimization or WeightAveraging."
             )
         if problem:
-            raise MisconfigurationException(name + problem)
+            raise MisconfigurationException(type(self).__name__ + problem)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._initialized = True
@@ -657,7 +655,7 @@ class StochasticWeightAveraging(WeightAveraging):
         )
         configs = trainer.lr_scheduler_configs
         rates: Any = self._swa_lrs
-        schedule = SWALR(trainer.optimizers[0], rates, **self._annealing)
+        schedule = SWALR(trainer.optimizers[0], rates, self._annealing_epochs, self._annealing_strategy)
         if configs:
             rank_zero_info(
                 f"{type(self).__name__}: the learning rate goes to {self._swa_lrs} from here on; this replaces "
@@ -674,16 +672,16 @@ class StochasticWeightAveraging(WeightAveraging):
         assert self._avg_fn is not None
         self.update_parameters(self._average_model, pl_module, self.n_averaged, self._avg_fn)
 
-    def _load_average(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _copy_average_to_current(self, pl_module: LightningModule) -> None:
         assert self._average_model is not None
         self.transfer_weights(self._average_model, pl_module)
         self.reset_batch_norm_and_save_state(pl_module)
         if not self.momenta:
             return
+        trainer, modules = pl_module.trainer, list(self.momenta)
         try:
             _run_once_more(trainer.current_run)
         finally:
-            modules = list(self.momenta)
             self.reset_momenta()
         if trainer.world_size > 1:
             for module in modules:
@@ -692,38 +690,26 @@ class StochasticWeightAveraging(WeightAveraging):
                     statistic.copy_(trainer.strategy.reduce(statistic, reduce_op="mean"))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _run_once_more(run: Run) -> None:
     """Run ``training_step`` over the batches of an epoch; only what modules gather themselves remains."""
     step = run.runtime.bind(with_batch_idx_if_taken(run.module.training_step), module=run.module)
-    transfer = make_transfer(run, run.train)
+    transfer, logged = make_transfer(run, run.train), run.logged
     position = run.train.stream.state_dict(run.progress.batch)
+    before = logged.context, logged.batch, logged.batch_size
     # A loader without an end gives as many batches as the epoch had.
     count = None if math.isfinite(run.train.limit) else run.progress.batch
-    with isolate_rng(), _nothing_logged(run):
+    with isolate_rng():
         # Resumed with nothing left to train: the batches come in the order of the uninterrupted run.
         run.restore_random()
         batches = run.train.start_epoch()
+        # What is logged goes to a context that is never published.
+        logged.context = LoggingContext(STEPS["training_step"])
         try:
             for batch_idx, (batch, _) in enumerate(islice(batches, count)):
                 batch = batch if transfer is None else transfer(batch)
-                run.logged.batch, run.logged.batch_size = batch, 0
+                logged.batch, logged.batch_size = batch, 0
                 step(batch, batch_idx)
         finally:
             batches.close()  # type: ignore[attr-defined]
+            logged.context, logged.batch, logged.batch_size = before
     run.train.stream.load_state_dict(position)
-
-
-@contextmanager
-def _nothing_logged(run: Run) -> Iterator[None]:
-    logged = run.logged
-    before = logged.context, logged.batch, logged.batch_size
-    # One that nobody publishes.
-    logged.context = LoggingContext(STEPS["training_step"])
-    try:
-        yield
-    finally:
-        logged.context, logged.batch, logged.batch_size = before
