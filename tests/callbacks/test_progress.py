@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -25,10 +26,10 @@ from hasten.hooks import overrides
 from hasten.loggers import CSVLogger
 from tests.callbacks.scripted import BATCHES, Endless, Scripted, python_calls
 from tests.models import quiet
+from tests.programs import environment_of_python
 
 pty = pytest.importorskip("pty")
 rich = pytest.importorskip("rich")
-ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import sys, time
@@ -86,35 +87,34 @@ LOOKS = {
 }
 
 
-def environment(**more: str) -> dict[str, str]:
-    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # A size in the environment would win over that of the terminal.
-    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
+# A size in the environment would win over that of the terminal.
+ENVIRONMENT = {
+    name: value for name, value in environment_of_python().items() if name not in ("COLUMNS", "LINES")
+}
 
 
-def in_terminal(kind: str, columns: int = 130) -> str:
-    """Run the program in its own terminal; return every byte it showed."""
+def open_terminal(columns: int) -> tuple[int, int]:
+    """Return the file descriptors of a new terminal: of the reader and of the program."""
     import fcntl
     import struct
     import termios
 
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    return parent, child
+
+
+def in_terminal(kind: str) -> str:
+    """Run the program in its own terminal; return every byte it showed."""
+    parent, child = open_terminal(130)
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, kind], stdout=child, stderr=child, stdin=child, env=environment()
+        [sys.executable, "-c", PROGRAM, kind], stdout=child, stderr=child, stdin=child, env=ENVIRONMENT
     )
     os.close(child)
-    shown = b""
-    while True:
-        try:
-            part = os.read(parent, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        shown += part
-    os.close(parent)
+    shown = bytearray()
+    with os.fdopen(parent, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
+        while part := terminal.read(65536):  # an OSError when the other end is closed
+            shown += part
     assert process.wait() == 0, shown.decode()
     return shown.decode()
 
@@ -166,31 +166,20 @@ def test_in_a_terminal(kind: str) -> None:
     assert len(re.findall(refreshes, shown)) <= 10 * seconds + 40
 
 
-def test_a_narrow_terminal_is_not_overrun() -> None:
-    shown = in_terminal("TQDMProgressBar", columns=50)
-    assert max(len(line) for line in screen(shown)) <= 50
-
-
 def test_in_a_pipe_or_file_there_are_whole_lines(tmp_path: Path) -> None:
     with open(tmp_path / "log.txt", "wb") as file:
-        subprocess.run([sys.executable, "-c", PROGRAM, *LOOKS], stdout=file, env=environment(), check=True)
+        subprocess.run([sys.executable, "-c", PROGRAM, *LOOKS], stdout=file, env=ENVIRONMENT, check=True)
     shown = (tmp_path / "log.txt").read_bytes().decode()
     assert not {"\r", "\x1b"} & set(shown)
     lines = [line for line in shown.splitlines() if re.match(r"Epoch|printed|Val|Test|Pred", line)]
-    evaluations = [
-        "Validation DataLoader 0: 30/30",
-        "Testing DataLoader 0: 10/10",
-        "Testing DataLoader 1: 7/7",
-    ]
-    assert [line.split(" [")[0] for line in lines] == [
-        line
-        for *_, epoch in LOOKS.values()
-        for line in (
-            *("printed 0", f"{epoch.format(0)}: 400/400", "printed 1", f"{epoch.format(1)}: 400/400"),
-            *evaluations,
-            "Predicting DataLoader 0: 5/5",
-        )
-    ]
+    stages = ("Validation DataLoader 0: 30/30", "Testing DataLoader 0: 10/10", "Testing DataLoader 1: 7/7")
+    evaluations = [*stages, "Predicting DataLoader 0: 5/5"]
+    found = [line.split(" [")[0] for line in lines]
+    for *_, epoch in LOOKS.values():
+        training = [line for i in (0, 1) for line in (f"printed {i}", f"{epoch.format(i)}: 400/400")]
+        assert found[:8] == [*training, *evaluations]
+        del found[:8]
+    assert found == []
     assert "val_loss=0.250" in lines[1]
     assert re.search(r"\[\d\d:\d\d, [0-9.]+it/s, ", lines[1])
 
@@ -216,6 +205,10 @@ def fit(bar: L.Callback, train: Any = BATCHES, module: Any = None, **arguments: 
     return trainer
 
 
+def shown_by_rich(bar: L.Callback) -> str:
+    return bar._console_kwargs["file"].getvalue() if isinstance(bar, RichProgressBar) else ""
+
+
 def epoch_line(terminal: io.StringIO) -> str:
     return next(line for line in screen(terminal.getvalue()) if line.startswith("Epoch"))
 
@@ -232,6 +225,15 @@ def test_a_length_that_is_unknown_or_limited_by_steps(
     terminal = Terminal()
     fit(rich_bar(terminal), Endless(), max_steps=7, max_epochs=epochs)
     assert re.match(rich_line, epoch_line(terminal))
+
+
+def test_a_narrow_terminal_is_not_overrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, child = open_terminal(50)
+    with os.fdopen(parent, "rb", buffering=0) as reader, os.fdopen(child, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        fit(TQDMProgressBar())
+        shown = screen(reader.read(65536).decode())
+    assert 40 < max(len(line) for line in shown) <= 50
 
 
 def test_long_epochs_write_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,30 +405,23 @@ def test_a_new_kind_of_bar() -> None:
 
 
 def test_the_tasks_can_be_read() -> None:
-    seen: dict[str, tuple[float, float]] = {}
+    seen: list[tuple[Any, ...]] = []
     bar = rich_bar(Terminal())
 
-    def check_start(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def read(*arguments: Any) -> None:
         task = bar.train_progress_bar
-        if batch_idx == 0:  # Each epoch starts at 0.
-            assert (task.completed, task.visible, task.fields["initial"]) == (0, True, 0)
-
-    def read_training(trainer: Any, module: Any) -> None:
-        task = bar.train_progress_bar
-        seen["train"] = (task.completed, task.total)
         assert task.id == bar.train_progress_bar_id
+        if arguments[-1] in (0, arguments[1]):  # the first batch, or the end of the epoch
+            seen.append((task.completed, task.total, task.visible, task.fields["initial"]))
 
-    def read_validation(trainer: Any, module: Any) -> None:
-        seen["val"] = (0, bar.val_progress_bar.total)
+    def read_validation(*_: Any) -> None:
+        seen.append((bar.val_progress_bar.total,))
 
-    reads = LambdaCallback(
-        on_train_batch_start=check_start,
-        on_train_epoch_end=read_training,
-        on_validation_epoch_end=read_validation,
-    )
+    hooks = {"on_train_batch_start": read, "on_train_epoch_end": read}
+    reads = LambdaCallback(**hooks, on_validation_epoch_end=read_validation)
     trainer = quiet(callbacks=[bar, reads], enable_progress_bar=True, max_epochs=2)
     trainer.fit(Scripted(val=[1.0, 2.0]), BATCHES, [torch.zeros(2, 1)])
-    assert seen == {"train": (4, 4), "val": (0, 1)}
+    assert seen == [(1,), *[(0, 4, True, 0), (1,), (4, 4, True, 0)] * 2]
     assert bar.progress is None  # Nothing is left open.
     assert (bar.test_progress_bar_id, bar.predict_progress_bar_id) == (None, None)
     message = r"`RichProgressBar._test_progress_bar` reference has not been set yet"
@@ -452,7 +447,7 @@ class TestBoth:
         assert bar.is_disabled
         fit(bar)
         assert capsys.readouterr().out == ""
-        assert not bar._console_kwargs["file"].getvalue() if isinstance(bar, RichProgressBar) else True
+        assert shown_by_rich(bar) == ""
         for stage in ("train", "validation", "test", "predict"):
             assert not overrides(bar, L.Callback, f"on_{stage}_batch_end")
         bar.print("still", "printed", sep="-")
@@ -460,18 +455,20 @@ class TestBoth:
         if rate:
             bar.enable()
             fit(bar)
-            rich_text = bar._console_kwargs["file"].getvalue() if isinstance(bar, RichProgressBar) else ""
-            assert "4/4" in capsys.readouterr().out + rich_text
+            assert "4/4" in capsys.readouterr().out + shown_by_rich(bar)
 
-    def test_when_nothing_is_due_a_step_is_one_call(self, make: Any) -> None:
-        bar = make()
-        fit(bar)
+    def test_a_step_is_one_call_no_thread_draws_and_the_bar_can_be_pickled(self, make: Any) -> None:
+        names: set[str] = set()
+        before = {thread.name for thread in threading.enumerate()}
+        bar = make(refresh_rate=3)
+        read = LambdaCallback(
+            on_train_batch_end=lambda *_: names.update(thread.name for thread in threading.enumerate())
+        )
+        quiet(callbacks=[bar, read], enable_progress_bar=True).fit(Scripted(), BATCHES)
+        assert names == before
+        fit(bar)  # in a Trainer that can be pickled too
         bar._next_refresh = time.monotonic() + 1000
         assert python_calls(bar.on_train_batch_end, None, None, None, None, 3) == ["on_train_batch_end"]
-
-    def test_it_can_be_pickled(self, make: Any) -> None:
-        bar = make(refresh_rate=3)
-        fit(bar)
         if isinstance(bar, RichProgressBar):
             bar._console_kwargs = {}
         copy = pickle.loads(pickle.dumps(bar))
@@ -490,18 +487,9 @@ class TestBoth:
         assert not Tqdm._instances
         if isinstance(bar, RichProgressBar):
             assert bar.progress is None
-            assert bar._console_kwargs["file"].getvalue().endswith("\x1b[?25h")
+            assert shown_by_rich(bar).endswith("\x1b[?25h")
         else:
             assert bar.train_progress_bar.disable
-
-    def test_no_thread_draws(self, make: Any) -> None:
-        names: set[str] = set()
-        before = {thread.name for thread in threading.enumerate()}
-        read = LambdaCallback(
-            on_train_batch_end=lambda *_: names.update(thread.name for thread in threading.enumerate())
-        )
-        quiet(callbacks=[make(), read], enable_progress_bar=True).fit(Scripted(), BATCHES)
-        assert names == before
 
 
 def test_the_environment_changes_it(

@@ -135,7 +135,7 @@ class LearningRateMonitor(Callback):
 
     def _named_optimizers(self, trainer: Trainer) -> list[tuple[Optimizer, list[str], str | None]]:
         """Return each optimizer with a name for every parameter group and its scheduler's interval."""
-        found = [
+        found: list[tuple[Optimizer, str | None, str | None]] = [
             (config.scheduler.optimizer, config.name, config.interval)
             for config in trainer.lr_scheduler_configs
         ]
