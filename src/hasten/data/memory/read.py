@@ -9,6 +9,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -173,43 +174,6 @@ def _sample_field(kind: Kind, column: Any, texts_in: type) -> Callable[[int], An
     return lambda index: column[index].cpu().numpy().astype(kind[1])[()]
 
 
-class ColumnsBuilder:
-    """Makes columns chunk by chunk."""
-
-    def __init__(self, length: int, allocate: Allocate | None = None) -> None:
-        self._length = length
-        self._allocate = allocate or (lambda shape, dtype: torch.empty(shape, dtype=dtype))
-        self.kind: Kind | None = None
-        self.filled = 0
-        self._leaves: list[Any] = []
-
-    def add(self, kind: Kind | None, batch: object, count: int) -> bool:
-        """Add a collated batch of ``count`` samples; return False if they are of another kind."""
-        if kind is None or (self.kind is not None and self.kind != kind):
-            return False
-        leaves = _leaves_of(batch, kind)
-        if self.kind is None:
-            self.kind = kind
-            self._leaves = [
-                self._allocate((self._length, *leaf.shape[1:]), leaf.dtype)
-                if isinstance(leaf, Tensor)
-                else []
-                for leaf in leaves
-            ]
-        for column, leaf in zip(self._leaves, leaves, strict=True):
-            if isinstance(column, Tensor):
-                column[self.filled : self.filled + count].copy_(leaf)
-            else:
-                column.extend(leaf)
-        self.filled += count
-        return True
-
-    def columns(self) -> Columns:
-        """Return what is filled so far."""
-        assert self.kind is not None
-        return Columns(self.kind, [leaf[: self.filled] for leaf in self._leaves])
-
-
 class DatasetReader:
     """Reads all samples of a dataset."""
 
@@ -303,7 +267,7 @@ class DatasetReader:
             DataLoader(_Chunks(dataset, first + again), batch_size=None, collate_fn=unchanged, **options)
         )
         began = time.perf_counter()
-        builder = ColumnsBuilder(count, allocate)
+        columns: Columns | None = None
         samples: list[Any] | None = None
         for indices, (kind, chunk, drawn) in zip(first, chunks, strict=False):
             if drawn:
@@ -311,11 +275,21 @@ class DatasetReader:
             if not indices.start and options.get("worker_init_fn") is not None:
                 sizes = [size_of(sample) for sample in _samples(kind, chunk)]
                 self.check_size(count * sum(sizes) // len(indices))
-            if samples is None and not builder.add(kind, chunk, len(indices)):
-                samples = builder.columns().samples() if builder.filled else []
-            if samples is not None:
-                samples += _samples(kind, chunk)
-        read = builder.columns() if samples is None and builder.filled else samples or []
+            if samples is None and kind is not None and (columns is None or columns.kind == kind):
+                leaves = _leaves_of(chunk, kind)
+                if columns is None:
+                    columns = Columns(kind, [_empty_column(leaf, count, allocate) for leaf in leaves])
+                for column, leaf in zip(columns.leaves, leaves, strict=True):
+                    if isinstance(column, Tensor):
+                        column[indices.start : indices.stop].copy_(leaf)
+                    else:
+                        column.extend(leaf)
+                continue
+            if samples is None:
+                # From here on one by one: these are not like those before.
+                samples = [] if columns is None else [columns.sample(index) for index in range(indices.start)]
+            samples += _samples(kind, chunk)
+        read = columns if samples is None and columns is not None else samples or []
         now = time.perf_counter()
         until = now + max(_SECONDS_READ_AGAIN, _SHARE_READ_AGAIN * (now - began))
         compared = 0
@@ -327,6 +301,14 @@ class DatasetReader:
             if compared >= _READ_AGAIN and time.perf_counter() > until:
                 break
         return read
+
+
+def _empty_column(leaf: Any, count: int, allocate: Allocate | None) -> Tensor | list[Any]:
+    """Return room for a field of all samples, of which ``leaf`` is a part."""
+    if not isinstance(leaf, Tensor):
+        return []
+    shape = (count, *leaf.shape[1:])
+    return torch.empty(shape, dtype=leaf.dtype) if allocate is None else allocate(shape, leaf.dtype)
 
 
 def of_tensors(dataset: TensorDataset) -> Columns | None:
@@ -414,20 +396,18 @@ class _Chunks(DatasetProxy):
         else:
             samples = [dataset[index] for index in indices]
         drawn = watch.drawn()
-        try:
-            kind, *others = [kind_of(sample) for sample in samples]
-        except NoColumnsError:
-            return None, pickled(samples), drawn
-        if any(other != kind for other in others):
-            return None, pickled(samples), drawn
-        return kind, default_collate(samples), drawn
+        kinds: set[Kind] = set()
+        with suppress(NoColumnsError):
+            kinds.update(map(kind_of, samples))
+            if len(kinds) == 1:
+                return kinds.pop(), default_collate(samples), drawn
+        return None, pickled(samples), drawn
 
 
 def _samples(kind: Kind | None, chunk: Any) -> list[Any]:
-    found: list[Any] = (
-        pickle.loads(chunk) if kind is None else Columns(kind, _leaves_of(chunk, kind)).samples()
-    )
-    return found
+    if kind is not None:
+        return Columns(kind, _leaves_of(chunk, kind)).samples()
+    return list(pickle.loads(chunk))
 
 
 # -- samples as bytes: sent between processes, tensors would each take a file descriptor or 100 us
@@ -435,9 +415,8 @@ def _samples(kind: Kind | None, chunk: Any) -> list[Any]:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not Tensor or obj.device.type != "cpu" or obj.layout != torch.strided:
-            return NotImplemented
-        if obj.is_quantized or obj.requires_grad or obj.is_conj() or obj.is_neg():
+        is_plain = type(obj) is Tensor and obj.device.type == "cpu" and obj.layout == torch.strided
+        if not is_plain or obj.is_quantized or obj.requires_grad or obj.is_conj() or obj.is_neg():
             return NotImplemented
         return _tensor, (bytes_of(obj), obj.dtype, tuple(obj.shape))
 

@@ -37,11 +37,14 @@ def source_of(loader: Iterable[Any], *, replays: bool = True) -> BatchSource:
     if isinstance(loader, DataLoader):
         return WorkerSource(loader) if loader.num_workers > 0 else InProcessSource(loader)
     # A list draws no random numbers, and without resuming, what was drawn does not matter.
-    return BatchSource(loader) if isinstance(loader, (list, tuple)) or not replays else ReplayedSource(loader)
+    return BatchSource(loader, replays=replays and not isinstance(loader, (list, tuple)))
 
 
 class BatchSource:
-    """The batches of one kind of loader; here of a list, read again up to the place."""
+    """The batches of one kind of loader; here of any iterable, read again up to the place.
+
+    ``replays``: a place can be reached only by fetching everything before it, with the same random numbers.
+    """
 
     # Whether something survives from one epoch to the next that a new process has to rebuild.
     survives = False
@@ -52,20 +55,21 @@ class BatchSource:
     # How long the worker processes took to start, the last time; None without any, or before their batches.
     start_seconds: float | None = None
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[Any], *, replays: bool = False) -> None:
         self._loader: Any = loader
+        self._replays = replays
         # What saves its position itself, by its name in the state.
         self._stateful: dict[str, Any] = {}
-        # The iterator of an epoch whose batches can only be reached by fetching those before.
+        # The iterator of an epoch that is replayed.
         self._replay: Replay | None = None
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch."""
-        return iter(self._loader)
+        return self._replayed() if self._replays else iter(self._loader)
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         """Begin an epoch after its first ``consumed`` batches; without a state as well as can be."""
-        return islice(self.open(), consumed, None)
+        return self._replayed(consumed, state) if self._replays else islice(self.open(), consumed, None)
 
     def is_changed(self, state: State) -> bool:
         """Return whether ``state`` comes from a loader that worked in another way."""
@@ -105,16 +109,6 @@ class BatchSource:
         return self._replay.skip(consumed, (state or {}).get("notes", []))
 
 
-class ReplayedSource(BatchSource):
-    """An iterable that may draw random numbers: read again with the same ones."""
-
-    def open(self) -> Iterator[Any]:
-        return self._replayed()
-
-    def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
-        return self._replayed(consumed, state)
-
-
 class StatefulSource(BatchSource):
     """A loader that saves its position itself, such as torchdata's ``StatefulDataLoader``."""
 
@@ -143,18 +137,19 @@ class StatefulSource(BatchSource):
 class _DataLoaderSource(BatchSource):
     """What is common to a ``DataLoader`` with and without workers."""
 
+    _iterator: Iterator[Any] | None = None
+
     def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__(loader)
         self._dataset: Any = loader.dataset
         self._is_iterable = is_iterable(loader)
-        self._stateful_dataset = has_state(loader.dataset) and not overrides_iter(loader)
+        stateful, own_iter = has_state(loader.dataset), overrides_iter(loader)
+        super().__init__(loader, replays=own_iter or (self._is_iterable and not stateful))
+        self._stateful_dataset = stateful and not own_iter
         sampler = stateful_sampler(loader)
         if self._stateful_dataset and not loader.num_workers:
             self._stateful["dataset"] = loader.dataset
         if sampler is not None:
             self._stateful["sampler"] = sampler
-        # Whether a place in the middle can only be reached by fetching everything before it.
-        self._replays = overrides_iter(loader) or (self._is_iterable and not has_state(loader.dataset))
 
     def is_changed(self, state: State) -> bool:
         """Return whether the epoch was begun with another number of workers; warn if so."""
@@ -171,17 +166,23 @@ class _DataLoaderSource(BatchSource):
     def draws(self) -> bool:
         return self._replay is None or super().draws()
 
-    def _start_at(self, indices: CountingSampler, state: State, number: int, *, once: bool = False) -> None:
-        """Make ``indices`` begin at index batch ``number``, by the sampler's own state if it has one."""
+    def _with_indices(self, *, keep: int, **attributes: object) -> Any:
+        """Return the loader with other attributes, and with ``indices`` in place of its index sampler."""
+        key, sampler = index_sampler(self._loader)
+        self.indices = CountingSampler(sampler, stateful=self._stateful.get("sampler"), keep=keep)
+        return with_attributes(self._loader, **{key: self.indices}, **attributes)
+
+    def _opened_at(
+        self, number: int, state: State, loader: Iterable[Any], *, once: bool = False
+    ) -> Iterator[Any]:
+        """Begin an epoch of a loader at index batch ``number``, by the sampler's own state if it has one."""
+        assert self.indices is not None
         self.restore_between_epochs(state)
         is_there = "sampler" in self._stateful and state.get("sampler") is not None
-        indices.start_at(number, skip=not (is_there or self._is_iterable), once=once)
-
-    def _counted(self, *, keep: int) -> tuple[CountingSampler, dict[str, Any]]:
-        """Return a sampler that counts the loader's index batches, and the attribute to put it in."""
-        key, sampler = index_sampler(self._loader)
-        indices = CountingSampler(sampler, stateful=self._stateful.get("sampler"), keep=keep)
-        return indices, {key: indices}
+        self.indices.start_at(number, skip=not (is_there or self._is_iterable), once=once)
+        self._iterator = iter(loader)
+        self.indices.opened()
+        return self._iterator
 
     def _place(self, number: int) -> str:
         kind = type(self._dataset)
@@ -198,19 +199,14 @@ class InProcessSource(_DataLoaderSource):
             return self._replayed()
         if "sampler" not in self._stateful and (self._is_iterable or not self.keeps_indices):
             return iter(self._loader)
-        self.indices, changed = self._counted(keep=4)
-        return iter(with_attributes(self._loader, **changed))
+        return iter(self._with_indices(keep=4))
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         if state is None or self.is_changed(state):
             state = {}
         if self._replays or (self._is_iterable and "dataset" not in state):
             return self._replayed(consumed, state)
-        self.indices, changed = self._counted(keep=4)
-        self._start_at(self.indices, state, consumed)
-        batches: Iterator[Any] = iter(with_attributes(self._loader, **changed))
-        self.indices.opened()
-        return batches
+        return self._opened_at(consumed, state, self._with_indices(keep=4))
 
     def state(self, count: int) -> State:
         state = {**self.between_epochs(), **super().state(count)}
@@ -224,7 +220,7 @@ class InProcessSource(_DataLoaderSource):
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_filename.endswith(os.path.join("data", "_utils", "fetch.py")):
                 found = frame.f_locals.get("idx", found)
-        return self._place(number) if found is None else f"{self._place(number)}, sample {found}"
+        return self._place(number) + ("" if found is None else f", sample {found}")
 
 
 class WorkerSource(_DataLoaderSource):
@@ -253,16 +249,13 @@ class WorkerSource(_DataLoaderSource):
             batch_size=loader.batch_size if self._is_iterable else None,
         )
         self._issued_ahead = (loader.prefetch_factor or 2) * self._count
-        self.indices, changed = self._counted(keep=2 * self._issued_ahead + self._count + 4)
-        self._loader_with_states: Any = with_attributes(
-            loader,
-            **changed,
+        self._loader_with_states: Any = self._with_indices(
+            keep=2 * self._issued_ahead + self._count + 4,
             collate_fn=collate,
             worker_init_fn=self._init,
             _iterator=None,
             _get_iterator=self._make_iterator,
         )
-        self._iterator: Iterator[Any] | None = None
         # The state of the generator that the workers' seed was drawn from, and whether that was in an
         # epoch before this one.
         self._birth: bytes | None = None
@@ -276,19 +269,16 @@ class WorkerSource(_DataLoaderSource):
 
     def open(self) -> Iterator[Any]:
         """Begin an epoch; persistent workers continue from where they are."""
-        if self._iterator is not None and self.survives:
-            self._finish_issued()
-            self._states.start_epoch(0, self._states.after(self._states.number))
-            self._born_before = True
-            batches: Iterator[Any] = iter(self._loader_with_states)
-            self._iterator = batches
-            if self._reports_starts:
-                # A round of batches, with which the workers send the states they began the epoch in.
-                return chain(list(islice(batches, self._count)), batches)
-            return batches
-        self._init.states = []
-        self._states.start_epoch(0, [None] * self._count)
-        return self._start(None)
+        if self._iterator is None or not self.survives:
+            self._expect_new_workers(0, [], None)
+            self._iterator = iter(self._loader_with_states)
+            return self._iterator
+        self._finish_issued()
+        self._states.start_epoch(0, self._states.after(self._states.number))
+        self._born_before = True
+        batches = self._iterator = iter(self._loader_with_states)
+        # A round of batches, with which the workers send the states they began the epoch in.
+        return chain(list(islice(batches, self._count)), batches) if self._reports_starts else batches
 
     def reopen(self, state: State | None, consumed: int) -> Iterator[Any]:
         if state is None or self.is_changed(state):
@@ -300,17 +290,14 @@ class WorkerSource(_DataLoaderSource):
                 "a DataLoader with in_order=False does not report which batches had arrived: a few may be repeated "
                 "or missing after resuming within an epoch. Use in_order=True to go on exactly.",
             )
-        base, workers, birth = state["base"], state["workers"], state["birth"]
-        self._init.states = workers
-        self._states.start_epoch(base, workers or [None] * self._count)
-        self._start_at(self.indices, state, base, once=birth is not None)
+        base, birth = state["base"], state["birth"]
+        self._expect_new_workers(base, state["workers"], birth)
         loader = self._loader_with_states
         if birth is not None:
             # This epoch drew no seed for its workers, but they need the one they were born with.
             loader.generator = torch.Generator()
             set_generator_state(loader.generator, birth)
-        batches = self._start(birth)
-        self.indices.opened()
+        batches = self._opened_at(base, state, loader, once=birth is not None)
         drop(batches, consumed - base)
         loader.generator = self._loader.generator
         return batches
@@ -353,12 +340,12 @@ class WorkerSource(_DataLoaderSource):
             shut_down(iterator)
         shut_down(self._loader_with_states)
 
-    def _start(self, birth: bytes | None) -> Iterator[Any]:
-        """Start the worker processes; ``birth``: see ``_birth``, where they continue another process's epoch."""
+    def _expect_new_workers(self, base: int, states: list[State | None], birth: bytes | None) -> None:
+        """Expect workers that begin after ``base`` batches of an epoch; for ``birth`` see ``_birth``."""
         self._birth, self._born_before = birth, birth is not None
+        self._init.states = states
+        self._states.start_epoch(base, states or [None] * self._count)
         self._states.ready, self._started_at = None, time.time()
-        self._iterator = iter(self._loader_with_states)
-        return self._iterator
 
     def _make_iterator(self) -> UnpackingIterator:
         # A loader calls iter() of its index sampler right before it draws the seed of the workers.
@@ -460,17 +447,14 @@ class CountingSampler:
 
     def _counted(self, number: int) -> Iterator[Any]:
         self._skip_now()
-        while not self.stopped:
-            try:
-                indices = next(self._drawn)
-            except StopIteration:
-                self._ended_at = number
-                return
+        while not self.stopped and (indices := next(self._drawn, self)) is not self:
             number += 1
             self.batches[number] = indices
             self.batches.pop(number - self._keep, None)
             self._remember_state(number)
             yield indices
+        if not self.stopped:
+            self._ended_at = number
 
     def _remember_state(self, number: int) -> None:
         if self._stateful is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import (
@@ -90,7 +89,7 @@ class Stream:
         self._source: BatchSource = source_of(loader, replays=replays)
         self._generators = generators_of(loader)
         self._watch = RngWatch()
-        self._iterator: Iterator[Any] | None = None
+        # A state to go to, the random state in which the epoch began, and the batch that was yielded last.
         self._loaded: dict[str, Any] | None = None
         self._start: dict[str, Any] | None = None
         self._held: Any = None
@@ -100,9 +99,10 @@ class Stream:
         self._ahead_mark: dict[str, Any] | None = None
         # Whether fetching draws from random generators that training draws from too.
         self._draws = False
-        # The epoch after this one, where its first batches are fetched already.
-        self._next: NextEpoch | None = None
+        # The iterator at a loaded position, the one that ``batches`` reads, and that of an epoch begun early.
+        self._opened: Iterator[Any] | None = None
         self._running: Iterator[Any] | None = None
+        self._next: NextEpoch | None = None
 
     @property
     def length(self) -> int | None:
@@ -143,73 +143,40 @@ class Stream:
         Errors of the dataset keep their type, and a note names dataset, batch and sample.
 
         """
-        length = self.certain_length
-        if length is None:
-            return self._of_unknown_length(limit)
-        end = length if limit is None else min(length, limit)
-        return self._of_known_length(end, exhaust=end == length)
+        certain = self.certain_length
+        end = min((number for number in (certain, limit) if number is not None), default=None)
+        return self._until(end, certain)
 
-    def _of_known_length(self, end: int, *, exhaust: bool) -> Iterator[tuple[Any, bool]]:
-        iterator = self._begin()
-        if self._again is not _END:
-            iterator, self._again = chain((self._again,), iterator), _END
-            self.handed -= 1
-        number = self.handed
-        self._running = iterator
+    def _until(self, end: int | None, certain: int | None) -> Iterator[tuple[Any, bool]]:
+        iterator = self._running = self._begin()
+        length, exhausts = self.length, certain is not None and end == certain
+        batch, self._again = self._again, _END
+        # A batch that is yielded again was counted already.
+        number = fetched = self.handed + (batch is _END)
         try:
-            for batch in islice(iterator, max(0, end - number - 1)):
-                number += 1
-                self.handed, self._held = number, batch
-                yield batch, False
-            batch = next(iterator, _END) if number == end - 1 else _END
-            if batch is not _END:
-                number += 1
-                self._exhausted = exhaust
-                if exhaust and self._generators:
-                    # The user's generator moves once more when its sampler ends. That belongs to this epoch's
-                    # state, so it must have happened when the state is taken.
-                    next(iterator, None)
-                self.handed, self._held, self._at_end = number, batch, True
-                yield batch, True
-                if exhaust and not self._generators and self._running is iterator:
-                    next(iterator, None)
-            self._at_end = True
-        except Exception as error:
-            raise self._explained(error, number + 1) from error.__cause__
-        finally:
-            if self._running is iterator:
-                self._running = None
-                self._leave()
-
-    def _of_unknown_length(self, limit: int | None) -> Iterator[tuple[Any, bool]]:
-        iterator = self._begin()
-        number, batch, length = self.handed, self._again, self.length
-        fetched = number
-        try:
-            if batch is _END and (limit is None or number < limit):
-                fetched = number = number + 1
-                if self._ahead_mark is not None:
-                    batch = self._ahead
-                elif number == 1:
-                    before = self._watch.state()
-                    batch = next(iterator, _END)
-                    self._draws = self._watch.state() != before
-                else:
-                    batch = next(iterator, _END)
-                self._ahead_mark = None
-            self._again = _END
-            while batch is not _END:
-                is_last = limit is not None and number >= limit
+            while end is None or number <= end:
+                if batch is _END:
+                    fetched = number
+                    if self._ahead_mark is not None:
+                        batch, self._ahead, self._ahead_mark = self._ahead, _END, None
+                    else:
+                        before = self._watch.state() if number == 1 and certain is None else None
+                        batch = next(iterator, _END)
+                        if before is not None:
+                            self._draws = self._watch.state() != before
+                    if batch is _END:
+                        self._exhausted = True
+                        break
+                is_last = number == end
                 trusts_length = self._draws or not self._marks_last
-                reads_ahead = not is_last and not (trusts_length and length is not None and number < length)
-                if reads_ahead:
-                    # One ahead: only the end of the data shows which batch is the last. A run that resumes here has
-                    # to fetch that batch again, under the present random state.
+                if certain is None and not is_last and not (trusts_length and number < (length or 0)):
+                    # Only the end of the data shows which batch is the last.
+                    fetched = number + 1
                     if self._ahead_mark is None:
-                        # Reading the generators costs 20 us, and is needed only if fetching draws from them.
+                        # A run that resumes here has to fetch that batch again, under the present random state. To
+                        # read the generators costs 20 us, and is needed only if fetching draws from them.
                         mark = self._random_state(reads=self._replays and self._source.draws())
                         self._ahead_mark = {**mark, "source": self._source.state(number)}
-                        fetched = number + 1
                         self._ahead = next(iterator, _END)
                     is_last = self._exhausted = self._ahead is _END
                     if not is_last and number == length and self._replays:
@@ -218,21 +185,26 @@ class Stream:
                             f"{self.name} gives more batches than its length of {length} says, and all are read. "
                             f"limit_train_batches={length} ends an epoch there.",
                         )
+                elif is_last and exhausts:
+                    self._exhausted, fetched = True, number + 1
+                    if self._generators:
+                        # The user's generator moves once more when its sampler ends. That belongs to this epoch's
+                        # state, so it must have happened when the state is taken.
+                        next(iterator, None)
                 self.handed, self._held, self._at_end = number, batch, is_last
                 yield batch, is_last
-                fetched = number + 1
                 if is_last:
+                    if exhausts and not self._generators and self._running is iterator:
+                        next(iterator, None)
                     break
-                batch = self._ahead if reads_ahead else next(iterator, _END)
-                self._exhausted = batch is _END
-                number = fetched
-                self._ahead_mark, self._ahead = None, _END
+                number, batch = number + 1, _END
             self._ahead_mark, self._ahead = None, _END
             self._at_end = True
         except Exception as error:
             raise self._explained(error, fetched) from error.__cause__
         finally:
-            self._leave()
+            if self._running is iterator:
+                self._leave()
 
     # -- the position
 
@@ -252,19 +224,20 @@ class Stream:
                 f"{self.name} has {length} batches, and had {state['length']} when the checkpoint was written in the "
                 "middle of an epoch, whose rest will differ. Resume with the same data, batch size and processes.",
             )
+        again = state.get("again", _END)
+        iterator: Iterator[Any] = iter(())
         if state["ended"] and not state["rebuild"]:
-            self._set_generators(state["generators"])
+            self._set_random_state(state)
             self._source.restore_between_epochs(state["source"])
-            iterator: Iterator[Any] = iter(())
         else:
             if state["epoch"] is not None:
                 self.set_epoch(state["epoch"])
-            iterator = self._reopen(state)
-        self._again = state.get("again", self._again)
-        if "again" in state or not state["ended"]:
-            self._iterator, self.handed, self._at_end = iterator, state["consumed"], False
+            iterator = self._reopened(state)
+        if again is not _END or not state["ended"]:
+            self._again, self._opened = again, iterator
+            self.handed, self._at_end = state["consumed"], False
 
-    def _reopen(self, state: dict[str, Any]) -> Iterator[Any]:
+    def _reopened(self, state: dict[str, Any]) -> Iterator[Any]:
         self._start = state["start"] or self._random_state()
         with isolate_rng(include_cuda=False):
             self._set_random_state(self._start)
@@ -277,12 +250,12 @@ class Stream:
                 self._ahead, self._ahead_mark = next(iterator, _END), state["ahead"]
         if state["source"] is not None and not self._source.is_changed(state["source"]):
             # The dataset may have drawn from them too, and what is skipped is not drawn.
-            self._set_generators(state["generators"])
+            self._set_random_state(state)
         return iterator
 
     def start_at(self, consumed: int) -> None:
         """Begin the next epoch after its first ``consumed`` batches, in a new order if the loader shuffles."""
-        state = {**self._place(), "consumed": consumed, "ended": False}
+        state = {**self._end(), "consumed": consumed, "ended": False, "generators": []}
         self.load_state_dict({**state, "start": None, "ahead": None, "source": None})
 
     @property
@@ -333,26 +306,25 @@ class Stream:
         """
         if self._loaded is not None:
             return self._loaded
-        state = self._place()
-        state["exhausted"], state["draws"] = self._exhausted, self._draws
-        state["generators"] = self._generator_states() if self._next is None else self._next.generators
         if self._start is None:
-            return {**state, "source": self._source.between_epochs()}
+            return {**self._end(), "source": self._source.between_epochs()}
         again = _yields_again(self, consumed, again)
-        if again:
-            state["again"] = self._held
-        state["consumed"] = self.handed
+        held = {"again": self._held} if again else {}
+        if self._next is not None:
+            return {**self._next.end_before, "epoch": self.epoch, **held}
+        state = {**self._end(), **held, "consumed": self.handed}
         if self._at_end and not self._source.survives:
             # Nothing is left of an epoch that ran to its end; one cut short by a limit may leave a place behind.
             return {**state, "source": {} if self._exhausted else self._source.between_epochs()}
         mark = self._ahead_mark
-        state["ended"] = state["rebuild"] = self._at_end
-        state["start"], state["ahead"] = self._start, mark
-        if self._next is not None:
-            state["source"] = self._next.source
-        else:
-            state["source"] = self._source.state(self.handed) if mark is None else mark["source"]
-        return state
+        return {
+            **state,
+            "ended": self._at_end,
+            "rebuild": self._at_end,
+            "start": self._start,
+            "ahead": mark,
+            "source": self._source.state(self.handed) if mark is None else mark["source"],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from where ``state_dict`` was taken, at the next ``open()`` or ``batches()``."""
@@ -377,32 +349,31 @@ class Stream:
         next epoch depends on nothing that happens until then. ``state_dict`` still gives the end of this epoch.
         """
         iterator = self._running
-        if not (self._at_end and self._exhausted and iterator is not None and begins_early(self.loader)):
+        if iterator is None or not (self._at_end and self._exhausted and begins_early(self.loader)):
             return
         if not self._generators:
             next(iterator, None)
-        self._running = None
         self._leave()
-        generators, source = self._generator_states(), self._source.state(self.handed)
+        end_before = self.state_dict(self.handed)
         for each in epoch_setters(self.loader):
             each.set_epoch(epoch)
-        self._next = NextEpoch(generators, source, _epochs_of(self.loader), self._source.open())
+        self._next = NextEpoch(end_before, _epochs_of(self.loader), self._source.open())
 
     def close(self) -> None:
         """End the worker processes now, also persistent ones; the next epoch starts new ones."""
-        self._iterator = None
+        self._opened = None
         begun, self._next = self._next, None
         if begun is not None:
-            self._set_generators(begun.generators)
+            self._set_random_state(begun.end_before)
         self._source.close()
 
     # -- inside
 
     def _begin(self) -> Iterator[Any]:
         self.open()
-        iterator, self._iterator = self._iterator, None
-        if iterator is not None:
-            return iterator
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            return opened
         if self._next is not None and self._next.epochs != _epochs_of(self.loader):
             # The user has set another epoch than the one that follows.
             self.close()
@@ -412,7 +383,7 @@ class Stream:
         self._again = self._ahead = _END
         self._ahead_mark = None
         if begun is not None:
-            self._start["generators"] = begun.generators
+            self._start["generators"] = begun.end_before["generators"]
             return begun.batches
         try:
             return self._source.open()
@@ -421,27 +392,33 @@ class Stream:
 
     def _leave(self) -> None:
         # What the state is made of stays: a checkpoint may be taken after the loop was left in the middle of an epoch.
-        self._iterator = None
+        self._opened = self._running = None
         self._source.leave()
 
-    def _place(self) -> dict[str, Any]:
-        """Return the state of a stream at the end of an epoch."""
-        place = {"consumed": 0, "epoch": self.epoch, "length": self.length}
-        return {**place, "ended": True, "rebuild": False, "exhausted": False, "generators": []}
+    def _end(self) -> dict[str, Any]:
+        """Return what every state has, with the values of one between epochs."""
+        return {
+            "consumed": 0,
+            "epoch": self.epoch,
+            "length": self.length,
+            "ended": True,
+            "rebuild": False,
+            "exhausted": self._exhausted,
+            "draws": self._draws,
+            "generators": self._generator_states(),
+        }
 
     def _random_state(self, *, reads: bool = True) -> dict[str, Any]:
         return {"rng": self._watch.state() if reads else None, "generators": self._generator_states()}
 
-    def _set_random_state(self, state: dict[str, Any]) -> None:
-        restore_rng_state(state["rng"] or {})
-        self._set_generators(state["generators"])
-
     def _generator_states(self) -> list[bytes]:
         return [generator_state(generator) for generator in self._generators]
 
-    def _set_generators(self, states: list[bytes]) -> None:
-        for generator, state in zip(self._generators, states, strict=False):
-            set_generator_state(generator, state)
+    def _set_random_state(self, state: dict[str, Any]) -> None:
+        """Set the user's generators, and those of this process if the state has them."""
+        restore_rng_state(state.get("rng") or {})
+        for generator, saved in zip(self._generators, state["generators"], strict=False):
+            set_generator_state(generator, saved)
 
     def _explained(self, error: Exception, number: int) -> Exception:
         error = with_own_type(error)
@@ -459,14 +436,12 @@ def ends_at_its_length(loader: object) -> bool:
     number of batches than its length says (with workers even one that counts its samples right), and so may any class
     that defines ``__len__`` itself.
     """
-    if type(loader) in (list, tuple, range):
-        return True
-    if not isinstance(loader, DataLoader) or is_iterable(loader):
-        return False
+    if not isinstance(loader, DataLoader):
+        return type(loader) in (list, tuple, range)
     kind = type(loader)
-    counts = not overrides_iter(loader) and kind.__len__ is DataLoader.__len__
     iterates = kind._get_iterator is DataLoader._get_iterator or is_resident(loader)
-    if not (counts and iterates) and not kind.__module__.startswith("torchdata."):
+    is_torchs = iterates and kind.__len__ is DataLoader.__len__ and not overrides_iter(loader)
+    if is_iterable(loader) or not (is_torchs or kind.__module__.startswith("torchdata.")):
         return False
     return all(
         type(each) in _SAMPLERS or type(each).__module__.startswith(("hasten.", "torchdata."))
@@ -497,9 +472,8 @@ def _orders_of(loader: DataLoader[Any]) -> Iterator[Any]:
 class NextEpoch:
     """An epoch that was begun while the one before was not over."""
 
-    # The states of the loader's generators and of its source before it began, and the epoch of each sampler.
-    generators: list[bytes]
-    source: dict[str, Any]
+    # The state of the stream before it began, the epoch that each part of the loader was set to, and its batches.
+    end_before: dict[str, Any]
     epochs: list[Any]
     batches: Iterator[Any]
 
@@ -515,25 +489,24 @@ def begins_early(loader: object) -> bool:
     Its workers must live on: new ones would be copies of a dataset that a callback may still change. Its order must
     come from its own generator, from the epoch, or not from chance at all: validation may draw from torch's generator.
     """
-    if not isinstance(loader, DataLoader) or overrides_iter(loader) or is_iterable(loader):
+    if not isinstance(loader, DataLoader) or overrides_iter(loader) or not ends_at_its_length(loader):
         return False
     lives_on = loader.num_workers > 0 and loader.persistent_workers and loader.in_order
     if not lives_on or has_state(loader.dataset) or stateful_sampler(loader) is not None:
         return False
-    shared = False
-    for sampler in _orders_of(loader):
-        kind = type(sampler)
-        if isinstance(sampler, PlannedBatches):
-            seeded = sampler.seed is not None or sampler.generator is not None
-            is_settled = not sampler.shuffle or seeded or getattr(sampler, "num_replicas", 1) > 1
-        elif kind is RandomSampler:
-            is_settled = shared or sampler.generator is not None
-        else:
-            shared = shared or kind is ShardSampler
-            is_settled = kind in (ShardSampler, BatchSampler, SequentialSampler, DistributedSampler)
-        if not is_settled:
-            return False
-    return True
+    orders = list(_orders_of(loader))
+    seeded = any(type(each) is ShardSampler for each in orders)
+    return all(_is_settled(each, seeded) for each in orders)
+
+
+def _is_settled(sampler: Any, seeded: bool) -> bool:
+    """Return whether a sampler's order is settled before an epoch; ``seeded``: a ``ShardSampler`` seeds it."""
+    if isinstance(sampler, PlannedBatches):
+        several = getattr(sampler, "num_replicas", 1) > 1
+        return not sampler.shuffle or several or sampler.seed is not None or sampler.generator is not None
+    if type(sampler) is RandomSampler:
+        return seeded or sampler.generator is not None
+    return type(sampler) in (ShardSampler, BatchSampler, SequentialSampler, DistributedSampler)
 
 
 class CombinedStream:
@@ -605,21 +578,12 @@ class CombinedStream:
     def _side_by_side(self, end: int | None) -> Iterator[tuple[Any, bool]]:
         cycles, shortest = self.loader.mode == "max_size_cycle", self.loader.mode == "min_size"
         while True:
-            batches: list[Any] = []
-            for reader in self._readers:
-                if reader.at_end and cycles:
-                    reader.again()
-                batch = reader.next(end, self.handed)
-                if batch is _END and cycles:
-                    reader.again()
-                    batch = reader.next(end, self.handed)
-                batches.append(batch)
-            ends_early = [batch is _END for batch in batches]
-            if all(ends_early) or (shortest and any(ends_early)):
+            batches = [reader.next(end, self.handed, cycles=cycles) for reader in self._readers]
+            over = [batch is _END for batch in batches]
+            if all(over) or (shortest and any(over)):
                 return
-            batches = [None if batch is _END else batch for batch in batches]
-            enough = any if shortest else all
-            yield self.loader.combine(batches), enough(reader.done for reader in self._readers)
+            is_last = (any if shortest else all)(reader.done for reader in self._readers)
+            yield self.loader.combine([None if batch is _END else batch for batch in batches]), is_last
 
     def _one_by_one(self, end: int | None) -> Iterator[tuple[Any, bool]]:
         for reader in self._readers:
@@ -731,25 +695,28 @@ class _Reader:
         self.batches: Iterator[tuple[Any, bool]] | None = None
         self.count, self.at_end = 0, False
 
-    def next(self, end: int | None, handed: int) -> Any:
-        """Return the next batch; ``_END`` past the end, also if that comes before the stream's length."""
+    def next(self, end: int | None, handed: int, *, cycles: bool = False) -> Any:
+        """Return the next batch; ``_END`` past the end, unless it ``cycles``."""
         self.took, self.was_done = not self.at_end, self.done
-        if self.at_end:
+        if not self.at_end:
+            if self.batches is None:
+                # The joint epoch may end before this stream's own: the limit makes its state that of an end.
+                left = None if end is None else end - (handed - self.count)
+                length = self.stream.certain_length
+                cuts = left is not None and (length is None or left < length)
+                self.batches = self.stream.batches(left if cuts else None)
+            for batch, is_last in self.batches:
+                self.count += 1
+                self.at_end = is_last
+                self.done = self.done or is_last
+                return batch
+            # The end came before the stream's length.
+            self.at_end = self.done = True
+            self.took = False
+        if not cycles:
             return _END
-        if self.batches is None:
-            # The joint epoch may end before this stream's own: the limit makes its state that of an end.
-            left = None if end is None else end - (handed - self.count)
-            length = self.stream.certain_length
-            self.batches = self.stream.batches(
-                left if left is not None and (length is None or left < length) else None
-            )
-        for batch, is_last in self.batches:
-            self.count += 1
-            self.at_end = is_last
-            self.done = self.done or is_last
-            return batch
-        self.at_end, self.done, self.took = True, True, False
-        return _END
+        self.again()
+        return self.next(end, handed)
 
     def leave(self) -> None:
         """Leave the stream's epoch where it is."""
