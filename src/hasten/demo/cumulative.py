@@ -210,7 +210,7 @@ class Measurement:
                 raise found.error
             for turns in zip(found.base, found.turns, strict=False):
                 judged.add(*turns)
-            judged.verdict = judged.interval.verdict(math.log(judged.worth))
+            judged.look()
             judged.end()
             pays = judged.verdict == FASTER or (judged.verdict == UNCLEAR and judged.speed > 1.0)
             if pays:

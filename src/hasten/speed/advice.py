@@ -189,10 +189,10 @@ class Advice:
             KeyError: no row has this name.
 
         """
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(f"{name!r}: measured were {', '.join(row.name for row in self.rows)}.")
+        rows = {row.name: row for row in self.rows}
+        if name not in rows:
+            raise KeyError(f"{name!r}: measured were {', '.join(rows)}.")
+        return rows[name]
 
     def to_json(self) -> str:
         """Return everything as JSON."""
@@ -229,11 +229,19 @@ class Advice:
         if shares:
             shown = ", ".join(f"{part} {share:.0%}" for share, part in shares if share >= 0.005)
             lines += _wrapped(f"Where a step goes: {shown}")
-        lines += [rule, _HEADS, rule, *map(_table_line, [self.unchanged, *rows]), rule]
+        heads = "".join(f"{head:>{width}}" for head, _, width, _ in _COLUMNS)
+        lines += [rule, f"{'':<22}{'verdict':<18}{heads}", rule]
+        for row in (self.unchanged, *rows):
+            cells = "".join(
+                f"{'' if getattr(row, needed) is None else text(row):>{width}}"
+                for _, needed, width, text in _COLUMNS
+            )
+            first, *more = textwrap.wrap(row.name, 21) or [""]
+            lines += [f"{first:<22}{row.verdict:<18}{cells}".rstrip(), *(f"  {part}" for part in more)]
+        lines.append(rule)
         for row in rows:
-            if row.reason:
-                first = row.reason.splitlines()[0] if row.verdict in (REFUSED, FAILED) else row.reason
-                lines += _wrapped(f"{row.name}: {row.verdict}: {first}")
+            reason = row.reason.partition("\n")[0] if row.verdict in (REFUSED, FAILED) else row.reason
+            lines += _wrapped(f"{row.name}: {row.verdict}: {reason}") if row.reason else []
         for note in self.notes:
             lines += _wrapped(note)
         lines.append(rule)
@@ -266,35 +274,31 @@ class Advice:
         need("matplotlib.backends.backend_agg", purpose=CHART).FigureCanvasAgg(figure)
         bars = [self.unchanged, *(row for row in self._measured_first() if row.speed is not None)]
         figure.set_size_inches(9.0, 1.6 + 0.42 * len(bars))
-        axes = figure.add_subplot()
-        places, speeds = range(len(bars)), [row.speed or 1.0 for row in bars]
-        # After one turn there is no interval.
-        is_known = [row.high is not None and math.isfinite(row.high) for row in bars]
-        ends = [
-            row.high or 1.0 if known else row.speed or 1.0 for row, known in zip(bars, is_known, strict=True)
-        ]
-        starts = [
-            row.low or 0.0 if known else end for row, known, end in zip(bars, is_known, ends, strict=True)
-        ]
-        axes.barh(places, speeds, color=list(map(_colour, bars)), height=0.66)
-        axes.hlines(places, starts, ends, color="#444444", linewidth=1.5)
-        axes.set_yticks(places, ["\n".join(textwrap.wrap(row.name, 44)) for row in bars])
+        axes, longest = figure.add_subplot(), 1.0
+        for place, row in enumerate(bars):
+            speed = end = row.speed or 1.0
+            color = _GREY
+            if row.wins:
+                color = _WINS_COLOUR if row.safety.is_automatic else _CONSENT_COLOUR
+            axes.barh(place, speed, color=color, height=0.66)
+            # After one turn there is no interval.
+            if row.low is not None and row.high is not None and math.isfinite(row.high):
+                end = row.high
+                axes.hlines(place, row.low, end, color="#444444", linewidth=1.5)
+            text = "unchanged" if row is self.unchanged else f"{_times(speed)}   {row.verdict}"
+            axes.text(end, place, f"  {text}", va="center", fontsize=9)
+            longest = max(longest, end)
+        axes.set_yticks(range(len(bars)), ["\n".join(textwrap.wrap(row.name, 44)) for row in bars])
         axes.invert_yaxis()
         axes.axvline(1.0, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
-        axes.set_xlim(0, max(ends) * 1.45)
-        for place, row, end in zip(places, bars, ends, strict=True):
-            text = "unchanged" if row is self.unchanged else f"{_times(row.speed or 1.0)}   {row.verdict}"
-            axes.text(end, place, f"  {text}", va="center", fontsize=9)
+        axes.set_xlim(0, longest * 1.45)
         axes.set_xlabel(
             "times as fast as the unchanged program, each on top of the winners above (with interval)"
         )
         axes.set_title("\n".join(textwrap.wrap(self._title(), 100)), fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-        notes = [
-            self._hardware(),
-            "orange: needs consent, as it changes more than rounding",
-            *(f"write, {line.safety.words}, {_times(line.speed)}: {line.line}" for line in self.lines),
-        ]
+        notes = [self._hardware(), "orange: needs consent, as it changes more than rounding"]
+        notes += [f"write, {line.safety.words}, {_times(line.speed)}: {line.line}" for line in self.lines]
         below = "\n".join(part for note in notes for part in textwrap.wrap(note, 125))
         figure.supxlabel(below, fontsize=7.5, color="#555555", x=0.01, ha="left")
         figure.savefig(path, dpi=144)
@@ -331,23 +335,17 @@ class Advice:
         return f"{facts.get('device', 'unknown device')}{threads}; {versions}"
 
 
-# gain: over the line it was added to; start s: how many seconds longer than that line the start takes.
-_HEADS = (
-    f"{'':<22}{'verdict':<18}{'gain':>6}{'speed':>7} {'interval':>11}{'ms/step':>10}{'samples/s':>10}{'start s':>8}"
-    f"{'MFU':>7}"
+# Heading, attribute of the row that it needs, width, and text. gain: over the line it was added to; start s: how many
+# seconds longer than that line the start takes.
+_COLUMNS: tuple[tuple[str, str, int, Callable[[Any], str]], ...] = (
+    ("gain", "gain", 6, lambda row: _times(row.gain)),
+    ("speed", "speed", 7, lambda row: _times(row.speed)),
+    ("interval", "high", 12, lambda row: f"{row.low:.2f}-{row.high:.2f}"),
+    ("ms/step", "step_seconds", 10, lambda row: f"{1000 * row.step_seconds:,.2f}"),
+    ("samples/s", "samples_per_second", 10, lambda row: f"{row.samples_per_second:,.0f}"),
+    ("start s", "one_time_seconds", 8, lambda row: f"{row.one_time_seconds:+.1f}"),
+    ("MFU", "mfu", 7, lambda row: f"{row.mfu:.1%}"),
 )
-
-
-def _table_line(row: Row) -> str:
-    gain, speed = ("" if value is None else _times(value) for value in (row.gain, row.speed))
-    spread = "" if row.low is None or row.high is None else f"{row.low:.2f}-{row.high:.2f}"
-    each = "" if row.step_seconds is None else f"{1000 * row.step_seconds:,.2f}"
-    samples = "" if row.samples_per_second is None else f"{row.samples_per_second:,.0f}"
-    start = "" if row.one_time_seconds is None else f"{row.one_time_seconds:+.1f}"
-    used = "" if row.mfu is None else f"{row.mfu:.1%}"
-    first, *more = textwrap.wrap(row.name, 21) or [""]
-    cells = f"{gain:>6}{speed:>7} {spread:>11}{each:>10}{samples:>10}{start:>8}{used:>7}"
-    return "\n".join([f"{first:<22}{row.verdict:<18}{cells}".rstrip(), *(f"  {part}" for part in more)])
 
 
 def _wrapped(text: str, indent: str = "    ") -> list[str]:
@@ -356,12 +354,6 @@ def _wrapped(text: str, indent: str = "    ") -> list[str]:
 
 def _times(speed: float) -> str:
     return f"{speed:.{2 if speed < 10 else 1 if speed < 100 else 0}f}x"
-
-
-def _colour(row: Row) -> str:
-    if not row.wins:
-        return _GREY
-    return _WINS_COLOUR if row.safety.is_automatic else _CONSENT_COLOUR
 
 
 def composed(levers: Sequence[Lever]) -> str:
@@ -374,10 +366,9 @@ def composed(levers: Sequence[Lever]) -> str:
         'L.Trainer(..., allocator="keep", fused_optimizer=True)'
 
     """
-    inside = [as_argument(lever.line) for lever in levers]
-    ours = ", ".join(text for text, lever in zip(inside, levers, strict=True) if text != lever.line)
-    others = [lever.line for text, lever in zip(inside, levers, strict=True) if text == lever.line]
-    return "; ".join([*([f"L.Trainer(..., {ours})"] if ours else []), *others])
+    inside = [argument for lever in levers if (argument := as_argument(lever.line)) != lever.line]
+    others = [lever.line for lever in levers if as_argument(lever.line) == lever.line]
+    return "; ".join([*([f"L.Trainer(..., {', '.join(inside)})"] if inside else []), *others])
 
 
 def as_argument(line: str) -> str:
@@ -408,14 +399,15 @@ def figures(
     def total(turns: Sequence[Turn], name: str) -> int:
         return sum(getattr(turn, name) or 0 for turn in turns)
 
-    rates = [turn.samples / turn.seconds for turn in turns if turn.samples]
-    tokens, samples = total(usual, "tokens"), total(usual, "samples")
-    if tokens and samples and all(turn.tokens for turn in turns):
-        # A few batches by length have shorter or longer samples than usual.
-        rates = [(turn.tokens or 0) * samples / tokens / turn.seconds for turn in turns]
+    # A few batches by length have shorter or longer samples than usual.
+    usual_tokens, usual_samples = total(usual, "tokens"), total(usual, "samples")
+    if usual_tokens and usual_samples and all(turn.tokens for turn in turns):
+        rates = [(turn.tokens or 0) * usual_samples / usual_tokens / turn.seconds for turn in turns]
+    else:
+        rates = [turn.samples / turn.seconds for turn in turns if turn.samples]
     rate, slots = median(rates) if rates else None, total(turns, "slots")
     return {
-        "step_seconds": median(turn.seconds / turn.steps for turn in turns),
+        "step_seconds": median(turn.cost("steps") for turn in turns),
         "samples_per_second": rate,
         "memory_bytes": max(turn.memory_bytes for turn in turns),
         "faults_per_step": median(turn.faults / turn.steps for turn in turns),
@@ -430,12 +422,10 @@ def _mfu(facts: Facts, arguments: Mapping[str, str], samples_per_second: float |
     if not flops or not batch or not samples_per_second:
         return None
     products, peaks = arguments.get("matmul_precision", ""), facts.get("peak_flops") or {}
-    name = "float32"
     if "bf16" in arguments.get("precision", "") or "medium" in products:
-        name = "bfloat16"
-    elif "'high'" in products and "tf32" in peaks:
-        name = "tf32"
-    peak = peaks.get(name)
+        peak = peaks.get("bfloat16")
+    else:
+        peak = peaks.get("tf32" if "'high'" in products and "tf32" in peaks else "float32")
     if not peak:
         return None
     share = flops / batch * (facts.get("useful_tokens") or 1.0) * samples_per_second / peak

@@ -14,11 +14,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import os
 import pickle
-import selectors
 import signal
 import socket
 import subprocess
@@ -27,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, Protocol
@@ -128,7 +127,7 @@ class Engine:
         self._numbers = itertools.count()
 
     def __enter__(self) -> Engine:
-        # Loader workers put sockets into it, and the path of a socket may have 107 characters.
+        # Sockets lie in it, ours and those of loader workers, and the path of a socket may have 107 characters.
         parent = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER and os.path.isdir("/tmp") else None
         folder = tempfile.TemporaryDirectory(prefix="hasten-advise-", dir=parent, ignore_cleanup_errors=True)
         # If this process is killed, the server or a trial removes it.
@@ -154,9 +153,9 @@ class Engine:
             name: for messages.
 
         """
-        path = self.scratch / f"trial-{next(self._numbers)}.pickle"
-        path.write_bytes(pickle.dumps((target, pickle.dumps(arguments), str(self.scratch))))
-        start: _Start
+        path = self.scratch / f"trial-{next(self._numbers)}"
+        path.write_bytes(pickle.dumps((target, pickle.dumps(arguments))))
+        start: Callable[[Path], _Process]
         if allocator is None and self._fork_server.is_ready():
             start = self._fork_server.start
         else:
@@ -175,102 +174,96 @@ class Engine:
 class TrialProcess:
     """A ``SteppedTrial`` in its own process, made by ``Engine.start``."""
 
-    def __init__(self, path: Path, start: _Start, timeout_seconds: float, name: str) -> None:
+    def __init__(
+        self, path: Path, start: Callable[[Path], _Process], timeout_seconds: float, name: str
+    ) -> None:
         self.name = name
         self.history: list[Turn] = []
+        self._log, self._timeout = Path(f"{path}.log"), timeout_seconds
+        self._log.touch()
         self._facts: dict[str, Any] | None = None
-        self._timeout, self._log = timeout_seconds, path.with_suffix(".log")
-        self._buffer = b""
-        read_orders, self._orders = os.pipe()
-        self._answers, write_answers = os.pipe()
+        # The trial connects to the socket.
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._connection: Connection | None = None
         try:
-            with open(self._log, "wb") as log:
-                self._process = start(str(path), read_orders, write_answers, log.fileno())
+            self._socket.bind(f"{path}.socket")
+            self._socket.listen(1)
+            self._process = start(path)
         except BaseException:
-            self._close_pipes()
+            self._socket.close()
             raise
-        finally:
-            os.close(read_orders)
-            os.close(write_answers)
 
     def ready(self, until: float = math.inf) -> dict[str, Any]:
         """Wait until it is ready to train; return the facts passed to ``Session.ready``."""
         if self._facts is None:
-            self._facts = self._answer("ready", until, "the program has not called Trainer.fit")["facts"]
+            self._facts = self._answer("ready", until, "the program has not called Trainer.fit")
         return self._facts
 
     def turn(self, steps: int, until: float = math.inf) -> Turn:
         """Train for so many steps; raise ``LateError`` if they are not done by ``until``."""
         self.ready(until)
-        self._order({"do": "turn", "steps": steps})
-        answer = self._answer("turn", until)
-        turn = Turn(**{field.name: answer[field.name] for field in dataclasses.fields(Turn)})
+        self._order("turn", steps)
+        turn: Turn = self._answer("turn", until)
         self.history.append(turn)
         return turn
 
     def ask(self, name: str, **options: object) -> Any:
         """Return what the trial's handler of this name returns."""
         self.ready()
-        self._order({"do": "ask", "name": name, "options": options})
-        return self._answer("asked", math.inf)["value"]
+        self._order("ask", name, options)
+        return self._answer("asked")
 
     def close(self) -> None:
         """End it with all processes that it started, and wait until it is gone."""
-        if self._orders < 0:
+        if self._socket.fileno() < 0:
             return
-        if self._process.poll() is None:
-            # Its workers are in its group. Before the pipes: a trial whose pipe ends takes the parent for dead.
+        if self._process.exit_code(0) is None:
+            # Its workers are in its group. Before the connection: a trial that loses it takes the parent for dead.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_KILL_SECONDS)
-        self._close_pipes()
+            self._process.exit_code(_KILL_SECONDS)
+        self._socket.close()
+        if self._connection is not None:
+            self._connection.close()
 
-    def _close_pipes(self) -> None:
-        for fd in (self._orders, self._answers):
-            os.close(fd)
-        self._orders = self._answers = -1
-
-    def _order(self, order: Mapping[str, object]) -> None:
+    def _order(self, *order: object) -> None:
         # If the trial is gone, reading its answer reports that.
-        with suppress(BrokenPipeError):
-            os.write(self._orders, (json.dumps(order) + "\n").encode())
+        with suppress(ConnectionError):
+            assert self._connection is not None
+            self._connection.send(order)
 
-    def _answer(self, event: str, until: float, late: str = "no answer") -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._line(until, late))
-        if answer["event"] == event:
-            return answer
-        if answer["event"] == "error":
-            raise self._error(answer["text"], refused=answer["refused"])
+    def _answer(self, event: str, until: float = math.inf, late: str = "no answer") -> Any:
+        last = time.monotonic() + self._timeout
+        if self._connection is None:
+            self._await(self._socket, last, until, late)
+            self._connection = Connection(self._socket.accept()[0].detach())
+        self._await(self._connection, last, until, late)
+        try:
+            found, value = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise self._error(self._how_it_died()) from None
+        if found == event:
+            return value
+        if found == "error":
+            raise self._error(value["text"], refused=value["refused"])
         if event == "ready":
             raise self._error("the program ended without calling Trainer.fit")
         raise TrialError("the training ended by itself before enough steps were measured")
 
-    def _line(self, until: float, late: str) -> bytes:
-        last = time.monotonic() + self._timeout
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._answers, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                left = min(last, until) - time.monotonic()
-                if left <= 0 and until < last:
-                    raise LateError("the time was over before it was ready")
-                if left <= 0:
-                    raise self._error(f"{late} within {self._timeout:.0f} s")
-                if selector.select(min(left, 1.0)):
-                    part = os.read(self._answers, 1 << 16)
-                    if not part:
-                        raise self._error(self._how_it_died())
-                    self._buffer += part
-                elif self._process.poll() is not None and not selector.select(0):
-                    # A worker that outlived it may hold the other end.
-                    raise self._error(self._how_it_died())
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+    def _await(self, source: socket.socket | Connection, last: float, until: float, late: str) -> None:
+        while (left := min(last, until) - time.monotonic()) > 0:
+            if wait([source], min(left, 1.0)):
+                return
+            # A worker that outlives the trial may hold its end of the connection.
+            if self._process.exit_code(0) is not None and not wait([source], 0):
+                raise self._error(self._how_it_died())
+        if until < last:
+            raise LateError("the time was over before it was ready")
+        raise self._error(f"{late} within {self._timeout:.0f} s")
 
     def _how_it_died(self) -> str:
-        try:
-            code = self._process.wait(timeout=_KILL_SECONDS)
-        except subprocess.TimeoutExpired:
+        code = self._process.exit_code(_KILL_SECONDS)
+        if code is None:
             return "the process closed its end"
         if code < 0:
             hint = " (out of memory?)" if -code == signal.SIGKILL else ""
@@ -282,126 +275,105 @@ class TrialProcess:
         return TrialError(text, refused=refused, log="\n".join(lines[-_LINES_OF_A_LOG:]))
 
 
-class _ForkServer:
-    """The parent's side of the process that trials are forks of; ``hasten.speed.trial.serve`` is the other.
+class _Process(NamedTuple):
+    """The process of a trial."""
 
-    Each request is one message of the socket, and so is each answer.
-    """
+    pid: int
+    # Waits so many seconds for its end; returns the exit code, None if it still runs.
+    exit_code: Callable[[float], int | None]
+
+
+def _start_fresh(environment: Mapping[str, str], path: Path) -> _Process:
+    with open(f"{path}.log", "wb") as log:
+        process = _python("main", [path], environment, output=log.fileno())
+
+    def exit_code(seconds: float) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(seconds)
+        return None
+
+    return _Process(process.pid, exit_code)
+
+
+def _python(
+    function: str, arguments: Sequence[object], environment: Mapping[str, str], *, output: int, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a process that calls a function of ``hasten.speed.trial``."""
+    program = f"from hasten.speed.trial import {function}; {function}()"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        # Ctrl-C is for the parent, which then ends its trials.
+        start_new_session=True,
+        env=environment,
+        **options,
+    )
+
+
+class _ForkServer:
+    """The parent's side of the process that trials are forks of; ``hasten.speed.trial.serve`` is the other."""
 
     def __init__(self, environment: Mapping[str, str], scratch: Path) -> None:
-        self._scratch, self._unread = scratch, 0
-        # Only Linux has sockets of whole messages; macOS cannot fork a process that has imported torch.
-        self._works = sys.platform == "linux"
-        if not self._works:
-            return
-        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = "from hasten.speed.trial import serve; serve()"
+        # macOS cannot fork a process that has imported torch.
+        self._works, self._unread = sys.platform == "linux", 0
+        self._connection, other = Pipe()
         with other:
-            self._process = _python(
-                environment, program, [other.fileno()], [scratch], output=subprocess.DEVNULL
-            )
+            if self._works:
+                fd = other.fileno()
+                self._process = _python(
+                    "serve", [fd, scratch], environment, output=subprocess.DEVNULL, pass_fds=[fd]
+                )
         self.preload(_PRELOADED)
 
     def preload(self, modules: Sequence[str]) -> None:
         """Import modules for all trials to come; this returns before they are imported."""
         if self._works:
-            path = self._scratch / f"modules-{time.monotonic_ns()}.json"
-            path.write_text(json.dumps(list(modules)), encoding="utf-8")
-            self._send({"preload": str(path)})
+            self._send("preload", *modules)
             self._unread += 1
 
     def is_ready(self) -> bool:
         """Wait until all modules are imported; return whether trials can be forks."""
         while self._unread:
             self._unread -= 1
-            self._works = self._receive().get("works", False)
+            self._works = self._receive(False)
         return self._works
 
-    def start(self, path: str, read_fd: int, write_fd: int, log: int) -> _ForkedProcess:
-        self._send({"path": path}, (read_fd, write_fd, log))
-        return _ForkedProcess(self._receive()["pid"], self.exit_code)
-
-    def exit_code(self, pid: int) -> int | None:
-        self.is_ready()
-        self._send({"wait": pid})
-        code: int | None = self._receive().get("code", -signal.SIGKILL)
-        return code
+    def start(self, path: Path) -> _Process:
+        """Start a trial."""
+        self._send("start", str(path))
+        pid = self._receive(None)
+        if pid is None:
+            raise TrialError("the process that trials are forks of has died")
+        return _Process(pid, functools.partial(self._exit_code, pid))
 
     def close(self) -> None:
         """End the server and its forks."""
-        if not hasattr(self, "_socket"):
-            return
-        self._socket.close()
-        try:
-            self._process.wait(timeout=_KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._connection.close()
+        if sys.platform == "linux":
+            try:
+                self._process.wait(_KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
 
-    def _send(self, request: Mapping[str, object], fds: Sequence[int] = ()) -> None:
-        with suppress(ConnectionError):
-            socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
-
-    def _receive(self) -> dict[str, Any]:
-        data = b""
-        with suppress(ConnectionError):
-            data = self._socket.recv(1 << 16)
-        # Empty if the server has died: an import may have ended it.
-        answer: dict[str, Any] = json.loads(data or b"{}")
-        return answer
-
-
-class _ForkedProcess:
-    """A child of the server, with the methods of ``subprocess.Popen`` that a trial needs."""
-
-    def __init__(self, pid: int, exit_code: Callable[[int], int | None]) -> None:
-        self.pid, self._exit_code = pid, exit_code
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        if self._code is None:
-            self._code = self._exit_code(self.pid)
-        return self._code
-
-    def wait(self, timeout: float) -> int:
-        until = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > until:
-                raise subprocess.TimeoutExpired("trial", timeout)
-            time.sleep(0.005)
+    def _exit_code(self, pid: int, seconds: float) -> int | None:
+        self.is_ready()
+        self._send("wait", pid, seconds)
+        code: int | None = self._receive(-signal.SIGKILL)
         return code
 
+    def _send(self, *request: object) -> None:
+        with suppress(ConnectionError):
+            self._connection.send(request)
 
-_AnyProcess = subprocess.Popen[bytes] | _ForkedProcess
-# (path of the pickled call, read end of the orders, write end of the answers, file for what it prints) -> the process
-_Start = Callable[[str, int, int, int], _AnyProcess]
-
-
-def _start_fresh(
-    environment: Mapping[str, str], path: str, read_fd: int, write_fd: int, log: int
-) -> _AnyProcess:
-    program = "from hasten.speed.trial import main; main()"
-    return _python(environment, program, [read_fd, write_fd], [path], output=log)
-
-
-def _python(
-    environment: Mapping[str, str],
-    program: str,
-    fds: Sequence[int],
-    arguments: Sequence[object],
-    *,
-    output: int,
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, (*fds, *arguments))],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=fds,
-        # Ctrl-C is for the parent, which then ends its trials.
-        start_new_session=True,
-        env=environment,
-    )
+    def _receive(self, if_dead: Any) -> Any:
+        try:
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            # An import may have ended it.
+            return if_dead
 
 
 def trial_environment(scratch: Path, allocator: str | None = None) -> dict[str, str]:
@@ -434,14 +406,6 @@ class SpeedInterval(NamedTuple):
     middle: float
     low: float
     high: float
-
-    def verdict(self, worth: float) -> str:
-        """Return "faster", "slower", "no gain" or nothing yet; ``worth`` is the smallest logarithm that counts."""
-        if self.low > 0 and self.middle >= worth:
-            return FASTER
-        if self.high < 0 and self.middle <= -worth:
-            return SLOWER
-        return NO_GAIN if self.high < worth else ""
 
 
 def interval(log_ratios: Sequence[float], looks: int = 0) -> SpeedInterval:
@@ -507,43 +471,37 @@ class Comparison:
     # "faster", "slower", "no gain", "unclear" (the time was over first) or "failed"; empty before.
     verdict: str = ""
     error: TrialError | None = None
-
-    @property
-    def interval(self) -> SpeedInterval:
-        """The logarithm of the speed-up, with its interval."""
-        return interval(self._log_ratios(), max(0, sum(look <= len(self.turns) for look in _LOOKS) - 1))
-
-    @property
-    def speed(self) -> float:
-        """How many times as fast as the base."""
-        return math.exp(self.interval.middle)
-
-    @property
-    def low(self) -> float:
-        """The lower end of the interval of ``speed``."""
-        return math.exp(self.interval.low)
-
-    @property
-    def high(self) -> float:
-        """The upper end of the interval of ``speed``."""
-        return math.exp(self.interval.high)
+    # How many times as fast as the base, and the ends of the interval of that.
+    speed: float = 1.0
+    low: float = 0.0
+    high: float = math.inf
 
     def add(self, base: Turn, turn: Turn) -> None:
         """Add a turn of each, and decide if it is time to look."""
         self.base.append(base)
         self.turns.append(turn)
-        if len(self.turns) in _LOOKS:
-            self.verdict = self.interval.verdict(math.log(self.worth))
-        elif len(self.turns) == 1 and self._log_ratios()[0] < -math.log(_HOPELESS):
+        count = len(self.turns)
+        ratios = [math.log(a / max(b, 1e-12)) for a, b in zip(*costs(self.base, self.turns), strict=True)]
+        looks = max(0, sum(look <= count for look in _LOOKS) - 1)
+        self.speed, self.low, self.high = map(math.exp, interval(ratios, looks))
+        if count in _LOOKS:
+            self.look()
+        elif count == 1 and self.speed < 1 / _HOPELESS:
             self.verdict = SLOWER
+
+    def look(self) -> None:
+        """Decide by the turns so far; the verdict stays empty if they are too few."""
+        if self.low > 1 and self.speed >= self.worth:
+            self.verdict = FASTER
+        elif self.high < 1 and self.speed <= 1 / self.worth:
+            self.verdict = SLOWER
+        else:
+            self.verdict = NO_GAIN if self.high < self.worth else ""
 
     def end(self) -> None:
         """Decide by the turns so far: the time is over, or enough turns were taken."""
         if not self.verdict:
             self.verdict = NO_GAIN if self.turns and self.high < _WORTH_MORE_TURNS else UNCLEAR
-
-    def _log_ratios(self) -> list[float]:
-        return [math.log(a / max(b, 1e-12)) for a, b in zip(*costs(self.base, self.turns), strict=True)]
 
 
 def costs(base: Sequence[Turn], turns: Sequence[Turn]) -> tuple[list[float], list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,7 +109,7 @@ class TrialRecord:
     @property
     def step_seconds(self) -> float:
         """Seconds of a step after the first turn."""
-        return median(turn.seconds / turn.steps for turn in self.turns[1:] or self.turns)
+        return median(turn.cost("steps") for turn in self.turns[1:] or self.turns)
 
     @property
     def start_seconds(self) -> float:
@@ -121,13 +122,15 @@ class _Entry:
     """A line in a race; its row has no verdict while it runs."""
 
     line: Levers
+    row: Row
     # Levers that only the line or only the base has, and the class of the least safe of them.
     changed: list[Lever]
     safety: Safety
     # Each step reads the samples and random numbers that it reads in the base.
     is_alike: bool
-    trial: TrainerTrial
-    row: Row
+    # The first batch is also computed without dropout, as losses cannot be compared step by step.
+    compares: bool
+    trial: TrainerTrial = dataclasses.field(init=False)
 
 
 class Races:
@@ -199,12 +202,10 @@ class Races:
         """
         with ExitStack() as stack:
             # All start at once, and then wait for their turns.
-            compares = {name: self._compares(base, line) for name, line in lines.items()}
-            first = stack.enter_context(self._trial(base, compares=any(compares.values())))
-            entries = [
-                self._entry(name, base, line, stack.enter_context(self._trial(line, compares=compares[name])))
-                for name, line in lines.items()
-            ]
+            entries = [self._entry(name, base, line) for name, line in lines.items()]
+            first = stack.enter_context(self._trial(base, compares=any(entry.compares for entry in entries)))
+            for entry in entries:
+                entry.trial = stack.enter_context(self._trial(entry.line, compares=entry.compares))
             began = self._clock()
             first.ready()
             # The first start of all has imported what later ones share.
@@ -217,11 +218,10 @@ class Races:
             before = self._keep(base, first)
             # A line that is already wrong is not worth more turns.
             wrong = all(entry.is_alike and self._judge(entry, before).reason for entry in running)
-            last_turns = [trial.history[-1] for trial in (first, *trials)]
             found = race(
                 first,
                 trials,
-                steps=self.steps_of(max(turn.seconds / turn.steps for turn in last_turns)),
+                steps=self.steps_of(max(trial.history[-1].cost("steps") for trial in (first, *trials))),
                 most=2 if wrong else TURNS_PER_ROUND * self._plan.rounds,
                 until=min(until, enough_at),
                 clock=self._clock,
@@ -231,16 +231,21 @@ class Races:
                 entry.row = self._judged(entry, comparison, before, first)
         return [entry.row for entry in entries]
 
-    def _entry(self, name: str, base: Levers, line: Levers, trial: TrainerTrial) -> _Entry:
+    def _entry(self, name: str, base: Levers, line: Levers) -> _Entry:
         added = [lever for lever in line if lever not in base] or line
-        changed = _changed(base, line)
-        safety, of_changed = (
-            max((lever.safety_in(self.facts) for lever in levers), default=Safety.SAME_BITS)
-            for levers in (added, changed)
-        )
+        changed = [lever for lever in (*base, *line) if (lever in base) != (lever in line)]
+        classes = [lever.safety_in(self.facts) for lever in changed]
+        # A step that draws numbers draws others in another type.
+        redraws = Safety.LOWER_PRECISION in classes and self.facts.get("step_draws", True)
+        is_alike = all(each.keeps_batches for each in classes) and not redraws
+        compiled = any("compile" in lever.arguments for lever in (*base, *line))
+        # Lines that are confirmed were compared lever by lever.
+        is_one_change = bool(base) or len(line) == 1
+        compares = bool(self.facts.get("step_draws")) and is_one_change and not compiled and not is_alike
+        of_added = max((lever.safety_in(self.facts) for lever in added), default=Safety.SAME_BITS)
         names = [lever.name for lever in line]
-        row = Row(name, composed(added), safety, verdict="", levers=names, base=name_of(base))
-        return _Entry(line, changed, of_changed, self._is_alike(base, line), trial, row)
+        row = Row(name, composed(added), of_added, verdict="", levers=names, base=name_of(base))
+        return _Entry(line, row, changed, max(classes, default=Safety.SAME_BITS), is_alike, compares)
 
     def _get_ready(self, entry: _Entry, first: TrainerTrial, base: Levers, until: float) -> None:
         """Warm a line up; one that cannot be raced gets its verdict."""
@@ -262,9 +267,7 @@ class Races:
             return failed(entry.row, comparison.error)
         if len(comparison.turns) > 2:
             pairs = zip(comparison.base, comparison.turns, strict=True)
-            self.noises.append(
-                stdev(math.log(a.seconds / a.steps) - math.log(b.seconds / b.steps) for a, b in pairs)
-            )
+            self.noises.append(stdev(math.log(a.cost("steps") / b.cost("steps")) for a, b in pairs))
         speed = self.speeds.get(key_of_line(before.levers), 1.0)
         found = self._judge(entry, before)
         start_seconds = TrialRecord(entry.line, entry.trial.history, {}).start_seconds
@@ -312,52 +315,34 @@ class Races:
 
     # -- what lines compute
 
-    def _is_alike(self, base: Levers, line: Levers) -> bool:
-        """Return whether each step reads the samples and random numbers that it reads in the base."""
-        classes = [lever.safety_in(self.facts) for lever in _changed(base, line)]
-        # A step that draws numbers draws others in another type.
-        redraws = Safety.LOWER_PRECISION in classes and self.facts.get("step_draws", True)
-        return all(each.keeps_batches for each in classes) and not redraws
-
-    def _compares(self, base: Levers, line: Levers) -> bool:
-        """Return whether the first batch is computed without dropout, as losses cannot be compared step by step."""
-        compiled = any("compile" in lever.arguments for lever in (*base, *line))
-        # Lines that are confirmed were compared lever by lever.
-        is_one_change = bool(base) or len(line) == 1
-        draws = bool(self.facts.get("step_draws"))
-        return is_one_change and draws and not compiled and not self._is_alike(base, line)
-
     def _judge(self, entry: _Entry, before: TrialRecord) -> LossVerdict:
         """Return how a line exceeds what its levers may change, with the distance of its losses and what is allowed."""
         run = TrialRecord(entry.line, entry.trial.history, entry.trial.ask("first_steps"))
         again, coarse = self._repeated(before), bool(self.facts.get("coarse"))
-
-        def losses(seeds: Sequence[Sequence[float]] = ()) -> LossVerdict:
-            of_base, by_repeating = before.losses, again.losses
-            options: dict[str, Any] = {"safety": entry.safety, "alike": entry.is_alike, "coarse": coarse}
-            return judge_losses(of_base, run.losses, again=by_repeating, seeds=seeds, **options)
-
-        found, wrong = losses(), ""
-        if found.reason and not entry.is_alike and found.deviation is not None:
+        safety, is_alike = entry.safety, entry.is_alike
+        judge = functools.partial(
+            judge_losses, again=again.losses, safety=safety, alike=is_alike, coarse=coarse
+        )
+        found = judge(before.losses, run.losses)
+        if found.reason and not is_alike and found.deviation is not None:
             # Only now is it worth the time to measure how much losses differ by chance.
-            found = losses(self._losses_by_seed(before.levers, len(run.losses)))
+            seeds = self._losses_by_seed(before.levers, len(run.losses))
+            found = judge(before.losses, run.losses, seeds=seeds)
         if found.reason:
             return found
-        if entry.is_alike:
-            gradients = (each.first_steps["gradients"] for each in (before, run))
+        wrong, one, other = "", before.first_steps, run.first_steps
+        if is_alike:
             others = again.first_steps.get("gradients", ())
-            wrong = judge_gradients(*gradients, safety=entry.safety, again=others, coarse=coarse)
+            gradients = one["gradients"], other["gradients"]
+            wrong = judge_gradients(*gradients, again=others, safety=safety, coarse=coarse)
         elif all(lever.keeps_first_batch(self.facts) for lever in entry.changed):
-            first_batches = (each.first_steps["without_draws"] for each in (before, run))
-            wrong = judge_without_draws(*first_batches, coarse=coarse)
+            wrong = judge_without_draws(one["without_draws"], other["without_draws"], coarse=coarse)
         return found._replace(reason=wrong)
 
     def _keep(self, levers: Levers, trial: TrainerTrial) -> TrialRecord:
         """Return the run of a base; the first one is kept, to be compared with the next."""
-        run, key = (
-            TrialRecord(levers, list(trial.history), trial.ask("first_steps")),
-            (key_of_line(levers), 0),
-        )
+        key = (key_of_line(levers), 0)
+        run = TrialRecord(levers, list(trial.history), trial.ask("first_steps"))
         if self._runs.get(key, run).turns[0] is run.turns[0]:
             self._runs[key] = run
         return run
@@ -481,8 +466,3 @@ def name_of(levers: Levers) -> str:
 def arguments_of(levers: Sequence[Lever]) -> dict[str, Any]:
     """Return the Trainer arguments of the levers of a line."""
     return {name: value for lever in levers for name, value in lever.arguments.items()}
-
-
-def _changed(base: Levers, line: Levers) -> list[Lever]:
-    """Return the levers that only one of two lines has."""
-    return [lever for lever in (*base, *line) if (lever in base) != (lever in line)]

@@ -1,8 +1,8 @@
 """The child's side of a trial: a process that trains a few steps at a time, as its parent orders.
 
-The parent writes one order a line to a pipe, and the trial answers on another, both as JSON. Between two orders the
-trial does nothing, its loader workers included, so that others can be measured. When the parent is gone, however it
-ended, the trial ends too.
+The trial connects to a socket of its parent, which sends orders and reads answers. Between two orders the trial does
+nothing, its loader workers included, so that others can be measured. When the parent is gone, however it ended, the
+trial ends too.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
-import json
 import multiprocessing
 import os
 import pickle
 import resource
 import shutil
 import signal
-import socket
 import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import pairwise
+from multiprocessing.connection import Client, Connection
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from hasten.speed.engine import Turn
 from hasten.speed.inspect_run import peak_memory_bytes
 
 _SECONDS_BETWEEN_CHECKS = 1.0
@@ -37,35 +38,27 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 _REFUSALS = ("ValueError", "TypeError", "ModuleNotFoundError", "NotImplementedError")
 # Start threads or devices when they are imported; or replace hasten in the programs that import them.
 _NEVER_PRELOADED = (
-    "tensorflow",
-    "jax",
-    "jaxlib",
-    "grpc",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
+    *("tensorflow", "jax", "jaxlib", "grpc"),
+    *("lightning", "pytorch_lightning", "lightning_fabric"),
 )
 
 
 class Session:
     """Counts and times the steps of a training, and pauses it at the end of each turn until the next order.
 
-    Orders come from the pipe ``read_fd``, answers go to ``write_fd``; ``scratch`` is the parent's folder, removed if
-    the parent dies.
+    Orders and answers use ``connection``; ``scratch`` is the parent's folder, removed if the parent dies.
     """
 
-    def __init__(self, read_fd: int, write_fd: int, scratch: str = "") -> None:
-        self._orders = os.fdopen(read_fd, "r", encoding="utf-8")
-        self._answers = os.fdopen(write_fd, "w", encoding="utf-8")
-        self.scratch = scratch
-        # Functions by name that answer ``TrialProcess.ask``; they return values that JSON can hold.
+    def __init__(self, connection: Connection, scratch: str = "") -> None:
+        self._connection, self.scratch = connection, scratch
+        # Functions by name that answer ``TrialProcess.ask``; they return values that can be pickled.
         self.handlers: dict[str, Callable[..., Any]] = {}
         # Its memory is reported, and a turn waits for it at its end.
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def ready(self, **facts: object) -> None:
         """Report that the training is set up, with facts, and wait for the first order; then the clock runs."""
-        self._send("ready", facts=facts)
+        self._send("ready", facts)
         self._wait()
 
     def after_step(
@@ -99,7 +92,7 @@ class Session:
 
     def refuse(self, text: str, *, refused: bool = True) -> NoReturn:
         """Report why this cannot be measured, and end this process."""
-        self._send("error", refused=refused, text=text)
+        self._send("error", {"text": text, "refused": refused})
         leave()
 
     def end(self) -> NoReturn:
@@ -110,53 +103,43 @@ class Session:
     def _report(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        faults = _page_faults() - self._faults
+        seconds, faults = time.perf_counter() - self._began, _page_faults() - self._faults
         samples, tokens, slots = (
             None if None in counts else int(sum(counts)) for counts in zip(*self._counts, strict=True)
         )
-        starts = [self._began, *self._times]
-        self._send(
-            "turn",
-            seconds=now - self._began,
-            step_seconds=[end - start for start, end in zip(starts, self._times, strict=False)],
-            losses=[None if loss is None else float(loss) for loss in self._losses],
-            samples=samples,
-            tokens=tokens,
-            slots=slots,
-            faults=faults,
-            memory_bytes=peak_memory_bytes(self.device),
-        )
+        steps = [end - start for start, end in pairwise([self._began, *self._times])]
+        losses = [None if loss is None else float(loss) for loss in self._losses]
+        memory_bytes = peak_memory_bytes(self.device)
+        self._send("turn", Turn(seconds, steps, losses, samples, tokens, slots, faults, memory_bytes))
 
     def _wait(self) -> None:
         """Answer the parent's questions until it orders the next turn."""
         _signal_workers(signal.SIGSTOP)
-        while (order := self._receive())["do"] == "ask":
+        while (order := self._receive())[0] == "ask":
+            _, name, options = order
             try:
-                value = self.handlers[order["name"]](**order["options"])
+                value = self.handlers[name](**options)
             except Exception as error:
                 traceback.print_exc()
                 self.fail(error)
-            self._send("asked", value=value)
+            self._send("asked", value)
         _signal_workers(signal.SIGCONT)
-        self._steps = max(1, int(order["steps"]))
+        self._steps = max(1, order[1])
         self._times: list[float] = []
         self._losses: list[Tensor | float | None] = []
         self._counts: list[tuple[int | None, Tensor | int | None, int | None]] = []
         self._faults, self._began = _page_faults(), time.perf_counter()
 
-    def _receive(self) -> dict[str, Any]:
-        line = self._orders.readline()
-        if not line:
-            leave(self.scratch)
-        order: dict[str, Any] = json.loads(line)
-        return order
-
-    def _send(self, event: str, **values: object) -> None:
+    def _receive(self) -> Any:
         try:
-            self._answers.write(json.dumps({"event": event, **values}) + "\n")
-            self._answers.flush()
-        except OSError:
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            leave(self.scratch)
+
+    def _send(self, event: str, value: object = None) -> None:
+        try:
+            self._connection.send((event, value))
+        except ConnectionError:
             leave(self.scratch)
 
 
@@ -169,20 +152,21 @@ def _page_faults() -> int:
 
 def main() -> NoReturn:
     """Be the trial that the command line of this process names."""
-    read_fd, write_fd, path = sys.argv[1:]
+    path = sys.argv[1]
     del sys.argv[1:]
-    run(path, int(read_fd), int(write_fd))
+    run(path)
 
 
-def run(path: str, read_fd: int, write_fd: int) -> NoReturn:
+def run(path: str) -> NoReturn:
     """Call the function that the parent has pickled to a file with its arguments; this process ends when it returns."""
-    with open(path, "rb") as file:
-        # Written by the parent a moment ago, into a folder that only this user can read.
-        target, pickled, scratch = pickle.load(file)
+    scratch = os.path.dirname(path)
     _leave_with_parent(scratch)
-    session = Session(read_fd, write_fd, scratch)
+    session = Session(Client(f"{path}.socket"), scratch)
     try:
-        function_at(target)(session, *pickle.loads(pickled))
+        with open(path, "rb") as file:
+            # Written by the parent a moment ago, into a folder that only this user can read.
+            target, arguments = pickle.load(file)
+        function_at(target)(session, *pickle.loads(arguments))
     except Exception as error:
         traceback.print_exc()
         session.fail(error)
@@ -248,43 +232,38 @@ def _signal_workers(number: int) -> None:
 
 
 def serve() -> None:
-    """Answer the parent's requests until it closes the socket or dies; then end all forks."""
-    server, scratch = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
-    children: set[int] = set()
+    """Import modules and fork trials as the parent requests, until it closes the connection or dies; then end them."""
+    connection, scratch = Connection(int(sys.argv[1])), sys.argv[2]
     del sys.argv[1:]
-    while True:
-        message, fds, _, _ = socket.recv_fds(server, 1 << 16, 3)
-        if not message:
-            break
-        request = json.loads(message)
-        answer: dict[str, object]
-        if "preload" in request:
-            answer = {"works": _preload(request["preload"])}
-        elif "wait" in request:
-            answer = {"code": _exit_code(request["wait"], children)}
-        else:
-            pid = os.fork()
-            if not pid:
-                server.close()
-                _run_fork(request["path"], *fds)
-            children.add(pid)
-            for fd in fds:
-                os.close(fd)
-            answer = {"pid": pid}
-        server.send(json.dumps(answer).encode())
-    for pid in children:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+    # Exit codes by process, None while it runs.
+    codes: dict[int, int | None] = {}
+    with suppress(EOFError, ConnectionError):
+        while True:
+            request, *values = connection.recv()
+            if request == "preload":
+                connection.send(_preload(values))
+            elif request == "wait":
+                connection.send(_exit_code(codes, *values))
+            else:
+                pid = os.fork()
+                if not pid:
+                    connection.close()
+                    _run_fork(*values)
+                codes[pid] = None
+                connection.send(pid)
+    for pid in codes:
+        if _exit_code(codes, pid, 0) is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
     shutil.rmtree(scratch, ignore_errors=True)
     os._exit(0)
 
 
-def _preload(path: str) -> bool:
-    """Import the modules that a file names; return whether forks work: they lose threads, and CUDA that has started."""
-    with open(path, encoding="utf-8") as file:
-        for name in json.load(file):
-            with suppress(Exception, SystemExit):
-                _import_installed(name)
+def _preload(modules: Iterable[str]) -> bool:
+    """Import modules; return whether forks work: they lose threads, and CUDA that has started."""
+    for name in modules:
+        with suppress(Exception, SystemExit):
+            _import_installed(name)
     # Imported modules are never collected: their pages stay shared.
     gc.collect()
     gc.freeze()
@@ -308,24 +287,27 @@ def _import_installed(name: str) -> None:
         importlib.import_module(name)
 
 
-def _exit_code(pid: int, children: set[int]) -> int | None:
-    """Return the exit code of a trial; None while it runs."""
-    if pid not in children:
-        return 0
-    done, status = os.waitpid(pid, os.WNOHANG)
-    if not done:
-        return None
-    children.discard(pid)
-    return os.waitstatus_to_exitcode(status)
+def _exit_code(codes: dict[int, int | None], pid: int, seconds: float) -> int | None:
+    """Wait so many seconds for the end of a trial; return its exit code, None while it runs."""
+    until = time.monotonic() + seconds
+    while codes[pid] is None:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() >= until:
+            break
+        else:
+            time.sleep(0.005)
+    return codes[pid]
 
 
-def _run_fork(path: str, read_fd: int, write_fd: int, log: int) -> NoReturn:
+def _run_fork(path: str) -> NoReturn:
     try:
         os.setsid()
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-        run(path, read_fd, write_fd)
+        with open(f"{path}.log", "wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        run(path)
     except BaseException:
         traceback.print_exc()
     finally:
