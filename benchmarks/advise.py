@@ -21,11 +21,10 @@ import torch
 
 import hasten as L
 from hasten.demo import text_models
-from hasten.demo.docstrings import Docstrings
 from hasten.demo.images import Digits
-from hasten.demo.imdb import Imdb
 from hasten.demo.row import Classifier
 from hasten.demo.task import RowVariant, Task
+from hasten.demo.text import Docstrings, Imdb
 from measure import hardware
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hasten.demo import row
-from hasten.demo.imdb import Imdb
 from hasten.demo.task import RowVariant, Task
+from hasten.demo.text import Imdb
 from hasten.demo.text_models import find
 from hasten.speed.engine import TrialError, Turn
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hasten.commands import main
-from hasten.demo import cumulative, docstrings, outcome, text_models
+from hasten.demo import cumulative, outcome, text, text_models
 from hasten.speed.engine import TrialError
 
 from .conftest import FakeEngine
@@ -64,9 +64,9 @@ def test_the_default_ladder_ends_with_the_line_to_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing to download, the accuracy of the first and the last row, and the line to write."""
-    monkeypatch.setattr(docstrings, "TEST", 4)
-    monkeypatch.setattr(docstrings, "TRAIN", 4)
-    monkeypatch.setattr(docstrings, "has_bf16_units", lambda device: False)
+    monkeypatch.setattr(text, "TEST", 4)
+    monkeypatch.setattr(text, "TRAIN", 4)
+    monkeypatch.setattr(text, "has_bf16_units", lambda device: False)
     seconds = {None: 8.0, True: 3.0, "first_token": 1.0}
     monkeypatch.setattr(
         cumulative, "Engine", lambda: FakeEngine(lambda variant: seconds[variant.argument("packed")])

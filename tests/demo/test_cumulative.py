@@ -43,9 +43,9 @@ def measured(
     if isinstance(engine, tuple):
         rows = rows or tuple(map(row, range(1, len(engine))))
         engine = engine_of(*engine)
-    found = Measurement(
-        Digits(epochs=2, batch_size=126), engine, row_seconds=row_seconds, rounds=2, full=full, say=say
-    )  # type: ignore[arg-type]
+    task: Any = Digits(epochs=2, batch_size=126)
+    fake: Any = engine
+    found = Measurement(task=task, engine=fake, row_seconds=row_seconds, rounds=2, full=full, say=say)
     for each in (first_rows(2)[0], *rows):
         found.add(each)
     found.finish(seeds)

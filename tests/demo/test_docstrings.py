@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hasten.demo import docstrings
-from hasten.demo.docstrings import Docstrings, docstrings_of, split_docstrings
+from hasten.demo import text as demo_text
 from hasten.demo.task import RowVariant
+from hasten.demo.text import Docstrings, docstrings_of, split_docstrings
 from hasten.demo.text_models import find
 from hasten.speed.safety import Safety
 
@@ -55,7 +55,7 @@ def test_training_and_test_share_no_module_and_no_text(tmp_path: Path) -> None:
 def test_no_module_makes_up_a_library(tmp_path: Path) -> None:
     train, _ = split_docstrings({"one": library(tmp_path / "one", 8)}, train=12, test=0)
     names = [text.split(": ")[1].split(", ")[1] for text, _ in train if text.count(", ") > 2]
-    assert max(names.count(name) for name in names) <= docstrings.MODULE_TEXTS
+    assert max(names.count(name) for name in names) <= demo_text.MODULE_TEXTS
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +64,10 @@ def task() -> Docstrings:
 
 
 def test_the_installed_libraries_have_enough_texts(task: Docstrings) -> None:
-    assert len(task.train_data) == 5 * docstrings.TRAIN
-    assert len(task.test_data) == 5 * docstrings.TEST
+    assert len(task.train_data) == 5 * demo_text.TRAIN
+    assert len(task.test_data) == 5 * demo_text.TEST
     labels = task.train_data.tokens.labels
-    assert labels.bincount().tolist() == [docstrings.TRAIN + docstrings.TEST] * 5
+    assert labels.bincount().tolist() == [demo_text.TRAIN + demo_text.TEST] * 5
     # As padded by the tutorial; most of it is not text.
     assert 0.15 < task.text_share < 0.5
     batch = next(iter(task.users_loader(RowVariant())))
@@ -76,11 +76,11 @@ def test_the_installed_libraries_have_enough_texts(task: Docstrings) -> None:
 
 def test_libraries_are_found_without_being_imported() -> None:
     before = set(sys.modules)
-    assert (docstrings.find_sources("numpy") / "__init__.py").is_file()
-    assert (docstrings.find_sources("python") / "ast.py").is_file()
+    assert (demo_text.find_sources("numpy") / "__init__.py").is_file()
+    assert (demo_text.find_sources("python") / "ast.py").is_file()
     assert set(sys.modules) == before
     with pytest.raises(ModuleNotFoundError, match=r"reads the sources of nowhere.*hasten\[demo\]"):
-        docstrings.find_sources("nowhere")
+        demo_text.find_sources("nowhere")
 
 
 def test_rows_draw_nothing_at_random_so_packing_changes_rounding_only(task: Docstrings) -> None:
@@ -93,7 +93,7 @@ def test_rows_draw_nothing_at_random_so_packing_changes_rounding_only(task: Docs
 
 def test_a_limit_leaves_so_many_texts_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [(f"{LONG}{number}", number % 5) for number in range(40)]
-    monkeypatch.setattr(docstrings, "split_docstrings", lambda folders, train, test: (texts, texts[:10]))
+    monkeypatch.setattr(demo_text, "split_docstrings", lambda folders, train, test: (texts, texts[:10]))
     limited = Docstrings(find("minilm", random_weights=True), limit=16, say=silent)
     assert len(limited.train_data) == 16
     assert "16 train / 10 test from other modules" in limited.title

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.demo.imdb import split_reviews, tokens_of
 from hasten.demo.task import DemoError
-from hasten.demo.text import Pad, TextDataset, Tokens
+from hasten.demo.text import Pad, TextDataset, Tokens, split_reviews, tokens_of
 
 from .conftest import silent
 

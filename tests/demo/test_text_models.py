@@ -10,7 +10,7 @@ import torch
 from tests.programs import run_python
 
 from hasten.demo import text_models as models
-from hasten.demo.imdb import Imdb
+from hasten.demo.text import Imdb
 
 from .conftest import silent
 

@@ -235,6 +235,7 @@ def _task(options: argparse.Namespace, device: torch.device) -> Task:
             **chosen,
         )
     from hasten.demo import text_models
+    from hasten.demo.text import Docstrings, Imdb
 
     source = text_models.find(options.model or "minilm", random_weights=options.random_weights)
     if source.tokenizer is None:
@@ -243,9 +244,5 @@ def _task(options: argparse.Namespace, device: torch.device) -> Task:
             "as many as its tokens. Same work, useless accuracy."
         )
     if options.task == "docstrings":
-        from hasten.demo.docstrings import Docstrings
-
         return Docstrings(source, say=_say, **chosen)
-    from hasten.demo.imdb import Imdb
-
     return Imdb(options.data, source, cache=options.cache_dir, say=_say, **chosen)

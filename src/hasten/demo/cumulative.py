@@ -77,9 +77,9 @@ class Result:
         return self.row.safety if inherited is None else max(self.row.safety, inherited)
 
     @property
-    def repeats(self) -> list[float]:
-        """Seconds that a token took in each turn: equal except for what else the machine did."""
-        return [turn.cost("tokens") for turn in self.turns]
+    def is_left_out(self) -> bool:
+        """Whether the rows below do without its switch because it does not pay or was refused."""
+        return not self.kept and not self.row.alone
 
     @property
     def pad_share(self) -> float:
@@ -128,49 +128,47 @@ class Result:
 
 
 class _RowTrial:
-    """A row in its process: steps it and notes its turns in its result."""
+    """A row in its process: trains it and notes its turns in its result."""
 
     def __init__(self, engine: Engine, task: Task, result: Result) -> None:
-        self.result = result
         began = time.perf_counter()
         self.process = engine.start(
             ROW_TARGET, task, result.variant, torch.get_num_threads(), name=result.row.name
         )
-        self.ask, self.close = self.process.ask, self.process.close
         self.process.ready()
         result.ready_seconds = time.perf_counter() - began
         steps = 2 if result.variant.argument("compile") else 1
         if result.variant.records_graphs:
             steps = min(GRAPH_WARM_UP_STEPS, result.steps)
         result.first = self.process.turn(steps)
-        self.steps_left = result.steps - steps
+        self.result, self.steps_left = result, result.steps - steps
         wanted = TURN_SECONDS[task.device.type] / max(result.first.step_seconds[-1], 1e-6)
         self.steps_of_a_turn = max(1, min(LONGEST_TURN_STEPS, round(wanted)))
 
     def turn(self, steps: int, until: float = math.inf) -> Turn:
-        """Train so many steps."""
         turn = self.process.turn(steps, until)
         self.steps_left -= steps
         self.result.turns.append(turn)
         return turn
 
 
+@dataclass(kw_only=True)
 class Measurement:
     """Measures the rows of a task, one after another; see :func:`measure` for the arguments."""
 
-    def __init__(
-        self, task: Task, engine: Engine, *, row_seconds: float, rounds: int, full: bool, say: Say
-    ) -> None:
-        self.task, self.engine = task, engine
-        self.row_seconds, self.rounds, self.full, self.say = row_seconds, rounds, full, say
-        self.results: list[Result] = []
-        self._open: dict[Result, _RowTrial] = {}
+    task: Task
+    engine: Engine
+    row_seconds: float
+    rounds: int
+    full: bool
+    say: Say
+    results: list[Result] = field(default_factory=list)
+    _open: dict[Result, _RowTrial] = field(default_factory=dict)
 
-    def add(self, row: LadderRow) -> Result:
+    def add(self, row: LadderRow) -> None:
         """Measure a row on top of those above that paid."""
-        base = next((each for each in reversed(self.results) if each.kept), None)
-        if base is not None and row.alone:
-            base = self.results[0]
+        kept = [each for each in self.results if each.kept]
+        base = (kept[0] if row.alone else kept[-1]) if kept else None
         variant = RowVariant() if base is None else row.on(base.variant)
         tokens = sum(self.task.lengths(RowVariant())) * self.task.epochs
         result = Result(row, variant, self.task.steps(variant), tokens, base)
@@ -188,16 +186,14 @@ class Measurement:
                 raise
             result.refused, result.kept = error.text.splitlines()[0], False
             self.say(f"{row.name}: refused, left out of the rows below: {result.refused}")
-            return result
+            return
         self._open[result] = trial
         self._say_measured(result)
         # Rows that nothing builds on any more and that will not be trained in full are done.
         newest = next(each for each in reversed(self.results) if each.kept)
-        for each in self.results:
-            waits = each is newest or each is self.results[0] or self._is_short(each)
-            if each in self._open and not waits:
-                self._open.pop(each).close()
-        return result
+        for each in list(self._open):
+            if each not in (newest, self.results[0]) and not self._is_short(each):
+                self._open.pop(each).process.close()
 
     def _compare(self, trial: _RowTrial, base: Result) -> None:
         is_lever = base.variant.trainer is not None
@@ -225,9 +221,7 @@ class Measurement:
             text += f", {found.speed:.2f}x the speed of: {result.base.row.name}"
             if math.isfinite(found.high):
                 text += f" ({found.low:.2f}x to {found.high:.2f}x)"
-        if not result.kept and not result.row.alone:
-            text += "; does not pay: left out of the rows below"
-        self.say(text)
+        self.say(text + "; does not pay: left out of the rows below" * result.is_left_out)
 
     def _is_short(self, result: Result) -> bool:
         return result.refused is None and (self.full or result.measured_seconds <= self.row_seconds)
@@ -236,11 +230,11 @@ class Measurement:
         """Train in full what is short enough, the fastest row, and the first where that is promised; test them."""
         first, fastest = self.results[0], _fastest(self.results)
         same = _fastest([each for each in self.results if each.safety < Safety.OTHER_MATHS])
-        chosen = [each for each in self.results if self._is_short(each)] + [fastest]
-        if seeds > 1 or self.task.full_seconds is not None:
-            chosen.append(first)
+        chosen = [*filter(self._is_short, self.results), fastest]
         if seeds > 1:
-            chosen.append(same)
+            chosen += [first, same]
+        elif self.task.full_seconds is not None:
+            chosen.append(first)
         trials = [
             self._open.get(result) or _RowTrial(self.engine, self.task, result)
             for result in dict.fromkeys(chosen)
@@ -250,31 +244,26 @@ class Measurement:
                 if trial.steps_left > 0:
                     trial.turn(math.ceil(trial.steps_left / (self.rounds - turn)))
         for trial in trials:
-            result, found = trial.result, trial.ask("accuracy")
+            result, found = trial.result, trial.process.ask("accuracy")
             result.full_seconds, result.in_full = result.measured_seconds, first in chosen
             result.accuracies.append(found["test"])
             result.validation_accuracy = found.get("validation")
-            trial.close()
+            trial.process.close()
             self.say(
                 f"{result.row.name}: trained in full in {result.full_seconds:,.1f} s, "
                 f"test accuracy {result.accuracy:.1%}"
             )
-        self._open.clear()
-        if seeds > 1:
-            for result in dict.fromkeys([first, same]):
-                self._train_more_seeds(result, seeds)
-
-    def _train_more_seeds(self, result: Result, seeds: int) -> None:
-        for number in range(1, seeds):
-            self.say(
-                f"{result.row.name}: in full for its accuracy, seed {number + 1} of {seeds}, "
-                f"about {result.seconds:,.0f} s"
-            )
-            task = self.task.with_seed(self.task.seed + number)
-            process = self.engine.start(ROW_TARGET, task, result.variant, torch.get_num_threads())
-            process.turn(result.steps)
-            result.accuracies.append(process.ask("accuracy")["test"])
-            process.close()
+        for result in dict.fromkeys([first, same]):
+            for number in range(1, seeds):
+                self.say(
+                    f"{result.row.name}: in full for its accuracy, seed {number + 1} of {seeds}, "
+                    f"about {result.seconds:,.0f} s"
+                )
+                task = self.task.with_seed(self.task.seed + number)
+                process = self.engine.start(ROW_TARGET, task, result.variant, torch.get_num_threads())
+                process.turn(result.steps)
+                result.accuracies.append(process.ask("accuracy")["test"])
+                process.close()
 
 
 def _fastest(results: Sequence[Result]) -> Result:
@@ -328,8 +317,10 @@ def measure(
     check.whole("measure", "rounds", rounds, at_least=1)
     check.whole("measure", "seeds", seeds, at_least=1)
     with Engine() as engine:
-        engine.preload([*task.imports, "hasten.demo.row"])
-        found = Measurement(task, engine, row_seconds=row_seconds, rounds=rounds, full=full, say=say)
+        engine.preload([*task.imports, ROW_TARGET.partition(":")[0]])
+        found = Measurement(
+            task=task, engine=engine, row_seconds=row_seconds, rounds=rounds, full=full, say=say
+        )
         for row in task.rows:
             found.add(row)
             keep(found.results)

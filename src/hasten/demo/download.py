@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import os
 import tarfile
 import urllib.error
 import urllib.request
@@ -69,15 +68,12 @@ def download(remote: Remote, folder: Path, *, timeout_seconds: float = 30.0) -> 
                         f"The download of {remote.url} was cut {TRIES} times, last after {error}. What came is kept: "
                         "run again to continue."
                     ) from error
-        found = sha256_of(part)
-        if found != remote.sha256:
+        if (found := sha256_of(part)) != remote.sha256:
             part.unlink()
             raise DemoError(
                 f"{remote.url} has the right size but another content than expected (sha256 {found}, not "
                 f"{remote.sha256}). Run again, or give a copy you trust with --data."
             )
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
         part.replace(target)
     except urllib.error.HTTPError as error:
         raise DemoError(
@@ -114,20 +110,15 @@ def _fetch_rest(remote: Remote, part: Path, timeout_seconds: float) -> None:
             total=size, initial=have, unit="B", unit_scale=True, desc=remote.name, disable=None
         )
         with part.open("ab" if goes_on else "wb") as file, bar:
-            while block := _read(answer, have, size):
-                file.write(block)
-                have += len(block)
-                bar.update(len(block))
+            try:
+                while block := answer.read(BLOCK_BYTES):
+                    have += file.write(block)
+                    bar.update(len(block))
+            except (TimeoutError, http.client.IncompleteRead, ConnectionError) as error:
+                raise _CutShort(f"{have:,} of {size:,} bytes ({error!r})") from error
     if have < size:
         raise _CutShort(f"{have:,} of {size:,} bytes")
     _check_size(remote, have)
-
-
-def _read(answer: http.client.HTTPResponse, have: int, size: int) -> bytes:
-    try:
-        return answer.read(BLOCK_BYTES)
-    except (TimeoutError, http.client.IncompleteRead, ConnectionError) as error:
-        raise _CutShort(f"{have:,} of {size:,} bytes ({error!r})") from error
 
 
 def _check_size(remote: Remote, size_bytes: int) -> None:

@@ -184,18 +184,17 @@ class Digits(ImageTask):
             f"a small Vision Transformer from scratch on scikit-learn's digits: {len(self.train_data):,} images, "
             f"{self.epochs} epochs of batches of {self.batch_size}"
         )
-        names = ["data in memory", "fused AdamW"]
-        if self.device.type == "cpu":
-            names += ["pages kept", "packed attention", "cheap dropout masks", "bf16", "compiled"]
-        else:
-            names += ["bf16", "compiled", "CUDA graphs", "packed attention"]
+        faster = ["pages kept", "packed attention", "cheap dropout masks", "bf16", "compiled"]
+        if self.device.type != "cpu":
+            faster = ["bf16", "compiled", "CUDA graphs", "packed attention"]
         without_dropout = LadderRow(
             "no attention dropout",
             "nn.MultiheadAttention(dropout=0.0)",
             changes={"attention_dropout": False},
             safety=Safety.OTHER_MATHS,
         )
-        self.rows = [*first_rows(self.epochs), *lever_rows(*names), without_dropout]
+        levers = lever_rows("data in memory", "fused AdamW", *faster)
+        self.rows = [*first_rows(self.epochs), *levers, without_dropout]
 
     def build(self, variant: RowVariant) -> nn.Module:
         model = VisionTransformer(8, patch=2)
@@ -315,12 +314,9 @@ def random_photographs(count: int, *, seed: int = 0) -> Images:
 def read_photographs(data: Path) -> tuple[Images, Images]:
     """Return the training and the test images of ``cifar-10-binary.tar.gz``, or of the folder it unpacks to."""
     names = (*TRAIN_FILES, *TEST_FILES)
-    found = {
-        Path(path).name: content
-        for path, content in read_files(data, ARCHIVE, lambda path: Path(path).name in names)
-    }
-    missing = [name for name in names if name not in found]
-    if missing:
+    files = read_files(data, ARCHIVE, lambda path: Path(path).name in names)
+    found = {Path(path).name: content for path, content in files}
+    if missing := [name for name in names if name not in found]:
         raise DemoError(
             f"--data {data}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in it. Give "
             f"{ARCHIVE.name} (the version for C programs, {ARCHIVE.url}) or the folder it unpacks to."
@@ -331,15 +327,12 @@ def read_photographs(data: Path) -> tuple[Images, Images]:
                 f"--data {data}: {name} has {len(content):,} bytes, not a whole number of images. Fetch the archive "
                 "again."
             )
-    train, test = (
-        _images([found[name] for name in part], f"--data {data}") for part in (TRAIN_FILES, TEST_FILES)
-    )
-    return train, test
+        if max(content[::RECORD_BYTES]) >= CLASSES:
+            raise DemoError(f"--data {data}: {name} has a label above 9, which CIFAR-10 does not have.")
+    train, test = (b"".join(found[name] for name in part) for part in (TRAIN_FILES, TEST_FILES))
+    return _images(train), _images(test)
 
 
-def _images(contents: list[bytes], where: str) -> Images:
-    records = torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8).view(-1, RECORD_BYTES)
-    labels = records[:, 0].long()
-    if int(labels.max()) >= CLASSES:
-        raise DemoError(f"{where}: there is a label {int(labels.max())}; CIFAR-10 has 0 to 9.")
-    return Images(records[:, 1:].reshape(-1, *SHAPE).clone(), labels)
+def _images(content: bytes) -> Images:
+    records = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, RECORD_BYTES)
+    return Images(records[:, 1:].reshape(-1, *SHAPE).clone(), records[:, 0].long())

@@ -6,7 +6,7 @@ import csv
 import json
 import platform
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -26,12 +26,8 @@ from hasten.speed.safety import Safety
 # The same work took so many times as long in another turn: then the figures are not worth quoting.
 UNSTEADY = 1.5
 NARROWEST, WIDEST = 72, 100
-# Width of the column of each figure: seconds, speed, speed all in, padding, accuracy.
-FIGURES = (8, 8, 8, 6, 7)
-COLUMNS = (
-    *("row", "line", "seconds", "speed", "all_in_seconds", "all_in_speed", "pad_share"),
-    *("test_accuracy", "validation_accuracy", "basis", "same_maths", "kept"),
-)
+# Titles of the columns of figures, and their widths.
+FIGURES = {"seconds": 8, "speed": 8, "all in": 8, "pad": 6, "acc.": 7}
 
 
 @dataclass(frozen=True)
@@ -83,8 +79,7 @@ def useful_flops(task: Task) -> float:
 def sample_flops(task: Task, sample: int) -> int:
     """Return the operations of the forward and backward pass of a sample."""
     model = task.model(RowVariant()).train()
-    counter = flop_counter()
-    with torch.random.fork_rng(devices=[]), counter:
+    with torch.random.fork_rng(devices=[]), flop_counter() as counter:
         task.loss(model, task.single(sample)).backward()
     return int(counter.get_total_flops())
 
@@ -116,15 +111,15 @@ def lines_to_write(results: Sequence[Result]) -> list[str]:
     The first is that of the fastest row that changes rounding and random draws at most; a second follows where lower
     precision or other batches are faster still.
     """
-    lines: list[str] = []
+    lines: dict[str, str] = {}
     for within in (Safety.OTHER_DRAWS, Safety.LOWER_PRECISION):
-        allowed = [each for each in results if each.refused is None and each.safety <= within]
-        best = min(allowed, key=lambda each: each.seconds)
+        best = min((each for each in results if each.safety <= within), key=lambda each: each.seconds)
         line = f"trainer = L.Trainer({code_of(best.variant.trainer or {})})"
-        note = f"  # {_speed(results[0].seconds / best.seconds)}; {best.safety}"
-        if not any(line in other for other in lines):
-            lines.append(line + note)
-    return lines
+        lines.setdefault(line, f"{line}  # {_speed(results[0].seconds / best.seconds)}; {best.safety}")
+    return list(lines.values())
+
+
+# -- text
 
 
 def table(
@@ -137,136 +132,42 @@ def table(
 ) -> str:
     """Return the ladder as text, at most ``width`` (72 to 100) columns wide, plain ASCII."""
     width = max(NARROWEST, min(WIDEST, width))
-    name_width = width - 3 - sum(FIGURES)
+    name_width = width - 3 - sum(FIGURES.values())
     rule = "-" * width
+
+    def line(number: object, name: str, figures: Iterable[str]) -> str:
+        aligned = (f"{figure:>{size}}" for figure, size in zip(figures, FIGURES.values(), strict=False))
+        return f"{number:<3}{name:<{name_width}}{''.join(aligned)}".rstrip()
+
     lines = [
         *textwrap.wrap(f"{task.name}: {task.title}", width),
         *textwrap.wrap(describe(facts), width),
-        rule,
-        f"   {'row, and the changed line':<{name_width}}{_aligned('seconds', 'speed', 'all in', 'pad', 'acc.')}",
-        rule,
+        *(rule, line("", "row, and the changed line", FIGURES), rule),
     ]
     for number, result in enumerate(results, start=1):
         name, *rest = textwrap.wrap(result.row.name + _mark(result), name_width)
-        lines.append(f"{number:<3}{name:<{name_width}}{_figures(result, results[0])}".rstrip())
+        lines.append(line(number, name, _figures(result, results[0])))
         lines += [f"   {part}" for part in rest]
         lines += [f"     {part}" for part in textwrap.wrap(result.row.line, width - 5)]
     lines.append(rule)
-    for note in [*_legend(results), *_utilization(results, arithmetic)]:
+    for note in _notes(results, arithmetic):
         lines += textwrap.wrap(note, width, subsequent_indent="  ")
     return "\n".join(lines)
 
 
-def _aligned(*figures: str) -> str:
-    return "".join(f"{figure:>{width}}" for figure, width in zip(figures, FIGURES, strict=False))
-
-
 def _mark(result: Result) -> str:
-    left_out = not result.kept and not result.row.alone
-    return ("" if result.row.same_maths else " *") + (" -" if left_out else "")
+    return " *" * (not result.row.same_maths) + " -" * result.is_left_out
 
 
-def _figures(result: Result, first: Result) -> str:
+def _figures(result: Result, first: Result) -> list[str]:
     if result.refused is not None:
-        return _aligned("refused")
-    return _aligned(
-        ("" if result.in_full else "~") + _seconds(result.seconds),
+        return ["refused"]
+    return [
+        "~" * (not result.in_full) + _seconds(result.seconds),
         _speed(first.seconds / result.seconds),
         _speed(first.all_in / result.all_in),
         f"{result.pad_share:.0%}",
         "" if result.accuracy is None else f"{result.accuracy:.1%}",
-    )
-
-
-def _legend(results: Sequence[Result]) -> list[str]:
-    """Return what the figures mean, and what else there is to say about single rows."""
-    numbered = list(enumerate(results, start=1))
-    measured = [(number, result) for number, result in numbered if result.refused is None]
-    notes = [
-        "seconds: training only, without evaluation; speed: how many times as fast as row 1; all in: the same with "
-        "starting and compiling in the clock; pad: share of the computed tokens that is padding."
-    ]
-    for number, result in measured:
-        if "compile" in result.row.arguments:
-            doing = "compiling and recording" if result.variant.records_graphs else "compiling"
-            notes.append(
-                f"Row {number}: {_seconds(result.start_seconds)} s went by before its steps, {doing}."
-            )
-        graphs_above = any(above.kept and above.variant.records_graphs for above in results[: number - 1])
-        if graphs_above and "packed" in result.row.arguments:
-            notes.append(f"Row {number} is without CUDA graphs: packed batches are not recorded.")
-    bases = [(number, result.basis) for number, result in measured if not result.in_full]
-    if bases:
-        notes.append(
-            "~ timed over a sample of steps, in turns with the row it builds on, and scaled to all "
-            f"({_grouped(bases)}); no accuracy where not trained in full."
-        )
-    notes += [
-        f"Row {number} was then trained in full, for its accuracy: in {_seconds(result.full_seconds)} s."
-        for number, result in measured
-        if result.full_seconds is not None and not result.in_full
-    ]
-    if not all(result.row.same_maths for result in results):
-        notes.append(
-            "* changes the maths: not the same training, check the accuracy. The rows below keep the change."
-        )
-    classes = [
-        (number, result.row.safety)
-        for number, result in sorted(numbered, key=lambda each: each[1].row.safety)
-        if result.row.same_maths and not result.row.safety.is_automatic
-    ]
-    if classes:
-        notes.append(f"More than rounding: {_grouped(classes)}.")
-    left_out = [number for number, result in measured if _mark(result).endswith("-")]
-    if left_out:
-        notes.append(f"- does not pay here, so the rows below do without it: {_rows(left_out)}.")
-    for number, result in numbered:
-        if result.refused is not None:
-            notes.append(f"Row {number} was refused: {result.refused}")
-        if len(result.accuracies) > 1:
-            error = stdev(result.accuracies) / len(result.accuracies) ** 0.5
-            each = ", ".join(f"{accuracy:.1%}" for accuracy in result.accuracies)
-            notes.append(
-                f"Row {number}: accuracy over {len(result.accuracies)} seeds {mean(result.accuracies):.1%} "
-                f"+- {error:.1%} ({each})."
-            )
-    spread, worst = max(
-        ((max(result.repeats) / min(result.repeats), number) for number, result in measured if result.turns),
-        default=(1.0, 0),
-    )
-    if spread > UNSTEADY:
-        notes.append(
-            f"This machine was busy: the same work in row {worst} took up to {spread:.1f} times as long. Run again "
-            "when it is idle."
-        )
-    return notes
-
-
-def _grouped(described: Sequence[tuple[int, str]]) -> str:
-    """Return rows with what each is described as: "rows 1, 2: 3 of 117 steps; row 4: 1 of 117 steps"."""
-    found: dict[str, list[int]] = {}
-    for number, text in described:
-        found.setdefault(text, []).append(number)
-    return "; ".join(f"{_rows(numbers)}: {text}" for text, numbers in found.items())
-
-
-def _rows(numbers: Sequence[int]) -> str:
-    return f"row{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def _utilization(results: Sequence[Result], arithmetic: Arithmetic | None) -> list[str]:
-    """Return what share of the machine's peak the first row and the fastest reach with useful work."""
-    if arithmetic is None:
-        return []
-    fastest = min(range(len(results)), key=lambda place: results[place].seconds)
-    shares = {place + 1: arithmetic.mfu(results[place]) for place in sorted({0, fastest})}
-    parts = [f"row {number} {share:.0%}" for number, share in shares.items() if share is not None]
-    if not parts:
-        return []
-    peaks = " and ".join(f"{peak / 1e9:,.0f} in {name}" for name, peak in arithmetic.peaks.items())
-    return [
-        f"Useful arithmetic (padding does not count) as a share of this device's peak: {', '.join(parts)}. The peak "
-        f"is that of a large matrix product: {peaks} GFLOP/s."
     ]
 
 
@@ -276,6 +177,91 @@ def _seconds(seconds: float) -> str:
 
 def _speed(speed: float) -> str:
     return f"{speed:.2f}x" if speed < 10 else f"{speed:.1f}x"
+
+
+def _notes(results: Sequence[Result], arithmetic: Arithmetic | None) -> list[str]:
+    """Return what the figures mean, and what else there is to say about single rows."""
+    numbered = list(enumerate(results, start=1))
+    notes = [
+        "seconds: training only, without evaluation; speed: how many times as fast as row 1; all in: the same with "
+        "starting and compiling in the clock; pad: share of the computed tokens that is padding."
+    ]
+    sampled, classes, left_out, spreads = [], [], [], [(1.0, 0)]
+    graphs_above = False
+    for number, result in numbered:
+        row, records = result.row, result.variant.records_graphs
+        if row.same_maths and not row.safety.is_automatic:
+            classes.append((number, row.safety))
+        if result.refused is not None:
+            notes.append(f"Row {number} was refused: {result.refused}")
+            continue
+        if "compile" in row.arguments:
+            doing = "compiling and recording" if records else "compiling"
+            notes.append(
+                f"Row {number}: {_seconds(result.start_seconds)} s went by before its steps, {doing}."
+            )
+        if graphs_above and "packed" in row.arguments:
+            notes.append(f"Row {number} is without CUDA graphs: packed batches are not recorded.")
+        graphs_above |= result.kept and records
+        if not result.in_full:
+            sampled.append((number, result.basis))
+            if result.full_seconds is not None:
+                in_full = _seconds(result.full_seconds)
+                notes.append(f"Row {number} was then trained in full, for its accuracy: in {in_full} s.")
+        if len(found := result.accuracies) > 1:
+            each = ", ".join(f"{accuracy:.1%}" for accuracy in found)
+            notes.append(
+                f"Row {number}: accuracy over {len(found)} seeds {mean(found):.1%} "
+                f"+- {stdev(found) / len(found) ** 0.5:.1%} ({each})."
+            )
+        if result.is_left_out:
+            left_out.append((number, ""))
+        # Turns of a row cost the same except for what else the machine did.
+        if costs := [turn.cost("tokens") for turn in result.turns]:
+            spreads.append((max(costs) / min(costs), number))
+    if sampled:
+        notes.append(
+            "~ timed over a sample of steps, in turns with the row it builds on, and scaled to all "
+            f"({_grouped(sampled)}); no accuracy where not trained in full."
+        )
+    if not all(result.row.same_maths for result in results):
+        notes.append(
+            "* changes the maths: not the same training, check the accuracy. The rows below keep the change."
+        )
+    if classes:
+        notes.append(f"More than rounding: {_grouped(sorted(classes, key=lambda each: each[1]))}.")
+    if left_out:
+        notes.append(f"- does not pay here, so the rows below do without it: {_grouped(left_out)}.")
+    spread, worst = max(spreads)
+    if spread > UNSTEADY:
+        notes.append(
+            f"This machine was busy: the same work in row {worst} took up to {spread:.1f} times as long. Run again "
+            "when it is idle."
+        )
+    fastest = min(numbered, key=lambda each: each[1].seconds)
+    shares = {} if arithmetic is None else {n: arithmetic.mfu(each) for n, each in (numbered[0], fastest)}
+    parts = [f"row {number} {share:.0%}" for number, share in shares.items() if share is not None]
+    if arithmetic is not None and parts:
+        peaks = " and ".join(f"{peak / 1e9:,.0f} in {name}" for name, peak in arithmetic.peaks.items())
+        notes.append(
+            f"Useful arithmetic (padding does not count) as a share of this device's peak: {', '.join(parts)}. The "
+            f"peak is that of a large matrix product: {peaks} GFLOP/s."
+        )
+    return notes
+
+
+def _grouped(described: Iterable[tuple[int, str]]) -> str:
+    """Return rows with what each is described as: "rows 1, 2: 3 of 117 steps; row 4: 1 of 117 steps"."""
+    found: dict[str, list[str]] = {}
+    for number, text in described:
+        found.setdefault(text, []).append(str(number))
+    return "; ".join(
+        f"row{'s' * (len(numbers) > 1)} {', '.join(numbers)}" + f": {text}" * bool(text)
+        for text, numbers in found.items()
+    )
+
+
+# -- files
 
 
 def write(
@@ -289,26 +275,30 @@ def write(
 ) -> list[Path]:
     """Write ``<task>.csv``, ``.json`` (with the command that made the numbers) and ``.png``; return the three files."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [_as_row(result, results[0]) for result in results]
     table_file, data_file, chart = (folder / f"{task.name}.{ending}" for ending in ("csv", "json", "png"))
+    rows = [_as_row(result, results[0], arithmetic) for result in results]
+    columns = list(rows[0])
     with table_file.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+        # Lists and details are in the JSON file alone.
+        writer = csv.DictWriter(file, columns[: columns.index("kept") + 1], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-    about = {"task": task.name, "title": task.title, "command": command}
-    whole: dict[str, Any] = {**about, "hardware": facts, "rows": rows}
+    whole: dict[str, Any] = {
+        "task": task.name,
+        "title": task.title,
+        "command": command,
+        "hardware": facts,
+        "rows": rows,
+    }
     if arithmetic is not None:
         whole |= {"useful_flops": arithmetic.useful_flops, "peak_flops": arithmetic.peaks}
-        for row, result in zip(rows, results, strict=True):
-            row["mfu"] = arithmetic.mfu(result)
     data_file.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     draw(chart, task, results, facts)
     return [table_file, data_file, chart]
 
 
-def _as_row(result: Result, first: Result) -> dict[str, Any]:
+def _as_row(result: Result, first: Result, arithmetic: Arithmetic | None) -> dict[str, Any]:
     measured = result.refused is None
-    full_seconds = None if result.full_seconds is None else round(result.full_seconds, 4)
     return {
         "row": result.row.name,
         "line": result.row.line,
@@ -318,21 +308,21 @@ def _as_row(result: Result, first: Result) -> dict[str, Any]:
         "all_in_speed": round(first.all_in / result.all_in, 4),
         "pad_share": round(result.pad_share, 4),
         "test_accuracy": result.accuracy,
-        "test_accuracies": result.accuracies,
         "validation_accuracy": result.validation_accuracy,
         "basis": result.basis if measured else "refused",
+        "same_maths": result.row.same_maths,
+        "kept": result.kept,
+        "test_accuracies": result.accuracies,
         "refused": result.refused,
         "sampled": not result.in_full,
-        "same_maths": result.row.same_maths,
         "safety": result.row.safety,
-        "kept": result.kept,
-        "verdict": result.comparison.verdict if result.comparison is not None else None,
+        "verdict": None if result.comparison is None else result.comparison.verdict,
         "steps": result.steps,
         "step_seconds": [round(seconds, 4) for turn in result.turns for seconds in turn.step_seconds],
-        "full_seconds": full_seconds,
+        "full_seconds": None if result.full_seconds is None else round(result.full_seconds, 4),
         "start_seconds": round(result.start_seconds, 4),
         "variant": asdict(result.variant),
-    }
+    } | ({} if arithmetic is None else {"mfu": arithmetic.mfu(result)})
 
 
 def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any]) -> None:
@@ -344,23 +334,22 @@ def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any
     )
     need("matplotlib.backends.backend_agg", purpose=purpose).FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    speeds = [results[0].seconds / result.seconds for result in results]
+    colors = ["#8a8f98" if result.variant.trainer is None else "#2f6fb5" for result in results]
+    hatches = [None if result.in_full else "///" for result in results]
+    axes.barh(range(len(results)), speeds, color=colors, height=0.68, hatch=hatches, edgecolor="white")
     for place, result in enumerate(results):
-        speed = results[0].seconds / result.seconds
-        text = "refused"
-        if result.refused is None:
-            text = f"{_speed(speed)}   {'' if result.in_full else '~'}{_seconds(result.seconds)} s"
-        if result.accuracy is not None:
-            text += f"   accuracy {result.accuracy:.1%}"
-        color = "#8a8f98" if result.variant.trainer is None else "#2f6fb5"
-        hatch = None if result.in_full else "///"
-        axes.barh(place, speed, color=color, height=0.68, hatch=hatch, edgecolor="white")
+        text, *more = _figures(result, results[0])
+        if more:
+            text = f"{more[0]}   {text} s" + f"   accuracy {more[-1]}" * bool(more[-1])
         axes.annotate(
-            text, (speed, place), (5, 0), textcoords="offset points", va="center", backgroundcolor="white", fontsize=9
+            text, (speeds[place], place), (5, 0), textcoords="offset points", va="center", backgroundcolor="white",
+            fontsize=9,
         )  # fmt: skip
     axes.set_yticks(range(len(results)), [result.row.name + _mark(result) for result in results])
     axes.invert_yaxis()
     axes.axvline(1.0, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
-    axes.set_xlim(0, max(results[0].seconds / result.seconds for result in results) * 1.5)
+    axes.set_xlim(0, max(speeds) * 1.5)
     axes.set_xlabel("times as fast as the plain PyTorch loop (training time, longer is better)")
     axes.set_title("\n".join(textwrap.wrap(f"{task.name}: {task.title}", 100)), fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
@@ -368,8 +357,7 @@ def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any
         describe(facts),
         "hatched, ~: timed over a sample of steps" * any(not result.in_full for result in results),
         "*: changes the maths" * any(not result.row.same_maths for result in results),
-        "-: does not pay, left out of the rows below"
-        * any(_mark(result).endswith("-") for result in results),
+        "-: does not pay, left out of the rows below" * any(result.is_left_out for result in results),
     ]
     below = "\n".join(textwrap.wrap(";  ".join(filter(None, notes)), 120))
     figure.supxlabel(below, fontsize=7.5, color="#555555", x=0.01, ha="left")

@@ -19,38 +19,34 @@ from hasten.types import StepOutput
 def train(
     model: nn.Module,
     loader: Iterable[Batch],
-    optimizer: Optimizer,
-    loss_of: Callable[[nn.Module, Batch], Tensor],
-    *,
-    device: torch.device,
-    after_step: Callable[[Tensor, Batch], None],
+    task: Task,
+    after_step: Callable[[nn.Module, Tensor, Batch], None],
 ) -> NoReturn:
     """Train in float32 with nothing but PyTorch, until ``after_step`` ends the process.
 
     This is what every row of the ladder is compared with.
     """
+    optimizer = task.optimizer(model)
     model.train()
     while True:
         for batch in loader:
-            on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            on_device = {name: tensor.to(task.device, non_blocking=True) for name, tensor in batch.items()}
             optimizer.zero_grad()
-            loss = loss_of(model, on_device)
+            loss = task.loss(model, on_device)
             loss.backward()
             optimizer.step()
-            after_step(loss, on_device)
+            after_step(model, loss, on_device)
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: Iterable[Batch], task: Task) -> float:
     """Return the share of samples whose largest logit is their label's, 0 to 1."""
     model.eval()
-    correct = total = 0
+    correct: list[Tensor] = []
     for batch in loader:
         on_device = {name: tensor.to(task.device, non_blocking=True) for name, tensor in batch.items()}
-        guesses = task.logits(model, on_device).argmax(dim=-1)
-        correct += int((guesses == on_device["labels"]).sum())
-        total += len(guesses)
-    return correct / total
+        correct.append(task.logits(model, on_device).argmax(dim=-1) == on_device["labels"])
+    return torch.cat(correct).double().mean().item()
 
 
 class Classifier(L.LightningModule):
@@ -110,11 +106,11 @@ class RowTraining(L.Callback):
         self._steps_left -= 1
         if self._steps_left == 0:
             self.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        mask, packs = batch.get("attention_mask"), self.variant.argument("packed")
         # Where all batches cost the same, each stands for the average, not for the tokens that it happens to have.
         average = round(len(batch["labels"]) * self._tokens_per_sample)
         tokens: Tensor | int = average
         slots: int | None = average
+        packs, mask = self.variant.argument("packed"), batch.get("attention_mask")
         if mask is not None:
             slots = None if packs else round(mask.numel() * self._scale)
             if packs or self.variant.argument("batching"):
@@ -138,14 +134,7 @@ def run(session: Session, task: Task, variant: RowVariant, threads: int) -> None
     if variant.trainer is None:
         model = task.model(variant).to(task.device)
         session.ready()
-        train(
-            model,
-            loader,
-            task.optimizer(model),
-            task.loss,
-            device=task.device,
-            after_step=lambda loss, batch: training.after_step(model, loss, batch),
-        )
+        train(model, loader, task, training.after_step)
     logging.getLogger("hasten").setLevel(logging.WARNING)
     trainer = L.Trainer(
         # What chooses its own speed has to know how much there is to train.

@@ -6,8 +6,8 @@ import hashlib
 import importlib.util
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,11 +97,10 @@ class ModelSource:
             model = from_files(kind, self.weights, **changes)
         else:
             transformers = need("transformers", purpose=PURPOSE)
-            config = (
-                transformers.DistilBertConfig(**changes)
-                if self.name == "distilbert"
-                else from_files("AutoConfig", str(_packaged_minilm()), **changes)
-            )
+            if self.name == "distilbert":
+                config = transformers.DistilBertConfig(**changes)
+            else:
+                config = from_files("AutoConfig", str(_packaged_minilm()), **changes)
             model = getattr(transformers, kind).from_config(config)
         # It comes in evaluation mode, and a Trainer leaves that unchanged: no row would drop anything.
         return model.train()
@@ -171,27 +170,20 @@ def from_files(
 
     """
     transformers = need("transformers", purpose=PURPOSE)
-    try:
-        with _quiet(transformers.utils.logging):
+    logging = transformers.utils.logging
+    with ExitStack() as restored:
+        # No loading bars and no report that the classifier's last layer is new: here that is the point.
+        restored.callback(logging.set_verbosity, logging.get_verbosity())
+        if logging.is_progress_bar_enabled():
+            restored.callback(logging.enable_progress_bar)
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
             return getattr(transformers, kind).from_pretrained(where, **changes)
-    except OSError as error:
-        if Path(where).is_dir():
-            raise
-        raise DemoError(
-            f"{where} is not on this machine and could not be fetched from the Hugging Face hub "
-            f"({str(error).splitlines()[0]}). Without network {instead}."
-        ) from error
-
-
-@contextmanager
-def _quiet(logging: Any) -> Iterator[None]:
-    """No loading bars and no report that the classifier's last layer is new: here that is the point."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+        except OSError as error:
+            if Path(where).is_dir():
+                raise
+            raise DemoError(
+                f"{where} is not on this machine and could not be fetched from the Hugging Face hub "
+                f"({str(error).splitlines()[0]}). Without network {instead}."
+            ) from error
