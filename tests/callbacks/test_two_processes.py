@@ -19,7 +19,7 @@ from hasten.loggers import CSVLogger
 from tests.callbacks.resuming import SaveAt, assert_same, fitted, weights
 from tests.callbacks.scripted import Losses, names
 from tests.callbacks.test_finetuning import Model
-from tests.callbacks.test_swa import Normalised
+from tests.callbacks.test_weight_averaging import Normalised
 from tests.models import Classifier, dataset, loader, quiet
 
 TWO: dict[str, Any] = {"devices": 2, "strategy": "ddp"}

@@ -9,16 +9,22 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 import hasten as L
 from hasten.callbacks import (
     EMAWeightAveraging,
+    LambdaCallback,
+    LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
+    StochasticWeightAveraging,
     WeightAveraging,
 )
 from tests.callbacks.resuming import (
+    SaveAt,
     SaveLast,
     Trace,
     assert_close,
@@ -27,6 +33,7 @@ from tests.callbacks.resuming import (
     fitted,
     weights,
 )
+from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
 
 FIRST = "layers.0.weight"
@@ -35,10 +42,10 @@ FIRST = "layers.0.weight"
 class Normalised(Classifier):
     """With batch normalisation, whose count of batches is a whole number, and a record of the weights validated."""
 
-    def __init__(self, dropout: float = 0.2) -> None:
-        super().__init__(width=6, dropout=dropout)
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(width=6)
         self.layers = nn.Sequential(
-            nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(dropout), nn.Linear(6, 2)
+            nn.Linear(8, 6), nn.BatchNorm1d(6, momentum=0.3), nn.ReLU(), nn.Dropout(dropout), nn.Linear(6, 2)
         )
         self.validated: list[Tensor] = []
 
@@ -47,8 +54,18 @@ class Normalised(Classifier):
         self.validated.append(self.layers[0].weight.detach().clone())
 
 
+class Decaying(Normalised):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [ExponentialLR(optimizer, 0.9)]
+
+
 def ema(**options: Any) -> Any:
     return lambda: [EMAWeightAveraging(**{"decay": 0.5, **options})]
+
+
+def swa(*arguments: Any, **options: Any) -> Any:
+    return lambda: [StochasticWeightAveraging(*arguments, **options)]
 
 
 def mean_of(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -292,25 +309,43 @@ def test_a_checkpoint_saved_during_validation_holds_both(tmp_path: Path) -> None
 # -- resuming
 
 
-def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
-    make = ema(decay=0.7, update_every_n_steps=2, update_starting_at_epoch=1)
-    options: dict[str, Any] = {"max_epochs": 3, "validation": loader(8), "accumulate_grad_batches": 2}
-    assert_resumes_exactly(tmp_path, Normalised, make, [1, 6, 7, 11], **options)
+@pytest.mark.parametrize(
+    ("model", "make", "batches", "options"),
+    [
+        (
+            lambda: Normalised(0.2),
+            ema(decay=0.7, update_every_n_steps=2, update_starting_at_epoch=1),
+            [1, 6, 7, 11],
+            {"max_epochs": 3, "validation": loader(8), "accumulate_grad_batches": 2},
+        ),
+        (lambda: Normalised(0.3), swa(0.3, 2, annealing_epochs=2), [4, 6, 7, 15, 24], {"max_epochs": 4}),
+        (lambda: Decaying(), swa(0.3, 2, annealing_epochs=2), [4, 6, 7, 15, 24], {"max_epochs": 4}),
+    ],
+)
+def test_a_resumed_run_goes_on_exactly(
+    tmp_path: Path, model: Any, make: Any, batches: list[int], options: dict[str, Any]
+) -> None:
+    assert_resumes_exactly(tmp_path, model, make, batches, **options)
 
 
-def test_a_finished_run_is_extended_with_the_weights_of_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [lambda: [WeightAveraging()], swa(0.3, 2)], ids=["mean", "swa"])
+def test_a_finished_run_is_extended_with_the_weights_of_training(tmp_path: Path, make: Any) -> None:
     def fit(epochs: int, **options: Any) -> L.Trainer:
-        return fitted(Normalised, lambda: [WeightAveraging()], max_epochs=epochs, **options)
+        data = loader(24, shuffle=True, generator=torch.Generator().manual_seed(3))
+        return fitted(Normalised, make, data=data, max_epochs=epochs, **options)
 
-    short, path = fit(2), tmp_path / "end.ckpt"
+    short, path = fit(3), tmp_path / "end.ckpt"
     short.save_checkpoint(path)
-    assert_same(weights(fit(4, ckpt_path=path, seed=5)), weights(fit(4)))
     assert_same(dict(stored(path)["state_dict"]), weights(short))
+    assert_same(weights(fit(5, ckpt_path=path, seed=7)), weights(fit(5)))
     # Nothing left to train: the average is there all the same.
-    assert_same(weights(fit(2, ckpt_path=path, seed=5)), weights(short))
+    assert_same(weights(fit(3, ckpt_path=path, seed=5)), weights(short))
+    short.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert "current_model_state" not in stored(tmp_path / "weights.ckpt")
 
 
-def test_updates_due_when_the_checkpoint_was_saved_are_done_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [ema(update_starting_at_epoch=0), swa(0.3, 2)], ids=["ema", "swa"])
+def test_updates_due_when_the_checkpoint_was_saved_are_done_later(tmp_path: Path, make: Any) -> None:
     class Early(L.Callback):
         """Saves before the average is updated, at the end of a batch and of an epoch."""
 
@@ -323,11 +358,10 @@ def test_updates_due_when_the_checkpoint_was_saved_are_done_later(tmp_path: Path
         def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
             trainer.save_checkpoint(tmp_path / f"epoch-{trainer.current_epoch}.ckpt")
 
-    make = ema(update_starting_at_epoch=0)
-    whole = fitted(Normalised, lambda: [Early(), *make()], max_epochs=2)
-    for name in ("batch", "epoch-0", "epoch-1"):
-        path = tmp_path / f"{name}.ckpt"
-        assert_same(weights(fitted(Normalised, make, ckpt_path=path, max_epochs=2, seed=5)), weights(whole))
+    whole = fitted(Normalised, lambda: [Early(), *make()], max_epochs=3)
+    for path in tmp_path.iterdir():
+        assert_same(weights(fitted(Normalised, make, ckpt_path=path, max_epochs=3, seed=5)), weights(whole))
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_new_average_starts_without_one_in_the_checkpoint_and_in_a_second_fit(tmp_path: Path) -> None:
@@ -341,3 +375,212 @@ def test_a_new_average_starts_without_one_in_the_checkpoint_and_in_a_second_fit(
     trainer.fit(trainer.lightning_module, loader(24))  # type: ignore[arg-type]
     assert len(trace.steps) == 6
     assert_close(weights(trainer), mean_of(trace.steps))
+
+
+# -- stochastic weight averaging: the recipe of PyTorch
+
+
+def by_hand(
+    make: Any, *, epochs: int, start: int, anneal: int, strategy: Any = "cos"
+) -> tuple[Any, list[float]]:
+    """Train as PyTorch's page on SWA does; return the average and the learning rates."""
+    L.seed_everything(0, verbose=False)
+    model, data = make(), loader(24)
+    configured = model.configure_optimizers()
+    optimizer, schedule = configured, None
+    if isinstance(configured, tuple):
+        optimizer, schedule = configured[0][0], configured[1][0]
+    average, rates = AveragedModel(model), []
+    for epoch in range(epochs):
+        if epoch == start:
+            schedule = SWALR(optimizer, 0.3, anneal_epochs=anneal, anneal_strategy=strategy)
+        for x, y in data:
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        if epoch >= start:
+            average.update_parameters(model)
+        if schedule is not None:
+            schedule.step()
+    update_bn(data, average)
+    return average.module.state_dict(), rates
+
+
+class Rates(L.Callback):
+    """The learning rates of each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.seen.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+
+@pytest.mark.parametrize("make", [Classifier, Normalised, Decaying])
+@pytest.mark.parametrize(
+    ("start", "index", "anneal", "strategy"), [(0.5, 2, 3, "cos"), (2, 1, 0, "cos"), (4, 3, 2, "linear")]
+)
+def test_it_equals_the_recipe_of_pytorch(
+    make: Any, start: Any, index: int, anneal: int, strategy: str
+) -> None:
+    # 0.5 of 6 epochs is the third one.
+    rates = Rates()
+    trainer = fitted(make, swa(0.3, start, anneal, strategy), rates, data=loader(24), max_epochs=6)
+    expected, expected_rates = by_hand(make, epochs=6, start=index, anneal=anneal, strategy=strategy)
+    assert rates.seen == [[rate] for rate in expected_rates]
+    assert len(set(expected_rates)) > 1
+    assert_close(weights(trainer), dict(expected))
+    assert (trainer.global_step, trainer.current_epoch) == (36, 6)
+    for module in trainer.lightning_module.modules():  # type: ignore[union-attr]
+        assert not isinstance(module, nn.BatchNorm1d) or module.momentum == 0.3
+
+
+def test_a_checkpoint_in_mid_run_has_the_weights_of_training(tmp_path: Path) -> None:
+    savers, trace = [SaveAt(tmp_path / "a.ckpt", 8), SaveLast(tmp_path / "b.ckpt", 8)], Trace()
+    fitted(Normalised, swa(0.3, 1), trace, *savers, max_epochs=2)
+    for saver in savers:
+        assert_same(dict(stored(saver.path)["state_dict"]), trace.steps[7])
+
+
+def test_a_run_stopped_early_gets_the_average_of_its_epochs() -> None:
+    def stop(trainer: Any, module: Any) -> None:
+        trainer.should_stop = trainer.current_epoch == 3
+
+    trace, stops = Trace(), LambdaCallback(on_train_epoch_end=stop)
+    trainer = fitted(Classifier, swa(0.3, 3), trace, stops, data=loader(8), max_epochs=10)
+    third, fourth = trace.epochs[2:]
+    assert_close(weights(trainer), {name: (third[name] + fourth[name]) / 2 for name in third})
+
+
+def test_an_epoch_that_is_cut_short_is_not_averaged() -> None:
+    options: dict[str, Any] = {"data": loader(24), "max_epochs": 6}
+    trainer = fitted(Normalised, swa(0.3, 2), max_steps=15, **options)
+    assert trainer.callbacks[0].state_dict()["n_averaged"] == 1
+    assert_close(weights(trainer), dict(by_hand(Normalised, epochs=2, start=1, anneal=10)[0]))
+    never = fitted(Normalised, swa(0.3, 5), max_steps=8, **options)
+    assert_same(weights(never), weights(fitted(Normalised, list, max_steps=8, **options)))
+
+
+def test_nothing_but_the_weights_shows_that_it_ran_once_more() -> None:
+    def trained(make_callbacks: Any) -> tuple[list[int], list[int], torch.Tensor, dict[str, Any]]:
+        steps: list[int] = []
+        ends: list[int] = []
+
+        class Counting(Normalised):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                steps.append(batch_idx)
+                self.log("batch_idx", float(batch_idx), on_step=True, on_epoch=True)
+                return super().training_step(batch, batch_idx)
+
+        count = LambdaCallback(on_train_batch_end=lambda *rest: ends.append(rest[-1]))
+        trainer = fitted(Counting, make_callbacks, count, max_epochs=2, limit_train_batches=4)
+        logged = {name: value for name, value in trainer.callback_metrics.items() if "batch_idx" in name}
+        return steps, ends, torch.rand(3), logged
+
+    plain, averaged = trained(list), trained(swa(0.3, 2))
+    assert plain[0] == [0, 1, 2, 3] * 2
+    assert averaged[0] == [0, 1, 2, 3] * 3
+    assert_same(plain[1:], averaged[1:])
+
+
+def test_batch_normalisation_that_does_not_train_keeps_its_statistics() -> None:
+    class Frozen(Normalised):
+        def on_train_epoch_start(self) -> None:
+            self.layers[1].eval()
+
+    found = weights(fitted(Frozen, swa(0.3, 1)))
+    assert torch.equal(found["layers.1.running_mean"], torch.zeros(6))
+    assert found["layers.1.num_batches_tracked"] == 0
+
+
+def test_without_an_end_as_many_batches_as_the_epoch_had() -> None:
+    steps: list[int] = []
+
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            torch.manual_seed(0)
+            while True:
+                yield torch.randn(8), torch.randint(0, 2, ())
+
+    class Steps(Normalised):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            steps.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    data = torch.utils.data.DataLoader(Endless(), batch_size=4)
+    fitted(Steps, swa(0.3, 1), data=data, limit_train_batches=3)
+    assert steps == [0, 1, 2] * 2
+
+
+def test_own_averages_and_several_groups() -> None:
+    class Groups(Classifier):
+        def configure_optimizers(self) -> Any:
+            groups = [{"params": self.layers[i].parameters()} for i in (0, 3)]
+            return torch.optim.SGD(groups, lr=0.1)
+
+    def latest(average: Any, current: Any, count: Any) -> Any:
+        assert count >= 1
+        return current
+
+    rates, trace = Rates(), Trace()
+    make = swa([0.5, 0.25], 1, annealing_epochs=0, avg_fn=latest, device=None)
+    trainer = fitted(Groups, make, rates, trace, max_epochs=3)
+    assert rates.seen[-1] == [0.5, 0.25]
+    assert_same(weights(trainer), trace.steps[-1])
+
+
+def test_the_learning_rate_monitor_goes_on() -> None:
+    logger = RowLogger()
+    make = swa(0.3, 2, annealing_epochs=1)
+    trainer = fitted(Decaying, lambda: [LearningRateMonitor(), *make()], max_epochs=4, logger=logger)
+    (config,) = trainer.lr_scheduler_configs
+    assert (config.interval, type(config.scheduler)) == ("epoch", SWALR)
+    assert [rate for _, rate in logger.of("lr-SGD")] == [0.1, 0.09, 0.3, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("start", "epochs", "expected"), [(1, 10, 0), (5, 10, 4), (0.8, 10, 7), (0.0, 10, 0)]
+)
+def test_when_it_starts_and_ends(start: Any, epochs: int, expected: int) -> None:
+    callback = StochasticWeightAveraging(0.1, start)
+    callback._max_epochs = epochs
+    assert (callback.swa_start, callback.swa_end) == (expected, epochs - 1)
+    callback._max_epochs = -1
+    assert callback.swa_end == float("inf")
+    assert StochasticWeightAveraging.pl_module_contains_batch_norm(Normalised())
+    assert not StochasticWeightAveraging.pl_module_contains_batch_norm(Classifier())
+
+
+class Untrained(Normalised):
+    optimizers_made, schedulers_made = 1, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise AssertionError("training began")
+
+    def configure_optimizers(self) -> Any:
+        made = [super(Untrained, self).configure_optimizers() for _ in range(self.optimizers_made)]
+        return made, [StepLR(made[0], 1) for _ in range(self.schedulers_made)]
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "trainer", "message"),
+    [
+        ({"optimizers_made": 2, "automatic": False}, (0.1,), {}, "gives 2 optimizers; it works with one"),
+        ({"schedulers_made": 2}, (0.1,), {}, "gives 2 schedulers"),
+        ({}, (0.1,), {"max_epochs": -1, "max_steps": 5}, r"a share needs Trainer\(max_epochs=...\)"),
+        ({}, (0.1, 4), {"max_epochs": 3}, r"swa_epoch_start=4\): training ends after max_epochs=3"),
+        ({}, ([0.1, 0.2],), {}, "2 learning rates, and the optimizer has 1 parameter groups"),
+        ({"automatic": False}, (0.1,), {}, "batch normalisation needs training_step to run once more"),
+    ],
+)
+def test_runs_it_cannot_average_are_refused_before_training(
+    module: dict[str, Any], arguments: Any, trainer: dict[str, Any], message: str
+) -> None:
+    options = dict(module)
+    model = Untrained()
+    model.automatic_optimization = options.pop("automatic", True)
+    vars(model).update(options)
+    with pytest.raises(ValueError, match=message):
+        quiet(callbacks=swa(*arguments)(), **trainer).fit(model, loader(8))
+    quiet(callbacks=swa(0.1, 4)(), fast_dev_run=True).fit(Normalised(), loader(8))

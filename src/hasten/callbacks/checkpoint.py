@@ -330,18 +330,16 @@ class ModelCheckpoint(Checkpoint):
             rank_zero_info(f"{type(exception).__name__}: {exception}. Saved the run as {path}.")
 
     def _due_after_batch(self, trainer: Trainer) -> bool:
-        if self._every_n_train_steps:
-            step = trainer.global_step
-            # The batches of one accumulation share a step: save once.
-            return step % self._every_n_train_steps == 0 and step != self._last_global_step_saved
         if self._train_time_interval is None:
-            return False
+            step, every = trainer.global_step, self._every_n_train_steps
+            # The batches of one accumulation share a step: save once.
+            return every > 0 and step % every == 0 and step != self._last_global_step_saved
         since, now = self._last_time_checked, time.monotonic()
         is_late = since is not None and now - since >= self._train_time_interval.total_seconds()
-        if self._deadline.passed(trainer, is_late):
+        is_due = self._deadline.passed(trainer, is_late)
+        if is_due:
             self._last_time_checked = now
-            return True
-        return False
+        return is_due
 
     def _due_after_epoch(self, trainer: Trainer) -> bool:
         every = self._every_n_epochs
@@ -385,8 +383,7 @@ class ModelCheckpoint(Checkpoint):
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         if self.save_top_k == 0 or self._ranked_step == trainer.global_step:
             self._deferred = False
-            return
-        if self.monitor is None:
+        elif self.monitor is None:
             self._save_none_monitor_checkpoint(trainer, monitor_candidates)
         else:
             self._save_monitor_checkpoint(trainer, monitor_candidates)

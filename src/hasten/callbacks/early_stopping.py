@@ -123,10 +123,10 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            **{
-                name: getattr(self, name)
-                for name in ("wait_count", "stopped_epoch", "best_score", "patience")
-            },
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self.best_score,
+            "patience": self.patience,
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
             "origin": self._source.stage,
@@ -209,7 +209,10 @@ class EarlyStopping(Callback):
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = reason
         if reason and self.verbose:
-            self._report(trainer, reason)
+            if trainer.world_size == 1:
+                log.info(reason)
+            elif not self.log_rank_zero_only or trainer.global_rank == 0:
+                log.info(f"[rank: {trainer.global_rank}] {reason}")
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
         better, value = self.monitor_op, f"{self.monitor} = {current}"
@@ -240,12 +243,6 @@ class EarlyStopping(Callback):
                 f"{self.best_score:.3f}."
             )
         return True, f"{reason} Training stops."
-
-    def _report(self, trainer: Trainer, reason: str) -> None:
-        if trainer.world_size == 1:
-            log.info(reason)
-        elif not self.log_rank_zero_only or trainer.global_rank == 0:
-            log.info(f"[rank: {trainer.global_rank}] {reason}")
 
 
 class MonitorNotLogged(MisconfigurationException, RuntimeError):

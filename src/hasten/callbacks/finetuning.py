@@ -122,8 +122,7 @@ class BaseFinetuning(Callback):
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that ``optimizer`` does not have yet; warn about the others."""
-        present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        params = list(params)
+        present, params = _ids(optimizer), list(params)
         new = [parameter for parameter in params if id(parameter) not in present]
         if len(new) < len(params):
             rank_zero_warn(
@@ -275,17 +274,16 @@ class BackboneFinetuning(BaseFinetuning):
         )
         allowed = "a function that takes the epoch and returns a factor, for instance lambda epoch: 1.5"
         self.lambda_func = check.callable_(owner, "lambda_func", lambda_func, allowed=allowed, error=error)
-        for name, number in (
-            ("backbone_initial_ratio_lr", backbone_initial_ratio_lr),
-            ("backbone_initial_lr", backbone_initial_lr),
-            ("initial_denom_lr", initial_denom_lr),
-        ):
-            optional = name == "backbone_initial_lr"
-            check.number(owner, name, number, above=0, allow_none=optional, error=error)
-        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
-        self.backbone_initial_lr = backbone_initial_lr
+        self.backbone_initial_ratio_lr = check.number(
+            owner, "backbone_initial_ratio_lr", backbone_initial_ratio_lr, above=0, error=error
+        )
+        self.backbone_initial_lr = check.number(
+            owner, "backbone_initial_lr", backbone_initial_lr, above=0, allow_none=True, error=error
+        )
         self.should_align = should_align
-        self.initial_denom_lr = initial_denom_lr
+        self.initial_denom_lr = check.number(
+            owner, "initial_denom_lr", initial_denom_lr, above=0, error=error
+        )
         self.train_bn = train_bn
         self.verbose = verbose
         self.rounding = check.whole(owner, "rounding", rounding, at_least=0, error=error)
@@ -359,9 +357,12 @@ def _set_trainable(module: nn.Module, trainable: bool) -> None:
 
 def _is_trained_by(optimizer: Optimizer, module: nn.Module) -> bool:
     """Return whether a module was never frozen and is in the optimizer."""
-    present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = list(module.parameters(recurse=False))
-    return any(p.requires_grad for p in parameters) and all(id(p) in present for p in parameters)
+    return any(p.requires_grad for p in parameters) and {*map(id, parameters)} <= _ids(optimizer)
+
+
+def _ids(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _trainable(module: nn.Module) -> list[str]:
@@ -418,12 +419,10 @@ def schedule_new_groups(scheduler: Any, optimizer: Optimizer) -> None:
         ratio = float(group["lr"]) / first_lr if first_lr else 1.0
         base_lrs.append(base_lrs[0] * ratio)
         group.setdefault("initial_lr", base_lrs[-1])
-        for key in _PROPORTIONAL:
-            if key in first:
-                group.setdefault(key, first[key] * ratio)
-        for key in _UNCHANGED:
-            if key in first:
-                group.setdefault(key, first[key])
+        scaled = {key: first[key] * ratio for key in _PROPORTIONAL if key in first}
+        same = {key: first[key] for key in _UNCHANGED if key in first}
+        for key, value in (scaled | same).items():
+            group.setdefault(key, value)
     lambdas = getattr(scheduler, "lr_lambdas", None)
     if lambdas:
         lambdas.extend([lambdas[0]] * (len(groups) - len(lambdas)))
