@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,8 +61,8 @@ class Throughput:
 
     def reset(self) -> None:
         """Remove everything that was recorded."""
-        # A rate is between the first and the last of these.
-        self._updates: deque[_Totals] = deque(maxlen=self.window_size)
+        # Totals, and the operations since the update before: a rate is between the first and the last of these.
+        self._updates: deque[tuple[dict[str, float], float | None]] = deque(maxlen=self.window_size)
 
     def update(
         self,
@@ -91,41 +91,40 @@ class Throughput:
             raise ValueError(f"Expected samples ({samples}) to be greater or equal than batches ({batches})")
         if lengths is not None and lengths < samples:
             raise ValueError(f"Expected lengths ({lengths}) to be greater or equal than samples ({samples})")
-        now, before = _Totals(time, batches, samples, lengths, flops), list(self._updates)[-1:]
-        if before and (lengths is None) != (before[0].lengths is None):
+        now: dict[str, float] = {"time": time, "batches": batches, "samples": samples}
+        if lengths is not None:
+            now["lengths"] = lengths
+        last = self._updates[-1][0] if self._updates else {}
+        if last and now.keys() != last.keys():
             raise RuntimeError(
                 "If lengths are passed, there needs to be the same number of samples: give lengths in each update, or "
                 "in none."
             )
-        for last in before:
-            for name, value, earlier in zip(_Totals._fields[:4], now, last, strict=False):
-                if value is not None and earlier is not None and earlier >= value:
-                    raise ValueError(
-                        f"Throughput.update({name}={value}): Expected the value to increase, last: {earlier}, current: "
-                        f"{value}"
-                    )
-        self._updates.append(now)
+        for name, earlier in last.items():
+            if earlier >= now[name]:
+                raise ValueError(
+                    f"Throughput.update({name}={now[name]}): Expected the value to increase, last: {earlier}, "
+                    f"current: {now[name]}"
+                )
+        self._updates.append((now, flops))
 
     def compute(self) -> dict[str, float]:
         """Return the totals, and the rates once the window is full; empty before the first update."""
         if not self._updates:
             return {}
-        first, last = self._updates[0], self._updates[-1]
-        metrics: dict[str, float] = {"time": last.time, "batches": last.batches, "samples": last.samples}
-        if last.lengths is not None:
-            metrics["lengths"] = last.lengths
+        (first, _), (last, _) = self._updates[0], self._updates[-1]
+        metrics = dict(last)
         if len(self._updates) < self.window_size:
             return metrics
-        seconds = last.time - first.time
+        seconds = last["time"] - first["time"]
         rates = {
-            "batches_per_sec": (last.batches - first.batches) / seconds,
-            "samples_per_sec": (last.samples - first.samples) / seconds,
+            f"{'items' if name == 'lengths' else name}_per_sec": (last[name] - first[name]) / seconds
+            for name in last
+            if name != "time"
         }
-        if last.lengths is not None and first.lengths is not None:
-            rates["items_per_sec"] = (last.lengths - first.lengths) / seconds
-        # The operations of the first update were done before its time.
-        flops = [update.flops for update in self._updates if update.flops is not None]
+        flops = [done for _, done in self._updates if done is not None]
         if len(flops) == self.window_size:
+            # The operations of the first update were done before its time.
             rates["flops_per_sec"] = sum(flops[1:]) / seconds
         for name, rate in rates.items():
             metrics[f"device{self.separator}{name}"] = rate
@@ -134,14 +133,6 @@ class Throughput:
         if "flops_per_sec" in rates and self.available_flops:
             metrics[f"device{self.separator}mfu"] = rates["flops_per_sec"] / self.available_flops
         return metrics
-
-
-class _Totals(NamedTuple):
-    time: float
-    batches: int
-    samples: int
-    lengths: int | None
-    flops: float | None
 
 
 class FabricThroughput(Throughput):
