@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,8 +39,6 @@ _DAMAGED = (
     "The file is damaged, or was changed by another program. Nothing was restored; use an earlier checkpoint."
 )
 
-# What an entry must be: called with its value and its place in the checkpoint; raises _Wrong.
-_Check = Callable[[Any, str], None]
 _ABSENT = object()
 
 
@@ -57,114 +56,90 @@ def _describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _count(value: Any, place: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+def _check_entry(value: Any, pattern: Any, place: str) -> None:
+    """Raise ``_Wrong`` unless an entry, and what is in it, fits its pattern.
+
+    A pattern is ``int`` for a count, ``bool``, or ``object`` for anything; ``[pattern]`` for a list, with ``...`` for
+    one that is not empty; ``{name: pattern}`` for a dict, where "name?" may be absent, ``str`` stands for all names and
+    ``...`` for all keys; ``(pattern, None)`` where None is allowed; or a function that returns the pattern for a value.
+    """
+    if isinstance(pattern, FunctionType):
+        pattern = pattern(value)
+    if isinstance(pattern, tuple):
+        if value is None:
+            return
+        pattern = pattern[0]
+    if isinstance(pattern, dict):
+        if not isinstance(value, Mapping):
+            raise _Wrong(place, value, "a dict")
+        for name, inside in pattern.items():
+            if isinstance(name, str):
+                key = name.removesuffix("?")
+                if key in value or key == name:
+                    _check_entry(value.get(key, _ABSENT), inside, f"{place}.{key}" if place else key)
+                continue
+            for key, item in value.items():
+                if name is str and not isinstance(key, str):
+                    raise _Wrong(f"{place}[{key!r}]", key, "named by a str")
+                _check_entry(item, inside, f"{place}[{key!r}]")
+    elif isinstance(pattern, list):
+        may_be_empty = ... not in pattern
+        if not isinstance(value, (list, tuple)) or not (value or may_be_empty):
+            raise _Wrong(place, value, "a list" if may_be_empty else "a list that is not empty")
+        for index, item in enumerate(value):
+            _check_entry(item, pattern[0], f"{place}[{index}]")
+    elif pattern is int and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise _Wrong(place, value, "a whole number of at least 0")
-
-
-def _flag(value: Any, place: str) -> None:
-    if not isinstance(value, bool):
+    elif pattern is bool and not isinstance(value, bool):
         raise _Wrong(place, value, "True or False")
-
-
-def _anything(value: Any, place: str) -> None:
-    if value is _ABSENT:
+    elif value is _ABSENT:
         raise _Wrong(place, value, "")
 
 
-def _dict(
-    entries: Mapping[str, _Check] | None = None, *, every: _Check | None = None, none: bool = False
-) -> _Check:
-    """Return a check for a dict.
-
-    Args:
-        entries: what its entries must be; one whose name ends with "?" may be absent.
-        every: what each of its entries must be.
-        none: allow None.
-
-    """
-
-    def check(value: Any, place: str) -> None:
-        if value is None and none:
-            return
-        if not isinstance(value, Mapping):
-            raise _Wrong(place, value, "a dict")
-        for name, of_entry in (entries or {}).items():
-            key = name.removesuffix("?")
-            if key in value or key == name:
-                of_entry(value.get(key, _ABSENT), f"{place}.{key}" if place else key)
-        if every is not None:
-            for key, item in value.items():
-                every(item, f"{place}[{key!r}]")
-
-    return check
+def _gradients(value: object) -> Any:
+    # Files of earlier versions have a list.
+    return object if isinstance(value, list) else ({"ranks": [{"optimizers": {}, "others": {}}, ...]}, None)
 
 
-def _list(each: _Check, *, empty: bool = True) -> _Check:
-    """Return a check for a list; ``empty`` allows one without items."""
-
-    def check(value: Any, place: str) -> None:
-        if not isinstance(value, (list, tuple)) or not (value or empty):
-            raise _Wrong(place, value, "a list" if empty else "a list that is not empty")
-        for index, item in enumerate(value):
-            each(item, f"{place}[{index}]")
-
-    return check
-
-
-def _weights(value: Any, place: str) -> None:
-    _dict()(value, place)
-    for name in value:
-        if not isinstance(name, str):
-            raise _Wrong(f"{place}[{name!r}]", name, "named by a str")
-
-
-def _gradients(value: Any, place: str) -> None:
-    if value is not None and not isinstance(value, list):  # Files of earlier versions have a list.
-        _dict({"ranks": _list(_dict({"optimizers": _dict(), "others": _dict()}), empty=False)})(value, place)
-
-
-def _own(value: Any, place: str) -> None:
+def _own(value: object) -> Any:
     # Files of earlier versions have the metrics of the first process, for all.
     for_all = isinstance(value, Mapping) and "metric_states" in value
-    rank = _RANK if for_all else {**_RANK, "metrics": _dict()}
-    _dict({"gradients?": _gradients, "metric_states?": _dict(), "ranks": _list(_dict(rank), empty=False)})(
-        value, place
-    )
+    rank = _RANK if for_all else {**_RANK, "metrics": {}}
+    return {"gradients?": _gradients, "metric_states?": {}, "ranks": [rank, ...]}, None
 
 
-_ANY = {
-    "state_dict": _weights,
-    "hyper_parameters?": _dict(none=True),
-    "datamodule_hyper_parameters?": _dict(none=True),
-    "callbacks?": _dict(every=_dict(none=True), none=True),
+_DICT_OR_NONE: Any = {}, None
+_ANY: dict[Any, Any] = {
+    "state_dict": {str: object},
+    "hyper_parameters?": _DICT_OR_NONE,
+    "datamodule_hyper_parameters?": _DICT_OR_NONE,
+    "callbacks?": ({...: _DICT_OR_NONE}, None),
 }
-_FIT = dict.fromkeys(("epoch", "batch", "total_batches", "global_step", "updates", "window"), _count)
-_FLAGS = dict.fromkeys(("followed", "epoch_ended", "last_batch"), _flag)
-_BATCHES = _dict({"processed": _count, "completed": _count})
-_LOOPS = {
-    "fit?": _dict({**_FIT, **_FLAGS}),
-    "fit_loop?": _dict(
-        {"epoch_loop.batch_progress?": _dict({"current": _BATCHES, "total": _BATCHES})}, none=True
-    ),
+_FIT: dict[Any, Any] = {
+    **dict.fromkeys(("epoch", "batch", "total_batches", "global_step", "updates", "window"), int),
+    **dict.fromkeys(("followed", "epoch_ended", "last_batch"), bool),
 }
-_RANK = {
-    "random": _dict(),
-    "values": _dict({"train": _list(_dict()), "callback": _dict(), "logged": _dict(), "bar": _dict()}),
-    "data": _dict(none=True),
-    "evaluations": _dict(every=_list(_dict())),
-    "window_weight": _anything,
+_BATCHES = {"processed": int, "completed": int}
+_LOOPS: dict[Any, Any] = {
+    "fit?": _FIT,
+    "fit_loop?": ({"epoch_loop.batch_progress?": {"current": _BATCHES, "total": _BATCHES}}, None),
+    ...: _DICT_OR_NONE,
 }
-_TRAINING = {
-    "epoch?": _count,
-    "global_step?": _count,
-    "loops?": _dict(_LOOPS, every=_dict(none=True), none=True),
-    "optimizer_states": _list(
-        _dict({"state?": _dict(), "param_groups?": _list(_dict({"params": _anything}))})
-    ),
-    "lr_schedulers": _list(_dict()),
-    "MixedPrecision?": _dict(none=True),
-    "hasten?": lambda value, place: None if value is None else _own(value, place),
+_RANK: dict[Any, Any] = {
+    "random": {},
+    "values": {"train": [{}], "callback": {}, "logged": {}, "bar": {}},
+    "data": _DICT_OR_NONE,
+    "evaluations": {...: [{}]},
+    "window_weight": object,
+}
+_TRAINING: dict[Any, Any] = {
+    "epoch?": int,
+    "global_step?": int,
+    "loops?": (_LOOPS, None),
+    "optimizer_states": [{"state?": {}, "param_groups?": [{"params": object}]}],
+    "lr_schedulers": [{}],
+    "MixedPrecision?": _DICT_OR_NONE,
+    "hasten?": _own,
 }
 
 
@@ -203,7 +178,7 @@ def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
             "Load it with Model.load_from_checkpoint(path), or save with save_weights_only=False."
         )
     try:
-        _dict({**_ANY, **_TRAINING} if training else _ANY)(checkpoint, "")
+        _check_entry(checkpoint, _ANY | _TRAINING if training else _ANY, "")
     except _Wrong as wrong:
         raise ValueError(f"{source}: {wrong}. {_DAMAGED}") from None
 

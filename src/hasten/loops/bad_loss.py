@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hasten._lib.errors import BadLossError
 from hasten._lib.rank_zero import rank_zero_info, rank_zero_warn
 from hasten._lib.tree import by_kind, parameters_of
-from hasten.loops.saved_state import StepState, generator_states, set_generators
+from hasten.loops.saved_state import SavedBuffers, StepState, generator_states, set_generators
 from hasten.loops.user_code import with_batch_idx_if_taken
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Guard:
             "left_out": self._skipped,
             "in_a_row": self._in_a_row,
             "losses": [(index, float(loss)) for index, loss in self._losses] if is_open else [],
-            "buffers": self._before.changed_buffers() if is_open else {},
+            "buffers": self._before.buffers.changed() if is_open else {},
         }
 
     def keep_state(self) -> None:
@@ -120,7 +120,7 @@ class Guard:
             self._saved = None  # Its memory first.
             self._saved, self._returns = _SavedTraining(self._run), 0
             if self._run.progress.accumulation_index:
-                self._saved.use_buffers(self._buffers_before or self._before.changed_buffers())
+                self._saved.buffers.use(self._buffers_before or self._before.buffers.changed())
 
     # -- around a step
 
@@ -134,7 +134,7 @@ class Guard:
             if window.is_start or not self._is_saved:
                 self._before.save()
                 if not window.is_start:
-                    self._before.use_buffers(self._buffers_before)
+                    self._before.buffers.use(self._buffers_before)
                 self._is_saved, self._buffers_before = True, {}
             self._batch = batch, batch_idx
             return forward_backward(batch, batch_idx, keep_outputs)
@@ -322,17 +322,12 @@ class _SavedTraining:
         self.logged_step = run.progress.logged_step
         tensors = {id(p): p for p in [*run.module.parameters(), *parameters_of(*run.optimizers)]}
         self._weights = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
-        self._buffers = {
-            name: buffer.detach().clone() for name, buffer in run.module.named_buffers(remove_duplicate=False)
-        }
+        self.buffers = SavedBuffers(run.module)
+        self.buffers.save()
         self._of, self._groups = list(run.optimizers), _group_sizes(run.optimizers)
         self._optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in run.optimizers]
         scaler = run.runtime.scaler
         self._scaler = None if scaler is None else scaler.state_dict()
-
-    def use_buffers(self, copies: dict[str, Tensor]) -> None:
-        """Return to other values of some buffers, by their names."""
-        self._buffers |= {name: copies[name].to(b) for name, b in self._buffers.items() if name in copies}
 
     def is_of_other_groups(self) -> bool:
         """Return whether the run has other optimizers by now, or parameters were added to them."""
@@ -346,16 +341,7 @@ class _SavedTraining:
         run = self._run
         for tensor, saved in self._weights:
             tensor.copy_(saved)
-        layers = dict(run.module.named_modules())
-        for path, buffer in self._buffers.items():
-            owner, _, name = path.rpartition(".")
-            if owner not in layers or name not in layers[owner]._buffers:
-                continue
-            present = layers[owner]._buffers[name]
-            if present is not None and present.shape == buffer.shape:
-                present.copy_(buffer)
-            else:
-                layers[owner]._buffers[name] = buffer.clone()
+        self.buffers.restore(all_values=True)
         for optimizer, state in zip(run.optimizers, self._optimizers, strict=True):
             options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             optimizer.load_state_dict(copy.deepcopy(state))

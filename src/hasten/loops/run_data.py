@@ -29,24 +29,13 @@ if TYPE_CHECKING:
     from hasten.loops.run import Run
 
 # By stage: the hook that gives the loaders, the step, and the argument that limits the batches.
-HOOK_OF = {
-    "train": "train_dataloader",
-    "validate": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
-STEP_OF = {
+_SHORT = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}
+HOOK_OF = {stage: f"{short}_dataloader" for stage, short in _SHORT.items()}
+STEP_OF = {stage: f"{stage}_step" for stage in _SHORT} | {
     "train": "training_step",
     "validate": "validation_step",
-    "test": "test_step",
-    "predict": "predict_step",
 }
-LIMIT_OF = {
-    "train": "limit_train_batches",
-    "validate": "limit_val_batches",
-    "test": "limit_test_batches",
-    "predict": "limit_predict_batches",
-}
+LIMIT_OF = {stage: f"limit_{short}_batches" for stage, short in _SHORT.items()}
 
 
 class StageData:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import random
 import sys
 import types
@@ -61,12 +62,16 @@ class _SavedContents(NamedTuple):
 
     thing: Any
     before: Any
-    changed: Callable[[Any, Any], bool]
+    look: Callable[[Any], Any]
     put_back: Callable[[Any, Any], None]
     root: int
 
+    def changed(self) -> bool:
+        # Comparing the states of generators costs more than restoring one.
+        return self.look is _state_of or _differ(self.look(self.thing), self.before)
+
     def restore(self) -> None:
-        if self.changed(self.thing, self.before):
+        if self.changed():
             self.put_back(self.thing, self.before)
 
 
@@ -184,10 +189,11 @@ class SavedObjects:
         self._seen[id(thing)] = thing
         return seen
 
-    def _note(
-        self, thing: Any, before: Any, changed: Callable[..., bool], put_back: Callable[..., None]
-    ) -> None:
-        self._contents.append(_SavedContents(thing, before, changed, put_back, self._root))
+    def _note(self, thing: Any, look: Callable[[Any], Any], put_back: Callable[[Any, Any], None]) -> Any:
+        """Save what ``look`` sees in a thing, and return it."""
+        before = look(thing)
+        self._contents.append(_SavedContents(thing, before, look, put_back, self._root))
+        return before
 
     def _visit(self, thing: Any, where: str, depth: int, values: bool) -> None:
         if isinstance(thing, _SIMPLE) or depth < 0 or self._was_seen(thing):
@@ -202,8 +208,7 @@ class SavedObjects:
         elif isinstance(thing, (list, dict, set, deque)):
             self._save_container(thing, where, depth, values)
         elif _is_generator(thing):
-            # Comparing states costs more than restoring one.
-            self._note(thing, _state_of(thing), lambda *_: True, _set_state)
+            self._note(thing, _state_of, _set_state)
         elif _is_array(thing):
             self._save_array(thing, where, values)
         elif isinstance(thing, _TRAINING_OBJECTS):
@@ -213,14 +218,11 @@ class SavedObjects:
 
     def _save_container(self, thing: Any, where: str, depth: int, values: bool) -> None:
         if isinstance(thing, dict):
-            self._note(thing, dict(thing), _dict_changed, _fill_dict)
-            items: Iterable[tuple[Any, Any]] = thing.items()
+            items: Iterable[tuple[Any, Any]] = self._note(thing, dict, _fill_dict).items()
             if type(thing) is not dict:
                 self._visit_attributes(thing, where, depth, values)
         else:
-            before = list(thing)
-            self._note(thing, before, _items_changed, _fill_items)
-            items = enumerate(before)
+            items = enumerate(self._note(thing, list, _fill_items))
         if len(thing) <= self._most_items:
             for key, each in items:
                 self._visit(each, f"{where}[{key!r}]", depth - 1, values)
@@ -231,13 +233,10 @@ class SavedObjects:
 
     def _searches(self, thing: Any) -> bool:
         """Return whether an object is of a class that the user wrote: what it holds may be part of a step."""
-        return _is_user_defined(_class_of(thing))
+        return _is_user_defined(type(thing))
 
     def _visit_attributes(self, thing: Any, where: str, depth: int, values: bool) -> None:
-        held = _attributes(thing)
-        if not held and not hasattr(thing, "__dict__"):
-            return
-        self._note(thing, held, _attributes_changed, _put_attributes_back)
+        held = self._note(thing, _attributes, _put_attributes_back)
         # What a dataset holds is data, whoever has it.
         values = values and not isinstance(thing, Dataset)
         for key, each in held.items():
@@ -298,8 +297,7 @@ class LearningObjects(SavedObjects):
         """Save the attributes that the user gave each of these modules, and look at their parameters."""
         self._start()
         for self._root, (name, module) in enumerate(modules):
-            own = _own_attributes(module)
-            self._note(module, own, _attributes_changed, _put_attributes_back)
+            own = self._note(module, _own_attributes, _put_attributes_back)
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     self._save_tensor(parameter, f"{name}.{key}", True)
@@ -313,7 +311,7 @@ class LearningObjects(SavedObjects):
             self._compared = None
             for where, changed in differs.items():
                 (self._changing if changed else self._constant).add(where)
-        roots = {saved.root for saved in self._contents if saved.changed(saved.thing, saved.before)}
+        roots = {saved.root for saved in self._contents if saved.changed()}
         flags: dict[str, Tensor] = {}
         for saved in self._tensors:
             where = saved.where
@@ -347,12 +345,7 @@ class LearningObjects(SavedObjects):
             super()._save_container(thing, where, depth, values)
         elif isinstance(thing, list):
             # It grows; copying it in each step would cost more than the step.
-            self._note(
-                thing,
-                len(thing),
-                lambda thing, before: len(thing) != before,
-                lambda thing, before: list.__delitem__(thing, slice(before, None)),
-            )
+            self._note(thing, len, lambda thing, before: list.__delitem__(thing, slice(before, None)))
 
     def _save_training_object(self, thing: Any, where: str, depth: int, values: bool) -> None:
         """Leave them alone: each module is saved by itself, and loaders do not change in a step."""
@@ -455,8 +448,13 @@ def _is_array(thing: Any) -> bool:
 # -- containers and objects: whether they changed, and what restores them
 
 
-def _items_changed(thing: Any, before: list[Any]) -> bool:
-    return len(thing) != len(before) or any(a is not b for a, b in zip(thing, before, strict=True))
+def _differ(present: Any, before: Any) -> bool:
+    """Return whether two looks at a thing saw other objects in it, or another number of them."""
+    if isinstance(before, int):
+        return bool(present != before)
+    if len(present) != len(before) or any(map(operator.is_not, present, before)):
+        return True
+    return isinstance(before, dict) and any(map(operator.is_not, present.values(), before.values()))
 
 
 def _fill_items(thing: Any, before: list[Any]) -> None:
@@ -465,12 +463,6 @@ def _fill_items(thing: Any, before: list[Any]) -> None:
         return
     thing.clear()
     (thing.extend if isinstance(thing, deque) else thing.update)(before)
-
-
-def _dict_changed(thing: Any, before: dict[Any, Any]) -> bool:
-    return len(thing) != len(before) or any(
-        a is not b or dict.__getitem__(thing, a) is not before[b] for a, b in zip(thing, before, strict=True)
-    )
 
 
 def _fill_dict(thing: Any, before: dict[Any, Any]) -> None:
@@ -484,7 +476,7 @@ def _fill_dict(thing: Any, before: dict[Any, Any]) -> None:
 def _attributes(thing: Any) -> dict[str, Any]:
     slots = {
         name: value
-        for name in _slots_of(_class_of(thing))
+        for name in _slots_of(type(thing))
         if (value := getattr(thing, name, _ABSENT)) is not _ABSENT
     }
     return {**getattr(thing, "__dict__", {}), **slots}
@@ -495,21 +487,10 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in module.__dict__.items() if key not in _TORCH_ATTRIBUTES}
 
 
-def _present_like(thing: Any, before: dict[str, Any]) -> dict[str, Any]:
-    """Return the present attributes of which ``before`` are the former ones."""
-    is_part = isinstance(thing, nn.Module) and "_parameters" not in before
-    return _own_attributes(thing) if is_part else _attributes(thing)
-
-
-def _attributes_changed(thing: Any, before: dict[str, Any]) -> bool:
-    present = _present_like(thing, before)
-    return len(present) != len(before) or any(present.get(k, _ABSENT) is not v for k, v in before.items())
-
-
 def _put_attributes_back(thing: Any, before: dict[str, Any]) -> None:
-    present = _present_like(thing, before)
-    own = getattr(thing, "__dict__", {})
-    for key in present.keys() - before.keys():
+    present, own = _attributes(thing), getattr(thing, "__dict__", {})
+    new = present.keys() - before.keys()
+    for key in new - _TORCH_ATTRIBUTES if isinstance(thing, nn.Module) else new:
         if key in own:
             del own[key]
         else:
@@ -517,15 +498,11 @@ def _put_attributes_back(thing: Any, before: dict[str, Any]) -> None:
     for key, value in before.items():
         if present.get(key, _ABSENT) is value:
             continue
-        if key in _slots_of(_class_of(thing)):
+        if key in _slots_of(type(thing)):
             # Past a frozen dataclass.
             object.__setattr__(thing, key, value)
         else:
             own[key] = value
-
-
-def _class_of(thing: Any) -> Any:
-    return type(thing)
 
 
 @functools.cache
@@ -648,6 +625,72 @@ class _SavedBuffer(NamedTuple):
         return may_have_changed(self.owner, self.tensor, self.version)
 
 
+class SavedBuffers:
+    """The buffers of a module, saved to be restored in place.
+
+    A copy stays good as long as its buffer is not written to: large ones that never change are copied once.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._owners = [part for part in module.modules() if part._buffers]
+        self._saved: dict[tuple[int, str], _SavedBuffer] = {}
+        self._empty: list[tuple[nn.Module, str]] = []
+
+    def save(self) -> None:
+        """Save the present values."""
+        before, self._saved, self._empty = self._saved, {}, []
+        for owner in self._owners:
+            for name, tensor in owner._buffers.items():
+                if tensor is None:
+                    self._empty.append((owner, name))
+                    continue
+                saved = before.get((id(owner), name))
+                if saved is None or saved.tensor is not tensor or saved.was_written():
+                    saved = _SavedBuffer(owner, name, tensor, tensor._version, tensor.detach().clone())
+                self._saved[id(owner), name] = saved
+
+    @torch.no_grad()
+    def restore(self, *, all_values: bool = False) -> None:
+        """Restore the buffers that were written to; with ``all_values`` those as well whose version shows no write."""
+        for saved in self._saved.values():
+            if saved.tensor.shape != saved.copy.shape:
+                saved.tensor.data = saved.copy.clone()
+            elif all_values or saved.was_written():
+                saved.tensor.detach().copy_(saved.copy)
+            saved.owner._buffers[saved.name] = saved.tensor
+        for owner, name in self._empty:
+            owner._buffers[name] = None
+
+    def changed(self) -> dict[str, Tensor]:
+        """Return the buffers that changed since ``save`` as they were then, by their names in the module."""
+        paths = {id(part): path for path, part in self._module.named_modules()}
+        return {
+            f"{paths[id(saved.owner)]}.{saved.name}".lstrip("."): saved.copy
+            for saved in self._saved.values()
+            if saved.was_written()
+        }
+
+    def use(self, copies: dict[str, Tensor]) -> None:
+        """Restore other values of some buffers than they had at ``save``, by their names in the module."""
+        for path, owner in self._module.named_modules():
+            for name in owner._buffers:
+                copy = copies.get(f"{path}.{name}".lstrip("."))
+                if copy is not None:
+                    saved = self._saved[id(owner), name]
+                    # A version it never has: to be restored in any case.
+                    saved = saved._replace(version=-1, copy=copy.to(saved.tensor))
+                    self._saved[id(owner), name] = saved
+
+    def places(self) -> list[tuple[dict[str, Any], str, Tensor | None]]:
+        """Return (buffers of a part, name, saved value) of each."""
+        found: list[tuple[dict[str, Any], str, Tensor | None]] = [
+            (one.owner._buffers, one.name, one.copy if one.was_written() else one.tensor)
+            for one in self._saved.values()
+        ]
+        return found + [(owner._buffers, name, None) for owner, name in self._empty]
+
+
 class StepState:
     """What a training step changes besides the weights, saved between two batches.
 
@@ -659,10 +702,8 @@ class StepState:
         self._run = run
         self._objects = objects
         self._parts = [] if objects is None else objects.parts_of(run.module)
-        self._owners = [part for part in run.module.modules() if part._buffers]
+        self.buffers = SavedBuffers(run.module)
         self._metrics = [part for part in run.module.modules() if is_metric(part)]
-        self._buffers: dict[tuple[int, str], _SavedBuffer] = {}
-        self._empty: list[tuple[nn.Module, str]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] | None = None
 
     def save(self, batch: object = None, *, gradients: bool = False) -> None:
@@ -672,7 +713,7 @@ class StepState:
             self._objects.batch.save_batch(batch)
             self._objects.module.save_modules(self._parts)
         self._random = generator_states()
-        self._save_buffers()
+        self.buffers.save()
         self._values = {logged: _logged_state(logged) for logged in run.logged.of_stage("train")}
         self._metric_states = [(metric, _metric_state(metric)) for metric in self._metrics]
         self._counts = run.window_weight, run.skipped_batches
@@ -688,7 +729,7 @@ class StepState:
             self._objects.batch.restore()
             self._objects.module.restore()
         set_generators(self._random)
-        self._restore_buffers()
+        self.buffers.restore()
         for logged in run.logged.of_stage("train"):
             # A name logged for the first time since then has accumulated nothing.
             for name, value in self._values.get(logged, _NOTHING_LOGGED).items():
@@ -709,7 +750,7 @@ class StepState:
 
     def undo_statistics(self) -> None:
         """Undo what the batches since ``save`` added to buffers, metrics and the means over the epoch; nothing else."""
-        self._restore_buffers()
+        self.buffers.restore()
         for logged in self._run.logged.of_stage("train"):
             before = self._values.get(logged, _NOTHING_LOGGED)
             logged.total, logged.weight = _copied(before["total"]), before["weight"]
@@ -722,11 +763,7 @@ class StepState:
         """Have the run look as it was saved, and then as it does now; no tensor is written to."""
         run = self._run
         # (attributes, name, value) of all that is exchanged, but for gradients.
-        saved: list[tuple[dict[str, Any], str, Any]] = [
-            (one.owner._buffers, one.name, one.copy if one.was_written() else one.tensor)
-            for one in self._buffers.values()
-        ]
-        saved += [(owner._buffers, name, None) for owner, name in self._empty]
+        saved: list[tuple[dict[str, Any], str, Any]] = self.buffers.places()
         for logged in run.logged.of_stage("train"):
             values = self._values.get(logged, _NOTHING_LOGGED)
             saved += [(vars(logged), name, value) for name, value in values.items()]
@@ -759,49 +796,6 @@ class StepState:
         """Learn what the step changed of the batch and the module."""
         if self._objects is not None and self._objects.learn(self._parts):
             self._parts = self._objects.parts_of(self._run.module)
-
-    # -- buffers
-
-    def changed_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that changed since ``save`` as they were then, by their names in the module."""
-        paths = {id(part): path for path, part in self._run.module.named_modules()}
-        return {
-            f"{paths[id(saved.owner)]}.{saved.name}".lstrip("."): saved.copy
-            for saved in self._buffers.values()
-            if saved.was_written()
-        }
-
-    def use_buffers(self, copies: dict[str, Tensor]) -> None:
-        """Restore other values of some buffers than they had at ``save``, by their names in the module."""
-        for path, owner in self._run.module.named_modules():
-            for name in owner._buffers:
-                copy = copies.get(f"{path}.{name}".lstrip("."))
-                if copy is not None:
-                    saved = self._buffers[id(owner), name]
-                    # A version it never has: to be restored in any case.
-                    saved = saved._replace(version=-1, copy=copy.to(saved.tensor))
-                    self._buffers[id(owner), name] = saved
-
-    def _save_buffers(self) -> None:
-        # A copy stays good as long as nobody writes to its buffer: large ones that never change are copied once.
-        before, self._buffers, self._empty = self._buffers, {}, []
-        for owner in self._owners:
-            for name, tensor in owner._buffers.items():
-                if tensor is None:
-                    self._empty.append((owner, name))
-                    continue
-                saved = before.get((id(owner), name))
-                if saved is None or saved.tensor is not tensor or saved.was_written():
-                    saved = _SavedBuffer(owner, name, tensor, tensor._version, tensor.detach().clone())
-                self._buffers[id(owner), name] = saved
-
-    def _restore_buffers(self) -> None:
-        for saved in self._buffers.values():
-            if saved.was_written():
-                saved.tensor.detach().copy_(saved.copy)
-            saved.owner._buffers[saved.name] = saved.tensor
-        for owner, name in self._empty:
-            owner._buffers[name] = None
 
     def _restore_metrics(self) -> None:
         for metric, state in self._metric_states:

@@ -121,29 +121,31 @@ def _problem_of_methods(call: str, module: LightningModule) -> str | None:
 
 
 def _problem_of_arguments(arguments: Arguments, module: LightningModule) -> str | None:
-    skips = arguments.on_bad_loss in ("skip", "rewind")
-    manual = not module.automatic_optimization
-    if skips and arguments.detect_anomaly:
-        return (
-            f"detect_anomaly=True, on_bad_loss={arguments.on_bad_loss!r}): detect_anomaly ends the run at the first "
-            "gradient that is nan, before its step could be left out. Leave out one of them."
-        )
-    if skips and manual:
-        return (
-            f"on_bad_loss={arguments.on_bad_loss!r}): with manual optimisation your training_step decides what a step "
-            "is. Test the loss there before self.manual_backward(loss), or use on_bad_loss='stop'."
-        )
-    if manual and arguments.gradient_clip_val:
-        return (
+    bad_loss, batches = arguments.on_bad_loss, arguments.accumulate_grad_batches
+    skips, manual = bad_loss in ("skip", "rewind"), not module.automatic_optimization
+    problems = (
+        (
+            skips and arguments.detect_anomaly,
+            f"detect_anomaly=True, on_bad_loss={bad_loss!r}): detect_anomaly ends the run at the first gradient that "
+            "is nan, before its step could be left out. Leave out one of them.",
+        ),
+        (
+            skips and manual,
+            f"on_bad_loss={bad_loss!r}): with manual optimisation your training_step decides what a step is. Test the "
+            "loss there before self.manual_backward(loss), or use on_bad_loss='stop'.",
+        ),
+        (
+            manual and arguments.gradient_clip_val,
             f"gradient_clip_val={arguments.gradient_clip_val}) does nothing with manual optimisation. Call "
-            "self.clip_gradients(optimizer, gradient_clip_val=...) in training_step."
-        )
-    if manual and arguments.accumulate_grad_batches != 1:
-        return (
-            f"accumulate_grad_batches={arguments.accumulate_grad_batches}) does nothing with manual optimisation. "
-            "Step every so many batches in training_step instead."
-        )
-    return None
+            "self.clip_gradients(optimizer, gradient_clip_val=...) in training_step.",
+        ),
+        (
+            manual and batches != 1,
+            f"accumulate_grad_batches={batches}) does nothing with manual optimisation. Step every so many batches in "
+            "training_step instead.",
+        ),
+    )
+    return next((problem for holds, problem in problems if holds), None)
 
 
 def check_fit(run: Run) -> None:
