@@ -127,22 +127,21 @@ def test_a_bad_logged_loss_is_told_of_with_its_hook() -> None:
     assert len([one for one in said if "logged in" in str(one.message)]) == 1
 
 
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
 def test_manual_optimisation_is_told_of_too() -> None:
-    class Manual(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(self.loss(batch))
-            self.optimizers().step()
-
     with pytest.warns(UserWarning, match="training_step is nan"):
         quiet().fit(Manual(), data(BAD))
     with pytest.raises(FloatingPointError, match=r"manual_backward is nan, at step 3 \(epoch 0, batch 3\)"):
         quiet(on_bad_loss="stop").fit(Manual(), data(BAD))
-    with pytest.raises(ValueError, match="Test the loss there before"):
-        quiet(on_bad_loss="skip").fit(Manual(), data(BAD))
 
 
 def test_finite_losses_are_nothing_to_tell_of(recwarn: pytest.WarningsRecorder) -> None:
@@ -322,35 +321,32 @@ def test_a_run_goes_back_to_the_state_kept_before(closure: bool) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**2)
 
 
-def test_an_optimizer_of_ones_own_goes_back_too() -> None:
-    class Own(torch.optim.Optimizer):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {"lr": 0.1})
+class OwnOptimizer(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
 
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.add_(parameter.grad, alpha=-group["lr"])
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-group["lr"])
 
-    class Plain(Classifier):
-        def configure_optimizers(self) -> Any:
-            return Own(self.parameters())
 
-    model = Plain()
+class WithOwn(Classifier):
+    def configure_optimizers(self) -> Any:
+        return OwnOptimizer(self.parameters())
+
+
+class Replaced(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)]
+
+
+@pytest.mark.parametrize("kind", [WithOwn, Replaced])
+def test_a_run_goes_back_with_any_optimizer(kind: type[Classifier]) -> None:
+    model = kind()
     with pytest.warns(UserWarning, match="left out 2 steps and went back"):
         quiet(on_bad_loss="rewind").fit(model, data(BAD, 7))
-    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-
-
-def test_a_run_goes_back_with_the_optimizer_that_took_the_place_of_another() -> None:
-    class Replaced(Net):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
-                self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)]
-
-    model = Replaced()
-    with pytest.warns(UserWarning, match="left out 1 step and went back"):
-        quiet(on_bad_loss="rewind").fit(model, data(6))
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
@@ -377,40 +373,41 @@ def test_a_resumed_run_leaves_out_the_same(tmp_path: Path, mode: str, accumulate
 # -- what cannot be asked for
 
 
+class InBackward(Classifier):
+    def configure_optimizers(self) -> Any:
+        return L.optim.in_backward(torch.optim.SGD, self.parameters(), lr=0.1)
+
+
+class Without(Classifier):
+    def configure_optimizers(self) -> None:
+        return None
+
+
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("kind", "options", "message"),
     [
-        ("skp", r"Trainer\(on_bad_loss='skp'\): use one of 'warn'.*Did you mean 'skip'"),
-        (None, "on_bad_loss=None"),
-        (True, "on_bad_loss=True"),
+        (
+            Net,
+            {"on_bad_loss": "skp"},
+            r"Trainer\(on_bad_loss='skp'\): use one of 'warn'.*Did you mean 'skip'",
+        ),
+        (Net, {"on_bad_loss": None}, "on_bad_loss=None"),
+        (Net, {"on_bad_loss": True}, "on_bad_loss=True"),
+        (Manual, {"on_bad_loss": "skip"}, "Test the loss there before"),
+        (InBackward, {"on_bad_loss": "skip"}, r"='skip'\): whether all gradients are finite"),
+        (Without, {"on_bad_loss": "rewind"}, "no optimizer, so there is no step to leave out"),
+        (Net, {"on_bad_loss": "skip", "detect_anomaly": True}, r"detect_anomaly=True, on_bad_loss='skip'\)"),
+        (Net, {"on_bad_loss": "rewind", "detect_anomaly": True}, "='rewind'.*Leave out one"),
     ],
 )
-def test_other_values_are_refused(value: Any, message: str) -> None:
+def test_what_cannot_be_is_refused(kind: type[Classifier], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        quiet(on_bad_loss=value)
+        quiet(**options).fit(kind(), data())
 
 
-def test_optimizers_in_backward_and_absent_ones_are_refused() -> None:
-    class InBackward(Classifier):
-        def configure_optimizers(self) -> Any:
-            return L.optim.in_backward(torch.optim.SGD, self.parameters(), lr=0.1)
-
-    class Without(Classifier):
-        def configure_optimizers(self) -> None:
-            return None
-
-    with pytest.raises(ValueError, match=r"on_bad_loss='skip'\): whether all gradients are finite"):
-        quiet(on_bad_loss="skip").fit(InBackward(), data())
-    with pytest.raises(ValueError, match="no optimizer, so there is no step to leave out"):
-        quiet(on_bad_loss="rewind").fit(Without(), data())
+def test_a_run_without_an_optimizer_is_stopped() -> None:
     with pytest.raises(FloatingPointError, match="nan at step 3"):
         quiet(on_bad_loss="stop").fit(Without(), data(BAD))
-
-
-@pytest.mark.parametrize("mode", ["skip", "rewind"])
-def test_anomaly_mode_would_end_the_run_first_and_is_refused(mode: str) -> None:
-    with pytest.raises(ValueError, match=rf"detect_anomaly=True, on_bad_loss='{mode}'\): .*Leave out one"):
-        quiet(on_bad_loss=mode, detect_anomaly=True).fit(Net(), data(BAD))
 
 
 class Short:

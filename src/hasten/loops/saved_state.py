@@ -233,7 +233,7 @@ class SavedObjects:
 
     def _searches(self, thing: Any) -> bool:
         """Return whether an object is of a class that the user wrote: what it holds may be part of a step."""
-        return _is_user_defined(type(thing))
+        return _is_user_defined(_class_of(thing))
 
     def _visit_attributes(self, thing: Any, where: str, depth: int, values: bool) -> None:
         held = self._note(thing, _attributes, _put_attributes_back)
@@ -476,7 +476,7 @@ def _fill_dict(thing: Any, before: dict[Any, Any]) -> None:
 def _attributes(thing: Any) -> dict[str, Any]:
     slots = {
         name: value
-        for name in _slots_of(type(thing))
+        for name in _slots_of(_class_of(thing))
         if (value := getattr(thing, name, _ABSENT)) is not _ABSENT
     }
     return {**getattr(thing, "__dict__", {}), **slots}
@@ -498,11 +498,15 @@ def _put_attributes_back(thing: Any, before: dict[str, Any]) -> None:
     for key, value in before.items():
         if present.get(key, _ABSENT) is value:
             continue
-        if key in _slots_of(type(thing)):
+        if key in _slots_of(_class_of(thing)):
             # Past a frozen dataclass.
             object.__setattr__(thing, key, value)
         else:
             own[key] = value
+
+
+def _class_of(thing: Any) -> Any:
+    return type(thing)
 
 
 @functools.cache
