@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hasten.callbacks.finders import LearningRateFinder as LearningRateFinder
     from hasten.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
     from hasten.callbacks.finetuning import BaseFinetuning as BaseFinetuning
+    from hasten.callbacks.lambda_function import LambdaCallback as LambdaCallback
     from hasten.callbacks.model_summary import ModelSummary as ModelSummary
     from hasten.callbacks.model_summary import RichModelSummary as RichModelSummary
     from hasten.callbacks.monitors import DeviceStatsMonitor as DeviceStatsMonitor
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from hasten.callbacks.weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from hasten.callbacks.weight_averaging import WeightAveraging as WeightAveraging
     from hasten.module.callback import Callback as Callback
-    from hasten.module.callback import LambdaCallback as LambdaCallback
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -42,6 +42,7 @@ __getattr__, __dir__, __all__ = attach(
         "hasten.callbacks.early_stopping": ("EarlyStopping",),
         "hasten.callbacks.finders": ("BatchSizeFinder", "LearningRateFinder"),
         "hasten.callbacks.finetuning": ("BackboneFinetuning", "BaseFinetuning"),
+        "hasten.callbacks.lambda_function": ("LambdaCallback",),
         "hasten.callbacks.model_summary": ("ModelSummary", "RichModelSummary"),
         "hasten.callbacks.monitors": ("DeviceStatsMonitor", "LearningRateMonitor", "ThroughputMonitor"),
         "hasten.callbacks.prediction_writer": ("BasePredictionWriter",),
@@ -55,6 +56,6 @@ __getattr__, __dir__, __all__ = attach(
             "StochasticWeightAveraging",
             "WeightAveraging",
         ),
-        "hasten.module.callback": ("Callback", "LambdaCallback"),
+        "hasten.module.callback": ("Callback",),
     },
 )

@@ -193,7 +193,17 @@ class LightningArgumentParser(ArgumentParser):
         nested_key: str = "lr_scheduler",
         link_to: str = AUTOMATIC,
     ) -> None:
-        """Add the arguments of a learning rate scheduler, used with the optimizer; see ``add_optimizer_args``."""
+        """Add the arguments of a learning rate scheduler.
+
+        Args:
+            lr_scheduler_class: the class; or a tuple of classes, to choose one of their subclasses by name.
+            nested_key: where they go.
+            link_to: the key of the module's argument that gets its config; by default it is used with the optimizer.
+
+        Raises:
+            TypeError: not a scheduler class.
+
+        """
         self._add_choice(
             "add_lr_scheduler_args", lr_scheduler_class, LRSchedulerTypeTuple, nested_key, {"optimizer"}
         )

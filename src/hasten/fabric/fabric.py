@@ -507,7 +507,17 @@ class Fabric(RuntimeView):
         return self._runtime.broadcast(obj, src)
 
     def all_gather(self, data: Tensors, group: Group = None, sync_grads: bool = False) -> Any:
-        """Return the tensors of all processes, stacked; see ``LightningModule.all_gather``."""
+        """Return the tensors of all processes, stacked in a new first dimension.
+
+        Args:
+            data: tensors of shape (...), the same on every process, or numbers; alone or in a collection.
+            group: the processes; all by default.
+            sync_grads: let gradients flow back to the processes that the tensors came from.
+
+        Returns:
+            ``data`` with tensors of shape (world_size, ...); with one process, of shape (...).
+
+        """
         self._require_launch("all_gather")
         return self.strategy.all_gather(self._as_tensors(data), group=group, sync_grads=sync_grads)
 

@@ -193,7 +193,13 @@ class StartedLogger(Logger, Generic[T]):
 
     @property
     def experiment(self) -> T:
-        """The object that writes this run, started when it is first read; a ``DummyExperiment`` on other processes."""
+        """The object that writes this run, started when it is first read; a ``DummyExperiment`` on other processes.
+
+        Raises:
+            OSError: the folder of a local store cannot be written to.
+            RuntimeError: the service cannot be reached or refuses the run.
+
+        """
         if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
             return DummyExperiment()  # type: ignore[return-value]
         if self._experiment is None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hasten._lib import check
-from hasten._lib.names import did_you_mean
 from hasten._lib.observers import replaced
 from hasten.logged_value import LogOptions
 from hasten.module.log_methods import LogMethods
@@ -200,33 +197,3 @@ class Callback(LogMethods):
 
 
 CALLBACK_HOOKS = frozenset(name for name in vars(Callback) if not name.startswith("_"))
-_FUNCTIONS = sorted(CALLBACK_HOOKS - {"state_key", "state_dict", "load_state_dict", "runs_last"})
-
-
-class LambdaCallback(Callback):
-    """A callback made of functions, one for each hook given.
-
-    Args:
-        **hooks: a function by the name of a hook of ``Callback``; it takes what the hook takes, without
-            ``self``. None is the same as leaving it out.
-
-    Raises:
-        TypeError: there is no hook of that name, or the value cannot be called.
-
-    Example::
-
-        >>> callback = LambdaCallback(on_train_start=lambda trainer, module: print("go"))
-        >>> callback.on_train_start(None, None)
-        go
-
-    """
-
-    def __init__(self, **hooks: Callable[..., Any] | None) -> None:
-        for name, function in hooks.items():
-            if name not in _FUNCTIONS:
-                raise TypeError(
-                    f"LambdaCallback({name}=...): there is no hook of that name.{did_you_mean(name, _FUNCTIONS)}"
-                )
-            check.callable_("LambdaCallback", name, function, allow_none=True)
-            if function is not None:
-                setattr(self, name, function)

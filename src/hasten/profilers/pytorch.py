@@ -363,8 +363,9 @@ def _check_names(
     known = {*inspect.signature(function).parameters, *added} - {"self"}
     for name in kwargs:
         if name not in known:
+            owner = f"{function.__module__}.{function.__qualname__.removesuffix('.__init__')}"
             raise error(
-                f"PyTorchProfiler({name}=...): {function.__qualname__} takes {', '.join(sorted(known))}."
+                f"PyTorchProfiler({name}=...): neither PyTorchProfiler nor {owner} takes this argument."
                 f"{did_you_mean(name, known)}"
             )
 
@@ -372,7 +373,11 @@ def _check_names(
 def _check_schedule(schedule: Schedule | None) -> None:
     if schedule is None:
         return
-    check.callable_("PyTorchProfiler", "schedule", schedule, error=MisconfigurationException)
+    if not callable(schedule):
+        raise MisconfigurationException(
+            f"PyTorchProfiler(schedule={schedule!r}): Schedule should be a callable, such as "
+            "torch.profiler.schedule(wait=1, warmup=1, active=3)."
+        )
     action = schedule(0)
     if not isinstance(action, ProfilerAction):
         raise MisconfigurationException(
