@@ -88,21 +88,46 @@ class Measured(Classifier):
         self.extremes.compute()
 
     def on_train_epoch_end(self) -> None:
-        modules = (
+        metrics: list[Any] = [
             self.extremes,
             self.running,
             self.several,
             self.classwise,
             self.outputs,
             self.drawn,
-            self.own,
-        )
-        metrics = (*modules, *self.listed, self.named["sum"])
+        ]
+        metrics += [self.own, *self.listed, self.named["sum"]]
         self.last = {str(i): metric.compute() for i, metric in enumerate(metrics)}
         if self.tracker.n_steps:
             self.last["tracker"] = self.tracker.compute_all()
             self.last["best"] = self.tracker.best_metric(return_step=True)
         self.last["groups"] = self.several.compute_groups
+
+
+class Logged(Classifier):
+    """Logs metrics, which are reset where their epoch begins; a wrapper's own extremes are kept."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.val, self.train_running = accuracy(), wrappers.Running(torchmetrics.MeanMetric(), window=3)
+        self.window = wrappers.Running(torchmetrics.MeanMetric(), window=2)
+        self.last: dict[str, float] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.train_running.update(loss.detach())
+        self.log("running", self.train_running, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val.update(self(batch[0]), batch[1])
+        self.log("val", self.val)
+        self.window.update(self.loss(batch))
+        self.log("window", self.window)
+
+    def on_train_epoch_end(self) -> None:
+        self.last = {name: value.item() for name, value in self.trainer.callback_metrics.items()}
 
 
 def save_at(path: Path, hook: str, call: int) -> LambdaCallback:
@@ -123,11 +148,12 @@ SAVES = [
 ]
 
 
+@pytest.mark.parametrize("kind", [Measured, Logged])
 @pytest.mark.parametrize(("hook", "call"), SAVES)
-def test_what_metrics_gathered_is_in_the_resumed_run(tmp_path: Path, hook: str, call: int) -> None:
+def test_what_metrics_gathered_is_in_the_resumed_run(tmp_path: Path, kind: Any, hook: str, call: int) -> None:
     path, options = tmp_path / "a.ckpt", {"max_epochs": 3, "validation": loader(12, 4)}
-    whole = fitted(Measured, list, save_at(path, hook, call), **options)
-    resumed = fitted(Measured, list, ckpt_path=path, seed=1, **options)
+    whole = fitted(kind, list, save_at(path, hook, call), **options)
+    resumed = fitted(kind, list, ckpt_path=path, seed=1, **options)
     assert_same(resumed.lightning_module.last, whole.lightning_module.last)
 
 
@@ -144,40 +170,6 @@ def test_what_a_metric_is_made_with_is_the_programs(tmp_path: Path) -> None:
     fitted(Measured, list, save_at(path, "on_train_batch_end", 2), validation=loader(12, 4))
     resumed = fitted(lambda: Measured(scale=2.0), list, ckpt_path=path, validation=loader(12, 4))
     assert resumed.lightning_module.own.scale == 2.0
-
-
-class Logged(Classifier):
-    """Logs metrics, which are reset where their epoch begins; a wrapper's own extremes are kept."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__()
-        self.val, self.train_running = accuracy(), wrappers.Running(torchmetrics.MeanMetric(), window=3)
-        self.window = wrappers.Running(torchmetrics.MeanMetric(), window=2)
-        self.seen: list[dict[str, float]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.train_running.update(loss.detach())
-        self.log("running", self.train_running, on_step=False, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.val.update(self(batch[0]), batch[1])
-        self.log("val", self.val)
-        self.window.update(self.loss(batch))
-        self.log("window", self.window)
-
-    def on_train_epoch_end(self) -> None:
-        self.seen.append({name: value.item() for name, value in self.trainer.callback_metrics.items()})
-
-
-@pytest.mark.parametrize(("hook", "call"), SAVES)
-def test_metrics_that_are_logged_start_again_with_their_epoch(tmp_path: Path, hook: str, call: int) -> None:
-    path, options = tmp_path / "a.ckpt", {"max_epochs": 3, "validation": loader(12, 4)}
-    whole = fitted(Logged, list, save_at(path, hook, call), **options)
-    resumed = fitted(Logged, list, ckpt_path=path, seed=1, **options)
-    assert resumed.lightning_module.seen[-1] == whole.lightning_module.seen[-1]
 
 
 def test_metrics_that_the_resumed_module_lacks_are_named(tmp_path: Path, caplog: Any) -> None:

@@ -116,7 +116,7 @@ class ModelPruning(Callback):
         self._verbose = verbose
         self._prune_on_train_epoch_end = prune_on_train_epoch_end
         self._paths: list[str] = []
-        self._initial_values: list[Tensor] = []
+        self._initial_values: dict[str, Tensor] = {}
         # Copies of layers, used to draw new initial values.
         self._templates: dict[int, nn.Module] = {}
         self._loaded: dict[str, Any] | None = None
@@ -176,9 +176,9 @@ class ModelPruning(Callback):
         """Reset the weights to their initial values, or to new ones; masks stay."""
         for template in self._templates.values():
             template.reset_parameters()  # type: ignore[operator]
-        for (module, name), initial in zip(self._parameters_to_prune, self._initial_values, strict=True):
+        for (module, name), path in zip(self._parameters_to_prune, self._paths, strict=True):
             layer = self._templates.get(id(module))
-            value = initial if layer is None else getattr(layer, name)
+            value = self._initial_values[path] if layer is None else getattr(layer, name)
             _original(module, name).data.copy_(value)
             _refresh(module, name)
 
@@ -247,25 +247,22 @@ class ModelPruning(Callback):
             )
         paths = {id(module): path for path, module in pl_module.named_modules()}
         self._paths = [f"{paths[id(module)]}.{name}" for module, name in self._parameters_to_prune]
-        kept = self._parameters_to_prune if self._use_lottery_ticket_hypothesis else ()
-        self._initial_values = [_original(module, name).detach().clone() for module, name in kept]
-        self._templates = {
-            id(module): copy.deepcopy(module)
-            for module, _ in (kept if self._resample_parameters else ())
-            if callable(getattr(module, "reset_parameters", None))
-        }
-        self._loaded = None
+        self._initial_values, self._templates, self._loaded = {}, {}, None
+        if not self._use_lottery_ticket_hypothesis:
+            return
+        for (module, name), path in zip(self._parameters_to_prune, self._paths, strict=True):
+            self._initial_values[path] = _original(module, name).detach().clone()
+            if self._resample_parameters and callable(getattr(module, "reset_parameters", None)):
+                self._templates[id(module)] = copy.deepcopy(module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the masks of a resumed run, and the weights they hide."""
         if self._loaded is None:
             return
         loaded, self._loaded = self._loaded, None
-        for index, ((module, name), path) in enumerate(
-            zip(self._parameters_to_prune, self._paths, strict=True)
-        ):
-            if path in loaded["first_values"] and self._initial_values:
-                self._initial_values[index] = loaded["first_values"][path]
+        for (module, name), path in zip(self._parameters_to_prune, self._paths, strict=True):
+            if path in loaded["first_values"] and path in self._initial_values:
+                self._initial_values[path] = loaded["first_values"][path]
             if path not in loaded["masks"]:
                 continue
             original = _original(module, name)
@@ -321,11 +318,7 @@ class ModelPruning(Callback):
             if mask is not None:
                 masks[path] = mask.bool()
                 hidden[path] = _original(module, name).detach()[~masks[path]]
-        return {
-            "masks": masks,
-            "hidden": hidden,
-            "first_values": dict(zip(self._paths, self._initial_values, strict=False)),
-        }
+        return {"masks": masks, "hidden": hidden, "first_values": dict(self._initial_values)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the masks until the parameters exist."""
