@@ -45,16 +45,22 @@ class Probe:
     """Observations of one trial call of a stack; see ``hasten.packed.verify``.
 
     Args:
+        layout: of its batch.
         tainted: whether the first sample's tokens are nan, which must not spread to other samples.
 
     """
 
+    layout: Layout
     tainted: bool = False
+    # Of the whole model.
+    output: Any = None
     # The output of each block in the order of the calls, and the last one before it is padded again.
     outputs: list[tuple[nn.Module, Any]] = field(default_factory=list)
     # Blocks that did not call the packed attention.
     idle: list[nn.Module] = field(default_factory=list)
     attended: int = 0
+    # The sizes of draws of random numbers inside the blocks.
+    draws: list[int] = field(default_factory=list)
     # The states of Python's and NumPy's generators at the first block, and whether a block drew from them.
     states: tuple[Any, ...] | None = None
     drew: bool = False

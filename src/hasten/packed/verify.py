@@ -24,9 +24,9 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import pairwise, zip_longest
-from typing import Any
+from functools import partial
+from itertools import chain, pairwise, repeat, zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,15 +94,14 @@ class _Verified(MethodPatch):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack, call = self._stack, self._stack.call
         if not stack.verified and call is not None and call.layout is not None:
-            arguments = _Arguments(args, kwargs, self.__signature__)
-            stack.verified = verify(self.module, self.original, stack, arguments, self._layout)
+            given = _Arguments(args, kwargs, self.__signature__)
+            stack.verified = verify(self.module, self.original, stack, given, self._layout)
             stack.begin(call.layout)
         return self.original(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """The positional and keyword arguments of a call."""
+class _Arguments(NamedTuple):
+    """The positional and keyword arguments of a call: some code depends on which of the two they are."""
 
     args: tuple[Any, ...]
     kwargs: Named
@@ -121,13 +120,13 @@ class _Arguments:
                 return value
             return value.detach()[torch.tensor(places, device=value.device)]
 
-        names = [*self.signature.parameters, *("" for _ in self.args)]
-        args = tuple(some(name, each) for name, each in zip(names, self.args, strict=False))
+        names = chain(self.signature.parameters, repeat(""))
+        args = tuple(map(some, names, self.args))
         kwargs = {name: some(name, each) for name, each in self.kwargs.items()}
-        return _Arguments(args, kwargs, self.signature)
+        return self._replace(args=args, kwargs=kwargs)
 
 
-def verify(model: nn.Module, forward: Forward, stack: Stack, arguments: _Arguments, layout: Layouts) -> bool:
+def verify(model: nn.Module, forward: Forward, stack: Stack, given: _Arguments, layout: Layouts) -> bool:
     """Compare a few samples of a batch, given the arguments of the model's forward, packed and padded.
 
     Returns:
@@ -137,24 +136,24 @@ def verify(model: nn.Module, forward: Forward, stack: Stack, arguments: _Argumen
         MisconfigurationException: packing would change the outputs; the message names the block and the reason.
 
     """
-    lengths = layout(arguments.named()).bounds.diff().tolist()
+    lengths = layout(given.named()).bounds.diff().tolist()
     chosen = _chosen(lengths)
     if not chosen:
         return False
-    trial = _TrialCalls(stack, forward, layout)
-    with _restored(model), trial.constant_draws:
-        few, again = (arguments.of_samples(each, len(lengths)) for each in (chosen, [chosen[0], *chosen]))
+    trial = partial(_trial, stack, forward, layout)
+    with _restored(model), _ConstantDraws(stack):
+        few, again = (given.of_samples(each, len(lengths)) for each in (chosen, [chosen[0], *chosen]))
         try:
             padded = trial(few, packed=False)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             # The arguments cannot be indexed by sample, so take all samples.
-            few = again = arguments
+            few = again = given
             padded = trial(few, packed=False)
         packed = _or_refused(stack, lambda: trial(few, packed=True))
-        _check_attention(stack, packed.probe)
-        if not all(bool(output.isfinite().all()) for _, output in packed.probe.outputs):
+        _check_attention(stack, packed)
+        if not all(bool(output.isfinite().all()) for _, output in packed.outputs):
             return False
         scaled = _scales_whole_tensors(model)
         tainted = _or_failed(lambda: trial(again, packed=True, tainted=not scaled))
@@ -172,7 +171,7 @@ def verify(model: nn.Module, forward: Forward, stack: Stack, arguments: _Argumen
     return True
 
 
-def _or_failed(call: Callable[[], _TrialCall]) -> _TrialCall | Exception:
+def _or_failed(call: Callable[[], Probe]) -> Probe | Exception:
     """Return the result of a call, or its error; refusals and a lack of memory are raised."""
     try:
         return call()
@@ -182,7 +181,7 @@ def _or_failed(call: Callable[[], _TrialCall]) -> _TrialCall | Exception:
         return error
 
 
-def _or_refused(stack: Stack, call: Callable[[], _TrialCall]) -> _TrialCall:
+def _or_refused(stack: Stack, call: Callable[[], Probe]) -> Probe:
     found = _or_failed(call)
     if isinstance(found, Exception):
         text = f"{type(found).__name__}: {str(found).partition(chr(10))[0]:.120}"
@@ -191,48 +190,36 @@ def _or_refused(stack: Stack, call: Callable[[], _TrialCall]) -> _TrialCall:
     return found
 
 
-@dataclass(frozen=True)
-class _TrialCall:
-    """The result of one call: the output of the whole model, the sizes of draws inside its blocks, and more."""
-
-    output: Any
-    probe: Probe
-    draws: list[int]
-    layout: Layout
-
-
-class _TrialCalls:
-    """Calls the whole model padded or packed and collects the outputs of its blocks."""
-
-    def __init__(self, stack: Stack, forward: Forward, layout: Layouts) -> None:
-        self._stack, self._forward, self._layout = stack, forward, layout
-        self.constant_draws = _ConstantDraws(stack)
-
-    def __call__(
-        self, arguments: _Arguments, *, packed: bool, tainted: bool = False, first_only: bool = False
-    ) -> _TrialCall:
-        stack, draws = self._stack, self.constant_draws
-        layout = self._layout(arguments.named())
-        # Without gradients, the last block would compute all tokens.
-        layout.first_only = first_only
-        attention: AbstractContextManager[Any] = nullcontext() if packed else stack.unpatched()
-        draws.counts = []
-        stack.probe = probe = Probe(tainted=tainted)
-        random.seed(0)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(0)
-        # Without torch.manual_seed, which would also seed devices that are initialized later.
-        torch.default_generator.manual_seed(0)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(0)
-        try:
-            with attention, torch.enable_grad() if first_only else torch.no_grad():
-                stack.begin(layout if packed else None)
-                output = self._forward(*arguments.args, **arguments.kwargs)
-                stack.finish(output)
-        finally:
-            stack.probe, stack.call, stack.inside = None, None, False
-        return _TrialCall(output, probe, draws.counts, layout)
+def _trial(
+    stack: Stack,
+    forward: Forward,
+    layout: Layouts,
+    given: _Arguments,
+    *,
+    packed: bool,
+    tainted: bool = False,
+    first_only: bool = False,
+) -> Probe:
+    """Call the whole model padded or packed, and return what its blocks computed."""
+    stack.probe = probe = Probe(layout(given.named()), tainted)
+    # Without gradients, the last block would compute all tokens.
+    probe.layout.first_only = first_only
+    attention: AbstractContextManager[Any] = nullcontext() if packed else stack.unpatched()
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    # Without torch.manual_seed, which would also seed devices that are initialized later.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
+    try:
+        with attention, torch.enable_grad() if first_only else torch.no_grad():
+            stack.begin(probe.layout if packed else None)
+            probe.output = forward(*given.args, **given.kwargs)
+            stack.finish(probe.output)
+    finally:
+        stack.probe, stack.call, stack.inside = None, None, False
+    return probe
 
 
 class _ConstantDraws(TorchDispatchMode):
@@ -241,7 +228,6 @@ class _ConstantDraws(TorchDispatchMode):
     def __init__(self, stack: Stack) -> None:
         super().__init__()
         self._stack = stack
-        self.counts: list[int] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -258,7 +244,12 @@ class _ConstantDraws(TorchDispatchMode):
         if name == "native_dropout":
             self._record(args[0])
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        drawn = _draw_with_restored_generator(func, args, kwargs)
+        # The generators that the user passes.
+        own = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
+        states = [one.get_state() for one in own]
+        drawn = func(*args, **kwargs)
+        for one, state in zip(own, states, strict=True):
+            one.set_state(state)
         for each in drawn if isinstance(drawn, (tuple, list)) else (drawn,):
             if isinstance(each, Tensor):
                 self._record(each)
@@ -271,19 +262,8 @@ class _ConstantDraws(TorchDispatchMode):
         return drawn
 
     def _record(self, drawn: Tensor) -> None:
-        if self._stack.inside:
-            self.counts.append(drawn.numel())
-
-
-def _draw_with_restored_generator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation that draws random numbers, and restore the generator that the user passes."""
-    own = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
-    states = [one.get_state() for one in own]
-    try:
-        return func(*args, **kwargs)
-    finally:
-        for one, state in zip(own, states, strict=True):
-            one.set_state(state)
+        if self._stack.inside and self._stack.probe is not None:
+            self._stack.probe.draws.append(drawn.numel())
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -301,11 +281,11 @@ def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _restored(model: nn.Module) -> Iterator[None]:
     """Restore random generators, buffers and attributes of modules at the end."""
     modules = list(model.modules())
-    buffers = [(owner, owner._buffers.copy()) for owner in modules]
     attributes = [(owner, dict(vars(owner))) for owner in modules]
     tensors = [
         (tensor.detach(), tensor.detach().clone())
-        for _, each in [*buffers, *attributes]
+        for owner in modules
+        for each in (vars(owner), owner._buffers)
         for tensor in each.values()
         if isinstance(tensor, Tensor) and tensor.layout == torch.strided
     ]
@@ -313,7 +293,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
         (value, value.copy())
         for _, each in attributes
         for name, value in each.items()
-        if type(value) in (list, dict, set) and name not in _OF_MODULES
+        if name == "_buffers" or (type(value) in (list, dict, set) and name not in _OF_MODULES)
     ]
     for owner in modules:
         for name in ("_forward_hooks", "_forward_pre_hooks"):
@@ -347,9 +327,6 @@ def _restored(model: nn.Module) -> Iterator[None]:
                 for tensor, copy in tensors:
                     if not torch.equal(tensor, copy):
                         tensor.copy_(copy)
-            for owner, names in buffers:
-                owner._buffers.clear()
-                owner._buffers.update(names)
 
 
 # -- choosing samples
@@ -382,9 +359,9 @@ def _scales_whole_tensors(model: nn.Module) -> bool:
     return any(type(each).__module__.partition(".")[0] in owners for each in model.modules())
 
 
-def _check_attention(stack: Stack, probe: Probe) -> None:
-    if probe.idle:
-        block = probe.idle[0]
+def _check_attention(stack: Stack, packed: Probe) -> None:
+    if packed.idle:
+        block = packed.idle[0]
         own = [
             type(each).__name__
             for name, each in block.named_modules()
@@ -398,9 +375,9 @@ def _check_attention(stack: Stack, probe: Probe) -> None:
         )
 
 
-def _check_apart(stack: Stack, tainted: _TrialCall) -> None:
+def _check_apart(stack: Stack, tainted: Probe) -> None:
     begin = int(tainted.layout.bounds[1])
-    for block, output in tainted.probe.outputs:
+    for block, output in tainted.outputs:
         if isinstance(output, Tensor) and bool(output[0, begin:].isnan().any()):
             raise refusal(
                 stack.asked,
@@ -409,8 +386,8 @@ def _check_apart(stack: Stack, tainted: _TrialCall) -> None:
             )
 
 
-def _check_draws(stack: Stack, packed: _TrialCall, tainted: _TrialCall) -> None:
-    if packed.probe.drew:
+def _check_draws(stack: Stack, packed: Probe, tainted: Probe) -> None:
+    if packed.drew:
         raise refusal(
             stack.asked,
             "its blocks draw from the random generator of Python or NumPy, perhaps per sample: dropping samples or "
@@ -427,8 +404,8 @@ def _check_draws(stack: Stack, packed: _TrialCall, tainted: _TrialCall) -> None:
             )
 
 
-def _check_values(stack: Stack, padded: _TrialCall, packed: _TrialCall, tolerance: float | None) -> None:
-    layout, outputs = packed.layout, (padded.probe.outputs, packed.probe.outputs)
+def _check_values(stack: Stack, padded: Probe, packed: Probe, tolerance: float | None) -> None:
+    layout, outputs = packed.layout, (padded.outputs, packed.outputs)
     if [block for block, _ in outputs[0]] != [block for block, _ in outputs[1]]:
         raise refusal(stack.asked, "it calls different blocks on a row of real tokens")
     for (block, exact), (_, row) in zip(*outputs, strict=True):
@@ -443,7 +420,7 @@ def _check_values(stack: Stack, padded: _TrialCall, packed: _TrialCall, toleranc
             )
 
 
-def _check_outputs(stack: Stack, padded: _TrialCall, packed: _TrialCall, tolerance: float | None) -> None:
+def _check_outputs(stack: Stack, padded: Probe, packed: Probe, tolerance: float | None) -> None:
     exact, found = list(_tensors(padded.output)), list(_tensors(packed.output))
     same = [each.shape for each in exact] == [each.shape for each in found]
     for one, other in zip(exact, found, strict=True) if same else ():
@@ -460,8 +437,8 @@ def _check_outputs(stack: Stack, padded: _TrialCall, packed: _TrialCall, toleran
         )
 
 
-def _check_first_tokens(stack: Stack, packed: _TrialCall, first: _TrialCall) -> None:
-    (_, row), (block, alone) = packed.probe.outputs[-1], first.probe.outputs[-1]
+def _check_first_tokens(stack: Stack, packed: Probe, first: Probe) -> None:
+    (_, row), (block, alone) = packed.outputs[-1], first.outputs[-1]
     expected = row[0, packed.layout.firsts]
     if alone[0].shape != expected.shape or not _close(alone[0].detach(), expected, [0, len(expected)]):
         problem = (
