@@ -30,7 +30,7 @@ from hasten.batching.pad import (
     pad_to,
     rounded_up,
 )
-from hasten.data.loader_parts import is_iterable, overrides_iter
+from hasten.data.loader_parts import is_iterable, overrides_iter, samples_at
 from hasten.data.memory.dataset_parts import preserve
 from hasten.data.memory.resident import HeldDataset
 from hasten.seed import isolate_rng
@@ -89,11 +89,13 @@ def token_fields(
     if any(each.is_open for each in found.values()):
         chosen = spread(lengths, SAMPLES)
         look_at(_batches(loader, collate_fn, [chosen[at : at + size] for at in range(0, len(chosen), size)]))
-    sure = [each.is_open and (len(widths) > 1 or each.ends_with_the_mask()) for each in found.values()]
-    return TokenFields(
-        tuple(key for (key, each), yes in zip(found.items(), sure, strict=True) if yes or each.is_named),
-        tuple(key for (key, each), yes in zip(found.items(), sure, strict=True) if each.is_open and not yes),
-    )
+    over_tokens, doubtful = [], []
+    for key, each in found.items():
+        if each.is_named or (each.is_open and (len(widths) > 1 or each.ends_with_the_mask())):
+            over_tokens.append(key)
+        elif each.is_open:
+            doubtful.append(key)
+    return TokenFields(tuple(over_tokens), tuple(doubtful))
 
 
 def spread(lengths: Tensor, count: int) -> list[int]:
@@ -355,14 +357,8 @@ def sample_fields(loaders: object, *, changed_later: bool = False) -> Fields | N
             few = min(FEW, len(numbers) // 2)
             if not few:
                 return None
-            many, fewer = (collate(_samples(dataset, numbers[:count])) for count in (len(numbers), few))
+            many, fewer = (collate(samples_at(dataset, numbers[:count])) for count in (len(numbers), few))
     except Exception:
         # A function that needs as many samples as a batch has, or a dataset that is read in its own order.
         return None
     return Fields(compare(many, fewer, len(numbers), few))
-
-
-def _samples(dataset: Any, numbers: list[Any]) -> Any:
-    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
-        return dataset.__getitems__(numbers)
-    return [dataset[number] for number in numbers]

@@ -35,6 +35,13 @@ def unchanged(batch: _Loader) -> _Loader:
     return batch
 
 
+def samples_at(dataset: Any, indices: list[Any]) -> Any:
+    """Return the samples with these indices, read as a ``DataLoader`` reads them."""
+    if callable(getattr(dataset, "__getitems__", None)):
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
+
+
 def has_state(thing: object) -> bool:
     """Return whether ``thing`` can save and load its position."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))

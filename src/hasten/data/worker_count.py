@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import math
+import operator
 import os
 import platform
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from hasten._lib import check
 from hasten._lib.files import cache_folder, read_json, remember_json
@@ -27,7 +28,6 @@ from hasten.data.loader_parts import (
     length_of,
     required_in_training,
     shut_down,
-    unchanged,
     with_attributes,
 )
 from hasten.machine.host import usable_cores
@@ -236,23 +236,13 @@ def _first_batches(batches: Iterable[Any]) -> list[Any]:
     return list(islice(batches, _BATCHES))
 
 
-@dataclass(eq=False)
-class _Call(IterableDataset[Any]):
-    """Gives the result of a function, called in the process that iterates."""
-
-    function: Callable[[], Any]
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self.function()
-
-
 def _in_a_worker(loader: DataLoader[Any], function: Callable[[], Any]) -> Any:
     """Return the result of a function, called in a separate worker process."""
+    calls: Any = [function]
     context = loader.multiprocessing_context
-    call = DataLoader(
-        _Call(function), None, num_workers=1, collate_fn=unchanged, multiprocessing_context=context
+    results = iter(
+        DataLoader(calls, None, num_workers=1, collate_fn=operator.call, multiprocessing_context=context)
     )
-    results = iter(call)
     try:
         return next(results)
     finally:

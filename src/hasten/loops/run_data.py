@@ -145,7 +145,7 @@ class StageData:
     def worker_start_seconds(self) -> float:
         """How long processes that live for one epoch took to start, the last time; 0 without any."""
         return sum(
-            stream.worker_start_seconds or 0.0
+            stream.worker_start_seconds
             for stream in self._streams or []
             if not getattr(stream.loader, "persistent_workers", False)
         )

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from hasten._lib import tree
 from hasten._lib.optional import installed
-from hasten.data.loader_parts import has_state, unchanged
+from hasten.data.loader_parts import has_state, samples_at, unchanged
 from hasten.data.memory.dataset_parts import own_generators, preserve
 from hasten.data.resume.workers import RngWatch
 from hasten.machine.host import available_memory_bytes, total_memory_bytes
@@ -391,10 +391,7 @@ class _Chunks(DatasetProxy):
             self.__dict__["_hasten_watch"] = _RandomWatch(dataset)
         watch = self._hasten_watch
         watch.drawn()
-        if callable(getattr(dataset, "__getitems__", None)):
-            samples = dataset.__getitems__(indices)
-        else:
-            samples = [dataset[index] for index in indices]
+        samples = samples_at(dataset, indices)
         drawn = watch.drawn()
         kinds: set[Kind] = set()
         with suppress(NoColumnsError):

@@ -259,8 +259,8 @@ class Stream:
         self.load_state_dict({**state, "start": None, "ahead": None, "source": None})
 
     @property
-    def worker_start_seconds(self) -> float | None:
-        """How long the processes of its loaders took to start, the last time; None without any, or before batches."""
+    def worker_start_seconds(self) -> float:
+        """How long the processes of its loaders took to start, the last time; 0 without any, or before batches."""
         return self._source.start_seconds
 
     def keep_indices(self) -> None:
@@ -546,10 +546,8 @@ class CombinedStream:
         return 0 if self._at_end else self.handed
 
     @property
-    def worker_start_seconds(self) -> float | None:
-        found = [reader.stream.worker_start_seconds for reader in self._readers]
-        known = [seconds for seconds in found if seconds is not None]
-        return sum(known) if known else None
+    def worker_start_seconds(self) -> float:
+        return sum(reader.stream.worker_start_seconds for reader in self._readers)
 
     # -- the batches
 

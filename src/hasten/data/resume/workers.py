@@ -193,8 +193,8 @@ class WorkerStates:
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        # When the last worker was ready, in seconds of the wall clock; None before its first batch.
-        self.ready: float | None = None
+        # When the last worker was ready, in seconds of the wall clock; 0 before its first batch.
+        self.ready = 0.0
         self.start_epoch(0, [None] * num_workers)
 
     def start_epoch(self, number: int, states: list[State | None]) -> None:
@@ -217,9 +217,7 @@ class WorkerStates:
             self._rounds.append(self.number)
         if state is None:
             return
-        ready = state.pop("ready", None)
-        if ready is not None:
-            self.ready = max(ready, self.ready or ready)
+        self.ready = max(self.ready, state.pop("ready", 0.0))
         start = state.pop("start", None)
         if start is not None and self._first == 0:
             self.starts[worker] = start
