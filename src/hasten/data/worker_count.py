@@ -239,10 +239,9 @@ def _first_batches(batches: Iterable[Any]) -> list[Any]:
 def _in_a_worker(loader: DataLoader[Any], function: Callable[[], Any]) -> Any:
     """Return the result of a function, called in a separate worker process."""
     calls: Any = [function]
+    call: Any = operator.call
     context = loader.multiprocessing_context
-    results = iter(
-        DataLoader(calls, None, num_workers=1, collate_fn=operator.call, multiprocessing_context=context)
-    )
+    results = iter(DataLoader(calls, None, num_workers=1, collate_fn=call, multiprocessing_context=context))
     try:
         return next(results)
     finally:
