@@ -279,6 +279,23 @@ def test_states_of_every_kind_are_resumed() -> None:
     assert [value for value, _ in own.batches()] == [1, 2, 3, 4, 5]
 
 
+def test_state_of_a_stream_opened_at_the_end_of_an_epoch_is_that_end() -> None:
+    def living() -> DataLoader:
+        return numbers(shuffle=True, num_workers=1, persistent_workers=True)
+
+    stream = Stream(living())
+    list(stream.batches())
+    again = resumed(living(), stream.state_dict(3))
+    again.open()
+    third = resumed(living(), again.state_dict(0))
+    seen = []
+    for each in (stream, again, third):
+        torch.manual_seed(3)
+        seen.append(values(each.batches()))
+        each.close()
+    assert seen[0] == seen[1] == seen[2]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_start_at_leaves_out_batches(workers: int) -> None:
     stream = Stream(numbers(num_workers=workers))

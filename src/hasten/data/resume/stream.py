@@ -233,9 +233,11 @@ class Stream:
             if state["epoch"] is not None:
                 self.set_epoch(state["epoch"])
             iterator = self._reopened(state)
-        if again is not _END or not state["ended"]:
+        self.handed, self._at_end = state["consumed"], again is _END and state["ended"]
+        if self._at_end:
+            self._exhausted = state["exhausted"]
+        else:
             self._again, self._opened = again, iterator
-            self.handed, self._at_end = state["consumed"], False
 
     def _reopened(self, state: dict[str, Any]) -> Iterator[Any]:
         self._start = state["start"] or self._random_state()
