@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,44 +27,26 @@ def lever(name: str, safety: Safety = Safety.SAME_BITS, **options: Any) -> Lever
     return Lever(name, f"{name}()", safety, {name: True}, change=nothing, **options)
 
 
+@dataclasses.dataclass
 class FakeProgram:
-    """Opens trials whose steps take what a function of their levers says.
+    """Opens trials whose steps take what a function of their levers says."""
 
-    Args:
-        step_seconds: of a step, given the levers that are on and the number of the step.
-        start_seconds: of a process.
-        prepare_seconds: of the first step besides, given the levers.
-        losses: of a step, given the levers and the number of the step.
-        fails: raises where levers fail.
-        apart: how samples affect one another, given the levers.
-        facts: about the program.
-
-    """
-
-    def __init__(
-        self,
-        step_seconds: Callable[[Levers, int], float],
-        *,
-        start_seconds: float = 0.0,
-        prepare_seconds: Callable[[Levers], float] = lambda levers: 0.0,
-        losses: Callable[[Levers, int], float] = lambda levers, step: 1.0,
-        fails: Callable[[Levers], None] = lambda levers: None,
-        apart: Callable[[Levers], str | None] = lambda levers: None,
-        facts: Mapping[str, Any] | None = None,
-        steps_planned: float = math.inf,
-    ) -> None:
-        self.step_seconds, self.start_seconds, self.prepare_seconds = (
-            step_seconds,
-            start_seconds,
-            prepare_seconds,
-        )
-        self.losses, self.fails, self.apart = losses, fails, apart
-        self.facts = {"device_type": "cuda", "step_draws": False, "batch_norm": False, **(facts or {})}
-        self.steps_planned = steps_planned
-        self.now = 0.0
-        self.opened: list[Levers] = []
-        self.open = 0
-        self.said: list[str] = []
+    # Of a step, given the levers that are on and the number of the step; of a process; and of the first step besides.
+    step_seconds: Callable[[Levers, int], float]
+    _: dataclasses.KW_ONLY
+    start_seconds: float = 0.0
+    prepare_seconds: Callable[[Levers], float] = lambda levers: 0.0
+    losses: Callable[[Levers, int], float] = lambda levers, step: 1.0
+    # Raises where levers fail.
+    fails: Callable[[Levers], None] = lambda levers: None
+    # How samples affect one another.
+    apart: Callable[[Levers], str | None] = lambda levers: None
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    steps_planned: float = math.inf
+    now: float = 0.0
+    open: int = 0
+    opened: list[Levers] = dataclasses.field(default_factory=list)
+    said: list[str] = dataclasses.field(default_factory=list)
 
     def advise(self, levers: list[Lever], **plan: Any) -> Advice:
         """Return what a search finds."""
@@ -123,12 +106,13 @@ class FakeTrial:
         return turn
 
     def ask(self, name: str, **options: Any) -> Any:
+        facts = {"device_type": "cuda", "step_draws": False, "batch_norm": False, **self.program.facts}
         answers: dict[str, Any] = {
             "parts": {"forward": 1.0},
             "first_steps": {"gradients": [], "without_draws": []},
             "count": None,
             "apart": self.program.apart(self.levers),
-            "inspect": {"facts": self.program.facts, "steps_planned": self.program.steps_planned},
+            "inspect": {"facts": facts, "steps_planned": self.program.steps_planned},
         }
         return answers[name]
 

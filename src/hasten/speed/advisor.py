@@ -136,7 +136,14 @@ class LineSearch:
         """Return the verdicts and the lines to write."""
         self._inspect(may_split=FITTING in levers)
         self._limit_to_share()
-        fit = [lever for lever in levers if not self._is_unfit(lever)]
+        fit = []
+        for lever in levers:
+            safety = lever.safety_in(self._facts)
+            verdict, reason = self._why_unfit(lever, safety)
+            if verdict:
+                self._rows[lever.name] = Row(lever.name, lever.line, safety, verdict, reason)
+            else:
+                fit.append(lever)
         fit.sort(key=lambda lever: -expected_gain(lever, self._facts))
         other_models = [lever for lever in fit if lever.safety == Safety.OTHER_MATHS]
         same_model = [lever for lever in fit if lever.safety != Safety.OTHER_MATHS]
@@ -213,15 +220,8 @@ class LineSearch:
             )
         self._until = min(self._until, self._began + share * seconds)
 
-    def _is_unfit(self, lever: Lever) -> bool:
-        """Return whether a lever is not measured; then it has its row."""
-        safety = lever.safety_in(self._facts)
-        verdict, reason = self._why_unfit(lever, safety)
-        if verdict:
-            self._rows[lever.name] = Row(lever.name, lever.line, safety, verdict, reason)
-        return bool(verdict)
-
     def _why_unfit(self, lever: Lever, safety: Safety) -> tuple[str, str]:
+        """Return the verdict and the reason of a lever that is not measured; empty for one that is."""
         if lever in self._races.always:
             return words.NEEDED, "the unchanged program runs out of memory: all others are measured with it"
         given = self._races.given
@@ -250,7 +250,7 @@ class LineSearch:
             self._say(f"{lever.name}{on_top} ({self._left_to_try} to try, {self._left()})")
             left = self._until - self._reserve() - self._clock()
             # Twice its share: most comparisons end early.
-            row = self._race(base, line, lever.name, share=2 * left / self._left_to_try)
+            (row,) = self._race(base, {lever.name: line}, share=2 * left / self._left_to_try)
             self._left_to_try -= 1
             if not again or row.wins:
                 self._rows[lever.name] = row
@@ -279,7 +279,7 @@ class LineSearch:
                 break
             self._say(f"without {lever.name} ({self._left()})")
             without = tuple(other for other in line if other != lever)
-            row = self._race(line, without, f"without {lever.name}")
+            (row,) = self._race(line, {f"without {lever.name}": without})
             self._combinations.append(row)
             if row.verdict in (words.WINS, NO_GAIN):
                 line = without
@@ -310,14 +310,11 @@ class LineSearch:
         finally:
             self._until = before
 
-    def _race(self, base: Levers, line: Levers, name: str, *, share: float = math.inf) -> Row:
-        """Return the row of a line that is raced against a base, within this share of the time if possible."""
-        return self._run(base, {name: line}, self._until - self._reserve(), share)[0]
-
-    def _run(
-        self, base: Levers, lines: dict[str, Levers], until: float, share: float = math.inf
+    def _race(
+        self, base: Levers, lines: dict[str, Levers], *, share: float = math.inf, reserve: float | None = None
     ) -> list[Row]:
-        now = self._clock()
+        """Return the rows of lines that are raced against a base, within this share of the time if possible."""
+        now, until = self._clock(), self._until - (self._reserve() if reserve is None else reserve)
         error: TrialError = LateError("the time was over before it began")
         if now < until:
             try:
@@ -340,7 +337,7 @@ class LineSearch:
         direct = all(row.levers == [row.name] and len(line) == 1 for row, line in pairs)
         if not direct:
             self._say(f"measuring what to write against the unchanged program ({self._left()})")
-            rows = self._run((), {name_of(line): line for line in chosen}, self._until)
+            rows = self._race((), {name_of(line): line for line in chosen}, reserve=0.0)
             for line, row in zip(chosen, rows, strict=True):
                 self._note(line, row)
         found: list[Line] = []

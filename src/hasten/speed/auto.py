@@ -176,7 +176,13 @@ def choose_speed(
         trainer.change_arguments(speed=None)
         advice, origin = recall(key), "remembered"
         if advice is None and _can_measure(trainer):
-            advice, origin = _measured(trainer, key, model, train_dataloaders, datamodule)
+            advice = _measured(trainer, model, train_dataloaders, datamodule)
+            if advice is not None:
+                kept, origin = remember(key, advice), f"measured in {advice.seconds:.0f} s"
+                origin += f", kept in {kept}" if kept else ""
+                if kept is None and trainer.world_size > 1:
+                    advice, text = None, "the result cannot be kept for the other processes"
+                    rank_zero_warn(f"speed='auto': {text}: training goes on unchanged.")
         _changes[trainer] = [] if advice is None else _apply(trainer, advice, origin)
     with ExitStack() as undo_all:
         for place in _changes.get(trainer, ()):
@@ -204,35 +210,24 @@ def _can_measure(trainer: Trainer) -> bool:
 
 def _measured(
     trainer: Trainer,
-    key: str,
     model: LightningModule,
     train_dataloaders: Dataloaders,
     datamodule: LightningDataModule | None,
-) -> tuple[Advice | None, str]:
-    """Return what pays, and how it was found; None if it cannot be measured."""
+) -> Advice | None:
+    """Return what pays; None if it cannot be measured."""
     levers = [lever for lever in known_levers() if lever.preload in (None, preloaded())]
-    automatic = sum(lever.safety.is_automatic for lever in levers)
-    share = (
-        f" for at most {PLAN.share_of_training:.0%} of the time it takes" if PLAN.share_of_training else ""
-    )
-    _log(f"measuring{share} which of {automatic} levers pay; training begins after that.")
+    automatic, share = sum(lever.safety.is_automatic for lever in levers), PLAN.share_of_training
+    limit = f" for at most {share:.0%} of the time it takes" if share else ""
+    _log(f"measuring{limit} which of {automatic} levers pay; training begins after that.")
     try:
         program = program_of(trainer, model, train_dataloaders, datamodule)
-        advice = measure(program, levers=levers, plan=PLAN)
+        return measure(program, levers=levers, plan=PLAN)
     except TooShortError as error:
         _log(f"this training goes on unchanged: {error}.")
-        return None, ""
     except (TypeError, AdviceError) as error:
         text = str(error).removeprefix("Trainer.advise: ").splitlines()[0]
         rank_zero_warn(f"speed='auto': nothing was measured, training goes on unchanged: {text}")
-        return None, ""
-    kept = remember(key, advice)
-    if kept is None and trainer.world_size > 1:
-        rank_zero_warn(
-            "speed='auto': the result cannot be kept for the other processes: training goes on unchanged."
-        )
-        return None, ""
-    return advice, f"measured in {advice.seconds:.0f} s" + (f", kept in {kept}" if kept else "")
+    return None
 
 
 def _apply(trainer: Trainer, advice: Advice, origin: str) -> list[str]:
@@ -240,11 +235,11 @@ def _apply(trainer: Trainer, advice: Advice, origin: str) -> list[str]:
     by_name = {lever.name: lever for lever in known_levers()}
     # Consent was not given, whatever is in the file; a lever may be gone, or need a process that was started for it.
     levers = [
-        by_name[name]
+        lever
         for name in advice.winners
-        if name in by_name
-        and by_name[name].safety_in(advice.facts).is_automatic
-        and by_name[name].preload in (None, preloaded())
+        if (lever := by_name.get(name)) is not None
+        and lever.safety_in(advice.facts).is_automatic
+        and lever.preload in (None, preloaded())
     ]
     if trainer.given_arguments["batch_size"] == "auto":
         # It finds a size that fits into memory: these are for a size that stays.

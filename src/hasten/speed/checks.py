@@ -142,10 +142,8 @@ def judge_gradients(
     noise, tolerance = 0.0, _as_coarse(safety, coarse).gradient_tolerance
     for step, (one, other) in enumerate(zip(base, gradients, strict=False)):
         noise = max(noise, _apart(one, again[step]) if step < len(again) else 0.0)
-        apart, allowed = (
-            _apart(one, other),
-            min(_FURTHEST, tolerance * _GROWTH**step) + _BEYOND_ITSELF * noise,
-        )
+        apart = _apart(one, other)
+        allowed = min(_FURTHEST, tolerance * _GROWTH**step) + _BEYOND_ITSELF * noise
         if apart > allowed:
             text = (
                 f"the gradients of step {step + 1} are {100 * apart:.3g}% away from the unchanged program's"
@@ -342,9 +340,8 @@ class _NoDropout(TorchFunctionMode):
         given = dict(kwargs or {})
         if func in _DROPOUTS:
             value = args[0] if args else given["input"]
-            return (
-                (value, torch.ones_like(value, dtype=torch.bool)) if func is torch.native_dropout else value
-            )
+            is_native = func is torch.native_dropout
+            return (value, torch.ones_like(value, dtype=torch.bool)) if is_native else value
         if func in _ATTENTIONS:
             name, place = _ATTENTIONS[func]
             if len(args) > place:

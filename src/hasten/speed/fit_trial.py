@@ -73,13 +73,12 @@ class FitTrial:
 
         @functools.wraps(fit)
         def fit_in_turns(trainer: Any, model: Any, *args: Any, **given: Any) -> NoReturn:
-            trial.fit(trainer, model, lambda: fit(trainer, model, *args, **given))
+            trial.fit(trainer, model, functools.partial(fit, trainer, model, *args, **given))
 
         def advise(
             trainer: Any, model: Any, train_dataloaders: Any = None, datamodule: Any = None, **given: Any
         ) -> NoReturn:
-            data = {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
-            trial.fit(trainer, model, lambda: fit(trainer, model, **data))
+            fit_in_turns(trainer, model, train_dataloaders, datamodule=datamodule)
 
         self._class.__init__, self._class.fit, self._class.advise = __init__, fit_in_turns, advise
 
