@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from hasten._lib import VERSION
-from hasten._lib.optional import need
 from hasten.demo.cumulative import Result
 from hasten.demo.task import RowVariant, Task, code_of, plural
 from hasten.machine.host import usable_cores
 from hasten.report.peaks import flop_counter, measured_peaks
+from hasten.speed.advice import BLUE, GREY, Bar, draw_speeds
 from hasten.speed.inspect_run import device_name
 from hasten.speed.safety import Safety
 
@@ -327,38 +327,24 @@ def _as_row(result: Result, first: Result, arithmetic: Arithmetic | None) -> dic
 
 def draw(path: Path, task: Task, results: Sequence[Result], facts: dict[str, Any]) -> None:
     """Draw the ladder: a bar for each row, as long as it is fast, with seconds and accuracy beside it."""
-    purpose = "the bar chart of `hasten demo`"
-    # The figure is made without pyplot: no window, no global state, whatever backend is set.
-    figure = need("matplotlib.figure", purpose=purpose).Figure(
-        figsize=(9.0, 1.5 + 0.52 * len(results)), layout="constrained"
-    )
-    need("matplotlib.backends.backend_agg", purpose=purpose).FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    speeds = [results[0].seconds / result.seconds for result in results]
-    colors = ["#8a8f98" if result.variant.trainer is None else "#2f6fb5" for result in results]
-    hatches = [None if result.in_full else "///" for result in results]
-    axes.barh(range(len(results)), speeds, color=colors, height=0.68, hatch=hatches, edgecolor="white")
-    for place, result in enumerate(results):
+    bars = []
+    for result in results:
         text, *more = _figures(result, results[0])
         if more:
             text = f"{more[0]}   {text} s" + f"   accuracy {more[-1]}" * bool(more[-1])
-        axes.annotate(
-            text, (speeds[place], place), (5, 0), textcoords="offset points", va="center", backgroundcolor="white",
-            fontsize=9,
-        )  # fmt: skip
-    axes.set_yticks(range(len(results)), [result.row.name + _mark(result) for result in results])
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
-    axes.set_xlim(0, max(speeds) * 1.5)
-    axes.set_xlabel("times as fast as the plain PyTorch loop (training time, longer is better)")
-    axes.set_title("\n".join(textwrap.wrap(f"{task.name}: {task.title}", 100)), fontsize=9, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
+        color = GREY if result.variant.trainer is None else BLUE
+        speed, hatch = results[0].seconds / result.seconds, None if result.in_full else "///"
+        bars.append(Bar(result.row.name + _mark(result), speed, text, color, hatch=hatch))
     notes = [
-        describe(facts),
         "hatched, ~: timed over a sample of steps" * any(not result.in_full for result in results),
         "*: changes the maths" * any(not result.row.same_maths for result in results),
         "-: does not pay, left out of the rows below" * any(result.is_left_out for result in results),
     ]
-    below = "\n".join(textwrap.wrap(";  ".join(filter(None, notes)), 120))
-    figure.supxlabel(below, fontsize=7.5, color="#555555", x=0.01, ha="left")
-    figure.savefig(path, dpi=144)
+    draw_speeds(
+        path,
+        bars,
+        title=f"{task.name}: {task.title}",
+        axis="times as fast as the plain PyTorch loop (training time, longer is better)",
+        notes=[describe(facts), ";  ".join(filter(None, notes))],
+        purpose="the bar chart of `hasten demo`",
+    )

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from hasten._lib.files import cache_folder, remember_json
 from hasten._lib.optional import need
@@ -26,7 +26,8 @@ WINS, NEVER_PAYS, WRONG, REFUSED = "wins", "pays back too late", "wrong", "refus
 NOT_HERE, ALREADY_ON, NEEDED, NO_TIME, NOT_TRIED = "not here", "already on", "needed", "no time", "not tried"
 
 _WIDTH = 100
-_WINS_COLOUR, _CONSENT_COLOUR, _GREY = "#2f6fb5", "#c98b2b", "#8a8f98"
+# Colours of bars.
+BLUE, ORANGE, GREY = "#2f6fb5", "#c98b2b", "#8a8f98"
 CHART = "the bar chart of `hasten advise`"
 
 
@@ -269,40 +270,17 @@ class Advice:
             ModuleNotFoundError: matplotlib is not installed.
 
         """
-        # Made without pyplot: no window, no global state, whatever backend is set.
-        figure = need("matplotlib.figure", purpose=CHART).Figure(layout="constrained")
-        need("matplotlib.backends.backend_agg", purpose=CHART).FigureCanvasAgg(figure)
-        bars = [self.unchanged, *(row for row in self._measured_first() if row.speed is not None)]
-        figure.set_size_inches(9.0, 1.6 + 0.42 * len(bars))
-        axes, longest = figure.add_subplot(), 1.0
-        for place, row in enumerate(bars):
-            speed = end = row.speed or 1.0
-            color = _GREY
-            if row.wins:
-                color = _WINS_COLOUR if row.safety.is_automatic else _CONSENT_COLOUR
-            axes.barh(place, speed, color=color, height=0.66)
-            # After one turn there is no interval.
-            if row.low is not None and row.high is not None and math.isfinite(row.high):
-                end = row.high
-                axes.hlines(place, row.low, end, color="#444444", linewidth=1.5)
-            text = "unchanged" if row is self.unchanged else f"{_times(speed)}   {row.verdict}"
-            axes.text(end, place, f"  {text}", va="center", fontsize=9)
-            longest = max(longest, end)
-        axes.set_yticks(range(len(bars)), ["\n".join(textwrap.wrap(row.name, 44)) for row in bars])
-        axes.invert_yaxis()
-        axes.axvline(1.0, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
-        axes.set_xlim(0, longest * 1.45)
-        axes.set_xlabel(
-            "times as fast as the unchanged program, each on top of the winners above (with interval)"
-        )
-        axes.set_title("\n".join(textwrap.wrap(self._title(), 100)), fontsize=9, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-        notes = [self._hardware(), "orange: needs consent, as it changes more than rounding"]
+        bars = [Bar("unchanged", 1.0, "unchanged")]
+        for row in self._measured_first():
+            if row.speed is not None:
+                color = GREY if not row.wins else BLUE if row.safety.is_automatic else ORANGE
+                text = f"{_times(row.speed)}   {row.verdict}"
+                bars.append(Bar(row.name, row.speed, text, color, row.low, row.high))
+        title, hardware = self._title(), self._hardware()
+        axis = "times as fast as the unchanged program, each on top of the winners above (with interval)"
+        notes = [hardware, "orange: needs consent, as it changes more than rounding"]
         notes += [f"write, {line.safety.words}, {_times(line.speed)}: {line.line}" for line in self.lines]
-        below = "\n".join(part for note in notes for part in textwrap.wrap(note, 125))
-        figure.supxlabel(below, fontsize=7.5, color="#555555", x=0.01, ha="left")
-        figure.savefig(path, dpi=144)
-        return Path(path)
+        return draw_speeds(path, bars, title=title, axis=axis, notes=notes, purpose=CHART)
 
     def write(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write ``advice.txt``, ``advice.json`` and ``advice.png`` to a folder, which is created; return them.
@@ -333,6 +311,57 @@ class Advice:
         threads = f", {facts['threads']} threads" if facts.get("device_type") == "cpu" else ""
         versions = f"torch {facts.get('torch', '?')}, hasten {facts.get('hasten', '?')}"
         return f"{facts.get('device', 'unknown device')}{threads}; {versions}"
+
+
+class Bar(NamedTuple):
+    """A bar of a chart of speeds."""
+
+    name: str
+    speed: float
+    # Beside the bar.
+    text: str
+    color: str = GREY
+    # Ends of the interval of the speed; it is not drawn if they are not known.
+    low: float | None = None
+    high: float | None = None
+    hatch: str | None = None
+
+
+def draw_speeds(
+    path: str | os.PathLike[str],
+    bars: Sequence[Bar],
+    *,
+    title: str,
+    axis: str,
+    notes: Sequence[str],
+    purpose: str,
+) -> Path:
+    """Draw speeds as bars, the first on top, with notes below; ``ModuleNotFoundError`` without matplotlib."""
+    # Made without pyplot: no window, no global state, whatever backend is set.
+    figure = need("matplotlib.figure", purpose=purpose).Figure(layout="constrained")
+    need("matplotlib.backends.backend_agg", purpose=purpose).FigureCanvasAgg(figure)
+    figure.set_size_inches(9.0, 1.6 + 0.45 * len(bars))
+    axes, longest = figure.add_subplot(), 1.0
+    for place, bar in enumerate(bars):
+        end = bar.speed
+        axes.barh(place, bar.speed, color=bar.color, height=0.67, hatch=bar.hatch, edgecolor="white")
+        # After one turn there is no interval.
+        if bar.low is not None and bar.high is not None and math.isfinite(bar.high):
+            end = bar.high
+            axes.hlines(place, bar.low, end, color="#444444", linewidth=1.5)
+        axes.text(end, place, f"  {bar.text}", va="center", fontsize=9)
+        longest = max(longest, end)
+    axes.set_yticks(range(len(bars)), ["\n".join(textwrap.wrap(bar.name, 44)) for bar in bars])
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="#444444", linewidth=0.8, linestyle=":", zorder=0)
+    axes.set_xlim(0, longest * 1.5)
+    axes.set_xlabel(axis)
+    axes.set_title("\n".join(textwrap.wrap(title, 100)), fontsize=9, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    below = "\n".join(part for note in notes for part in textwrap.wrap(note, 120))
+    figure.supxlabel(below, fontsize=7.5, color="#555555", x=0.01, ha="left")
+    figure.savefig(path, dpi=144)
+    return Path(path)
 
 
 # Heading, attribute of the row that it needs, width, and text. gain: over the line it was added to; start s: how many
