@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 import hasten as L
 from hasten.callbacks import GradientAccumulationScheduler
 from hasten.optim import HastenOptimizer, LRSchedulerConfig
-from tests.models import Classifier, loader, quiet, same_weights
+from tests.models import Classifier, Manual, loader, quiet, same_weights
 
 
 class Configured(Classifier):
@@ -39,6 +39,17 @@ class Configured(Classifier):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.rates.append(self.optimizer.param_groups[0]["lr"])
+
+
+class With(Classifier):
+    """Trains with the optimizer that ``make`` makes."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
 
 
 def rates(make: Callable[[Any], Any], *, val: Any = None, **arguments: Any) -> list[float]:
@@ -90,27 +101,22 @@ STEPS = [0.5**k for k in range(1, 13)] + [0.5**12]
         ),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_forms(make: Any, expected: list[float]) -> None:
     assert rates(make) == pytest.approx(expected)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_several_optimizers_and_schedulers_for_manual_optimisation() -> None:
-    class Several(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
+    class Several(Manual):
         def configure_optimizers(self) -> Any:
             self.made = [torch.optim.SGD(self.parameters(), lr=rate) for rate in (0.1, 0.2, 0.3)]
             self.schedulers = [halve(optimizer) for optimizer in self.made]
+            third = {"scheduler": self.schedulers[2], "name": "third"}
             return (
                 {"optimizer": self.made[0], "lr_scheduler": self.schedulers[0]},
                 {"optimizer": self.made[1]},
-                {
-                    "optimizer": self.made[2],
-                    "lr_scheduler": {"scheduler": self.schedulers[2], "name": "third"},
-                },
+                {"optimizer": self.made[2], "lr_scheduler": third},
             )
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -127,16 +133,11 @@ def test_several_optimizers_and_schedulers_for_manual_optimisation() -> None:
 
 
 def test_defaults_of_a_scheduler_config() -> None:
-    seen: list[Any] = []
-
-    class Reads(L.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            seen.extend(trainer.lr_scheduler_configs)
-
     watch = {"monitor": "train_value", "strict": False, "name": "n", "frequency": 2}
     model = Configured(lambda o: ([o], [halve(o), {"scheduler": lr_scheduler.ReduceLROnPlateau(o), **watch}]))
-    quiet(callbacks=[Reads()], limit_train_batches=1).fit(model, loader())
-    plain, plateau = seen
+    trainer = quiet(limit_train_batches=1)
+    trainer.fit(model, loader())
+    plain, plateau = trainer.lr_scheduler_configs
     assert (plain.interval, plain.frequency, plain.monitor, plain.strict) == ("epoch", 1, None, True)
     assert (plain.reduce_on_plateau, plain.name) == (False, None)
     assert (plateau.reduce_on_plateau, plateau.monitor, plateau.strict) == (True, "train_value", False)
@@ -215,21 +216,14 @@ def test_a_value_that_is_absent_is_a_warning_where_asked() -> None:
 
 
 def test_monitor_beside_the_scheduler() -> None:
-    def make(optimizer: Any) -> Any:
-        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_value"}
+    def make(optimizer: Any, scheduler: Any = None, monitor: str = "val_value") -> Any:
+        scheduler = scheduler or lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": monitor}
 
-    expected = [1.0] * 8 + [0.5] * 4 + [0.25]
-    assert rates(make) == expected
-
-    def in_the_dict(optimizer: Any) -> Any:
-        config = {**make(optimizer), "lr_scheduler": {"scheduler": make(optimizer)["lr_scheduler"]}}
-        assert "monitor" not in config["lr_scheduler"]
-        return config
-
-    assert rates(in_the_dict) == expected
-    nearer = lambda o: {**make(o), "lr_scheduler": plateau()(o)[1][0], "monitor": "nothing"}  # noqa: E731
-    assert rates(nearer) == expected
+    in_a_dict = lambda o: make(o, {"scheduler": make(o)["lr_scheduler"]})  # noqa: E731
+    nearer = lambda o: make(o, plateau()(o)[1][0], monitor="nothing")  # noqa: E731
+    for kind in (make, in_a_dict, nearer):
+        assert rates(kind) == [1.0] * 8 + [0.5] * 4 + [0.25]
 
 
 class Own:
@@ -267,31 +261,20 @@ def test_schedulers_of_ones_own(tmp_path: Any) -> None:
     assert len(watching.given) == 3
 
 
-def test_a_scheduler_steps_after_its_optimizer() -> None:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rates(lambda o: ([o], [{"scheduler": halve(o), "interval": "step"}]))
-
-
 # -- optimizers that run the closure themselves
 
 
 @pytest.mark.parametrize("samples", [12, 10])
 def test_lbfgs_with_clipping_counts_batches(samples: int) -> None:
-    class Second(Classifier):
+    class Counts(With):
         closures = 0
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.closures += 1
             return self.loss(batch)
 
     torch.manual_seed(0)  # Where gradients are tiny from the start it needs fewer.
-    model = Second()
+    model = Counts(lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3))
     trainer = quiet(gradient_clip_val=0.1, max_epochs=2)
     trainer.fit(model, loader(samples))
     assert trainer.global_step == 6
@@ -308,15 +291,9 @@ def test_a_closure_that_is_optional_is_left_out() -> None:
             super().step()
             return loss
 
-    class Net(Classifier):
-        kind: Any = torch.optim.SGD
-
-        def configure_optimizers(self) -> Any:
-            return self.kind(self.parameters(), lr=0.1)
-
-    asks = Net()
+    asks = With(lambda parameters: Asks(parameters, lr=0.1))
     plain = copy.deepcopy(asks)
-    asks.kind = Asks
+    plain.make = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     for model in (asks, plain):
         trainer = quiet(max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.1)
         trainer.fit(model, loader(20))
@@ -351,17 +328,6 @@ class SharpnessAware(torch.optim.SGD):
         for parameter, value in zip(parameters, before, strict=True):
             parameter.copy_(value)
         return super().step()
-
-
-class With(Classifier):
-    """Trains with the optimizer that ``make`` makes."""
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.make = make
-
-    def configure_optimizers(self) -> Any:
-        return self.make(self.parameters())
 
 
 def by_hand(model: With, samples: int = 40, window: int = 1) -> With:
@@ -422,38 +388,24 @@ def test_accumulation_with_a_step_that_computes_the_loss_again_is_refused(argume
             quiet(**arguments).fit(asks, loader())
 
 
-def counting_step(calls: list[int]) -> Any:
-    def step(self: Any, closure: Any = None) -> Any:
-        calls.append(1)
-        return type(self).step(self, closure)
-
-    return step
-
-
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_a_step_patched_on_the_instance_is_called(scheduled: bool) -> None:
     calls: list[int] = []
 
+    def step(self: Any, closure: Any = None) -> Any:
+        calls.append(1)
+        return type(self).step(self, closure)
+
     def make(parameters: Any) -> Any:
         optimizer = torch.optim.SGD(parameters, lr=0.1)
-        optimizer.step = types.MethodType(counting_step(calls), optimizer)  # type: ignore[method-assign]
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         return ([optimizer], [lr_scheduler.StepLR(optimizer, 100)]) if scheduled else optimizer
 
-    model = With(make)
-    quiet().fit(model, loader())
+    quiet().fit(With(make), loader())
     assert len(calls) == 10
 
 
-class ByHand(With):
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__(make)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+class ByHand(Manual, With): ...
 
 
 @pytest.mark.parametrize("kind", [With, ByHand])
@@ -481,29 +433,20 @@ def test_methods_of_torch_replaced_in_the_middle_of_a_run_are_called(kind: Any, 
     assert sorted(calls) == ["backward"] * 5 + ["step"] * 5 + ["zero_grad"] * 5
 
 
-class NoGradient(Classifier):
-    gives_loss = True
+@pytest.mark.parametrize("gives_loss", [True, False])
+def test_none_trains_nothing_with_a_warning_and_needs_no_loss(gives_loss: bool) -> None:
+    class NoGradient(With):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) if gives_loss else None
 
-    def configure_optimizers(self) -> None:
-        return None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) if self.gives_loss else None
-
-
-def test_none_trains_nothing_with_a_warning_and_needs_no_loss() -> None:
-    for gives_loss in (True, False):
-        model = NoGradient()
-        model.gives_loss = gives_loss
-        before = copy.deepcopy(model)
-        trainer = quiet(max_epochs=2)
-        with pytest.warns(
-            UserWarning, match=r"NoGradient\.configure_optimizers\(\) returned None: nothing is"
-        ):
-            trainer.fit(model, loader())
-        assert same_weights(model, before)
-        assert (trainer.global_step, trainer.current_epoch, trainer.optimizers) == (20, 2, [])
-        assert (model.layers[0].weight.grad is not None) is gives_loss
+    model = NoGradient(lambda parameters: None)
+    before = copy.deepcopy(model)
+    trainer = quiet(max_epochs=2)
+    with pytest.warns(UserWarning, match=r"NoGradient\.configure_optimizers\(\) returned None: nothing is"):
+        trainer.fit(model, loader())
+    assert same_weights(model, before)
+    assert (trainer.global_step, trainer.current_epoch, trainer.optimizers) == (20, 2, [])
+    assert (model.layers[0].weight.grad is not None) is gives_loss
 
 
 # -- what is refused
@@ -596,20 +539,11 @@ def test_an_optimizer_that_is_none_of_torchs() -> None:
         def state_dict(self) -> dict[str, Any]:
             return {}
 
-    class Net(Classifier):
-        def configure_optimizers(self) -> Any:
-            return Signs(self.parameters())
-
-    model = Net()
-    by_hand = copy.deepcopy(model)
+    model = With(Signs)
+    expected = by_hand(model, 12)
     trainer = quiet()
     trainer.fit(model, loader(12))
-    optimizer = Signs(by_hand.parameters())
-    for batch in loader(12):
-        optimizer.zero_grad()
-        by_hand.loss(batch).backward()
-        optimizer.step()
-    assert same_weights(model, by_hand)
+    assert same_weights(model, expected)
     assert trainer.global_step == 3
 
 
