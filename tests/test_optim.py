@@ -190,6 +190,8 @@ def plateau(**config: Any) -> Callable[[Any], Any]:
         ({**BY_STEP, "monitor": "train_value"}, [1.0], {"max_epochs": 1}, [1.0, 1.0, 0.5, 0.25, 0.125]),
         ({**BY_STEP, "monitor": "train_value", "frequency": 2}, [1.0],
          {"max_epochs": 1, "limit_train_batches": 6}, [1.0] * 4 + [0.5] * 2 + [0.25]),
+        ({**BY_STEP, "monitor": "train_value"}, [1.0], {"max_epochs": 1, "accumulate_grad_batches": 2},
+         [1.0] * 4 + [0.5]),
         ({**BY_STEP, "frequency": 2}, [1.0], {"val_check_interval": 2},
          [1.0] * 4 + [0.5] * 2 + [0.25] * 2 + [0.125] * 2 + [0.0625] * 2 + [0.03125]),
         ({}, [1.0], {"limit_val_batches": 0, "max_epochs": 1}, None),

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import SGD
 
 import hasten as L
-from hasten.loggers import CSVLogger
+from hasten.callbacks import LambdaCallback
 from hasten.optim import LRSchedulerConfig
+from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet, same_weights
 
 
@@ -174,18 +175,14 @@ def test_a_training_step_of_the_class_counts_from_the_next_batch(way: str, hook:
             taken.append("second")
             return self.loss(batch)
 
-    class Change(L.Callback):
-        pass
-
-    def change(self: Any, trainer: Any, module: Any, *_: Any) -> None:
+    def change(trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == 5:
             if way == "patched":
                 First.training_step = Second.training_step  # type: ignore[method-assign]
             else:
                 module.__class__ = Second
 
-    setattr(Change, hook, change)
-    quiet(callbacks=Change()).fit(First(), loader())
+    quiet(callbacks=LambdaCallback(**{hook: change})).fit(First(), loader())
     at_once = way == "another" or hook == "on_train_batch_end"
     assert taken == ["first"] * (6 - at_once) + ["second"] * (4 + at_once)
 
@@ -204,10 +201,7 @@ def test_a_training_step_of_the_class_counts_from_the_next_batch(way: str, hook:
 def test_another_limit_counts_from_the_next_epoch(
     hook: str, name: str, value: Any, trained: list[int], validated: int
 ) -> None:
-    class Change(L.Callback):
-        pass
-
-    def change(self: Any, trainer: Any, *_: Any) -> None:
+    def change(trainer: Any, *_: Any) -> None:
         if trainer.current_epoch == 0:
             setattr(trainer, name, value)
 
@@ -224,9 +218,10 @@ def test_another_limit_counts_from_the_next_epoch(
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.validated[self.current_epoch] += 1
 
-    setattr(Change, hook, change)
     model = Counts()
-    quiet(callbacks=Change(), max_epochs=2, num_sanity_val_steps=0).fit(model, loader(), loader(12))
+    quiet(callbacks=LambdaCallback(**{hook: change}), max_epochs=2, num_sanity_val_steps=0).fit(
+        model, loader(), loader(12)
+    )
     assert model.counts == trained
     assert model.lasts == 2
     assert model.validated[1] == validated
@@ -256,51 +251,34 @@ def test_validation_follows_another_interval(name: str, value: Any, after: list[
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 def test_other_limits_end_the_run_at_that_step(hook: str) -> None:
-    class Limits(L.Callback):
-        pass
-
     def change(trainer: Any, module: Any, *_: Any) -> None:
         trainer.fit_loop.epoch_loop.max_steps = 7
 
-    limits = Limits()
-    setattr(limits, hook, change)
     model = Steps()
-    trainer = quiet(callbacks=limits, max_epochs=3)
+    trainer = quiet(callbacks=LambdaCallback(**{hook: change}), max_epochs=3)
     trainer.fit(model, loader())
     assert trainer.global_step == 7
     assert same_weights(model, by_hand([[index] for index in range(7)]))
 
 
-def test_rows_of_the_loggers_follow_another_interval(tmp_path: Any) -> None:
-    class Logs(Steps):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
-
-    rows: list[int] = []
-
-    class Rows(CSVLogger):
-        def log_metrics(self, metrics: Any, step: Any = None) -> None:
-            rows.append(step)
-
+def test_rows_of_the_loggers_follow_another_interval() -> None:
+    logger = RowLogger()
     change = At(lambda trainer, _: setattr(trainer, "log_every_n_steps", 2))
-    quiet(callbacks=change, logger=Rows(tmp_path), log_every_n_steps=5).fit(Logs(), loader())
-    assert rows == [4, 5, 7, 9]
+    quiet(callbacks=change, logger=logger, log_every_n_steps=5).fit(Steps(), loader())
+    assert [step for step, _ in logger.rows] == [4, 5, 7, 9]
 
 
 def test_a_scheduler_added_in_the_middle_steps_with_every_batch() -> None:
     rates: list[float] = []
 
-    class Rates(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+    def note(trainer: Any, *_: Any) -> None:
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
     def change(trainer: Any, module: Any) -> None:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers[0], 0.5)
         trainer.lr_scheduler_configs.append(LRSchedulerConfig(scheduler, interval="step"))
 
-    quiet(callbacks=[At(change), Rates()]).fit(Steps(), loader())
+    quiet(callbacks=[At(change), LambdaCallback(on_train_batch_end=note)]).fit(Steps(), loader())
     assert rates == pytest.approx([0.1] * 5 + [0.1 * 0.5**n for n in range(1, 6)])
 
 

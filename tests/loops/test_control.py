@@ -142,43 +142,6 @@ def test_estimated_stepping_batches() -> None:
     assert seen == [9, 5]
 
 
-class Plateau(Classifier):
-    """Monitors a value that never gets better."""
-
-    def __init__(self, **config: Any) -> None:
-        super().__init__()
-        self.config = config
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("same", 1.0)
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", 1.0)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.config}}
-
-
-@pytest.mark.parametrize(
-    ("config", "epochs", "accumulate", "falls"),
-    [
-        ({"monitor": "val_loss"}, 3, 1, 2),
-        ({"monitor": "same", "interval": "step"}, 1, 1, 3),
-        ({"monitor": "same", "interval": "step"}, 1, 2, 1),
-    ],
-)
-def test_plateau_scheduler_steps_on_the_monitored_value(
-    config: dict[str, Any], epochs: int, accumulate: int, falls: int
-) -> None:
-    trainer = quiet(max_epochs=epochs, accumulate_grad_batches=accumulate)
-    trainer.fit(Plateau(**config), loader(16), loader(4))
-    # The first value is the best; each of the others is one without improvement.
-    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**falls
-
-
 def test_predictions_are_those_of_the_model_in_the_order_of_the_loader() -> None:
     model = Classifier()
     predictions = quiet().predict(model, loader(12))

@@ -21,13 +21,12 @@ def train_by_hand(
     accumulate: int = 1,
     clip_norm: float | None = None,
     clip_value: float | None = None,
-    make_optimizer: Any = None,
-    make_scheduler: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
     by_step: bool = False,
 ) -> Classifier:
-    make = make_optimizer or (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    optimizer = make(model.parameters())
-    scheduler = make_scheduler(optimizer) if make_scheduler else None
+    optimizer = (optimizer or sgd)(model.parameters())
+    scheduler = scheduler(optimizer) if scheduler else None
     length = len(batches)
     for _ in range(epochs):
         for i, batch in enumerate(batches):
@@ -50,16 +49,21 @@ def train_by_hand(
     return model
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 class Configured(Classifier):
-    make_optimizer: Any = staticmethod(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
-    make_scheduler: Any = None
-    interval = "epoch"
+    def __init__(self, optimizer: Any = sgd, scheduler: Any = None, by_step: bool = False) -> None:
+        super().__init__()
+        self.make_optimizer, self.make_scheduler = optimizer, scheduler
+        self.interval = "step" if by_step else "epoch"
 
     def configure_optimizers(self) -> Any:
-        optimizer = type(self).make_optimizer(self.parameters())
-        if type(self).make_scheduler is None:
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_scheduler is None:
             return optimizer
-        scheduler = type(self).make_scheduler(optimizer)
+        scheduler = self.make_scheduler(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
 
 
@@ -77,22 +81,44 @@ def test_plain(shuffle: bool) -> None:
     compare(Classifier(dropout=0.3), loader(shuffle=shuffle), quiet(max_epochs=2))
 
 
-@pytest.mark.parametrize(("samples", "accumulate"), [(40, 2), (40, 3), (42, 4), (8, 5)])
-def test_accumulation_with_and_without_a_tail(samples: int, accumulate: int) -> None:
-    batches = loader(samples, drop_last=True)
-    trainer = quiet(max_epochs=2, accumulate_grad_batches=accumulate)
-    compare(Classifier(), batches, trainer, accumulate=accumulate)
+VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 
 
-def test_clipping_by_norm() -> None:
-    compare(Classifier(), loader(), quiet(max_epochs=2, gradient_clip_val=0.05), clip_norm=0.05)
+@pytest.mark.parametrize(
+    ("samples", "accumulate", "clipping", "by_hand"),
+    [
+        (40, 2, {}, {}),
+        (40, 3, {}, {}),
+        (42, 4, {}, {}),
+        (8, 5, {}, {}),
+        (40, 1, {"gradient_clip_val": 0.05}, {"clip_norm": 0.05}),
+        (40, 2, VALUE, {"clip_value": 0.01}),
+    ],
+)
+def test_accumulation_with_and_without_a_tail_and_clipping(
+    samples: int, accumulate: int, clipping: dict[str, Any], by_hand: dict[str, Any]
+) -> None:
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=accumulate, **clipping)
+    compare(Classifier(), loader(samples, drop_last=True), trainer, accumulate=accumulate, **by_hand)
 
 
-def test_clipping_by_value_with_accumulation() -> None:
-    trainer = quiet(
-        max_epochs=2, gradient_clip_val=0.01, gradient_clip_algorithm="value", accumulate_grad_batches=2
-    )
-    compare(Classifier(), loader(), trainer, clip_value=0.01, accumulate=2)
+STEP_LR = lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheduler": STEP_LR},
+        {"scheduler": STEP_LR, "by_step": True},
+        {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)},
+        {"optimizer": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True)},
+        {"optimizer": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5)},
+        {"optimizer": lambda p: torch.optim.Adagrad(p, lr=1e-2, foreach=True)},
+    ],
+    ids=["by-epoch", "by-step", "adamw", "adam-fused", "rmsprop", "adagrad-foreach"],
+)
+def test_schedulers_and_optimizers(options: dict[str, Any]) -> None:
+    compare(Configured(**options), loader(), quiet(max_epochs=3), epochs=3, **options)
 
 
 def test_a_batch_without_a_loss_has_nothing_to_clip() -> None:
@@ -102,49 +128,13 @@ def test_a_batch_without_a_loss_has_nothing_to_clip() -> None:
 
     model = SkipsTheFirst()
     twin = copy.deepcopy(model)
-    quiet(gradient_clip_val=0.01, gradient_clip_algorithm="value").fit(model, loader())
+    quiet(**VALUE).fit(model, loader())
     train_by_hand(twin, list(loader())[1:], epochs=1, clip_value=0.01)
     assert same_weights(model, twin)
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_schedulers(interval: str) -> None:
-    class Scheduled(Configured):
-        make_scheduler = staticmethod(lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5))
-
-    Scheduled.interval = interval
-    compare(
-        Scheduled(),
-        loader(),
-        quiet(max_epochs=3),
-        epochs=3,
-        make_scheduler=Scheduled.make_scheduler,
-        by_step=interval == "step",
-    )
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.AdamW(p, lr=1e-2),
-        lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
-        lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
-        lambda p: torch.optim.Adagrad(p, lr=1e-2, foreach=True),
-    ],
-    ids=["adamw", "adam-fused", "rmsprop", "adagrad-foreach"],
-)
-def test_optimizers(make: Any) -> None:
-    class Chosen(Configured):
-        make_optimizer = staticmethod(make)
-
-    compare(Chosen(), loader(), quiet(max_epochs=2), make_optimizer=make)
-
-
 def test_lbfgs_runs_its_closure() -> None:
-    class Second(Configured):
-        make_optimizer = staticmethod(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4))
-
-    model = Second()
+    model = Configured(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4))
     twin = copy.deepcopy(model)
     quiet(max_epochs=2).fit(model, loader())
     optimizer = torch.optim.LBFGS(twin.parameters(), lr=0.1, max_iter=4)
@@ -272,15 +262,3 @@ def test_tail_of_a_loader_without_length_is_normalised_by_what_was_accumulated()
     train_by_hand(twin, batches, accumulate=3)
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_optimizer_step_hooks_added_in_the_run_are_called() -> None:
-    calls: list[int] = []
-
-    class Hooked(Classifier):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                self.optimizers().optimizer.register_step_post_hook(lambda *_: calls.append(1))
-
-    quiet(max_epochs=3).fit(Hooked(), loader())
-    assert len(calls) == 20

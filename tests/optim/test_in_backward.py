@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import hasten as L
 from hasten.optim import in_backward
-from tests.models import Classifier, loader, quiet, same_weights
+from tests.models import Classifier, Manual, loader, quiet, same_weights
 
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -51,37 +52,38 @@ def train(module: Trained, ckpt_path: Any = None, **arguments: Any) -> L.Trainer
     return trainer
 
 
-def made(kind: str = "adamw", within: bool = True, seed: int = 0) -> Trained:
+class OwnStep(Trained):
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+def made(kind: str = "adamw", within: bool = True, seed: int = 0, cls: type[Trained] = Trained) -> Trained:
     torch.manual_seed(seed)
-    return Trained(kind, within)
-
-
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_weights_are_those_of_the_usual_step(kind: str) -> None:
-    plain, within = made(kind, within=False), made(kind)
-    train(plain)
-    trainer = train(within)
-    assert same_weights(plain, within)
-    assert trainer.global_step == 20
-    assert plain.most_gradients == 4
-    assert within.most_gradients == 0
+    return cls(kind, within)
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments"),
+    ("cls", "kind", "arguments"),
     [
-        ("sgd", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-        ("adamw", {"precision": "bf16-true"}),
-        ("adamw", {"fused_optimizer": True}),
+        *[(Trained, kind, {}) for kind in OPTIONS],
+        (Trained, "sgd", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        (Trained, "adamw", {"precision": "bf16-true"}),
+        (Trained, "adamw", {"fused_optimizer": True}),
+        (OwnStep, "adamw", {}),
+        (OwnStep, "adamw", {"precision": "bf16-true"}),
     ],
 )
-def test_clipped_sixteen_bit_and_fused_weights_are_those_of_the_usual_step(
-    kind: str, arguments: dict[str, Any]
+def test_weights_are_those_of_the_usual_step(
+    cls: type[Trained], kind: str, arguments: dict[str, Any]
 ) -> None:
-    plain, within = made(kind, within=False), made(kind)
-    for module in (plain, within):
-        train(module, **arguments)
+    plain, within = made(kind, within=False, cls=cls), made(kind, cls=cls)
+    train(plain, **arguments)
+    trainer = train(within, **arguments)
     assert same_weights(plain, within)
+    assert trainer.global_step == 20
+    assert within.most_gradients == 0 < plain.most_gradients
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
@@ -102,23 +104,6 @@ def test_nothing_steps_after_the_run() -> None:
     module.loss(next(iter(loader()))).backward()
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert all(p.grad is not None for p in module.parameters())
-
-
-def test_shared_weights_step_once() -> None:
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        second.weight = first.weight
-        return nn.Sequential(first, nn.Tanh(), second)
-
-    plain, within = model(), model()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    in_backward(torch.optim.SGD, within.parameters(), lr=0.1)
-    x = torch.ones(2, 4)
-    plain(x).sum().backward()
-    optimizer.step()
-    within(x).sum().backward()
-    assert same_weights(plain, within)
 
 
 class Clips(Trained):
@@ -150,36 +135,29 @@ def test_accumulation_that_begins_later_is_refused_too() -> None:
         train(made(), callbacks=[scheduler])
 
 
+class Sgd(Classifier):
+    def configure_optimizers(self) -> Any:
+        return in_backward(torch.optim.SGD, self.parameters(), lr=0.1)
+
+
 def test_in_manual_optimisation_there_is_nothing_left_to_clip() -> None:
-    class Manual(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
+    class ClipsByHand(Manual, Sgd):
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer: Any = self.optimizers()
             self.manual_backward(self.loss(batch))
-            self.clip_gradients(optimizer, 0.5, "norm")
-            optimizer.step()
-
-        def configure_optimizers(self) -> Any:
-            return in_backward(torch.optim.SGD, self.parameters(), lr=0.1)
+            self.clip_gradients(self.optimizers(), 0.5, "norm")
 
     with pytest.raises(
         ValueError, match=r"clip_gradients\(\): in_backward\(SGD\) steps in backward.*clip_value"
     ):
-        quiet().fit(Manual(), loader())
+        quiet().fit(ClipsByHand(), loader())
 
 
 def test_a_hook_that_would_find_no_gradients_is_warned_of() -> None:
-    class ScalesGradients(Classifier):
+    class ScalesGradients(Sgd):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.5)
-
-        def configure_optimizers(self) -> Any:
-            return in_backward(torch.optim.SGD, self.parameters(), lr=0.1)
 
     with pytest.warns(
         UserWarning, match=r"before ScalesGradients.on_before_optimizer_step\(\) runs.*torch.optim.SGD"
@@ -218,6 +196,22 @@ def a_step(net: nn.Module, rows: int = 3) -> torch.Tensor:
 def small(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def assert_alike(
+    make: Callable[[], nn.Module],
+    train: Callable[[nn.Module, Any], None],
+    kind: type[torch.optim.Optimizer] = torch.optim.SGD,
+    copied: bool = False,
+) -> None:
+    """Train two equal networks with the usual optimizer and within backward: the weights are the same."""
+    plain, within = make(), make()
+    inner: Any = in_backward(kind, within.parameters(), lr=0.1)
+    if copied:
+        within, inner = copy.deepcopy((within, inner))
+    train(plain, kind(plain.parameters(), lr=0.1))  # type: ignore[call-arg]
+    train(within, inner)
+    assert same_weights(plain, within)
 
 
 def test_accumulation_by_hand_is_refused_at_its_second_backward() -> None:
@@ -308,41 +302,35 @@ def test_checkpointed_blocks_tied_weights_and_several_losses_are_no_second_gradi
             y = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=reentrant)
             return self.last(y).square().mean(), (y - 1).square().mean()
 
-    plain, within = Net(), Net()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    inner = in_backward(torch.optim.AdamW, within.parameters(), lr=0.1)
-    for net, each in ((plain, optimizer), (within, inner)):
+    def train(net: nn.Module, optimizer: Any) -> None:
         for _ in range(4):
-            each.zero_grad()
+            optimizer.zero_grad()
             torch.autograd.backward(list(net(torch.ones(3, 2))))
-            each.step()
-    assert same_weights(plain, within)
+            optimizer.step()
+
+    assert_alike(Net, train, torch.optim.AdamW)
 
 
 def test_frozen_parameters_train_once_they_are_thawed() -> None:
-    plain, within = small(), small()
-    for net in (plain, within):
-        net[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    inner = in_backward(torch.optim.SGD, within.parameters(), lr=0.1)
-    for net, each in ((plain, optimizer), (within, inner)):
+    def make() -> nn.Module:
+        net = small()
+        net[0].requires_grad_(False)  # type: ignore[index]
+        return net
+
+    def train(net: Any, optimizer: Any) -> None:
         assert not net[0].weight.requires_grad
         for frozen in (True, False, False):
             net[0].requires_grad_(not frozen)
-            each.zero_grad()
+            optimizer.zero_grad()
             a_step(net).backward()
-            each.step()
-    assert same_weights(plain, within)
+            optimizer.step()
+
+    assert_alike(make, train)
 
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_gradients_set_by_hand_and_those_of_a_copy_are_used_by_step(copied: bool) -> None:
-    plain, within = small(), small()
-    optimizer: Any = torch.optim.SGD(plain.parameters(), lr=0.1)
-    inner = in_backward(torch.optim.SGD, within.parameters(), lr=0.1)
-    if copied:
-        within, inner = copy.deepcopy((within, inner))
-    for net, each in ((plain, optimizer), (within, inner)):
+    def train(net: nn.Module, optimizer: Any) -> None:
         for _ in range(2):
             if copied:
                 a_step(net).backward()
@@ -350,33 +338,10 @@ def test_gradients_set_by_hand_and_those_of_a_copy_are_used_by_step(copied: bool
                 parameters = list(net.parameters())
                 for p, gradient in zip(parameters, torch.autograd.grad(a_step(net), parameters), strict=True):
                     p.grad = gradient
-            each.step()
-            each.zero_grad()
-    assert same_weights(plain, within)
+            optimizer.step()
+            optimizer.zero_grad()
 
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_an_optimizer_step_of_the_users_own_trains_the_same(precision: str) -> None:
-    class Own(Trained):
-        def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-        ) -> None:
-            optimizer.step(closure=optimizer_closure)
-
-    trained = []
-    for within in (False, True):
-        torch.manual_seed(0)
-        module = Own("adamw", within)
-        train(module, precision=precision)
-        trained.append(module)
-    assert same_weights(*trained)
-
-
-def test_a_module_in_place_of_its_parameters_is_told() -> None:
-    with pytest.raises(
-        TypeError, match=r"not the module Linear. Pass its parameters\(\).*torch.optim.SGD, model.para"
-    ):
-        in_backward(torch.optim.SGD, nn.Linear(2, 2), lr=0.1)  # type: ignore[arg-type]
+    assert_alike(small, train, copied=copied)
 
 
 def test_on_cuda_a_parameter_steps_in_one_kernel_unless_the_user_says_otherwise(

@@ -26,7 +26,8 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: in_backward(torch.optim.LBFGS, WEIGHTS), ValueError, r"in_backward\(LBFGS\).*Use one of torch.optim: SGD"),
     (lambda: in_backward(torch.optim.AdamW(WEIGHTS), WEIGHTS), TypeError,  # type: ignore[arg-type]
      r"use a class, such as torch.optim.AdamW, not AdamW"),
-    (lambda: in_backward(torch.optim.SGD, LINEAR), TypeError, r"not the module Linear"),  # type: ignore[arg-type]
+    (lambda: in_backward(torch.optim.SGD, LINEAR), TypeError,  # type: ignore[arg-type]
+     r"not the module Linear. Pass its parameters\(\).*torch.optim.SGD, model.para"),
     (lambda: schedule_free(LINEAR, kind="adam"), ValueError, "use one of 'adamw', 'radam', 'sgd'. Did you mean"),
     (lambda: use_fused(torch.optim.Adam([COMPLEX])), ValueError, "floating-point parameters, and one is torch.comp"),
     (lambda: use_fused(torch.optim.Adam(WEIGHTS, differentiable=True)), ValueError, "cannot be differentiated"),
