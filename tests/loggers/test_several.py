@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from hasten.loggers.base import DummyExperiment, DummyLogger, SavedCheckpoint, U
 from hasten.strategies import DDPStrategy
 from tests.fakes import RowLogger
 from tests.models import Classifier, loader, quiet
-from tests.programs import run_python
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -114,6 +114,9 @@ def runs(folder: Path, **arguments: Any) -> L.Trainer:
     return quiet(logger=CSVLogger(folder, version=0), log_every_n_steps=1, **arguments)
 
 
+class KilledError(Exception): ...
+
+
 class Dies(L.Callback):
     """Ends the process's run at a step, as a kill would: nothing after it happens."""
 
@@ -124,7 +127,7 @@ class Dies(L.Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step == self.step:
-            raise RuntimeError("killed")
+            raise KilledError
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
@@ -143,7 +146,7 @@ def test_rows_after_the_checkpoint_are_not_there_twice(tmp_path: Path, every: in
     trainer = runs(
         tmp_path, callbacks=[saves, Dies(8)], enable_checkpointing=True, max_epochs=2, val_check_interval=5
     )
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(KilledError):
         trainer.fit(copy.deepcopy(start), loader(), loader(8))
     path = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
     assert max(int(row["step"]) for row in table(path)) >= 6
@@ -152,46 +155,42 @@ def test_rows_after_the_checkpoint_are_not_there_twice(tmp_path: Path, every: in
     assert table(path) == expected
 
 
-def test_tensorboard_shows_each_step_once_after_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def steps(logger: Any) -> list[int]:
+    """Return the steps of train_loss as a reader of the logger's files sees them."""
+    if isinstance(logger, CSVLogger):
+        return [int(row["step"]) for row in table(Path(logger.log_dir) / "metrics.csv")]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(logger.log_dir)
+    reader.Reload()
+    return [event.step for event in reader.Scalars("train_loss")]
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_each_step_is_there_once_after_a_resume_and_another_runs_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
     from tensorboard.summary.writer import event_file_writer
 
     # Files of one second and process are read in the order of this number, as text: all have three digits here.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
+    checkpoint = tmp_path / "ckpt" / "step=3.ckpt"
 
-    def run(folder: Path, *callbacks: Any, **arguments: Any) -> L.Trainer:
-        logger = TensorBoardLogger(folder, version=0)
-        return quiet(logger=logger, log_every_n_steps=1, callbacks=list(callbacks), **arguments)
+    def run(folder: Path, *callbacks: Any, resume: bool = False, **arguments: Any) -> list[int]:
+        logger = kind(folder, version=0)
+        trainer = quiet(logger=logger, log_every_n_steps=1, callbacks=list(callbacks), **arguments)
+        with suppress(KilledError):
+            trainer.fit(Classifier(), loader(), ckpt_path=checkpoint if resume else None)
+        return steps(logger)
 
-    def steps(folder: Path) -> list[int]:
-        reader = EventAccumulator(str(folder / "lightning_logs" / "version_0"))
-        reader.Reload()
-        return [event.step for event in reader.Scalars("train_loss")]
-
-    saves = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    with pytest.raises(RuntimeError, match="killed"):
-        run(tmp_path, saves, Dies(8), enable_checkpointing=True).fit(Classifier(), loader())
-    assert steps(tmp_path) == list(range(7))
-    run(tmp_path).fit(Classifier(), loader(), ckpt_path=tmp_path / "ckpt" / "step=3.ckpt")
-    assert steps(tmp_path) == list(range(10))
-    other = tmp_path / "other"  # another run's steps are left alone
-    run(other).fit(Classifier(), loader())
-    run(other).fit(Classifier(), loader(), ckpt_path=tmp_path / "ckpt" / "step=3.ckpt")
-    assert sorted(steps(other)) == sorted([*range(10), *range(3, 10)])
-
-
-@pytest.mark.filterwarnings("ignore:Experiment logs directory")
-def test_rows_of_another_run_are_kept(tmp_path: Path) -> None:
-    saves = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    runs(tmp_path / "one", callbacks=[saves], enable_checkpointing=True).fit(Classifier(), loader())
-    runs(tmp_path / "other").fit(Classifier(), loader())
-    runs(tmp_path / "other").fit(Classifier(), loader(), ckpt_path=tmp_path / "ckpt" / "step=3.ckpt")
-    other = table(tmp_path / "other" / "lightning_logs" / "version_0" / "metrics.csv")
-    assert [int(row["step"]) for row in other] == [*range(10), *range(3, 10)]
-    one = table(tmp_path / "one" / "lightning_logs" / "version_0" / "metrics.csv")
-    assert [int(row["step"]) for row in one] == list(range(10))
+    one, other = tmp_path / "one", tmp_path / "other"
+    saves = ModelCheckpoint(checkpoint.parent, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    assert run(one, saves, Dies(8), enable_checkpointing=True) == list(range(7))
+    assert run(one, resume=True) == list(range(10))
+    assert run(other) == list(range(10))
+    assert sorted(run(other, resume=True)) == sorted([*range(10), *range(3, 10)])
+    assert steps(kind(one, version=0)) == list(range(10))
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
@@ -306,25 +305,6 @@ def test_two_processes_write_one_run_also_where_they_would_have_named_it_differe
     assert folders[0] == str(tmp_path / "at_0_o_clock" / "version_0")
     for folder in folders:
         (Path(folder) / f"outputs_{rank}.txt").write_text("a tutorial's last line")
-
-
-ENDS_LIKE_A_TUTORIAL = """
-import os, sys
-from tests.models import Classifier, loader, quiet
-
-trainer = quiet(devices=2, strategy="ddp", logger=True, default_root_dir=sys.argv[1], limit_train_batches=1)
-trainer.fit(Classifier(), loader(16))
-with open(os.path.join(trainer.logger.log_dir, f"outputs_{trainer.global_rank}.txt"), "w") as file:
-    file.write(trainer.logger.log_dir)
-"""
-
-
-def test_a_program_writes_beside_its_logs_on_every_process(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(ENDS_LIKE_A_TUTORIAL)
-    done = run_python(tmp_path / "program.py", tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    [run] = (tmp_path / "lightning_logs").iterdir()
-    assert [(run / f"outputs_{rank}.txt").read_text() for rank in (0, 1)] == [str(run)] * 2
 
 
 def test_the_process_that_starts_others_knows_where_they_wrote(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hasten.callbacks import ModelCheckpoint
 from hasten.loggers import CSVLogger
 from hasten.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler
 from hasten.profilers.simple import LOOP, PARTS
-from tests.models import Classifier, loader, quiet, same_weights
+from tests.models import Classifier, Manual, loader, quiet, same_weights
 from tests.profilers.test_profilers import rows
 
 
@@ -151,18 +151,6 @@ class Data(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         pass
-
-
-class Manual(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
 
 
 @pytest.mark.parametrize(

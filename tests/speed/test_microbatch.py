@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 import hasten as L
+from hasten.callbacks import LambdaCallback
 from hasten.precision.base import Precision
-from tests.models import Classifier, dataset, loader, quiet
+from tests.models import Classifier, Manual, dataset, loader, quiet
 from tests.rules.test_no_sync import EVERY, HostMethods, HostReads, Logs, between_intervals
 from tests.rules.test_no_sync import data as numbers
 
@@ -202,6 +203,17 @@ def values(trainer: L.Trainer) -> dict[str, float]:
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
+def logged_alike(kind: type[Classifier], data: Any, micro_batch: int) -> dict[str, float]:
+    """Train on whole batches and on parts: each step logs the same; return the last values."""
+    steps: list[dict[str, float]] = []
+    watch = LambdaCallback(on_train_batch_end=lambda trainer, *_: steps.append(values(trainer)))
+    whole, parts = map(values, alike(kind, data, micro_batch, callbacks=[watch]))
+    half = len(steps) // 2
+    for one, other in zip([*steps[:half], whole], [*steps[half:], parts], strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    return whole
+
+
 def test_logged_values_are_those_of_the_whole_batch() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -223,13 +235,8 @@ def test_logged_values_are_those_of_the_whole_batch() -> None:
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.log("after", outputs["loss"], on_step=False, on_epoch=True)
-            steps.append(values(self.trainer))
 
-    steps: list[dict[str, float]] = []
-    whole, parts = map(values, alike(Logs, loader(20, 10), 3))
-    assert whole["samples_epoch"] == 20
-    for one, other in zip([*steps[:2], whole], [*steps[2:], parts], strict=True):
-        assert one == pytest.approx(other, abs=1e-5)
+    assert logged_alike(Logs, loader(20, 10), 3)["samples_epoch"] == 20
 
 
 @pytest.mark.parametrize(("samples", "micro_batch"), [(26, 3), (24, 4), (28, 4)])
@@ -249,14 +256,7 @@ def test_a_batch_size_given_to_log_counts_as_for_the_whole_batch(samples: int, m
             self.log("twice", loss * 2, batch_size=8, on_epoch=True)
             return loss
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            steps.append(values(self.trainer))
-
-    steps: list[dict[str, float]] = []
-    whole, parts = map(values, alike(Logs, loader(samples, 8), micro_batch))
-    half = len(steps) // 2
-    for one, other in zip([*steps[:half], whole], [*steps[half:], parts], strict=True):
-        assert one == pytest.approx(other, abs=1e-5)
+    logged_alike(Logs, loader(samples, 8), micro_batch)
 
 
 @pytest.mark.parametrize("micro_batch", [2, "auto"])
@@ -325,9 +325,6 @@ def test_batch_norm_warns_once() -> None:
 
 
 def test_manual_optimisation_is_refused() -> None:
-    class Manual(Classifier):
-        automatic_optimization = False
-
     with pytest.raises(
         ValueError, match=r"micro_batch=2.*manual optimi.ation.*Split the batch in training_step"
     ):

@@ -29,17 +29,11 @@ class Model(Classifier):
         self.log("val_loss", self.loss(batch[:2]), sync_dist=True)
 
 
-def main(strategy: str, output: str, devices: int = 2, accumulate: int = 1) -> None:
+def main(strategy: str, output: str, devices: int) -> None:
     torch.set_num_threads(1)
     L.seed_everything(3)
     model = Model()
-    trainer = quiet(
-        devices=devices,
-        strategy=strategy,
-        max_epochs=2,
-        accumulate_grad_batches=accumulate,
-        num_sanity_val_steps=0,
-    )
+    trainer = quiet(devices=devices, strategy=strategy, max_epochs=2, num_sanity_val_steps=0)
     # 40 samples: with two processes a batch of 4 each is the joined batch of 8.
     train = DataLoader(Numbered(40), 8 // devices)
     trainer.fit(model, train, DataLoader(Numbered(11), 3))
@@ -57,4 +51,4 @@ def main(strategy: str, output: str, devices: int = 2, accumulate: int = 1) -> N
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
