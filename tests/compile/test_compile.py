@@ -73,7 +73,7 @@ class Losses(L.Callback):
 
 def fitted(
     model: L.LightningModule | Callable[[], L.LightningModule] = Net, **arguments: Any
-) -> tuple[Any, L.Trainer, list[float]]:
+) -> tuple[Any, Any, list[float]]:
     """Train over two epochs, each with a validation and both with a short last batch."""
     L.seed_everything(1, verbose=False)
     module = model if isinstance(model, L.LightningModule) else model()
@@ -85,24 +85,31 @@ def fitted(
     return module, trainer, losses.values
 
 
+def fitted_alike(model: Callable[[], L.LightningModule] = Net, **arguments: Any) -> tuple[Any, Any, Any]:
+    """Train plainly and compiled, to the same losses and weights; return the compiled module and both Trainers."""
+    compiled = {"compile": arguments.pop("compile", TRACED)}
+    plain, before, plain_losses = fitted(model, **arguments)
+    counters.clear()
+    module, trainer, losses = fitted(model, **compiled, **arguments)
+    assert losses == plain_losses
+    assert same_weights(module, plain)
+    return module, trainer, before
+
+
 def graphs() -> int:
     """Return how many graphs were made."""
     return int(counters["stats"]["unique_graphs"])
 
 
 def test_two_phases_are_two_graphs_without_a_break_and_results_are_those_of_the_plain_run() -> None:
-    plain, before, plain_losses = fitted()
-    module, trainer, losses = fitted(compile=TRACED)
+    module, trainer, before = fitted_alike()
     assert graphs() == 2
     assert not counters["graph_break"]
     assert not counters["recompiles"]
     report = trainer.compile_report
-    assert report is not None
     assert (report.graphs, report.graph_breaks, report.recompiles, report.left) == (2, {}, (), {})
     assert sorted(report.compiled) == ["Net.training_step", "Net.validation_step"]
     assert report.seconds > 0
-    assert losses == plain_losses
-    assert same_weights(module, plain)
     assert trainer.callback_metrics == before.callback_metrics
     assert before.compile_report is None
     # The same model again, in other calls and by another Trainer: nothing is compiled twice.
@@ -160,15 +167,12 @@ def test_all_four_calls_are_compiled() -> None:
     predicted, expected = trainer.predict(module, loader(18)), other.predict(plain, loader(18))
     assert all(torch.equal(a, b) for a, b in zip(predicted, expected, strict=True))
     assert graphs() == 4
-    assert trainer.compile_report.compiled[-1] == "Net.predict_step"  # type: ignore[union-attr]
+    assert trainer.compile_report.compiled[-1] == "Net.predict_step"
 
 
 def test_accumulation_micro_batches_and_mixed_precision() -> None:
     options = {"accumulate_grad_batches": 3, "precision": "bf16-mixed", "max_epochs": 1}
-    plain, _, plain_losses = fitted(**options)
-    module, trainer, losses = fitted(compile=TRACED, **options)
-    assert losses == plain_losses
-    assert same_weights(module, plain)
+    _, trainer, _ = fitted_alike(**options)
     assert graphs() == 2
     assert not trainer.compile_report.recompiles
 
@@ -181,8 +185,7 @@ class Manual(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        loss = self.loss(batch, "train")
-        self.manual_backward(loss)
+        self.manual_backward(loss := self.loss(batch, "train"))
         optimizer.step()
         return loss
 
@@ -202,12 +205,7 @@ class Printing(Net):
 
 @pytest.mark.parametrize("kind", [Manual, Indexed, Printing])
 def test_a_step_that_cannot_be_one_graph_stays_python_and_its_forward_is_one(kind: type[Net]) -> None:
-    plain, _, plain_losses = fitted(kind)
-    module, trainer, losses = fitted(kind, compile=TRACED)
-    report = trainer.compile_report
-    assert report is not None
-    assert losses == plain_losses
-    assert same_weights(module, plain)
+    report = fitted_alike(kind)[1].compile_report
     assert kind.__name__ in report.compiled
     assert (report.graphs, report.recompiles) == (2, ())
     if kind is Printing:
@@ -224,15 +222,12 @@ def test_a_step_that_changes_each_time_is_left_to_python_and_said() -> None:
             self.outputs = [*getattr(self, "outputs", []), 1]
             return self.loss(batch, "train") * len(self.outputs)
 
-    plain, _, plain_losses = fitted(Counting, max_epochs=1)
     with pytest.warns(UserWarning, match="compile: ") as caught:
-        module, trainer, losses = fitted(Counting, compile=TRACED, max_epochs=1)
+        _, trainer, _ = fitted_alike(Counting, max_epochs=1)
     said = [str(warning.message) for warning in caught]
     assert any("a graph was made again" in text and "outputs" in text for text in said)
     assert any("Counting.training_step stays Python" in text for text in said)
-    assert losses == plain_losses
-    assert same_weights(module, plain)
-    assert trainer.compile_report.recompiles  # type: ignore[union-attr]
+    assert trainer.compile_report.recompiles
 
 
 @pytest.mark.parametrize("place", ["step", "forward"])
@@ -266,12 +261,9 @@ def test_a_part_that_the_backend_cannot_compile_stays_python_with_a_warning() ->
     def broken(graph: Any, example_inputs: Any) -> Any:
         raise ValueError("no such kernel")
 
-    plain, _, plain_losses = fitted(max_epochs=1)
     with pytest.warns(UserWarning, match="could not be compiled and stays Python.*no such kernel"):
-        module, trainer, losses = fitted(compile={"backend": broken}, max_epochs=1)
-    assert losses == plain_losses
-    assert same_weights(module, plain)
-    assert trainer.compile_report.compiled == ()  # type: ignore[union-attr]
+        _, trainer, _ = fitted_alike(compile={"backend": broken}, max_epochs=1)
+    assert trainer.compile_report.compiled == ()
 
 
 def test_a_graph_break_is_told_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
@@ -285,7 +277,6 @@ def test_a_graph_break_is_told_with_its_cause(caplog: pytest.LogCaptureFixture) 
         _, trainer, _ = fitted(Breaking, compile=TRACED, max_epochs=1)
         logging.getLogger("hasten").removeHandler(caplog.handler)
     report = trainer.compile_report
-    assert report is not None
     assert report.graph_breaks
     assert "graph_break" in " ".join(report.graph_breaks)
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiled")]
@@ -310,14 +301,9 @@ class Deep(Net):
 
 
 def test_regional_compiles_repeated_blocks_once() -> None:
-    plain, _, plain_losses = fitted(Deep, max_epochs=1)
-    module, trainer, losses = fitted(Deep, compile={**TRACED, "regional": True}, max_epochs=1)
-    report = trainer.compile_report
-    assert report is not None
+    report = fitted_alike(Deep, compile={**TRACED, "regional": True}, max_epochs=1)[1].compile_report
     assert report.compiled == ("Block",)
     assert (report.graphs, report.recompiles) == (2, ())
-    assert losses == plain_losses
-    assert same_weights(module, plain)
 
 
 class Hooked(L.Callback):
@@ -406,7 +392,7 @@ def test_two_dataloaders_and_a_first_batch_of_another_size() -> None:
     assert trainer.validate(module, loaders, verbose=False) == expected
     # The sizes of a loader's batches are one graph's; the index that comes with two loaders makes another.
     assert graphs() == 3
-    assert not trainer.compile_report.recompiles  # type: ignore[union-attr]
+    assert not trainer.compile_report.recompiles
 
 
 def test_a_last_batch_of_one_sample_needs_no_graph() -> None:
@@ -423,7 +409,6 @@ def test_a_last_batch_of_one_sample_needs_no_graph() -> None:
         trainer.fit(modules[-1], loader(9), loader(5))
     assert same_weights(*modules)
     report = trainer.compile_report
-    assert report is not None
     assert (graphs(), report.compiled) == (2, ("Free.validation_step", "Free.training_step"))
 
 

@@ -217,9 +217,7 @@ def test_what_may_change_from_batch_to_batch(options: dict[str, Any], dims: list
 
 
 def test_only_the_batch_size_of_a_recorded_graph_is_fixed(events: list[str]) -> None:
-    _, trainer = fitted_bert(compile=TRACED, batching="length")
-    report = trainer.compile_report
-    assert report is not None
+    report = fitted_bert(compile=TRACED, batching="length")[1].compile_report
     # One graph a phase, though widths are several.
     assert (report.graphs, report.recompiles) == (2, ())
 
@@ -284,7 +282,6 @@ def test_few_widths_are_recorded_once_each_and_nobody_is_warned(caplog: pytest.L
     arguments = {"accelerator": "gpu", "batching": "length", "max_epochs": 4}
     module, trainer = fitted_bert(compile=RECORDED, **arguments)
     report = trainer.compile_report
-    assert report is not None
     assert (report.graphs, report.recompiles) == (2, ())
     assert "distinct sizes" not in caplog.text
     for weight in module.state_dict().values():

@@ -16,14 +16,14 @@ import hasten as L
 from hasten.callbacks import ThroughputMonitor
 from hasten.compile.cache import Artifacts
 from hasten.compile.report import FROZEN
-from tests.compile.test_compile import TRACED, Deep, Net, fitted, graphs
+from tests.compile.test_compile import TRACED, Deep, Net, fitted, fitted_alike, graphs
 from tests.models import loader, quiet, same_weights
 from tests.programs import run_python
 
 # -- Fabric
 
 
-def trained_by_fabric(**arguments: Any) -> tuple[nn.Module, L.Fabric, list[str]]:
+def trained_by_fabric(**arguments: Any) -> tuple[nn.Module, Any, list[str]]:
     torch.manual_seed(0)
     net = Deep()
     fabric = L.Fabric(**{"accelerator": "cpu", "devices": 1, **arguments})
@@ -48,7 +48,6 @@ def test_fabric_compiles_one_graph_a_phase(compile: dict[str, Any]) -> None:
     counters.clear()
     net, fabric, compiled_keys = trained_by_fabric(compile=compile)
     report = fabric.compile_report
-    assert report is not None
     assert before.compile_report is None
     assert (graphs(), report.graphs, report.graph_breaks, report.recompiles) == (2, 2, {}, ())
     assert report.compiled == (("Block",) if "regional" in compile else ("Sequential",))
@@ -63,16 +62,12 @@ def test_two_processes_train_to_the_weights_of_plain_ones() -> None:
     net, fabric, keys = trained_by_fabric(compile=TRACED, **several)
     assert same_weights(net, bare)
     assert not any("_orig_mod" in key for key in keys)
-    assert fabric.compile_report.graphs == 2  # type: ignore[union-attr]
-    plain, _, plain_losses = fitted(Deep, **several)
+    assert fabric.compile_report.graphs == 2
     for compile in (TRACED, {**TRACED, "regional": True}):
-        module, trainer, losses = fitted(Deep, compile=compile, **several)
+        module, trainer, _ = fitted_alike(Deep, compile=compile, **several)
         report = trainer.compile_report
-        assert losses == plain_losses
-        assert same_weights(module, plain)
-        assert report is not None
         assert (report.graphs, report.graph_breaks, report.recompiles) == (2, {}, ())
-        assert list(module.state_dict()) == list(plain.state_dict())
+        assert list(module.state_dict()) == list(Deep().state_dict())
 
 
 # -- checkpoints, profilers, callbacks
@@ -80,19 +75,9 @@ def test_two_processes_train_to_the_weights_of_plain_ones() -> None:
 
 def test_profilers_and_flop_counts_leave_the_graphs_alone(tmp_path: Path) -> None:
     monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
-    options = {
-        "max_epochs": 1,
-        "profiler": "simple",
-        "default_root_dir": str(tmp_path),
-        "callbacks": [monitor],
-    }
-    plain, _, _ = fitted(**options)
-    counters.clear()
-    module, trainer, _ = fitted(compile=TRACED, **options)
-    report = trainer.compile_report
-    assert report is not None
+    options = {"profiler": "simple", "default_root_dir": str(tmp_path), "callbacks": [monitor]}
+    report = fitted_alike(max_epochs=1, **options)[1].compile_report
     assert (report.graphs, report.left, report.recompiles) == (2, {}, ())
-    assert same_weights(module, plain)
 
 
 # -- other levers
@@ -131,7 +116,7 @@ class Bert(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fitted_bert(**arguments: Any) -> tuple[Bert, L.Trainer]:
+def fitted_bert(**arguments: Any) -> tuple[Bert, Any]:
     L.seed_everything(1, verbose=False)
     module = Bert()
     trainer = quiet(**{"max_epochs": 1, **arguments})
@@ -143,9 +128,7 @@ def fitted_bert(**arguments: Any) -> tuple[Bert, L.Trainer]:
     "lever", [{"batching": "length"}, {"micro_batch": 2, "precision": "bf16-mixed", "memory": "full"}]
 )
 def test_a_model_of_transformers_is_one_graph_a_phase(lever: dict[str, Any]) -> None:
-    _, trainer = fitted_bert(compile=TRACED, **lever)
-    report = trainer.compile_report
-    assert report is not None
+    report = fitted_bert(compile=TRACED, **lever)[1].compile_report
     assert (report.graphs, report.graph_breaks, report.recompiles, report.left) == (2, {}, (), {})
 
 
@@ -157,7 +140,6 @@ def test_blocks_of_transformers_are_compiled_once_and_never_again(
     plain, _ = fitted_bert(**lever)
     module, trainer = fitted_bert(compile={**TRACED, "regional": not packed}, **lever)
     report = trainer.compile_report
-    assert report is not None
     inside = {"BertSelfOutput", "BertIntermediate", "BertOutput"}
     assert set(report.compiled) == (inside if packed else {"BertLayer"})
     assert (report.graphs, report.graph_breaks, report.recompiles) == (graphs_made, {}, ())
@@ -174,7 +156,6 @@ def test_blocks_of_which_some_are_frozen_have_a_graph_for_each_kind_and_nobody_i
     trainer = quiet(max_epochs=2, compile={**TRACED, "regional": True})
     trainer.fit(module, DataLoader(texts(38), 4, shuffle=True), DataLoader(texts(10), 4))  # type: ignore[arg-type]
     report = trainer.compile_report
-    assert report is not None
     assert report.graphs == 2 + len(report.recompiles)
     assert report.recompiles
     assert {text.partition(": ")[2] for text in report.recompiles} == {FROZEN}
@@ -194,13 +175,8 @@ def test_packed_blocks_without_a_part_to_compile_are_refused() -> None:
 
 
 def test_fast_dropout_within_a_graph_draws_the_same_masks() -> None:
-    plain, _, plain_losses = fitted(Net, dropout="fast", max_epochs=1)
-    module, trainer, losses = fitted(Net, dropout="fast", compile=TRACED, max_epochs=1)
-    report = trainer.compile_report
-    assert report is not None
+    report = fitted_alike(dropout="fast", max_epochs=1)[1].compile_report
     assert (report.graphs, report.graph_breaks, report.left) == (2, {}, {})
-    assert losses == plain_losses
-    assert same_weights(module, plain)
 
 
 # -- machines and arguments that cannot do it
@@ -305,7 +281,6 @@ def test_recorded_steps_log_and_train_as_plain_ones_do() -> None:
     _, before, plain_losses = fitted(Deep, **options)
     _, trainer, losses = fitted(Deep, compile={"mode": "reduce-overhead"}, **options)
     report = trainer.compile_report
-    assert report is not None
     assert (report.graphs, report.graph_breaks, report.recompiles) == (2, {}, ())
     assert losses == pytest.approx(plain_losses, rel=1e-3, abs=1e-4)
     expected = {name: value.item() for name, value in before.callback_metrics.items()}

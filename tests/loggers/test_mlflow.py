@@ -220,7 +220,7 @@ def test_another_process_goes_on_with_the_run(store: Path) -> None:
     state = pickle.loads(pickle.dumps(logger)).__dict__
     assert (state["_experiment"], state["_run_id"]) == (None, logger.run_id)
     logger.finalize()
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
         assert pool.apply(log_elsewhere, (logger,)) == logger.run_id
     assert values(store, logger.run_id, "loss") == [(0, 1.0), (1, 0.5)]
 
