@@ -85,11 +85,9 @@ class _FromVariables(ClusterEnvironment):
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     def local_rank(self) -> int:
-        """Return which process of its machine this is, from 0; 0 if the variable is not set."""
         return _number(*self._local_rank)
 
     def node_rank(self) -> int:
-        """Return which machine this is, from 0; 0 if the variable is not set."""
         return _number(*self._node_rank)
 
 
@@ -141,7 +139,7 @@ class LightningEnvironment(_FromVariables):
 
 
 class _ExternalCluster(_FromVariables):
-    """A cluster whose launcher starts all processes and tells each its ranks."""
+    """A cluster whose launcher starts all processes and gives each its ranks, which cannot be set."""
 
     _world_size: str
     _global_rank: str
@@ -149,32 +147,21 @@ class _ExternalCluster(_FromVariables):
     _started: str
     _advice: str
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True: the launcher started all processes."""
-        return True
+    creates_processes_externally = True
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher sets it."""
+        pass
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher sets it."""
+        pass
 
     def world_size(self) -> int:
-        """Return the number of processes."""
         return _number(self._world_size, default=1)
 
     def global_rank(self) -> int:
-        """Return which process this is, from 0."""
         return _number(self._global_rank)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare the number of devices with the processes that the launcher started.
-
-        Raises:
-            ValueError: they differ.
-
-        """
         if num_devices * num_nodes != self.world_size():
             advice = self._advice.format(nodes=num_nodes, devices=num_devices)
             raise ValueError(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -43,7 +46,7 @@ T = TypeVar("T")
 Run = Callable[[int | None, Any], T]
 
 # torch's type hints leave the stores out.
-stores: Any = torch.distributed
+_stores: Any = torch.distributed
 
 
 class Launcher(ABC):
@@ -91,15 +94,15 @@ def _set_main_address(cluster: ClusterEnvironment) -> None:
 def host_store() -> tuple[Any, str]:
     """Return a store served by this process, and its address."""
     # Port 0: the system picks a free one and keeps it from other programs.
-    store = stores.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-    return stores.PrefixStore("hasten", store), f"127.0.0.1:{store.port}"
+    store = _stores.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    return _stores.PrefixStore("hasten", store), f"127.0.0.1:{store.port}"
 
 
 def connect_store(address: str) -> Any:
     """Return the store of another process."""
     host, _, port = address.rpartition(":")
-    store = stores.TCPStore(host, int(port), is_master=False, timeout=_STORE_TIMEOUT)
-    return stores.PrefixStore("hasten", store)
+    store = _stores.TCPStore(host, int(port), is_master=False, timeout=_STORE_TIMEOUT)
+    return _stores.PrefixStore("hasten", store)
 
 
 def threads_for_each(num_processes: int) -> int | None:
@@ -128,7 +131,7 @@ class RunScriptAgain(Launcher):
             if (threads := threads_for_each(num_processes)) is not None:
                 environment["OMP_NUM_THREADS"] = str(threads)
                 torch.set_num_threads(threads)
-            _children = Children(environment, num_processes, cluster.node_rank() * num_processes)
+            _children = _Children(environment, num_processes, cluster.node_rank() * num_processes)
             # So that ranks are read from the same variables in all processes.
             environment.pop(_STORE, None)
             os.environ.update(environment, LOCAL_RANK="0")
@@ -136,12 +139,10 @@ class RunScriptAgain(Launcher):
         try:
             return run(0, store)
         except Exception as error:
-            # When another process dies, the collectives here fail too, with a message about sockets.
-            if children is not None and collectives.lost_partner(error):
-                cause = children.why_dead(wait_seconds=GRACE_SECONDS)
-                if cause is not None:
-                    # The traceback that the other process printed shows the cause; that of this one does not.
-                    raise RuntimeError(cause) from None
+            # When another process dies, the collectives here fail too, with a message about sockets. The traceback
+            # that the other process printed shows the cause; that of this one does not.
+            if children is not None and collectives.lost_partner(error) and (cause := children.why_dead()):
+                raise RuntimeError(cause) from None
             raise
 
 
@@ -170,7 +171,7 @@ def command_of_this_program() -> list[str]:
     )
 
 
-class Children:
+class _Children:
     """The other processes of this machine, and a thread that watches them.
 
     Args:
@@ -183,67 +184,55 @@ class Children:
     def __init__(self, environment: dict[str, str], num_processes: int, first_rank: int) -> None:
         self._first_rank = first_rank
         self._dead: str | None = None
-        self._seen = threading.Event()
-        self._ended = False
+        self._seen, self._ended = threading.Event(), threading.Event()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._end_pipes: dict[int, int] = {}
-        self._came_to_end: set[int] = set()
         command = command_of_this_program()
         common = {**os.environ, **environment, _PARENT: str(os.getpid())}
         for local_rank in range(1, num_processes):
-            own = {**common, "LOCAL_RANK": str(local_rank)}
-            if os.name != "posix":  # Windows does not inherit pipes.
-                self._processes[local_rank] = subprocess.Popen(command, env=own)
-                continue
-            self._end_pipes[local_rank], writes = os.pipe()
-            os.set_blocking(self._end_pipes[local_rank], False)
-            own[_END_PIPE] = str(writes)
-            self._processes[local_rank] = subprocess.Popen(command, env=own, pass_fds=[writes])
-            os.close(writes)
+            own, passed = {**common, "LOCAL_RANK": str(local_rank)}, []
+            if os.name == "posix":  # Windows does not inherit pipes.
+                self._end_pipes[local_rank], writes = os.pipe()
+                os.set_blocking(self._end_pipes[local_rank], False)
+                own[_END_PIPE], passed = str(writes), [writes]
+            self._processes[local_rank] = subprocess.Popen(command, env=own, pass_fds=passed)
+            for pipe in passed:
+                os.close(pipe)
         atexit.register(self.end)
         threading.Thread(target=self._watch, name="hasten-children", daemon=True).start()
 
     def _code(self, local_rank: int) -> int | None:
         """Return the exit code of a process; None while it runs."""
         code = self._processes[local_rank].poll()
-        unloading = local_rank in self._end_pipes and code in (-signal.SIGABRT, -signal.SIGSEGV)
-        if unloading and local_rank not in self._came_to_end:
+        if code in (-signal.SIGABRT, -signal.SIGSEGV) and local_rank in self._end_pipes:
             # Threads of a communication library may abort a process that has finished and unloads the library.
-            try:
-                reported = os.read(self._end_pipes[local_rank], 1)
-            except BlockingIOError:
-                reported = b""
-            if reported:
-                self._came_to_end.add(local_rank)
-        return 0 if local_rank in self._came_to_end else code
+            with suppress(BlockingIOError):
+                if os.read(self._end_pipes[local_rank], 1):
+                    self._processes[local_rank].returncode = code = 0
+        return code
 
-    def why_dead(self, *, wait_seconds: float) -> str | None:
-        """Return which process died and how, after waiting for one to be noticed; None if all are alive."""
-        self._seen.wait(wait_seconds)
+    def why_dead(self) -> str | None:
+        """Return which process died and how; None if none does within ``GRACE_SECONDS``."""
+        self._seen.wait(GRACE_SECONDS)
         return self._dead
 
     def _watch(self) -> None:
-        while not self._ended:
+        """End the whole run after a process died, unless the main thread does so within ``GRACE_SECONDS``."""
+        while self._dead is None:
+            if self._ended.wait(0.1):
+                return
             for local_rank in self._processes:
                 code = self._code(local_rank)
-                if code is not None and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+                if code not in (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+                    assert code is not None
                     self._dead = describe_death(self._first_rank + local_rank, code)
-                    self._seen.set()
-                    self._give_up()
-                    return
-            time.sleep(0.1)
-
-    def _give_up(self) -> None:
-        """End the whole run, unless the main thread does so within ``GRACE_SECONDS``."""
-        deadline = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < deadline:
-            if self._ended:
-                return
-            time.sleep(0.1)
-        # The main thread waits for the dead process in a collective.
-        os.write(2, f"RuntimeError: {self._dead}\n".encode())
-        stop_processes(self._processes.values())
-        os._exit(1)
+                    break
+        self._seen.set()
+        if not self._ended.wait(GRACE_SECONDS):
+            # The main thread waits for the dead process in a collective.
+            os.write(2, f"RuntimeError: {self._dead}\n".encode())
+            stop_processes(self._processes.values())
+            os._exit(1)
 
     def end(self) -> None:
         """Wait for the others to end, stop those that do not, and fail if one of them has failed."""
@@ -251,23 +240,22 @@ class Children:
         deadline = time.monotonic() + (0.5 if failed else _END_SECONDS)
         while time.monotonic() < deadline and any(p.poll() is None for p in self._processes.values()):
             time.sleep(0.05)
-        self._ended = True
-        codes = {rank: self._code(rank) for rank in self._processes}
+        self._ended.set()
+        codes = {self._first_rank + local_rank: self._code(local_rank) for local_rank in self._processes}
         stop_processes(self._processes.values())
-        died = {rank: code for rank, code in codes.items() if code}
-        late = [rank for rank, code in codes.items() if code is None]
-        text = None
-        if died:
-            text = describe_death(self._first_rank + next(iter(died)), next(iter(died.values())))
-        elif late and not failed:
+        late = next((rank for rank, code in codes.items() if code is None), None)
+        rank, code = next(((rank, code) for rank, code in codes.items() if code), (0, 0))
+        if code:
+            text = describe_death(rank, code)
+        elif late is not None and not failed:
             # It was stopped while working, so the run has failed.
-            died = {late[0]: 1}
+            code = 1
             text = (
-                f"the process of rank {self._first_rank + late[0]} was still at work {_END_SECONDS:.0f} s after the "
-                f"program of rank {self._first_rank} had ended, and was stopped. End the program with "
-                "trainer.strategy.barrier() to have all ranks wait for each other."
+                f"the process of rank {late} was still at work {_END_SECONDS:.0f} s after the program of rank "
+                f"{self._first_rank} had ended, and was stopped. End the program with trainer.strategy.barrier() to "
+                "have all ranks wait for each other."
             )
-        if died and not _leaving:
+        if code and not _leaving:
             # An exit function can only set the exit code in this way. Functions registered after the processes
             # started, such as those of loggers, have run by now.
             if not failed:
@@ -275,10 +263,10 @@ class Children:
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(max(next(iter(died.values())), 1))
+            os._exit(max(code, 1))
 
 
-_children: Children | None = None
+_children: _Children | None = None
 _leaving = False
 
 
@@ -292,10 +280,9 @@ def describe_death(rank: int, code: int) -> str:
     """Return a sentence about a process that ended unexpectedly."""
     how = f"ended with exit code {code}; its error is printed above"
     if code < 0:
-        try:
+        name = str(-code)
+        with suppress(ValueError):
             name = signal.Signals(-code).name
-        except ValueError:
-            name = str(-code)
         reason = " (often by the system, because memory ran out)" if name == "SIGKILL" else ""
         how = f"was killed by {name}{reason}"
     return f"the process of rank {rank} {how}. All processes of the run were stopped."
@@ -331,3 +318,86 @@ def end_when(gone: Callable[[], object]) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="hasten-parent", daemon=True).start()
+
+
+# -- several machines
+
+# Machines that are started at the same time need no message.
+_FIRST_SECONDS, _NEXT_SECONDS = 0.7, 60.0
+
+
+@contextmanager
+def rendezvous(
+    command: list[str] | None,
+    *,
+    node_rank: int,
+    num_nodes: int,
+    num_processes: int,
+    local_rank: int,
+    timeout: timedelta,
+) -> Iterator[Any]:
+    """Yield the store that connects the processes of several machines; print which are missing meanwhile.
+
+    Args:
+        command: starts this program on the other machines, for the message; None if something else starts it there.
+        node_rank: which machine this is, from 0.
+        num_nodes: the number of machines.
+        num_processes: on each of them.
+        local_rank: which process of its machine this is; the first one prints.
+        timeout: how long to wait for the others.
+
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_here = address in ("127.0.0.1", "localhost")
+    met = threading.Event()
+
+    def start(node: int) -> str:
+        places = (
+            f"MASTER_ADDR={socket.gethostname() if is_here else address} MASTER_PORT={port} NODE_RANK={node}"
+        )
+        return "" if command is None else f"\nStart there: {places} {shlex.join(command)}"
+
+    def missing() -> str:
+        try:
+            # First without torch, which prints a stack trace if nothing answers.
+            socket.create_connection((address, port), timeout=0.5).close()
+            # A second connection: that of the main thread is waiting.
+            second = _stores.TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=5))
+            counts = [int(second.add(f"hasten-machine-{node}", 0)) for node in range(num_nodes)]
+        except (OSError, RuntimeError):
+            here = (
+                " That is this machine: set MASTER_ADDR to the address of the first one." if is_here else ""
+            )
+            return (
+                f"NODE_RANK={node_rank} waits for the first of num_nodes={num_nodes} machines at {address}:{port}, "
+                f"where nothing answers.{here}{start(0)}"
+            )
+        absent = [n for n, count in enumerate(counts) if n != node_rank and count < num_processes]
+        return (
+            f"NODE_RANK={node_rank} waits at {address}:{port} for {len(absent)} of num_nodes={num_nodes} machines: "
+            f"{sum(counts)} of {num_nodes * num_processes} processes have come."
+            + "".join(start(node) for node in absent[:1] if not counts[node])
+        )
+
+    def print_missing() -> None:
+        seconds = _FIRST_SECONDS
+        while not met.wait(seconds):
+            seconds = _NEXT_SECONDS
+            # Not print: the main thread is inside torch and may hold the lock of its output.
+            os.write(2, f"{missing()}\n".encode())
+
+    if local_rank == 0:
+        threading.Thread(target=print_missing, name="hasten-meeting", daemon=True).start()
+    try:
+        store = _stores.TCPStore(
+            address,
+            port,
+            is_master=node_rank == 0 and local_rank == 0,
+            wait_for_workers=False,
+            timeout=timeout,
+            multi_tenant=True,
+        )
+        store.add(f"hasten-machine-{node_rank}", 1)
+        yield _stores.PrefixStore("hasten", store)
+    finally:
+        met.set()

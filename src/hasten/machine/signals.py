@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -23,9 +24,24 @@ _SAME_PRESS_SECONDS = 0.5
 _SECONDS_BETWEEN_CHECKS = 1.0
 
 
-def handled_signals() -> list[int]:
-    """Return which of SIGINT and SIGTERM are not ignored, as a shell ignores Ctrl-C for its background jobs."""
-    return [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[dict[int, Any]]:
+    """Call ``handler`` for SIGINT and SIGTERM while the context is open; yield the handlers they had.
+
+    In the main thread only. Ignored signals stay ignored, as a shell ignores Ctrl-C for its background jobs.
+    """
+    handled: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+    previous: dict[int, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in handled:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    previous[number] = signal.signal(number, handler)
+        yield previous
+    finally:
+        for number, before in previous.items():
+            # None: the handler was not installed by Python, which cannot restore it.
+            signal.signal(number, signal.SIG_DFL if before is None else before)
 
 
 class StopRequests:
@@ -57,16 +73,12 @@ class StopRequests:
         self._interval = 1
 
     def __enter__(self) -> StopRequests:
-        if threading.current_thread() is threading.main_thread():
-            for number in handled_signals():
-                self._previous[number] = signal.signal(number, self._note)
+        self._handling = handling(self._note)
+        self._previous = self._handling.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            # None: the handler was not installed by Python, which cannot restore it.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous.clear()
+        self._handling.__exit__(None, None, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

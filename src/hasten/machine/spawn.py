@@ -9,12 +9,9 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -24,7 +21,7 @@ import torch
 from hasten._lib.errors import shorten
 from hasten.machine import cluster as clusters
 from hasten.machine import collectives, launch
-from hasten.machine.signals import handled_signals
+from hasten.machine.signals import handling
 
 T = TypeVar("T")
 
@@ -183,7 +180,16 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
     stopped_with: int | None = None
     symptom: BaseException | None = None
     deadline = math.inf
-    with _forwarded_signals(processes) as pressed:
+    presses = 0
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal presses
+        presses += number == signal.SIGINT
+        for process in processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    with handling(forward):  # The processes stop between two steps.
         open_ends = {connection: rank for rank, connection in enumerate(connections)}
         while open_ends and time.monotonic() < deadline:
             for ready in wait(list(open_ends), timeout=0.2):
@@ -199,7 +205,7 @@ def _wait_for(processes: list[Any], connections: list[Any], first_rank: int) -> 
                     stopped_with = content
                 elif rank == 0:
                     first = content
-            if len(pressed) > 1:
+            if presses > 1:
                 raise KeyboardInterrupt
     if symptom is not None:
         raise symptom
@@ -226,45 +232,18 @@ def _received(connection: Connection, process: Any, rank: int) -> tuple[str, Any
     return kind, content
 
 
-@contextmanager
-def _forwarded_signals(processes: list[Any]) -> Iterator[list[float]]:
-    """Forward Ctrl-C and SIGTERM to the processes, which stop between two steps; yield the times of Ctrl-C."""
-    pressed: list[float] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield pressed
-        return
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            pressed.append(time.monotonic())
-        for process in processes:
-            if process.is_alive():
-                os.kill(process.pid, number)
-
-    previous = {number: signal.signal(number, forward) for number in handled_signals()}
-    try:
-        yield pressed
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
 def _end(processes: list[Any]) -> None:
     """Wait for the processes to end, or stop them if the run has failed."""
 
-    def join_all() -> None:
+    def join_all() -> list[Any]:
         deadline = time.monotonic() + launch.KILL_SECONDS
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
+        return [process for process in processes if process.is_alive()]
 
     failed = sys.exc_info()[0] is not None
-    if not failed:
-        join_all()
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
-    join_all()
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            process.join()
+    for process in processes if failed else join_all():
+        process.terminate()
+    for process in join_all():
+        process.kill()
+        process.join()

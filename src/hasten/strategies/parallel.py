@@ -16,8 +16,7 @@ from hasten._lib import check
 from hasten._lib.rank_zero import rank_zero_only
 from hasten.machine import collectives
 from hasten.machine.cluster import LightningEnvironment
-from hasten.machine.launch import Launcher, RunScriptAgain, command_of_this_program
-from hasten.machine.rendezvous import rendezvous
+from hasten.machine.launch import Launcher, RunScriptAgain, command_of_this_program, rendezvous
 from hasten.machine.spawn import StartCopies
 from hasten.strategies.base import Strategy
 
