@@ -338,6 +338,7 @@ def test_bars_can_be_made_differently(capsys: pytest.CaptureFixture[str]) -> Non
 
         def on_train_epoch_start(self, trainer: L.Trainer, *rest: Any) -> None:
             super().on_train_epoch_start(trainer, *rest)
+            assert self._train_progress_bar is self.train_progress_bar
             self.train_progress_bar.set_description(f"round {trainer.current_epoch}")
 
     fit(Different(), max_epochs=2)

@@ -171,6 +171,10 @@ def _bar_of(name: str, stage: str) -> Any:
     )
 
 
+def _bar_or_none(name: str) -> Any:
+    return property(lambda self: self._bars.get(name), lambda self, bar: self._bars.__setitem__(name, bar))
+
+
 class DrawnProgressBar(ProgressBar):
     """One bar for each stage, refreshed by time; the base of TQDMProgressBar and RichProgressBar.
 
@@ -186,6 +190,11 @@ class DrawnProgressBar(ProgressBar):
     val_progress_bar: Any = _bar_of("val", "validation")
     test_progress_bar: Any = _bar_of("test", "the test")
     predict_progress_bar: Any = _bar_of("predict", "prediction")
+    # The names that subclasses written for Lightning read and set; None without a bar.
+    _train_progress_bar: Any = _bar_or_none("train")
+    _val_progress_bar: Any = _bar_or_none("val")
+    _test_progress_bar: Any = _bar_or_none("test")
+    _predict_progress_bar: Any = _bar_or_none("predict")
 
     def __init__(self) -> None:
         super().__init__()
