@@ -1,1 +1,14 @@
-"""What is remembered: what a checkpoint holds, and files that are whole or not there."""
+"""What a checkpoint contains, and files that are complete or absent."""
+
+from typing import TYPE_CHECKING
+
+from hasten._lib.lazy import attach
+
+if TYPE_CHECKING:
+    from hasten.checkpoint.files import AsyncCheckpointIO as AsyncCheckpointIO
+    from hasten.checkpoint.files import CheckpointIO as CheckpointIO
+    from hasten.checkpoint.files import TorchCheckpointIO as TorchCheckpointIO
+
+__getattr__, __dir__, __all__ = attach(
+    __name__, {"hasten.checkpoint.files": ("AsyncCheckpointIO", "CheckpointIO", "TorchCheckpointIO")}
+)

@@ -94,8 +94,8 @@ class CPUAccelerator(Accelerator):
         if number is None or number < 1:
             wrong_type = number is None and not isinstance(devices, str)
             raise (TypeError if wrong_type else ValueError)(
-                f"devices={devices!r}, accelerator='cpu': the CPU has no indices. Use the number of processes, such "
-                "as devices=2, or devices='auto' for one."
+                f"devices={devices!r}, accelerator='cpu': use the number of processes, at least 1, or devices='auto' "
+                "for one. The CPU has no indices."
             )
         return number
 

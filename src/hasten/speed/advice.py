@@ -349,7 +349,7 @@ def draw_speeds(
         if bar.low is not None and bar.high is not None and math.isfinite(bar.high):
             end = bar.high
             axes.hlines(place, bar.low, end, color="#444444", linewidth=1.5)
-        axes.text(end, place, f"  {bar.text}", va="center", fontsize=9)
+        axes.text(end, place, f"  {bar.text}", va="center", fontsize=9, backgroundcolor="white")
         longest = max(longest, end)
     axes.set_yticks(range(len(bars)), ["\n".join(textwrap.wrap(bar.name, 44)) for bar in bars])
     axes.invert_yaxis()
