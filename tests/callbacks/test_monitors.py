@@ -367,7 +367,7 @@ def test_times_that_the_device_measures() -> None:
     measured.batch_ended(4, None, 7)
     # Two batches at the same time are one entry; the time between two intervals is left out.
     assert measured.compute() == {"time": 5.0, "batches": 4, "samples": 16}
-    assert [update[0] for update in measured._updates] == [1.0, 3.0, 5.0]
+    assert [last["time"] for last, _ in measured._updates] == [1.0, 3.0, 5.0]
 
 
 def test_it_can_be_pickled() -> None:

@@ -243,7 +243,7 @@ def test_another_process_goes_on_with_the_run(tmp_path: Path) -> None:
     state = pickle.loads(pickle.dumps(logger)).__dict__  # starts the run, which stays here
     assert (state["_experiment"], state["_attach_id"]) == (None, logger.experiment._attach_id)
     logger.log_metrics({"loss": 0.5}, step=0)
-    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(log_elsewhere, (logger,)) == "shared"
     assert [row["loss"] for row in rows(tmp_path)] == [0.5, 0.25]
 
