@@ -27,7 +27,7 @@ class Phase(Enum):
     MODEL = "model"
     # The counters: before the data is loaded, which may depend on the epoch.
     POSITION = "position"
-    # Optimizers, schedulers, gradients, and what each process has of its own.
+    # Optimizers, schedulers, gradients, and the state of each process.
     TRAINING = "training"
     # Random generators: when the first batch is due.
     RANDOM = "random"
@@ -406,7 +406,7 @@ def collect_gradients(
     }
     if world_size == 1 or len(set(gather(_digest(gradients)))) == 1:
         return {"ranks": [gradients]} if any(gradients.values()) else None
-    # Between two exchanges each process has the gradients of its own batches.
+    # Between two exchanges each process has only the gradients from its batches.
     return {"ranks": gather(move_to(gradients, "cpu"))}
 
 
