@@ -41,15 +41,11 @@ def task_of(options: argparse.Namespace) -> Task:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=("docstrings", "digits", "imdb"))
     parser.add_argument("--data", type=Path, help="imdb: aclImdb_v1.tar.gz; default: downloaded")
     parser.add_argument("--model", default="minilm", choices=("minilm", "distilbert"))
-    parser.add_argument(
-        "--random-weights", action="store_true", help="imdb: same work, no pretrained weights"
-    )
+    parser.add_argument("--random-weights", action="store_true", help="imdb: same work, no pretrained weights")
     parser.add_argument("--limit", type=int, default=4000, help="imdb: reviews; default: 4000")
     parser.add_argument("--max-length", type=int, default=512, help="imdb: tokens of a review; default: 512")
     parser.add_argument("--levers", help="names, with commas between; default: all")

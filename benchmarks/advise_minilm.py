@@ -100,9 +100,7 @@ class MiniLM(L.LightningModule):
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=420.0, help="seconds of the search; default: 420")
     parser.add_argument("--max-length", type=int, default=512, help="tokens of a text; default: 512")
     parser.add_argument("--batch-size", type=int, default=12)
@@ -117,13 +115,9 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     texts = docstrings()
-    tokens = tokenizer([text for text, _ in texts], truncation=True, max_length=options.max_length)[
-        "input_ids"
-    ]
+    tokens = tokenizer([text for text, _ in texts], truncation=True, max_length=options.max_length)["input_ids"]
     samples: Any = list(zip(tokens, (label for _, label in texts), strict=True))
-    loader: DataLoader[Any] = DataLoader(
-        samples, options.batch_size, shuffle=True, collate_fn=Pad(options.max_length)
-    )
+    loader: DataLoader[Any] = DataLoader(samples, options.batch_size, shuffle=True, collate_fn=Pad(options.max_length))
     trainer, model = L.Trainer(max_epochs=3, logger=False, enable_checkpointing=False), MiniLM(folder)
 
     found = trainer.advise(model, loader, budget_seconds=options.budget)

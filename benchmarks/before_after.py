@@ -23,21 +23,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> int:
     """Measure and print; return 1 if a case got slower by more than ``--tolerance``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", help="the commit to compare with")
     parser.add_argument("--turns", type=int, default=5, help="how often each is measured (default: 5)")
-    parser.add_argument(
-        "--tolerance", type=float, default=0.1, help="allowed growth of a ratio (default: 0.1)"
-    )
+    parser.add_argument("--tolerance", type=float, default=0.1, help="allowed growth of a ratio (default: 0.1)")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     options, passed_on = parser.parse_known_args()
 
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(
-            ["git", "archive", options.before, "src"], cwd=ROOT, check=True, capture_output=True
-        )
+        archive = subprocess.run(["git", "archive", options.before, "src"], cwd=ROOT, check=True, capture_output=True)
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         sources = {"before": Path(folder) / "src", "after": ROOT / "src"}
         turns: dict[str, list[dict[str, dict[str, Any]]]] = {"before": [], "after": []}
@@ -54,14 +48,10 @@ def main() -> int:
         before, after = ([turn[case]["ratio"] for turn in turns[name]] for name in ("before", "after"))
         change = statistics.median(b / a for a, b in zip(before, after, strict=True))
         slower = " !" if change > 1 + options.tolerance else ""
-        print(
-            f"{case:<13} {statistics.median(before):>7.2f} {statistics.median(after):>7.2f} {change:>13.2f}{slower}"
-        )
+        print(f"{case:<13} {statistics.median(before):>7.2f} {statistics.median(after):>7.2f} {change:>13.2f}{slower}")
         rows.append({"case": case, "before": before, "after": after, "change": round(change, 4)})
     if options.json:
-        options.json.write_text(
-            json.dumps({"command": sys.argv, "rows": rows}, indent=1) + "\n", encoding="utf-8"
-        )
+        options.json.write_text(json.dumps({"command": sys.argv, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return int(any(row["change"] > 1 + options.tolerance for row in rows))
 
 

@@ -220,9 +220,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         task, name, way = options.child
-        print(
-            json.dumps(count(name, way) if task == "count" else race(name, way, options.steps, options.turns))
-        )
+        print(json.dumps(count(name, way) if task == "count" else race(name, way, options.steps, options.turns)))
         return
     rows = []
     print(

@@ -137,9 +137,7 @@ def worker_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         chosen = auto_workers(given).num_workers
         measuring = time.perf_counter() - start
         loaders = {number: with_workers(given, number) for number in sorted({*NUMBERS, chosen})}
-        taken = in_turns(
-            {number: lambda each=each: seconds(each) for number, each in loaders.items()}, options.rounds
-        )
+        taken = in_turns({number: lambda each=each: seconds(each) for number, each in loaders.items()}, options.rounds)
         best = min(NUMBERS, key=lambda number: statistics.median(taken[number]))
         ratios = [b / c for b, c in zip(taken[best], taken[chosen], strict=True)]
         rows.append(
@@ -266,18 +264,14 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=60_000, help="of the resident rows (default: 60000)")
     parser.add_argument("--batch-size", type=int, default=64, help="of the resident rows (default: 64)")
     parser.add_argument("--rounds", type=int, default=5, help="epochs of each row (default: 5)")
     parser.add_argument(
         "--parts", nargs="+", default=["resident", "workers", "gap"], choices=("resident", "workers", "gap")
     )
-    parser.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall", help="of the resident rows (default: wall)"
-    )
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="of the resident rows (default: wall)")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     return parser.parse_args(arguments)
 

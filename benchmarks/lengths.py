@@ -78,9 +78,7 @@ class Network(L.LightningModule):
         self.tokens += ids.numel()
         self.shapes.add(tuple(ids.shape))
         places = batch.get("position_ids")
-        x = self.words(ids) + self.places(
-            torch.arange(ids.size(1), device=ids.device) if places is None else places
-        )
+        x = self.words(ids) + self.places(torch.arange(ids.size(1), device=ids.device) if places is None else places)
         for qkv, out, grow, shrink in zip(self.qkv, self.out, self.grow, self.shrink, strict=True):
             q, k, v = qkv(functional.layer_norm(x, x.shape[-1:])).unflatten(2, (3, self.heads, -1)).unbind(2)
             x = x + out(self._attended(q, k, v, batch).flatten(2))
@@ -193,16 +191,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=360, help="texts of an epoch (default: 360)")
     parser.add_argument("--rounds", type=int, default=5, help="epochs of each row (default: 5)")
     parser.add_argument("--width", type=int, default=128, help="of the network (default: 128)")
     parser.add_argument("--layers", type=int, default=2, help="of the network (default: 2)")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default: cpu)"
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (default: cpu)")
     parser.add_argument("--precision", default="32-true", help='such as "bf16-mixed" (default: 32-true)')
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     return parser.parse_args(arguments)

@@ -76,9 +76,7 @@ class Memory(L.Callback):
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        )
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
@@ -96,9 +94,7 @@ class Memory(L.Callback):
             return
         self._profile.stop()
         now = 0
-        for event in sorted(
-            self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
-        ):
+        for event in sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
             if event.name() == "[memory]":
                 now += event.nbytes()
                 self.peak_bytes = max(self.peak_bytes, now)
@@ -138,9 +134,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     """Measure each way in turns and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--batch", type=int, default=32, help="samples (default: 32)")
@@ -175,9 +169,7 @@ def main() -> None:
             for key in ("seconds", "mebibytes")
         )
         print(f"{name:<38} {1000 * seconds:>10.1f} {slower:>6.2f} {mebibytes:>11.1f} {smaller:>7.2f}")
-        rows.append(
-            {"way": name, "turns": mine, "time_ratio": round(slower, 4), "memory_ratio": round(smaller, 4)}
-        )
+        rows.append({"way": name, "turns": mine, "time_ratio": round(slower, 4), "memory_ratio": round(smaller, 4)})
     if options.json is not None:
         settings = {key: value for key, value in vars(options).items() if key not in ("json", "way")}
         facts = {

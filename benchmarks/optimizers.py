@@ -176,9 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="which (default: all)"
-    )
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="which (default: all)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--width", type=int, default=256, help="features (default: 256)")
     parser.add_argument("--layers", type=int, default=4, help="blocks (default: 4)")

@@ -119,9 +119,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def load_libraries(peers: Sequence[str]) -> dict[str, dict[str, Loop]]:
     """Return the loops of hasten and of the peers that are installed, by case."""
     hasten = importlib.import_module("hasten")
-    logging.getLogger("hasten").setLevel(
-        logging.WARNING
-    )  # As the peers': no lines between those of the table.
+    logging.getLogger("hasten").setLevel(logging.WARNING)  # As the peers': no lines between those of the table.
     libraries = {"hasten": {**trainer_loops(hasten), **fabric_loops(hasten)}}
     for name in peers:
         load: Callable[[], dict[str, Loop]] = PEERS[name]

@@ -150,9 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for what, seconds in AT_MOST.items()
         if row["library"] == "hasten" and row[f"{what}_over_loop"] > seconds
     ]
-    print(
-        f"\nover what is allowed (first {AT_MOST['first']} s, repeated {AT_MOST['repeated']} s): {over or 'none'}"
-    )
+    print(f"\nover what is allowed (first {AT_MOST['first']} s, repeated {AT_MOST['repeated']} s): {over or 'none'}")
     return 1 if over and options.check else 0
 
 
@@ -182,9 +180,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="*", choices=["lightning"], default=[], help="measure these as well")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for busy machines")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
-    parser.add_argument(
-        "--check", action="store_true", help="exit with 1 if a figure is over what is allowed"
-    )
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a figure is over what is allowed")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rounds < 1:

@@ -16,9 +16,7 @@ def points_on_a_ring(samples: int = 2048) -> TensorDataset:
 
 
 def network(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, outputs)
-    )
+    return nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, outputs))
 
 
 class GAN(L.LightningModule):
@@ -73,6 +71,4 @@ def train(epochs: int = 30) -> GAN:
 if __name__ == "__main__":
     with torch.no_grad():
         radius = train().generator(torch.randn(1000, 8)).norm(dim=1)
-    print(
-        f"result: generated points have radius {radius.mean():.2f} +- {radius.std():.2f}; real ones 2.00 +- 0.10"
-    )
+    print(f"result: generated points have radius {radius.mean():.2f} +- {radius.std():.2f}; real ones 2.00 +- 0.10")

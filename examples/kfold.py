@@ -47,9 +47,7 @@ def cross_validate(folds: int = 5, epochs: int = 5) -> list[float]:
         model = Classifier()
         trainer.fit(model, DataLoader(Subset(data, train), batch_size=32, shuffle=True))
         (result,) = trainer.test(model, DataLoader(Subset(data, held_out), batch_size=256), verbose=False)
-        print(
-            f"fold {fold}: trained on {len(train)}, accuracy on the other {len(held_out)}: {result['accuracy']:.3f}"
-        )
+        print(f"fold {fold}: trained on {len(train)}, accuracy on the other {len(held_out)}: {result['accuracy']:.3f}")
         accuracies.append(result["accuracy"])
     return accuracies
 

@@ -32,9 +32,7 @@ class LanguageModel(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.words, self.places = nn.Embedding(len(CHARACTERS), width), nn.Embedding(block, width)
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-        )
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
         self.head = nn.Linear(width, len(CHARACTERS))
 
@@ -61,6 +59,4 @@ if __name__ == "__main__":
     trainer = L.Trainer(max_steps=150, accelerator="cpu", gradient_clip_val=1.0, log_every_n_steps=10)
     trainer.fit(LanguageModel(), DataLoader(Blocks(), batch_size=16))
     loss = trainer.callback_metrics["loss"].item()
-    print(
-        f"result: loss {loss:.2f} after {trainer.global_step} steps; guessing has {len(CHARACTERS)} choices"
-    )
+    print(f"result: loss {loss:.2f} after {trainer.global_step} steps; guessing has {len(CHARACTERS)} choices")

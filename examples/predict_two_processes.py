@@ -43,9 +43,7 @@ def main(folder: Path) -> None:
     L.seed_everything(7)
     folder.mkdir(parents=True, exist_ok=True)
     model, data = Regression(), torch.randn(SAMPLES, 8)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", callbacks=[Writer(folder)], logger=False
-    )
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", callbacks=[Writer(folder)], logger=False)
     trainer.predict(model, DataLoader(data, batch_size=8), return_predictions=False)  # type: ignore[arg-type]
     trainer.strategy.barrier()
     if trainer.is_global_zero:

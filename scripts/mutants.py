@@ -52,9 +52,7 @@ class Mutant:
 
 def main() -> int:
     """Sample, try and report; return 1 if fewer than ``--least`` percent are killed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=200, help="how many mutants (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tried side by side (default: 2)")
@@ -79,9 +77,7 @@ def main() -> int:
         if not coverage.exists():
             _measure_coverage(coverage)
         failing = _failing(coverage)
-        files = sorted(
-            path for pattern in options.packages for path in (ROOT / "src" / "hasten").glob(pattern)
-        )
+        files = sorted(path for pattern in options.packages for path in (ROOT / "src" / "hasten").glob(pattern))
         runs = _tests_by_line(coverage, failing)
         elsewhere = [test for test in _tests_that_run_none_of(files, runs) if test not in failing]
         before = json.loads(options.again.read_text(encoding="utf-8")) if options.again else []
@@ -140,9 +136,7 @@ def _failing(data: Path) -> set[str]:
     """Return the tests that failed under coverage; refuse coverage of other sources, which has other lines."""
     notes = json.loads(_notes_of(data).read_text(encoding="utf-8")) if _notes_of(data).exists() else {}
     if notes.get("sources") != _sources():
-        raise SystemExit(
-            f"--coverage {data}: it was measured with other sources. Remove it to measure again."
-        )
+        raise SystemExit(f"--coverage {data}: it was measured with other sources. Remove it to measure again.")
     return set(notes["failed"])
 
 

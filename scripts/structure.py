@@ -452,9 +452,7 @@ def with_walks(page: str, recorded: dict[str, list[str]]) -> str:
 
     def block(found: re.Match[str]) -> str:
         files = ", ".join(f"`hasten/{path}`" for path in recorded[found[1]])
-        return f"<!-- walk: {found[1]} -->\n" + textwrap.fill(
-            f"Files that run: {files}.", 120, break_on_hyphens=False
-        )
+        return f"<!-- walk: {found[1]} -->\n" + textwrap.fill(f"Files that run: {files}.", 120, break_on_hyphens=False)
 
     return re.sub(r"^<!-- walk: (.+?) -->(?:\n(?!\n).+)*", block, page, flags=re.MULTILINE)
 
@@ -479,9 +477,7 @@ def measure(root: Path, with_walks: bool) -> dict[str, str]:
         "lines a file, largest": f"{largest.lines} ({largest.path.as_posix()})",
         "packages": f"{len(packages)}",
         "packages of more than 14 files": ", ".join(
-            f"{'hasten' if name == '.' else name} {count}"
-            for name, count in packages.most_common()
-            if count > 14
+            f"{'hasten' if name == '.' else name} {count}" for name, count in packages.most_common() if count > 14
         ),
         "public parameters": f"{typing.parameters:,}",
         "of them bare Any or untyped": _share(len(typing.untyped), typing.parameters),

@@ -36,9 +36,7 @@ _OF_A_RUN = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add what thousands of random combinations are asked for with."""
-    parser.addoption(
-        "--combinations", type=int, default=60, help="how many random combinations to train (tests/story)"
-    )
+    parser.addoption("--combinations", type=int, default=60, help="how many random combinations to train (tests/story)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,9 +67,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     from hasten.strategies import DDPStrategy
 
     names = pyfuncitem._fixtureinfo.argnames
-    runtime(
-        accelerator="cpu", devices=marker.args[0], strategy=DDPStrategy(start_method="forkserver")
-    ).launch(
+    runtime(accelerator="cpu", devices=marker.args[0], strategy=DDPStrategy(start_method="forkserver")).launch(
         call_in_file,
         str(pyfuncitem.path),
         pyfuncitem.originalname,

@@ -45,9 +45,7 @@ class RowLogger(Logger):
 
     def without_epoch(self) -> list[tuple[int | None, dict[str, float]]]:
         """Return the rows without the number of the epoch, which each row has."""
-        return [
-            (step, {name: value for name, value in row.items() if name != "epoch"}) for step, row in self.rows
-        ]
+        return [(step, {name: value for name, value in row.items() if name != "epoch"}) for step, row in self.rows]
 
 
 def watching(note: Callable[[str, Any], object], *hooks: str) -> LambdaCallback:

@@ -203,9 +203,7 @@ class Suffixed(Classifier):
         self.log("v", float(dataloader_idx), on_step=True, on_epoch=True)
         self.log("hidden", 5.0, logger=False)
 
-    def on_validation_batch_end(
-        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.seen.append(("end", dataloader_idx))
 
     def on_validation_epoch_end(self) -> None:
@@ -216,10 +214,7 @@ class Suffixed(Classifier):
 def test_values_of_several_loaders_have_suffixes(form: Any) -> None:
     model, trainer = Suffixed(), quiet()
     results = trainer.validate(model, form([loader(4), loader(8)]), verbose=False)
-    assert results == [
-        {"v_epoch/dataloader_idx_0": 0.0, "whole": 7.0},
-        {"v_epoch/dataloader_idx_1": 1.0, "whole": 7.0},
-    ]
+    assert results == [{"v_epoch/dataloader_idx_0": 0.0, "whole": 7.0}, {"v_epoch/dataloader_idx_1": 1.0, "whole": 7.0}]
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert metrics == {
         "v/dataloader_idx_0": 0.0,
@@ -270,11 +265,7 @@ ITERABLE: list[tuple[type[Stream], dict[str, Any], Any]] = [
         {"val_check_interval": 3, "check_val_every_n_epoch": None},
         (float("inf"), [float("inf")], 10, [0, 3, 6, 9]),
     ),
-    (
-        Stream,
-        {"limit_train_batches": 0.5},
-        r"limit_train_batches=0\.5\): a share needs a loader with a length, and",
-    ),
+    (Stream, {"limit_train_batches": 0.5}, r"limit_train_batches=0\.5\): a share needs a loader with a length, and"),
     (Stream, {"limit_val_batches": 0.5}, r"limit_val_batches=0\.5\).*Give a number of batches instead"),
     (
         Stream,
@@ -311,9 +302,7 @@ def test_the_loader_that_is_wrong_is_named_by_its_place() -> None:
         quiet().validate(Any_(), [loader(8), empty], verbose=False)
     with pytest.raises(ValueError, match=r"the validate dataloader has no batches"):
         quiet().validate(Any_(), [empty], verbose=False)
-    with pytest.raises(
-        ValueError, match=r"0\.2 of 4 batches is less than one\. Use at least limit_val_batches=0\.25"
-    ):
+    with pytest.raises(ValueError, match=r"0\.2 of 4 batches is less than one\. Use at least limit_val_batches=0\.25"):
         quiet(limit_val_batches=0.2).validate(Any_(), loader(16), verbose=False)
     model = Any_()
     model.allow_zero_length_dataloader_with_multiple_devices = True
@@ -323,9 +312,7 @@ def test_the_loader_that_is_wrong_is_named_by_its_place() -> None:
 
 
 def test_an_interval_longer_than_an_epoch_is_refused_where_that_is_known() -> None:
-    message = (
-        r"val_check_interval=4\): an epoch has 3 batches\. Use at most 3, or check_val_every_n_epoch=None"
-    )
+    message = r"val_check_interval=4\): an epoch has 3 batches\. Use at most 3, or check_val_every_n_epoch=None"
     with pytest.raises(ValueError, match=message):
         quiet(val_check_interval=4).fit(Classifier(), loader(12), loader(4))
     for arguments, train, steps in (

@@ -72,9 +72,7 @@ def test_the_gradient_goes_where_the_value_went() -> None:
         return dropout(x, 0.3)
 
     assert torch.autograd.gradcheck(with_one_mask, (x,))
-    torch.library.opcheck(
-        torch.ops.hasten.dropout, (x.detach(), 0.3), test_utils=("test_schema", "test_faketensor")
-    )
+    torch.library.opcheck(torch.ops.hasten.dropout, (x.detach(), 0.3), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_ends_and_evaluation_are_exact() -> None:
@@ -136,9 +134,7 @@ def test_a_penalty_on_the_gradient_can_be_trained(inplace: bool) -> None:
     class Penalty(Classifier):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(
-                nn.Linear(8, 16), nn.Dropout(0.5, inplace), nn.Softplus(), nn.Linear(16, 2)
-            )
+            self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5, inplace), nn.Softplus(), nn.Linear(16, 2))
 
         def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
             x = batch[0].requires_grad_()

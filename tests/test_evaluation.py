@@ -55,13 +55,7 @@ def test_hooks_of_prediction() -> None:
 
     trainer = quiet(callbacks=[Looks()], limit_predict_batches=1)
     trainer.predict(Predicts(), [loader(8), loader(8)])
-    assert seen == [
-        (0, 0),
-        ((0, 0), [0, 1, 2, 3]),
-        (0, 1),
-        ((1, 0), [0, 1, 2, 3]),
-        [[(0, 0)], [(1, 0)]],
-    ]
+    assert seen == [(0, 0), ((0, 0), [0, 1, 2, 3]), (0, 1), ((1, 0), [0, 1, 2, 3]), [[(0, 0)], [(1, 0)]]]
     seen.clear()
     assert trainer.predict(Predicts(), loader(8), return_predictions=False) is None
     assert seen == [(0, 0), ((0, 0), [0, 1, 2, 3]), []]
@@ -231,9 +225,7 @@ for _stage in ("validation", "test", "predict"):
         setattr(Hooks, f"on_{_stage}_{_moment}", _hears(f"{_stage} {_moment}"))
 
 
-@pytest.mark.parametrize(
-    ("call", "stage"), [("validate", "validation"), ("test", "test"), ("predict", "predict")]
-)
+@pytest.mark.parametrize(("call", "stage"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
 def test_hooks_of_each_call_and_no_others(call: str, stage: str) -> None:
     hooks = Hooks()
     getattr(quiet(callbacks=[hooks]), call)(Modes(), loader(4))
@@ -282,9 +274,7 @@ def test_a_writer_is_given_predictions_and_the_samples_they_are_of(several: bool
     given: list[Any] = []
 
     class Writer(BasePredictionWriter):
-        def write_on_epoch_end(
-            self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any
-        ) -> None:
+        def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
             given.append((predictions, batch_indices))
 
     loaders = [loader(8), loader(4)] if several else loader(8)

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 import hasten as L
 from tests.models import Classifier, loader, quiet, same_weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def on_gpu(**arguments: Any) -> L.Trainer:
@@ -95,9 +92,7 @@ def test_batches_without_a_loss_are_left_out_under_a_scaler(skipped: list[int]) 
 def test_a_value_logged_from_the_cpu_first_and_from_the_device_then() -> None:
     class Logs(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log(
-                "mixed", torch.tensor(1.0, device="cpu" if batch_idx < 2 else self.device), on_epoch=True
-            )
+            self.log("mixed", torch.tensor(1.0, device="cpu" if batch_idx < 2 else self.device), on_epoch=True)
             return self.loss(batch)
 
     trainer = on_gpu()

@@ -72,9 +72,7 @@ def test_epoch_mean_is_weighted_by_batch_size(as_number: bool) -> None:
     assert trainer.callback_metrics["x"].item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("reduce", "expected"), [("sum", 10.0), ("max", 4.0), (torch.min, 2.0), ("mean", 10 / 3)]
-)
+@pytest.mark.parametrize(("reduce", "expected"), [("sum", 10.0), ("max", 4.0), (torch.min, 2.0), ("mean", 10 / 3)])
 def test_reductions(reduce: Any, expected: float) -> None:
     module = Logs(lambda m, b, i: m.log("x", b.mean(), on_epoch=True, reduce_fx=reduce, batch_size=1))
     trainer = quiet()
@@ -284,10 +282,7 @@ def test_accumulation_logs_each_optimizer_step() -> None:
 @pytest.mark.parametrize(
     ("log", "words"),
     [
-        (
-            lambda m, b, i: m.log("x", torch.ones(3)),
-            r"'x', ...\).*one element, got a tensor of shape \(3,\).*mean\(\)",
-        ),
+        (lambda m, b, i: m.log("x", torch.ones(3)), r"'x', ...\).*one element, got a tensor of shape \(3,\).*mean\(\)"),
         (lambda m, b, i: m.log("x", np.ones((2, 2))), r"'x', ...\).*ndarray of shape \(2, 2\).*mean\(\)"),
         (lambda m, b, i: m.log("x", [1.0, 2.0]), "cannot log a value of type list"),
         (lambda m, b, i: m.log("x", "text"), "cannot log a value of type str"),
@@ -305,14 +300,9 @@ def test_bad_values_are_refused_with_the_name(log: Any, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("hook", "options", "message"),
-    [
-        ("on_fit_start", {}, "on_fit_start"),
-        ("on_train_epoch_end", {"on_step": True}, "on_step=True is not possible"),
-    ],
+    [("on_fit_start", {}, "on_fit_start"), ("on_train_epoch_end", {"on_step": True}, "on_step=True is not possible")],
 )
-def test_logging_that_a_hook_does_not_allow_is_refused(
-    hook: str, options: dict[str, Any], message: str
-) -> None:
+def test_logging_that_a_hook_does_not_allow_is_refused(hook: str, options: dict[str, Any], message: str) -> None:
     model = Classifier()
     setattr(model, hook, lambda: model.log("x", 1.0, **options))
     with pytest.raises(ValueError, match=message):
@@ -361,9 +351,7 @@ class AnotherMetricEachTime(Classifier):
 
 
 def test_metric_made_anew_each_step_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"another MeanMetric object than before.*as an attribute of the module"
-    ):
+    with pytest.raises(ValueError, match=r"another MeanMetric object than before.*as an attribute of the module"):
         quiet().fit(AnotherMetricEachTime(), loader())
 
 

@@ -38,9 +38,7 @@ class Gan(L.LightningModule):
 
     def critic_loss(self, x: Tensor, noise: Tensor) -> Tensor:
         fake = self.generator(noise).detach()
-        return cross_entropy(self.critic(x), real(len(x))) + cross_entropy(
-            self.critic(fake), 0 * real(len(x))
-        )
+        return cross_entropy(self.critic(x), real(len(x))) + cross_entropy(self.critic(fake), 0 * real(len(x)))
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x = batch[0]
@@ -52,9 +50,7 @@ class Gan(L.LightningModule):
             (opt_c, lambda: self.critic_loss(x, noise)),
         ):
             with optimizer.toggle_model(sync_grad=last):
-                self.needed.append(
-                    tuple(part[0].weight.requires_grad for part in (self.generator, self.critic))
-                )
+                self.needed.append(tuple(part[0].weight.requires_grad for part in (self.generator, self.critic)))
                 loss = loss_of()
                 self.manual_backward(loss / self.accumulate)
                 self.log("loss", loss)
@@ -74,17 +70,13 @@ def by_hand(model: Gan, batches: Any) -> None:
     (opt_g, opt_c), schedulers = model.configure_optimizers()
     for batch_idx, (x, _) in enumerate(batches):
         noise = x.flip(0)
-        gradients = torch.autograd.grad(
-            model.generator_loss(noise) / model.accumulate, [*model.generator.parameters()]
-        )
+        gradients = torch.autograd.grad(model.generator_loss(noise) / model.accumulate, [*model.generator.parameters()])
         add(model.generator, gradients)
         last = (batch_idx + 1) % model.accumulate == 0
         if last:
             opt_g.step()
             opt_g.zero_grad()
-        gradients = torch.autograd.grad(
-            model.critic_loss(x, noise) / model.accumulate, [*model.critic.parameters()]
-        )
+        gradients = torch.autograd.grad(model.critic_loss(x, noise) / model.accumulate, [*model.critic.parameters()])
         add(model.critic, gradients)
         if last:
             opt_c.step()
@@ -122,8 +114,7 @@ def test_gan_on_two_processes_equals_the_loop_by_hand_on_the_joined_batch() -> N
     trainer.fit(model, loader(32))
     # The parts of a batch that the two processes hold are joined; noise is flipped within a part.
     parts = [
-        [*loader(32, sampler=torch.utils.data.DistributedSampler(range(32), 2, rank, shuffle=False))]
-        for rank in (0, 1)
+        [*loader(32, sampler=torch.utils.data.DistributedSampler(range(32), 2, rank, shuffle=False))] for rank in (0, 1)
     ]  # type: ignore[arg-type]
     (opt_g, opt_c), schedulers = plain.configure_optimizers()
     for batch_idx, pair in enumerate(zip(*parts, strict=True)):

@@ -72,9 +72,7 @@ class Toggling(Accumulating):
 
 
 def test_an_optimizer_toggled_between_batches_is_toggled_in_the_resumed_run(tmp_path: Path) -> None:
-    trainer = assert_resumes_exactly(
-        tmp_path, Toggling, list, [1, 2, 3, 4, 5], data=loader(24, 2, shuffle=True)
-    )
+    trainer = assert_resumes_exactly(tmp_path, Toggling, list, [1, 2, 3, 4, 5], data=loader(24, 2, shuffle=True))
     assert all(p.requires_grad for p in trainer.lightning_module.parameters())
 
 
@@ -129,11 +127,7 @@ class GatedExchange(Exact):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_each_process_gets_its_own_gradients_back(tmp_path: Path, by_hand: bool) -> None:
-    options: dict[str, Any] = {
-        "devices": 2,
-        "strategy": "ddp",
-        "accumulate_grad_batches": 1 if by_hand else 4,
-    }
+    options: dict[str, Any] = {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 1 if by_hand else 4}
     options["data"] = loader(64)
     make = GatedExchange if by_hand else Classifier
     path = tmp_path / "a.ckpt"

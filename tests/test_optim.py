@@ -373,8 +373,7 @@ def test_an_optimizer_that_is_given_32_bit_weights_finds_its_gradients_with_them
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"accumulate_grad_batches": 2}, {"callbacks": GradientAccumulationScheduler({0: 1, 3: 2})}],
+    "arguments", [{"accumulate_grad_batches": 2}, {"callbacks": GradientAccumulationScheduler({0: 1, 3: 2})}]
 )
 def test_accumulation_with_a_step_that_computes_the_loss_again_is_refused(arguments: Any) -> None:
     model = With(lambda parameters: torch.optim.LBFGS(parameters))
@@ -384,9 +383,7 @@ def test_accumulation_with_a_step_that_computes_the_loss_again_is_refused(argume
     assert same_weights(model, before)
     if "accumulate_grad_batches" in arguments:  # Whose optimizer is known when it asks.
         asks = With(lambda parameters: SharpnessAware(parameters, lr=0.1))
-        with pytest.raises(
-            ValueError, match=r"accumulate_grad_batches=2.* with SharpnessAware: its step computes"
-        ):
+        with pytest.raises(ValueError, match=r"accumulate_grad_batches=2.* with SharpnessAware: its step computes"):
             quiet(**arguments).fit(asks, loader())
 
 
@@ -465,10 +462,7 @@ def other() -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda o: [],
-            r"Configured\.configure_optimizers\(\) returned a list of \. Return an optimizer, a list of",
-        ),
+        (lambda o: [], r"Configured\.configure_optimizers\(\) returned a list of \. Return an optimizer, a list of"),
         (lambda o: "adam", r"returned a str\. Return an optimizer"),
         (lambda o: (o, halve(o)), r"returned a tuple of SGD, StepLR\. Return .*two lists"),
         (lambda o: [o, 3], r"returned a list of SGD, int"),
@@ -476,19 +470,10 @@ def other() -> Any:
         (lambda o: ([3], []), r"returned a int where an optimizer is expected"),
         (lambda o: ([o, [o]], []), r"returned a list of SGD where an optimizer is expected"),
         (lambda o: {"lr_scheduler": halve(o)}, r'returned a dict without the key "optimizer"'),
-        (
-            lambda o: {"optimizer": o, "lr_schedulers": 1},
-            r"key 'lr_schedulers'; .*Did you mean 'lr_scheduler'",
-        ),
+        (lambda o: {"optimizer": o, "lr_schedulers": 1}, r"key 'lr_schedulers'; .*Did you mean 'lr_scheduler'"),
         (lambda o: {"optimizer": [o]}, r"returned a list of SGD where an optimizer"),
-        (
-            lambda o: {"optimizer": o, "lr_scheduler": [halve(o)]},
-            r"lr_scheduler is a list of StepLR, which is no",
-        ),
-        (
-            lambda o: ([o], [{"sched": halve(o)}]),
-            r"the key 'sched'; known are \['scheduler', 'name', 'interval'",
-        ),
+        (lambda o: {"optimizer": o, "lr_scheduler": [halve(o)]}, r"lr_scheduler is a list of StepLR, which is no"),
+        (lambda o: ([o], [{"sched": halve(o)}]), r"the key 'sched'; known are \['scheduler', 'name', 'interval'"),
         (lambda o: ([o], [{"interval": "step"}]), r'the lr_scheduler dict has no key "scheduler"'),
         (lambda o: ([o], [object()]), r"lr_scheduler is a object, which is not a learning-rate scheduler"),
         (configured(interval="steps"), r"interval='steps'.*Did you mean 'step'"),
@@ -499,18 +484,9 @@ def other() -> Any:
             lambda o: ([o], [lr_scheduler.ReduceLROnPlateau(o)]),
             r"ReduceLROnPlateau steps on a monitored value, and none",
         ),
-        (
-            lambda o: ([o], [{"scheduler": Own(), "reduce_on_plateau": True}]),
-            r"Own steps.*\"monitor\": \"val_loss\"",
-        ),
-        (
-            lambda o: [o, other()],
-            r"returned 2 optimizers, and automatic .* steps one.*automatic_optimization = False",
-        ),
-        (
-            lambda o: ([o], [halve(other())]),
-            r"the scheduler StepLR drives an optimizer that was not returned",
-        ),
+        (lambda o: ([o], [{"scheduler": Own(), "reduce_on_plateau": True}]), r"Own steps.*\"monitor\": \"val_loss\""),
+        (lambda o: [o, other()], r"returned 2 optimizers, and automatic .* steps one.*automatic_optimization = False"),
+        (lambda o: ([o], [halve(other())]), r"the scheduler StepLR drives an optimizer that was not returned"),
         (lambda o: torch.optim.SGD([{"params": []}], lr=1.0), r"The SGD has no parameters to train"),
     ],
 )

@@ -23,15 +23,11 @@ def trained(path: Path, **arguments: Any) -> None:
 def test_a_checkpoint_past_max_epochs_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     trained(path, max_epochs=3)
-    with pytest.raises(
-        ValueError, match=r"epoch 3, and Trainer\(max_epochs=2\) ends before.*max_epochs=4 or more"
-    ):
+    with pytest.raises(ValueError, match=r"epoch 3, and Trainer\(max_epochs=2\) ends before.*max_epochs=4 or more"):
         quiet(max_epochs=2).fit(Classifier(), loader(16), ckpt_path=path)
     middle = tmp_path / "b.ckpt"
     quiet(max_epochs=3, callbacks=[SaveAt(middle, 10)]).fit(Classifier(), loader(16))
-    with pytest.raises(
-        ValueError, match=r"saved in its epoch 3, and Trainer\(max_epochs=2\).*max_epochs=3 or more"
-    ):
+    with pytest.raises(ValueError, match=r"saved in its epoch 3, and Trainer\(max_epochs=2\).*max_epochs=3 or more"):
         quiet(max_epochs=2).fit(Classifier(), loader(16), ckpt_path=middle)
     # Only fit trains.
     quiet(max_epochs=2).validate(Classifier(), loader(16), ckpt_path=path, verbose=False)
@@ -41,9 +37,7 @@ def test_a_checkpoint_with_nothing_left_to_train_says_so(tmp_path: Path) -> None
     path = tmp_path / "a.ckpt"
     trained(path, max_epochs=3)
     trainer = quiet(max_epochs=3)
-    with pytest.warns(
-        UserWarning, match=r"nothing is left to train.*max_epochs=3\. .*write max_epochs=4 or more"
-    ):
+    with pytest.warns(UserWarning, match=r"nothing is left to train.*max_epochs=3\. .*write max_epochs=4 or more"):
         trainer.fit(Classifier(), loader(16), ckpt_path=path)
     assert trainer.global_step == 12
     with pytest.warns(UserWarning, match=r"12 steps, and max_steps=10\. .*write max_steps=13 or more"):

@@ -117,9 +117,7 @@ def test_nothing_touches_the_gpu_before_it_is_used() -> None:
         "print(torch.cuda.is_initialized(), 'cuda' in state)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
 
 

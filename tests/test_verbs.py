@@ -198,9 +198,7 @@ def test_step_hooks_run_whenever_they_are_added() -> None:
     step()
     assert seen == ["before", "after", "all"]
     # A hook may change what the step gets.
-    optimizer.register_step_pre_hook(
-        lambda _, args, kwargs: ((args[0], lambda: seen.append("closure")), kwargs)
-    )
+    optimizer.register_step_pre_hook(lambda _, args, kwargs: ((args[0], lambda: seen.append("closure")), kwargs))
     step()
     assert seen[-1] == "closure"
 
@@ -331,11 +329,7 @@ def test_a_class_patched_with_the_attributes_of_torchs_method_is_called(
 
 def test_a_replaced_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, calls = nn.Parameter(torch.tensor(2.0)), []
-    for owner, name in (
-        (Tensor, "backward"),
-        (torch.autograd, "backward"),
-        (torch.autograd, "_engine_run_backward"),
-    ):
+    for owner, name in ((Tensor, "backward"), (torch.autograd, "backward"), (torch.autograd, "_engine_run_backward")):
         with monkeypatch.context() as patch:
             label = f"{owner.__name__}.{name}"
             patch.setattr(owner, name, counted(calls, label, getattr(owner, name)))

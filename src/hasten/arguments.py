@@ -92,9 +92,7 @@ _optional_share = partial(_share, allow_none=True)
 
 def _fast_dev_run(owner: str, name: str, value: Any) -> int:
     value = int(value) if isinstance(value, bool) else value
-    return cast(
-        "int", check.whole(owner, name, value, at_least=0, allowed="True, False or a number of batches")
-    )
+    return cast("int", check.whole(owner, name, value, at_least=0, allowed="True, False or a number of batches"))
 
 
 def _sanity_steps(owner: str, name: str, value: Any) -> int:
@@ -189,9 +187,7 @@ def _logger(owner: str, name: str, value: Any) -> bool | list[Logger]:
     for logger in loggers:
         written = logger.__name__ if isinstance(logger, type) else repr(logger)
         if not hasattr(logger, "log_metrics"):
-            raise TypeError(
-                f"{owner}({name}={written}): use True (a CSVLogger), False, a logger or a list of loggers."
-            )
+            raise TypeError(f"{owner}({name}={written}): use True (a CSVLogger), False, a logger or a list of loggers.")
         if isinstance(logger, type):
             raise _is_class(owner, f"{name}={written}", logger, "(...)")
     return loggers
@@ -384,9 +380,7 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
     for unit in ("epochs", "steps"):
         least, most = values[f"min_{unit}"], values[f"max_{unit}"]
         if least is not None and 0 <= most < least:
-            raise ValueError(
-                f"Trainer(min_{unit}={least}, max_{unit}={most}): the minimum is above the maximum."
-            )
+            raise ValueError(f"Trainer(min_{unit}={least}, max_{unit}={most}): the minimum is above the maximum.")
     values.update(_validation_schedule(values["val_check_interval"], values["check_val_every_n_epoch"]))
     return Arguments(**values, speed=check_speed("Trainer", given))
 
@@ -448,16 +442,12 @@ def _limits(**given: Any) -> tuple[Any, Any, timedelta | None]:
         if value is None:
             continue
         if isinstance(value, str) and value.strip().isdigit() and unit != "time":
-            raise TypeError(
-                f"Trainer({name}={value!r}): use a whole number, for instance {name}={int(value)}."
-            )
+            raise TypeError(f"Trainer({name}={value!r}): use a whole number, for instance {name}={int(value)}.")
         if isinstance(value, (str, dict, timedelta)):
             interval = _interval(name, value)
             unit, amount = interval.unit, getattr(interval, interval.unit)
             if unit == "time" and "max_time" not in given:
-                raise ValueError(
-                    f"Trainer({name}={value!r}): a time cannot be given here, write '2ep' or '500st'."
-                )
+                raise ValueError(f"Trainer({name}={value!r}): a time cannot be given here, write '2ep' or '500st'.")
         elif unit == "time":
             raise TypeError(
                 f"Trainer({name}={value!r}): use 'DD:HH:MM:SS', a text such as '90min', a timedelta or a dict, "

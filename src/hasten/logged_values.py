@@ -20,15 +20,7 @@ from torch import Tensor
 from hasten._lib.errors import MisconfigurationException
 from hasten._lib.rank_zero import rank_zero_warn
 from hasten._lib.tree import Arrival, send_to_host
-from hasten.logged_value import (
-    LoggedValue,
-    LoggingContext,
-    LogOptions,
-    batch_size_of,
-    describe,
-    is_metric,
-    reduction,
-)
+from hasten.logged_value import LoggedValue, LoggingContext, LogOptions, batch_size_of, describe, is_metric, reduction
 from hasten.machine import agreement
 
 if TYPE_CHECKING:
@@ -166,9 +158,7 @@ class LoggedValues:
         finally:
             self._observer = outer
 
-    def _resolve_options(
-        self, context: LoggingContext, name: str, value: Any, options: LogOptions
-    ) -> LoggedValue:
+    def _resolve_options(self, context: LoggingContext, name: str, value: Any, options: LogOptions) -> LoggedValue:
         row, several_processes = context.row, self._runtime.world_size > 1
         where = f"self.log({name!r}, ...) in {row.name}"
         if row.log is None:
@@ -389,9 +379,7 @@ class LoggedValues:
         values = self._epoch_values([logged for _, logged in entries], f"{stage} epoch {self._closed[stage]}")
         row: dict[str, float] = {}
         self.callback_values.update(latest)
-        by_loader: list[dict[str, float]] = [
-            {} for _ in range(max((index for index, _ in entries), default=0) + 1)
-        ]
+        by_loader: list[dict[str, float]] = [{} for _ in range(max((index for index, _ in entries), default=0) + 1)]
         for (loader_idx, logged), value in zip(entries, values, strict=True):
             name = logged.epoch_name
             self._check_loss(logged, name, value, -1, None)
@@ -435,9 +423,7 @@ class LoggedValues:
                 values = [numerators[i] for i in chosen]
                 if op == "mean":
                     sums = self._reduce([*values, *(parts[i][1] for i in chosen)], "sum")
-                    reduced = [
-                        total / weight for total, weight in zip(sums, sums[len(chosen) :], strict=False)
-                    ]
+                    reduced = [total / weight for total, weight in zip(sums, sums[len(chosen) :], strict=False)]
                 else:
                     reduced = self._reduce(values, op)
                 for i, value in zip(chosen, reduced, strict=True):
@@ -480,9 +466,7 @@ class LoggedValues:
         if named != self._reduced.get(moment, []):
             self._agree(named, moment)
             self._reduced[moment] = named
-        by_operation = {
-            op: [i for i in shared if entries[i].reduce == op] for op in ("mean", "sum", "max", "min")
-        }
+        by_operation = {op: [i for i in shared if entries[i].reduce == op] for op in ("mean", "sum", "max", "min")}
         return [(op, chosen) for op, chosen in by_operation.items() if chosen]
 
     def _agree(self, names: list[str], moment: str) -> None:
@@ -594,9 +578,7 @@ class LoggedValues:
             "bar": dict(self.bar_values),
         }
 
-    def load_state_dict(
-        self, state: dict[str, Any], rows: Mapping[str, Hook], metric_at: Callable[[str], Any]
-    ) -> None:
+    def load_state_dict(self, state: dict[str, Any], rows: Mapping[str, Hook], metric_at: Callable[[str], Any]) -> None:
         """Restore what ``state_dict`` returned."""
         self.callback_values = dict(state["callback"])
         self.logger_values = dict(state["logged"])

@@ -7,12 +7,7 @@ from typing import Any
 
 from hasten._lib.errors import absent
 from hasten.checkpoint.files import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
-from hasten.machine.cluster import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from hasten.machine.cluster import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from hasten.precision import (
     BitsandbytesPrecision,
     DoublePrecision,

@@ -125,9 +125,7 @@ def runtime(
     if isinstance(strategy, str) and strategy.lower() == _SINGLE_DEVICE and devices in (None, "auto"):
         found = found[:1]
     strategy_in_use = _strategy(strategy, chosen, found, num_nodes, owner)
-    checks_later = (
-        found[0].type == "cuda" and strategy_in_use.copies_this_process and not torch.cuda.is_initialized()
-    )
+    checks_later = found[0].type == "cuda" and strategy_in_use.copies_this_process and not torch.cuda.is_initialized()
     precision_in_use = _precision(precision, precision_plugin, found[0], owner, check=not checks_later)
     if isinstance(strategy_in_use, ParallelStrategy):
         _prefix_owner(owner, cluster.validate_settings, len(found), num_nodes)
@@ -143,9 +141,7 @@ def runtime(
     )
 
 
-def _prefix_owner(
-    owner: str, function: Callable[..., T], *args: object, instead: tuple[str, str] = ("", "")
-) -> T:
+def _prefix_owner(owner: str, function: Callable[..., T], *args: object, instead: tuple[str, str] = ("", "")) -> T:
     """Return ``function(*args)``; put ``owner`` in front of the message of a ValueError or TypeError.
 
     ``instead`` replaces a part of the message by what the user wrote.
@@ -161,9 +157,7 @@ def _prefix_owner(
         raise type(error)(f"{owner}({first}): {rest}" if rest else f"{owner}: {text}") from None
 
 
-def _plugins(
-    plugins: Any, owner: str
-) -> tuple[Precision | None, CheckpointIO | None, ClusterEnvironment | None]:
+def _plugins(plugins: Any, owner: str) -> tuple[Precision | None, CheckpointIO | None, ClusterEnvironment | None]:
     given = [] if plugins is None else list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
     found: dict[type, Any] = {Precision: None, CheckpointIO: None, ClusterEnvironment: None}
     for plugin in given:
@@ -197,9 +191,7 @@ def _accelerator(accelerator: Any, owner: str) -> Accelerator:
         name = accelerator.__name__
         raise TypeError(f"{owner}(accelerator={name}): that is a class. Write {name}().")
     if accelerator is not None and not isinstance(accelerator, str):
-        raise refused(
-            f"use one of {_listed(allowed)}, or an Accelerator, not {type(accelerator).__name__}.", TypeError
-        )
+        raise refused(f"use one of {_listed(allowed)}, or an Accelerator, not {type(accelerator).__name__}.", TypeError)
     name = "auto" if accelerator is None else accelerator.lower()
     if name == "auto":
         return best_accelerator()
@@ -230,9 +222,7 @@ def _none_here(kind: str) -> str:
 def _num_nodes(num_nodes: Any, owner: str) -> int:
     if isinstance(num_nodes, str) and num_nodes.isdigit():
         num_nodes = int(num_nodes)
-    number: int = check.whole(
-        owner, "num_nodes", num_nodes, at_least=1, allowed="the number of machines, at least 1"
-    )
+    number: int = check.whole(owner, "num_nodes", num_nodes, at_least=1, allowed="the number of machines, at least 1")
     return number
 
 
@@ -272,9 +262,7 @@ def _strategy(
             )
         chosen = strategy
     elif isinstance(strategy, type) and issubclass(strategy, Strategy):
-        raise TypeError(
-            f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}()."
-        )
+        raise TypeError(f"{owner}(strategy={strategy.__name__}): that is a class. Write {strategy.__name__}().")
     elif strategy is None or (isinstance(strategy, str) and strategy.lower() == "auto"):
         if len(devices) * num_nodes == 1:
             return SingleDeviceStrategy()
@@ -283,8 +271,7 @@ def _strategy(
         chosen = _named_strategy(strategy, devices[0], owner)
     else:
         raise TypeError(
-            f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy, not "
-            f"{type(strategy).__name__}."
+            f"{owner}(strategy={strategy!r}): use a name such as 'ddp', or a Strategy, not {type(strategy).__name__}."
         )
     if isinstance(chosen, ParallelStrategy) and devices[0].type == "mps":
         raise MisconfigurationException(
@@ -312,9 +299,7 @@ def _named_strategy(strategy: str, device: torch.device, owner: str) -> Strategy
     raise ValueError(f"{owner}(strategy={strategy!r}): {reason}")
 
 
-def _precision(
-    precision: Any, plugin: Precision | None, device: torch.device, owner: str, *, check: bool
-) -> Precision:
+def _precision(precision: Any, plugin: Precision | None, device: torch.device, owner: str, *, check: bool) -> Precision:
     name = "32-true" if precision is None else _precision_name(precision, device, owner, check=check)
     if plugin is not None:
         if precision is not None and name != plugin.precision:
@@ -329,9 +314,7 @@ def _precision(
         return Precision()
     if name == "64-true":
         if device.type == "mps":
-            raise ValueError(
-                f"{owner}(precision={precision!r}): MPS has no 64-bit floats. Use precision='32-true'."
-            )
+            raise ValueError(f"{owner}(precision={precision!r}): MPS has no 64-bit floats. Use precision='32-true'.")
         return DoublePrecision()
     made: Precision
     written = f"precision={name!r}", f"precision={precision!r}"

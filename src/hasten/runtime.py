@@ -113,9 +113,7 @@ class Runtime:
         self.syncs_gradients = self.strategy.syncs_gradients and self.strategy.world_size > 1
         # What the precision changes.
         self._changed = {
-            name
-            for name in _BY_PRECISION
-            if getattr(type(self.precision), name) is not getattr(Precision, name)
+            name for name in _BY_PRECISION if getattr(type(self.precision), name) is not getattr(Precision, name)
         }
         # Ids of the optimizers whose gradients are unscaled already in this step.
         self.unscaled: set[int] = set()
@@ -150,9 +148,7 @@ class Runtime:
 
     # -- once
 
-    def launch(
-        self, function: Callable[..., T], *args: object, trainer: object = None, **kwargs: object
-    ) -> T:
+    def launch(self, function: Callable[..., T], *args: object, trainer: object = None, **kwargs: object) -> T:
         """Start the other processes, unless they run already, and call ``function`` in each.
 
         Args:
@@ -239,9 +235,7 @@ class Runtime:
 
         """
         return _together(
-            self._device_context(),
-            self.precision.module_init_context(),
-            _NoInit() if empty_init else nullcontext(),
+            self._device_context(), self.precision.module_init_context(), _NoInit() if empty_init else nullcontext()
         )
 
     def init_tensor(self) -> AbstractContextManager[Any]:
@@ -311,11 +305,7 @@ class Runtime:
             self.scaler.unscale_(optimizer)
 
     def clip_norm(
-        self,
-        parameters: Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """Scale the gradients so that their norm is at most ``max_norm``; return the norm before."""
         return self.strategy.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)

@@ -133,9 +133,7 @@ OptimizerLRScheduler: TypeAlias = (
 PathLike: TypeAlias = str | os.PathLike[str]
 """A path of this machine, or a URL for fsspec."""
 
-MapLocation: TypeAlias = (
-    torch.device | str | Callable[[torch.UntypedStorage, str], Any] | dict[str, str] | None
-)
+MapLocation: TypeAlias = torch.device | str | Callable[[torch.UntypedStorage, str], Any] | dict[str, str] | None
 """Where ``torch.load`` puts tensors."""
 
 Group: TypeAlias = "torch.distributed.ProcessGroup | None"

@@ -42,7 +42,5 @@ def test_what_is_listed_is_public(package: types.ModuleType) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error_that_offers_the_nearest(package: types.ModuleType) -> None:
-    with pytest.raises(
-        AttributeError, match=r"module 'some_package' has no attribute 'dumsp'. Did you mean 'dumps'\?"
-    ):
+    with pytest.raises(AttributeError, match=r"module 'some_package' has no attribute 'dumsp'. Did you mean 'dumps'\?"):
         package.dumsp

@@ -63,10 +63,7 @@ def test_a_tokenizers_batch_stays_one() -> None:
         (torch.tensor(1.0), "holds no tensor to split"),
         ({"x": nn.utils.rnn.pack_sequence([torch.zeros(3)])}, r"batch\['x'\] is a PackedSequence"),
         ((torch.zeros(3), torch.eye(3).to_sparse()), r"batch\[1\] is a sparse_coo tensor"),
-        (
-            {"a": [torch.zeros(3, 2), torch.zeros(3)], "b": [torch.zeros(4, 2), torch.zeros(4)]},
-            r"batch\['b'\]\[0\]",
-        ),
+        ({"a": [torch.zeros(3, 2), torch.zeros(3)], "b": [torch.zeros(4, 2), torch.zeros(4)]}, r"batch\['b'\]\[0\]"),
     ],
     ids=["number", "packed", "sparse", "loaders-of-unlike-sizes"],
 )
@@ -85,13 +82,7 @@ def test_outputs_of_parts_become_those_of_the_whole() -> None:
                 "words": ["a", "b"],
                 "pair": (1.0, "x"),
             },
-            {
-                "mean": torch.tensor(4.0),
-                "count": 2,
-                "logits": torch.ones(1, 3),
-                "words": ["c"],
-                "pair": (4.0, "x"),
-            },
+            {"mean": torch.tensor(4.0), "count": 2, "logits": torch.ones(1, 3), "words": ["c"], "pair": (4.0, "x")},
         ],
         [2, 1],
     )

@@ -96,12 +96,7 @@ def test_nothing_is_copied_where_nothing_changes(data: Any) -> None:
 def test_all_is_moved() -> None:
     batch = {"x": [X, Frozen(X)], "encoding": Encoding({"ids": X}), "n": 3}
     moved = move_to(batch, "meta")
-    assert (
-        moved["x"][0].device.type
-        == moved["x"][1].x.device.type
-        == moved["encoding"]["ids"].device.type
-        == "meta"
-    )
+    assert moved["x"][0].device.type == moved["x"][1].x.device.type == moved["encoding"]["ids"].device.type == "meta"
     assert moved["n"] == 3
     assert batch["x"][0].device.type == "cpu"
 

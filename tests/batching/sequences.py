@@ -44,11 +44,7 @@ class Padded(Sequences):
         ids = sample["input_ids"]
         mask = torch.ones_like(ids)
         more = (0, LONGEST - len(ids))
-        return {
-            **sample,
-            "input_ids": functional.pad(ids, more),
-            "attention_mask": functional.pad(mask, more),
-        }
+        return {**sample, "input_ids": functional.pad(ids, more), "attention_mask": functional.pad(mask, more)}
 
 
 class Transformer(nn.Module):

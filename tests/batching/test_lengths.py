@@ -67,9 +67,7 @@ def test_processes_read_disjoint_samples_in_the_same_number_of_batches(
 
 def test_batches_of_one_step_have_about_the_same_length_on_all_processes() -> None:
     parts = [list(LengthBatchSampler(LENGTHS, 8, window=20, num_replicas=2, rank=rank)) for rank in range(2)]
-    apart = [
-        abs(int(LENGTHS[one].max()) - int(LENGTHS[other].max())) for one, other in zip(*parts, strict=True)
-    ]
+    apart = [abs(int(LENGTHS[one].max()) - int(LENGTHS[other].max())) for one, other in zip(*parts, strict=True)]
     assert sum(apart) / len(apart) < 4
     assert max(apart) < 40
 
@@ -78,9 +76,7 @@ def test_too_few_samples_for_all_processes_repeat_only_in_training() -> None:
     for repeat, expected in ((True, 1), (False, 0)):
         sampler = LengthBatchSampler([3, 4], 4, num_replicas=3, rank=2, repeat=repeat)
         assert len(list(sampler)) == len(sampler) == expected
-    packed = [
-        list(PackedBatchSampler([3, 4], 8, num_replicas=2, rank=rank, shuffle=False)) for rank in (0, 1)
-    ]
+    packed = [list(PackedBatchSampler([3, 4], 8, num_replicas=2, rank=rank, shuffle=False)) for rank in (0, 1)]
     assert packed == [[[1]], [[0]]]  # one row, divided
 
 

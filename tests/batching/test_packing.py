@@ -32,9 +32,7 @@ def test_per_sample_losses_and_gradients_are_those_of_padded_training(max_length
     batch = pack(samples, max_length, next_token=False)
     packed = model.sample_losses(batch)
     assert torch.allclose(packed, padded[batch["document_order"]], atol=1e-5)
-    for mine, theirs in zip(
-        torch.autograd.grad(packed.mean(), list(model.parameters())), gradients, strict=True
-    ):
+    for mine, theirs in zip(torch.autograd.grad(packed.mean(), list(model.parameters())), gradients, strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
@@ -95,10 +93,7 @@ def test_a_hugging_face_model_has_the_loss_of_padded_batches() -> None:
 
 
 def test_every_token_is_somewhere_and_positions_start_at_0() -> None:
-    samples = [
-        {"input_ids": torch.arange(length) + 1, "types": torch.ones(length), "y": length}
-        for length in LENGTHS
-    ]
+    samples = [{"input_ids": torch.arange(length) + 1, "types": torch.ones(length), "y": length} for length in LENGTHS]
     batch = pack(samples, max_length=9, rows=3)
     assert batch["input_ids"].shape == batch["labels"].shape == batch["types"].shape == (3, 9)
     real = batch["document_ids"] >= 0
@@ -124,9 +119,7 @@ def test_labels_of_tokens_stay_where_the_task_is_another() -> None:
 def test_batches_of_the_sampler_have_one_shape_and_every_sample_once() -> None:
     lengths, data = lengths_of(40), Sequences()
     loader: Any = DataLoader(
-        data,
-        batch_sampler=PackedBatchSampler(lengths, 32, 2),
-        collate_fn=PackCollator(32, rows=2, next_token=False),
+        data, batch_sampler=PackedBatchSampler(lengths, 32, 2), collate_fn=PackCollator(32, rows=2, next_token=False)
     )
     model = Transformer()
     alone = [model.sample_losses(pad_collate([data[index]])).item() for index in range(40)]

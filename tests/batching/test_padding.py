@@ -49,9 +49,7 @@ def test_a_batch_with_an_undecided_field_is_not_widened() -> None:
 def test_whole_numbers_that_may_be_classes_are_not_padded_in_silence(monkeypatch: Any) -> None:
     monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
     samples = [{"input_ids": ids, "tags": ids} for ids in IDS]
-    with pytest.warns(
-        UserWarning, match=r"'tags' \(torch.int64\) is padded with 0.*padding=\{'tags': -100\}"
-    ):
+    with pytest.warns(UserWarning, match=r"'tags' \(torch.int64\) is padded with 0.*padding=\{'tags': -100\}"):
         pad_collate(samples)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -90,19 +88,14 @@ def test_a_mask_that_is_there_is_kept() -> None:
 
 
 def test_fields_of_another_length_are_padded_to_their_own_longest() -> None:
-    batch = pad_collate(
-        [{"input_ids": ids, "labels": torch.arange(len(ids) * 2)} for ids in IDS],
-    )
+    batch = pad_collate([{"input_ids": ids, "labels": torch.arange(len(ids) * 2)} for ids in IDS])
     assert batch["labels"].shape == (3, 6)
     assert batch["labels"][1].tolist() == [0, 1, -100, -100, -100, -100]
 
 
 def test_the_users_collate_function_gets_samples_of_one_length() -> None:
     def own(samples: list[Any]) -> Any:
-        return {
-            "x": torch.stack([sample["input_ids"] for sample in samples]),
-            "names": [s["name"] for s in samples],
-        }
+        return {"x": torch.stack([sample["input_ids"] for sample in samples]), "names": [s["name"] for s in samples]}
 
     batch = PadCollator(collate_fn=own)([{"input_ids": ids, "name": str(len(ids))} for ids in IDS])
     assert batch["x"].shape == (3, 3)
@@ -187,9 +180,9 @@ def test_fields_are_filled_up_with_what_pads_them_or_not_at_all() -> None:
     tags = torch.tensor([[4, 5, 6], [7, -1, -1]])
 
     def fitted(**fields: Any) -> Any:
-        return FitWidth(
-            lambda samples: {"attention_mask": mask, **fields}, multiple_of=4, over_tokens=tuple(fields)
-        )([])
+        return FitWidth(lambda samples: {"attention_mask": mask, **fields}, multiple_of=4, over_tokens=tuple(fields))(
+            []
+        )
 
     assert fitted(tags=tags)["tags"].tolist() == [[4, 5, 6, -1], [7, -1, -1, -1]]
     assert fitted(position_ids=torch.arange(3).expand(2, 3))["position_ids"].tolist() == [[0, 1, 2, 0]] * 2
@@ -224,9 +217,7 @@ def test_batches_keep_their_type() -> None:
     assert encoding["input_ids"].shape == (2, 3)
     given = padded()
     listed = FitWidth(
-        lambda samples: [given["input_ids"], given["attention_mask"], torch.ones(2)],
-        mask_key=1,
-        over_tokens=(0, 1),
+        lambda samples: [given["input_ids"], given["attention_mask"], torch.ones(2)], mask_key=1, over_tokens=(0, 1)
     )([])
     assert isinstance(listed, list)
     assert [tuple(each.shape) for each in listed] == [(2, 3), (2, 3), (2,)]

@@ -41,9 +41,7 @@ def loader(data: Any = None, batch_size: int = 4, **options: Any) -> Any:
 def trained(batching: Any, given: Any = None, **arguments: Any) -> Reader:
     torch.manual_seed(0)
     module = Reader()
-    quiet(batching=batching, **{"max_epochs": 2, **arguments}).fit(
-        module, loader() if given is None else given
-    )
+    quiet(batching=batching, **{"max_epochs": 2, **arguments}).fit(module, loader() if given is None else given)
     return module
 
 
@@ -89,9 +87,7 @@ def test_tensors_with_a_mask_among_them_are_cut_too() -> None:
             )
 
     module = Tuples()
-    quiet(batching="length").fit(
-        module, DataLoader(TensorDataset(ids, mask, torch.arange(40)), 4, shuffle=True)
-    )
+    quiet(batching="length").fit(module, DataLoader(TensorDataset(ids, mask, torch.arange(40)), 4, shuffle=True))
     assert widths == {8, 16, 24}
     assert sorted(module.epochs[0]) == list(range(40))
 
@@ -106,9 +102,7 @@ def of_lengths(*lengths: int, **fields: Callable[[int], Any]) -> list[dict[str, 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("collate_fn", [None, pad_collate, PadCollator()])
-def test_a_field_of_a_fixed_size_is_never_padded_though_texts_may_be_as_long(
-    collate_fn: Any, workers: int
-) -> None:
+def test_a_field_of_a_fixed_size_is_never_padded_though_texts_may_be_as_long(collate_fn: Any, workers: int) -> None:
     data: Any = of_lengths(
         6, 6, 6, 6, 20, 21, 12, 13, features=lambda n: torch.ones(6), labels=lambda n: torch.eye(6)[n % 6]
     )
@@ -148,8 +142,7 @@ def test_fields_that_end_where_the_mask_ends_are_cut_by_position(kind: Any) -> N
     vectors = torch.rand(8, 16, 16) * mask[..., None] + mask[..., None]
     fields = (ids, mask, no_class, vectors, torch.arange(8))
     shapes = [
-        [tuple(field.shape[1:]) for field in batch]
-        for batch in rebatch(DataLoader(kind(*fields), 2), LengthBatching())
+        [tuple(field.shape[1:]) for field in batch] for batch in rebatch(DataLoader(kind(*fields), 2), LengthBatching())
     ]
     assert [(8,), (8,), (8,), (8, 16), ()] in shapes
 
@@ -234,9 +227,7 @@ def test_the_loaders_own_sampler_workers_and_tail_stay() -> None:
     overfit = trained("length", overfit_batches=3)
     assert overfit.epochs[0] == overfit.epochs[1]
     assert len(overfit.epochs[0]) == 12
-    orders = [
-        trained("length", loader(generator=torch.Generator().manual_seed(seed))).epochs for seed in (1, 1, 2)
-    ]
+    orders = [trained("length", loader(generator=torch.Generator().manual_seed(seed))).epochs for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     own = DataLoader(Sequences(), batch_sampler=LengthBatchSampler(lengths_of(40), 5), collate_fn=pad_collate)
     assert rebatch(own, LengthBatching()) is own
@@ -274,11 +265,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_is_bit_for_bit_the_same(
         module = Reader(lr=0.1)
         callbacks = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
         quiet(
-            batching=batching,
-            max_epochs=2,
-            max_steps=stop_after or -1,
-            callbacks=callbacks,
-            enable_checkpointing=True,
+            batching=batching, max_epochs=2, max_steps=stop_after or -1, callbacks=callbacks, enable_checkpointing=True
         ).fit(module, loader(num_workers=workers), ckpt_path=path)
         return module
 
@@ -318,9 +305,7 @@ def test_two_processes_share_the_samples_and_step_together() -> None:
             module, data, evaluated
         )
         rows: list[Any] = [None, None]
-        torch.distributed.all_gather_object(
-            rows, (module.epochs, module.shapes, module.validated, module.losses)
-        )
+        torch.distributed.all_gather_object(rows, (module.epochs, module.shapes, module.validated, module.losses))
         for epoch in (0, 1):
             assert sorted(rows[0][0][epoch] + rows[1][0][epoch]) == list(range(41))
         assert module.epochs[0] != module.epochs[1]
@@ -405,11 +390,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: DataLoader(Sequences(), batch_sampler=[[0, 1]]), TypeError, "its own batch_sampler, a list"),
     (lambda: DataLoader(Sequences(), batch_sampler=OWN([0], 2, False)), TypeError, "batch_sampler, a Own"),
     (lambda: DataLoader(TensorDataset(torch.rand(9, 5)), 2), ValueError, "has the length 5.*nothing to gain"),
-    (
-        lambda: DataLoader([1.5, 2.5], 2),
-        ValueError,
-        "sample 0 has no length: it is a single float.*`lengths`",
-    ),  # type: ignore[arg-type]
+    (lambda: DataLoader([1.5, 2.5], 2), ValueError, "sample 0 has no length: it is a single float.*`lengths`"),  # type: ignore[arg-type]
 ]
 
 

@@ -60,11 +60,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: pad_collate([{"input_ids": [1]}, {"input_ids": [1], "y": 2}]), ValueError, "sample 1"),
     (lambda: pad_collate([{"input_ids": ["a", "b"]}]), TypeError, "no sequence"),
     (lambda: pad_collate([{"label": 3}]), TypeError, "no sequence"),
-    (
-        lambda: pad_collate(LISTS),
-        ValueError,
-        r"a list\) in sample 0 of the batch and a single int in sample 1",
-    ),
+    (lambda: pad_collate(LISTS), ValueError, r"a list\) in sample 0 of the batch and a single int in sample 1"),
     (lambda: L.Trainer(batching="lenght"), ValueError, "Did you mean 'length'"),
     (lambda: L.Trainer(batching="tokens"), ValueError, "'tokens:4096'"),
     (lambda: L.Trainer(batching="tokens:0"), ValueError, "'tokens:4096'"),
@@ -80,8 +76,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("make", "error", "says"), REFUSED)
-def test_wrong_arguments_are_refused_by_name(
-    make: Callable[[], Any], error: type[Exception], says: str
-) -> None:
+def test_wrong_arguments_are_refused_by_name(make: Callable[[], Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make()

@@ -22,9 +22,7 @@ class Scripted(L.LightningModule):
 
     """
 
-    def __init__(
-        self, val: list[float] | None = None, train: list[float] | None = None, step: bool = False
-    ) -> None:
+    def __init__(self, val: list[float] | None = None, train: list[float] | None = None, step: bool = False) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.val, self.train_values, self.log_steps = val, train, step
@@ -82,9 +80,7 @@ class Endless:
 BATCHES = [torch.zeros(2, 1) for _ in range(4)]
 
 
-def run(
-    module: L.LightningModule, *callbacks: L.Callback, ckpt_path: Any = None, **arguments: Any
-) -> L.Trainer:
+def run(module: L.LightningModule, *callbacks: L.Callback, ckpt_path: Any = None, **arguments: Any) -> L.Trainer:
     """Fit on four batches an epoch with validation; return the Trainer."""
     arguments.setdefault("enable_checkpointing", True)
     trainer = quiet(callbacks=list(callbacks), num_sanity_val_steps=0, **arguments)

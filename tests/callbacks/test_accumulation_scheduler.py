@@ -49,9 +49,7 @@ def test_a_resumed_run_accumulates_alike_also_in_the_middle_of_an_epoch(tmp_path
 def test_the_trainer_is_left_as_it_was_and_can_fit_again() -> None:
     seen: list[int] = []
 
-    watch = LambdaCallback(
-        on_train_batch_end=lambda trainer, *_: seen.append(trainer.accumulate_grad_batches)
-    )
+    watch = LambdaCallback(on_train_batch_end=lambda trainer, *_: seen.append(trainer.accumulate_grad_batches))
     schedule = GradientAccumulationScheduler({0: 3, 1: 2})
     trainer = fitted(Classifier, lambda: [schedule], watch, data=loader(4))
     assert trainer.accumulate_grad_batches == 1
@@ -102,9 +100,7 @@ def test_contradictions_are_refused_before_training() -> None:
 
     callback = GradientAccumulationScheduler({0: 2})
     trainer = quiet(callbacks=[callback], accumulate_grad_batches=4)
-    with pytest.raises(
-        ValueError, match=r"accumulate_grad_batches=4\) and GradientAccumulationScheduler contradict"
-    ):
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=4\) and GradientAccumulationScheduler contradict"):
         trainer.fit(Untrained(), loader(4))
     assert trainer.accumulate_grad_batches == 4
     manual = Untrained()

@@ -153,9 +153,7 @@ def test_a_failed_save_leaves_the_files_and_the_ranking_as_they_were(tmp_path: P
             super().save_checkpoint(filepath, *arguments, **named)
 
     checkpoint = ModelCheckpoint(tmp_path, "{step}", "val_loss", save_last=True)
-    trainer = FullDisk(
-        callbacks=[checkpoint], accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=3
-    )
+    trainer = FullDisk(callbacks=[checkpoint], accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=3)
     with pytest.raises(OSError, match="No space left"):
         trainer.fit(Scripted(val=[3.0, 2.0, 1.0]), BATCHES, [torch.zeros(2, 1)])
     assert names(tmp_path) == ["last.ckpt", "step=4.ckpt"]

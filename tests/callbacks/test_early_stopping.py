@@ -37,9 +37,7 @@ def quick(module: Scripted, *callbacks: L.Callback, **arguments: Any) -> L.Train
         ([9, 8, 7, 6, 5, 4], 1, 6),
     ],
 )
-def test_patience_counts_checks_without_improvement(
-    values: list[float], patience: int, stopped_after: int
-) -> None:
+def test_patience_counts_checks_without_improvement(values: list[float], patience: int, stopped_after: int) -> None:
     trainer, stopper = fit(values, epochs=6, patience=patience)
     assert trainer.current_epoch == stopped_after
     if stopped_after < 6:
@@ -105,12 +103,9 @@ def test_thresholds(values: list[float], options: dict[str, Any], reason: EarlyS
 
 
 @pytest.mark.parametrize(
-    ("at_epoch_end", "known"),
-    [(None, [math.inf, 3.0, 2.0]), (True, [math.inf, 3.0, 2.0]), (False, [3.0, 2.0, 1.0])],
+    ("at_epoch_end", "known"), [(None, [math.inf, 3.0, 2.0]), (True, [math.inf, 3.0, 2.0]), (False, [3.0, 2.0, 1.0])]
 )
-def test_one_validation_an_epoch_is_checked_when_the_epoch_ends(
-    at_epoch_end: bool | None, known: list[float]
-) -> None:
+def test_one_validation_an_epoch_is_checked_when_the_epoch_ends(at_epoch_end: bool | None, known: list[float]) -> None:
     bests: list[float] = []
 
     looks = LambdaCallback(on_train_epoch_end=lambda *_: bests.append(float(stopper.best_score)))
@@ -140,9 +135,7 @@ def test_the_sanity_check_costs_no_patience() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}, {"limit_val_batches": 0}],
-    ids=str,
+    "arguments", [{}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}, {"limit_val_batches": 0}], ids=str
 )
 def test_an_absent_value_is_an_error_naming_what_is_there(arguments: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=r"EarlyStopping\(monitor='val_los'\).*Log it with") as caught:
@@ -172,11 +165,7 @@ def test_a_resumed_run_stops_when_the_uninterrupted_one_does(tmp_path: Path, spl
     values = [5.0, 4.0, 4.5, 4.5, 4.5, 4.5, 4.5]
 
     def parts() -> Any:
-        return (
-            Scripted(val=values),
-            EarlyStopping("val_loss", patience=3),
-            ModelCheckpoint(tmp_path, save_last=True),
-        )
+        return (Scripted(val=values), EarlyStopping("val_loss", patience=3), ModelCheckpoint(tmp_path, save_last=True))
 
     run(*parts(), max_epochs=split)
     module, stopper, checkpoint = parts()

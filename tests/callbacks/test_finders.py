@@ -51,9 +51,7 @@ def _nothing_tried_yet() -> None:
     TRIED.clear()
 
 
-def trained(
-    model: L.LightningModule, *finders: L.Callback, ckpt_path: Any = None, **options: Any
-) -> L.Trainer:
+def trained(model: L.LightningModule, *finders: L.Callback, ckpt_path: Any = None, **options: Any) -> L.Trainer:
     """Fit from the same seed each time."""
     torch.manual_seed(1)
     trainer = quiet(callbacks=list(finders), **options)

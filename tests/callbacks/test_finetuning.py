@@ -95,9 +95,7 @@ def test_the_backbone_is_frozen_until_its_epoch_and_trains_from_then_on() -> Non
         ({"lambda_func": float, "backbone_initial_ratio_lr": 0.01}, [0.001, 0.003, 0.012, 0.06]),
     ],
 )
-def test_the_learning_rate_of_the_backbone_follows_the_arguments(
-    options: dict[str, Any], rates: list[float]
-) -> None:
+def test_the_learning_rate_of_the_backbone_follows_the_arguments(options: dict[str, Any], rates: list[float]) -> None:
     trainer = fitted(Model, backbone(1, **options), max_epochs=5)
     assert trainer.lightning_module.rates == [[0.1], *([0.1, rate] for rate in rates)]  # type: ignore[union-attr]
 
@@ -128,9 +126,7 @@ def test_it_equals_the_loop_written_by_hand() -> None:
 @pytest.mark.parametrize("train_bn", [True, False])
 def test_a_resumed_run_goes_on_with_what_trained(tmp_path: Path, train_bn: bool) -> None:
     # 6 batches an epoch: before, in and after the epoch that unfreezes.
-    whole = assert_resumes_exactly(
-        tmp_path, Model, backbone(1, train_bn=train_bn), [3, 6, 8, 15], max_epochs=3
-    )
+    whole = assert_resumes_exactly(tmp_path, Model, backbone(1, train_bn=train_bn), [3, 6, 8, 15], max_epochs=3)
     module = whole.lightning_module
     assert isinstance(module, Model)
     trains = [name for name, p in module.named_parameters() if p.requires_grad]
@@ -285,9 +281,7 @@ def test_methods_to_override_say_that_they_are_missing() -> None:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_state_with_groups_alone_trains_what_they_hold_if_the_model_has_it(
-    tmp_path: Path, is_known: bool
-) -> None:
+def test_a_state_with_groups_alone_trains_what_they_hold_if_the_model_has_it(tmp_path: Path, is_known: bool) -> None:
     class Changed(Model):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             (state,) = checkpoint["callbacks"].values()

@@ -46,9 +46,7 @@ class Measured(Classifier):
     def __init__(self, scale: float = 1.0) -> None:
         torch.manual_seed(0)
         super().__init__()
-        self.tracker = wrappers.MetricTracker(
-            torchmetrics.MetricCollection([accuracy(), MulticlassRecall(2)])
-        )
+        self.tracker = wrappers.MetricTracker(torchmetrics.MetricCollection([accuracy(), MulticlassRecall(2)]))
         self.extremes = wrappers.MinMaxMetric(accuracy())
         self.running = wrappers.Running(torchmetrics.MeanMetric(), window=3)
         self.several = torchmetrics.MetricCollection(
@@ -88,14 +86,7 @@ class Measured(Classifier):
         self.extremes.compute()
 
     def on_train_epoch_end(self) -> None:
-        metrics: list[Any] = [
-            self.extremes,
-            self.running,
-            self.several,
-            self.classwise,
-            self.outputs,
-            self.drawn,
-        ]
+        metrics: list[Any] = [self.extremes, self.running, self.several, self.classwise, self.outputs, self.drawn]
         metrics += [self.own, *self.listed, self.named["sum"]]
         self.last = {str(i): metric.compute() for i, metric in enumerate(metrics)}
         if self.tracker.n_steps:
@@ -133,9 +124,7 @@ class Logged(Classifier):
 def save_at(path: Path, hook: str, call: int) -> LambdaCallback:
     """Return a callback that saves in a hook when it is called for the n-th time."""
     calls = itertools.count(1)
-    return LambdaCallback(
-        **{hook: lambda trainer, *_: trainer.save_checkpoint(path) if next(calls) == call else None}
-    )
+    return LambdaCallback(**{hook: lambda trainer, *_: trainer.save_checkpoint(path) if next(calls) == call else None})
 
 
 SAVES = [

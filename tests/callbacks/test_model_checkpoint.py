@@ -93,9 +93,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
 def test_files(tmp_path: Path, name: str) -> None:
     options, module, trainer, expected = RUNS[name]
     run(Scripted(**module), ModelCheckpoint(tmp_path, **options), **trainer)
-    assert steps(tmp_path) == {
-        f"{name}.ckpt": int(step) for name, step in re.findall(r"(\S+)@(\d+)", expected)
-    }
+    assert steps(tmp_path) == {f"{name}.ckpt": int(step) for name, step in re.findall(r"(\S+)@(\d+)", expected)}
 
 
 def test_the_default_folder_is_the_loggers(tmp_path: Path) -> None:
@@ -105,15 +103,11 @@ def test_the_default_folder_is_the_loggers(tmp_path: Path) -> None:
     assert names(tmp_path / "bare" / "checkpoints") == ["epoch=0-step=4.ckpt"]
 
 
-@pytest.mark.parametrize(
-    ("mode", "best", "kept"), [("min", 1.0, {1.0: 1, 2.0: 3}), ("max", 5.0, {5.0: 0, 4.0: 2})]
-)
+@pytest.mark.parametrize(("mode", "best", "kept"), [("min", 1.0, {1.0: 1, 2.0: 3}), ("max", 5.0, {5.0: 0, 4.0: 2})])
 def test_the_ranking(tmp_path: Path, mode: Any, best: float, kept: dict[float, int]) -> None:
     checkpoint = ModelCheckpoint(tmp_path, "{epoch}-{val_loss:.1f}", "val_loss", save_top_k=2, mode=mode)
     run(Scripted(val=[5.0, 1.0, 4.0, 2.0]), checkpoint, max_epochs=4)
-    expected = {
-        str(tmp_path / f"epoch={epoch}-val_loss={value:.1f}.ckpt"): value for value, epoch in kept.items()
-    }
+    expected = {str(tmp_path / f"epoch={epoch}-val_loss={value:.1f}.ckpt"): value for value, epoch in kept.items()}
     assert {path: float(score) for path, score in checkpoint.best_k_models.items()} == expected
     assert names(tmp_path) == sorted(Path(path).name for path in expected)
     assert checkpoint.best_model_score == expected[checkpoint.best_model_path] == best
@@ -126,15 +120,10 @@ def test_the_ranking(tmp_path: Path, mode: Any, best: float, kept: dict[float, i
 
 
 @pytest.mark.parametrize(("values", "is_link"), [([3.0, 2.0], True), ([1.0, 2.0], False)])
-def test_last_is_a_link_to_a_file_of_its_own_step_only(
-    tmp_path: Path, values: list[float], is_link: bool
-) -> None:
+def test_last_is_a_link_to_a_file_of_its_own_step_only(tmp_path: Path, values: list[float], is_link: bool) -> None:
     checkpoint = ModelCheckpoint(tmp_path, "{epoch}", "val_loss", save_last="link")
     run(Scripted(val=values), checkpoint, max_epochs=2)
-    assert steps(tmp_path) == {
-        "epoch=1.ckpt" if is_link else "epoch=0.ckpt": 8 if is_link else 4,
-        "last.ckpt": 8,
-    }
+    assert steps(tmp_path) == {"epoch=1.ckpt" if is_link else "epoch=0.ckpt": 8 if is_link else 4, "last.ckpt": 8}
     last = Path(checkpoint.last_model_path)
     assert last == tmp_path / "last.ckpt"
     assert last.is_symlink() == is_link
@@ -195,11 +184,7 @@ def test_the_sanity_check_saves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("monitor", "arguments", "message"),
     [
-        (
-            "val_los",
-            {"max_epochs": 3},
-            r"monitor='val_los'.*logged so far is 'val_loss'.*Did you mean 'val_loss'?",
-        ),
+        ("val_los", {"max_epochs": 3}, r"monitor='val_los'.*logged so far is 'val_loss'.*Did you mean 'val_loss'?"),
         ("other", {"max_epochs": 3}, r"monitor='other'.*logged so far is 'val_loss'\. Log it"),
         ("val_loss", {"limit_val_batches": 0}, "could not find the monitored key"),
     ],
@@ -238,9 +223,7 @@ def test_names(template: str | None, insert: bool, name: str) -> None:
 def test_version_prefix_signs_and_formats(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, "{epoch}")
     assert checkpoint.format_checkpoint_name({"epoch": 1}, ver=2) == str(tmp_path / "epoch=1-v2.ckpt")
-    assert checkpoint.format_checkpoint_name({"epoch": 1}, prefix="test") == str(
-        tmp_path / "test-epoch=1.ckpt"
-    )
+    assert checkpoint.format_checkpoint_name({"epoch": 1}, prefix="test") == str(tmp_path / "test-epoch=1.ckpt")
     checkpoint.CHECKPOINT_EQUALS_CHAR, checkpoint.CHECKPOINT_JOIN_CHAR = ":", "_"
     checkpoint.FILE_EXTENSION = ".pt"
     assert checkpoint.format_checkpoint_name({"epoch": 1}, ver=2) == str(tmp_path / "epoch:1_v2.pt")

@@ -307,9 +307,7 @@ def test_the_run_does_not_notice_it() -> None:
     def trained(*callbacks: L.Callback) -> tuple[Classifier, int]:
         L.seed_everything(1, verbose=False)
         with Reads() as mode:
-            quiet(callbacks=list(callbacks)).fit(
-                model := Silent(dropout=0.5), loader(shuffle=True), loader(8)
-            )
+            quiet(callbacks=list(callbacks)).fit(model := Silent(dropout=0.5), loader(shuffle=True), loader(8))
         return model, mode.reads
 
     (one, reads), (other, with_monitor) = trained(), trained(throughput())

@@ -123,9 +123,7 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_where_samples_have_no_index_it_says_so(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hasten._lib.rank_zero._warned", set())
-    with pytest.warns(
-        UserWarning, match="Writer: the indices of the predict dataloader's samples are unknown"
-    ):
+    with pytest.warns(UserWarning, match="Writer: the indices of the predict dataloader's samples are unknown"):
         writer, _, _ = predicted("batch_and_epoch", DataLoader(Stream(), 2, num_workers=workers))
     assert [indices for _, indices, *_ in writer.batches] == [[], []]
     assert writer.epochs[0][1] == [[[], []]]

@@ -76,11 +76,7 @@ LOOKS = {
     ),
     "RichProgressBar": (
         r"Epoch 1/1 .* 400/400 .*\d:\d\d:\d\d • 0:00:00 \d+\.\d\dit/s loss: 399.000 val_loss: 0.250$",
-        (
-            "Validation DataLoader 0 .* 30/30 ",
-            "Testing DataLoader 1 .* 7/7 ",
-            "Predicting DataLoader 0 .* 5/5 ",
-        ),
+        ("Validation DataLoader 0 .* 30/30 ", "Testing DataLoader 1 .* 7/7 ", "Predicting DataLoader 0 .* 5/5 "),
         r"Epoch \d/1",
         "Epoch {}/1",
     ),
@@ -88,9 +84,7 @@ LOOKS = {
 
 
 # A size in the environment would win over that of the terminal.
-ENVIRONMENT = {
-    name: value for name, value in environment_of_python().items() if name not in ("COLUMNS", "LINES")
-}
+ENVIRONMENT = {name: value for name, value in environment_of_python().items() if name not in ("COLUMNS", "LINES")}
 
 
 def open_terminal(columns: int) -> tuple[int, int]:
@@ -192,9 +186,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def rich_bar(
-    terminal: io.StringIO, kind: type[RichProgressBar] = RichProgressBar, **options: Any
-) -> RichProgressBar:
+def rich_bar(terminal: io.StringIO, kind: type[RichProgressBar] = RichProgressBar, **options: Any) -> RichProgressBar:
     console = {"file": terminal, "force_terminal": True, "width": 160, "color_system": None}
     return kind(console_kwargs={**console, "legacy_windows": False}, **options)
 
@@ -431,9 +423,7 @@ def test_the_tasks_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [TQDMProgressBar, lambda **options: rich_bar(Terminal(), **options)],
-    ids=["tqdm", "rich"],
+    "make", [TQDMProgressBar, lambda **options: rich_bar(Terminal(), **options)], ids=["tqdm", "rich"]
 )
 class TestBoth:
     """What the bars of tqdm and rich have in common."""
@@ -493,9 +483,7 @@ class TestBoth:
             assert bar.train_progress_bar.disable
 
 
-def test_the_environment_changes_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_environment_changes_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TQDM_MINITERS", "5")
     assert [TQDMProgressBar(refresh_rate=rate).refresh_rate for rate in (1, 8, 0)] == [5, 8, 0]
     monkeypatch.setenv("TQDM_DISABLE", "1")

@@ -172,9 +172,7 @@ def test_pruning_after_validation() -> None:
         return sum(zeros(weights(trainer), f"layers.{layer}.weight") for layer in (0, 3))
 
     seen: list[bool] = []
-    look = LambdaCallback(
-        on_train_start=lambda trainer, module: seen.append(hasattr(module.layers[0], "weight_mask"))
-    )
+    look = LambdaCallback(on_train_start=lambda trainer, module: seen.append(hasattr(module.layers[0], "weight_mask")))
     options = {"parameter_names": ["weight"], "prune_on_train_epoch_end": False}
     callbacks = pruning("random_unstructured", amount=10, **options)
     trainer = fitted(make, callbacks, look, validation=loader(4), max_epochs=2)
@@ -245,10 +243,7 @@ def test_parameters_that_are_not_there_are_refused() -> None:
     model = make()
     for given, message in (
         ([(nn.Linear(2, 2), "weight")], "the Linear with 'weight' is not part of Classifier"),
-        (
-            [(model.layers[0], "wight")],
-            r"Linear has no parameter 'wight'; it has \['weight', 'bias'\].*weight",
-        ),
+        ([(model.layers[0], "wight")], r"Linear has no parameter 'wight'; it has \['weight', 'bias'\].*weight"),
         ([(model.layers[1], "weight")], "ReLU has no parameter 'weight'"),
         ([("layers", "weight")], r"\('layers', 'weight'\) is not a pair"),
         ([(model.layers[0],)], "is not a pair of a module and a parameter's name"),

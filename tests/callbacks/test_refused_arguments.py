@@ -61,11 +61,7 @@ WRONG: dict[type, dict[str, list[Any]]] = {
         "save_last": ["yes"],
         "monitor": [""],
     },
-    cb.ModelPruning: {
-        "pruning_fn": ["l1", 5],
-        "amount": ["0.5", True, 1.5, -1],
-        "verbose": [3],
-    },
+    cb.ModelPruning: {"pruning_fn": ["l1", 5], "amount": ["0.5", True, 1.5, -1], "verbose": [3]},
     cb.RichProgressBar: {"refresh_rate": [-1, True, "fast", None]},
     cb.SpikeDetection: {
         "mode": ["mix"],
@@ -86,9 +82,7 @@ WRONG: dict[type, dict[str, list[Any]]] = {
     cb.TQDMProgressBar: {"refresh_rate": [-1, 1.5], "process_position": [-1]},
     cb.WeightAveraging: {"avg_fn": [0.9], "device": ["gpu7", True]},
 }
-VALUES = [
-    (kind, name, value) for kind, wrong in WRONG.items() for name, values in wrong.items() for value in values
-]
+VALUES = [(kind, name, value) for kind, wrong in WRONG.items() for name, values in wrong.items() for value in values]
 
 
 @pytest.mark.parametrize(("kind", "name", "value"), VALUES, ids=range(len(VALUES)))
@@ -130,33 +124,18 @@ OTHERS: list[tuple[type, dict[str, Any], type[Exception], str]] = [
     (cb.ModelCheckpoint, {"every_n_epochs": 1.5}, TypeError, "every_n_epochs=1.5"),
     (cb.ModelCheckpoint, {"filename": 5}, TypeError, "filename"),
     (cb.ModelCheckpoint, {"dirpath": 5}, TypeError, "dirpath=5"),
-    (
-        cb.ModelPruning,
-        {"parameter_names": ["weights"]},
-        ValueError,
-        r"'weights'\): use one of 'weight', 'bias'",
-    ),
+    (cb.ModelPruning, {"parameter_names": ["weights"]}, ValueError, r"'weights'\): use one of 'weight', 'bias'"),
     (cb.ModelPruning, {"pruning_fn": prune.L1Unstructured(1)}, ValueError, "the class, not an instance"),
     (cb.ModelPruning, {"pruning_fn": prune.LnStructured}, ValueError, "ranks one parameter at a time"),
     *(
-        (
-            cb.ModelPruning,
-            {"pruning_fn": fn, "use_global_unstructured": False, **options},
-            ValueError,
-            message,
-        )
+        (cb.ModelPruning, {"pruning_fn": fn, "use_global_unstructured": False, **options}, ValueError, message)
         for fn, options, message in (
             (prune.L1Unstructured, {}, "a class needs use_global"),
             ("random_structured", {}, "pruning_dim"),
             ("ln_structured", {"pruning_dim": 0}, "pruning_norm"),
         )
     ),
-    (
-        cb.ModelPruning,
-        {"pruning_fn": "random_structured", "pruning_dim": 0},
-        ValueError,
-        "unstructured=False",
-    ),
+    (cb.ModelPruning, {"pruning_fn": "random_structured", "pruning_dim": 0}, ValueError, "unstructured=False"),
     (cb.ModelSummary, {"max_depth": -2}, ValueError, "max_depth=-2"),
     (cb.OnExceptionCheckpoint, {"dirpath": None}, TypeError, r"dirpath=None\): use a path"),
     (cb.OnExceptionCheckpoint, {"dirpath": ".", "filename": ""}, ValueError, r"give a name without .ckpt"),

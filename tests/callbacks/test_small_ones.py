@@ -33,9 +33,7 @@ from tests.models import Classifier, loader, quiet
 # -- Timer
 
 
-@pytest.mark.parametrize(
-    "duration", ["00:00:00:30", "30s", timedelta(seconds=30), {"seconds": 30}, {"minutes": 0.5}]
-)
+@pytest.mark.parametrize("duration", ["00:00:00:30", "30s", timedelta(seconds=30), {"seconds": 30}, {"minutes": 0.5}])
 def test_durations(duration: Any) -> None:
     assert Timer(duration).time_remaining() == 30.0
 
@@ -82,12 +80,7 @@ def test_a_resumed_run_has_the_time_that_is_left(tmp_path: Path) -> None:
 
 
 def test_a_step_is_one_look_at_the_clock_or_free() -> None:
-    for timer in (
-        Timer(),
-        Timer("1h", interval="epoch"),
-        copy.deepcopy(Timer()),
-        pickle.loads(pickle.dumps(Timer())),
-    ):
+    for timer in (Timer(), Timer("1h", interval="epoch"), copy.deepcopy(Timer()), pickle.loads(pickle.dumps(Timer()))):
         run(Scripted(), timer, enable_checkpointing=False)
         assert not overrides(timer, L.Callback, "on_train_batch_end")
     timer = Timer("1h")
@@ -170,9 +163,7 @@ rich = pytest.importorskip("rich")
 @pytest.mark.parametrize("kind", [RichProgressBar, RichModelSummary])
 def test_without_rich(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(
-        ModuleNotFoundError, match=rf"{kind.__name__}\(\) needs the package rich.*pip install rich"
-    ):
+    with pytest.raises(ModuleNotFoundError, match=rf"{kind.__name__}\(\) needs the package rich.*pip install rich"):
         kind()
 
 

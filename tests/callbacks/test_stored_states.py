@@ -66,8 +66,7 @@ def test_the_ranking_of_a_model_checkpoint(tmp_path: Path) -> None:
     resumed = fit(folder, 4, start)
     assert names(folder) == names(apart) == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
     mine, other = (
-        {Path(path).name: float(score) for path, score in each.best_k_models.items()}
-        for each in (resumed, whole)
+        {Path(path).name: float(score) for path, score in each.best_k_models.items()} for each in (resumed, whole)
     )
     assert mine == other == {"epoch=1.ckpt": 1.0, "epoch=2.ckpt": 2.0}
     deferred = {**state, "books": {**state["books"], "deferred": True, "origin": "epoch", "saved_at": None}}

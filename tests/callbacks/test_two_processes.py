@@ -98,9 +98,7 @@ def test_every_prediction_is_written_once() -> None:
     written: dict[str, list[Any]] = {"batch": [], "epoch": []}
 
     class Writer(cb.BasePredictionWriter):
-        def write_on_batch_end(
-            self, trainer: Any, module: Any, prediction: Any, indices: Any, *_: Any
-        ) -> None:
+        def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *_: Any) -> None:
             written["batch"].append((prediction, indices))
 
         def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
@@ -120,9 +118,7 @@ def test_every_prediction_is_written_once() -> None:
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("who", ["both", "one"])
-def test_a_failed_run_is_saved_if_both_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
-) -> None:
+def test_a_failed_run_is_saved_if_both_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
     class Failing(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 2 and (who == "both" or self.global_rank == 0):

@@ -203,9 +203,7 @@ def test_the_average_can_live_elsewhere() -> None:
 
 
 def test_when_the_moving_average_is_updated() -> None:
-    average = EMAWeightAveraging(
-        update_every_n_steps=5, update_starting_at_step=10, update_starting_at_epoch=2
-    )
+    average = EMAWeightAveraging(update_every_n_steps=5, update_starting_at_step=10, update_starting_at_epoch=2)
     assert [step for step in range(22) if average.should_update(step_idx=step)] == [10, 15, 20]
     assert [epoch for epoch in range(4) if average.should_update(epoch_idx=epoch)] == [2, 3]
     assert not average.should_update()
@@ -244,9 +242,7 @@ def test_validation_and_its_hooks_see_the_average() -> None:
 
 
 @pytest.mark.parametrize("what", [RuntimeError, KeyboardInterrupt])
-def test_a_broken_validation_leaves_the_weights_of_training(
-    tmp_path: Path, what: type[BaseException]
-) -> None:
+def test_a_broken_validation_leaves_the_weights_of_training(tmp_path: Path, what: type[BaseException]) -> None:
     class Breaking(Normalised):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             raise what("on purpose")
@@ -380,9 +376,7 @@ def test_a_new_average_starts_without_one_in_the_checkpoint_and_in_a_second_fit(
 # -- stochastic weight averaging: the recipe of PyTorch
 
 
-def by_hand(
-    make: Any, *, epochs: int, start: int, anneal: int, strategy: Any = "cos"
-) -> tuple[Any, list[float]]:
+def by_hand(make: Any, *, epochs: int, start: int, anneal: int, strategy: Any = "cos") -> tuple[Any, list[float]]:
     """Train as PyTorch's page on SWA does; return the average and the learning rates."""
     L.seed_everything(0, verbose=False)
     model, data = make(), loader(24)
@@ -421,9 +415,7 @@ class Rates(L.Callback):
 @pytest.mark.parametrize(
     ("start", "index", "anneal", "strategy"), [(0.5, 2, 3, "cos"), (2, 1, 0, "cos"), (4, 3, 2, "linear")]
 )
-def test_it_equals_the_recipe_of_pytorch(
-    make: Any, start: Any, index: int, anneal: int, strategy: str
-) -> None:
+def test_it_equals_the_recipe_of_pytorch(make: Any, start: Any, index: int, anneal: int, strategy: str) -> None:
     # 0.5 of 6 epochs is the third one.
     rates = Rates()
     trainer = fitted(make, swa(0.3, start, anneal, strategy), rates, data=loader(24), max_epochs=6)
@@ -539,9 +531,7 @@ def test_the_learning_rate_monitor_goes_on() -> None:
     assert [rate for _, rate in logger.of("lr-SGD")] == [0.1, 0.09, 0.3, 0.3]
 
 
-@pytest.mark.parametrize(
-    ("start", "epochs", "expected"), [(1, 10, 0), (5, 10, 4), (0.8, 10, 7), (0.0, 10, 0)]
-)
+@pytest.mark.parametrize(("start", "epochs", "expected"), [(1, 10, 0), (5, 10, 4), (0.8, 10, 7), (0.0, 10, 0)])
 def test_when_it_starts_and_ends(start: Any, epochs: int, expected: int) -> None:
     callback = StochasticWeightAveraging(0.1, start)
     callback._max_epochs = epochs

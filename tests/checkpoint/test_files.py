@@ -176,9 +176,7 @@ def size_limit(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)], capture_output=True
-    )
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)], capture_output=True)
     if mounted.returncode:
         pytest.skip("cannot mount a small disk here")
     try:
@@ -192,9 +190,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, limited: Any, code: int
     path = tmp_path / "last.ckpt"
     with limited(tmp_path):
         files.save({"step": 1}, path)
-        with pytest.raises(
-            OSError, match=r"\d+ bytes free in .*What was there before is untouched"
-        ) as caught:
+        with pytest.raises(OSError, match=r"\d+ bytes free in .*What was there before is untouched") as caught:
             files.save({"step": 2, "weight": torch.zeros(3_000_000)}, path)
         assert caught.value.errno == code
         assert str(path) in str(caught.value)
@@ -304,9 +300,7 @@ def test_what_is_not_a_checkpoint_is_named(tmp_path: Path) -> None:
 
 def test_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
     files.save({}, tmp_path / "last.ckpt")
-    with pytest.raises(
-        FileNotFoundError, match=r"no such checkpoint\. Did you mean 'last.ckpt'\?.*lats\.ckpt"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no such checkpoint\. Did you mean 'last.ckpt'\?.*lats\.ckpt"):
         files.load(tmp_path / "lats.ckpt")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         files.load(tmp_path / "none" / "last.ckpt")
@@ -341,9 +335,7 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
         lambda: path.write_bytes(pickle.dumps(Payload(trace), protocol=5)),
     ):
         write()
-        with pytest.raises(
-            CheckpointRefused, match=rf"{path} was not loaded.*posix\.system.*weights_only=False"
-        ):
+        with pytest.raises(CheckpointRefused, match=rf"{path} was not loaded.*posix\.system.*weights_only=False"):
             files.load(path)
         files.verify(path)
         assert not trace.exists()

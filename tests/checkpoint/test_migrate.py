@@ -108,9 +108,7 @@ def test_counters_within_an_epoch(moment: str) -> None:
 
 
 def test_at_the_end_of_an_epoch() -> None:
-    theirs = lightning(
-        epoch=2, global_step=9, batch=(5, 5), total=(15, 15), epochs_processed=3, last=True, stepped=9
-    )
+    theirs = lightning(epoch=2, global_step=9, batch=(5, 5), total=(15, 15), epochs_processed=3, last=True, stepped=9)
     found = progress(theirs)
     assert (found.epoch, found.epochs_done, found.mid_epoch) == (2, 3, False)
     found.next_epoch()

@@ -13,13 +13,7 @@ from torch.optim.lr_scheduler import ConstantLR, StepLR
 
 import hasten as L
 from hasten.callbacks import EarlyStopping
-from hasten.cli import (
-    LightningArgumentParser,
-    LightningCLI,
-    ReduceLROnPlateau,
-    SaveConfigCallback,
-    instantiate_module,
-)
+from hasten.cli import LightningArgumentParser, LightningCLI, ReduceLROnPlateau, SaveConfigCallback, instantiate_module
 from tests.cli.program import QUIET, Injected, LineData, LineNet, cli
 
 
@@ -152,8 +146,7 @@ def test_makers_of_optimizers_are_injected() -> None:
     made = cli("--model.width=3", model_class=Injected)
     assert type(made.model.configure_optimizers()["optimizer"]) is torch.optim.Adam
     other = cli(
-        "--model.optimizer=SGD --model.optimizer.lr=0.5 --model.scheduler=StepLR "
-        "--model.scheduler.step_size=7",
+        "--model.optimizer=SGD --model.optimizer.lr=0.5 --model.scheduler=StepLR --model.scheduler.step_size=7",
         model_class=Injected,
     ).model.configure_optimizers()
     assert type(other["optimizer"]) is torch.optim.SGD
@@ -225,12 +218,7 @@ def test_the_moments_of_a_run_in_order() -> None:
             told.append(f"after_fit {self.trainer.global_step}")
 
     cli("fit", kind=Own, run=True)
-    made = [
-        "before_instantiate_classes",
-        "instantiate_trainer",
-        "instantiate_classes",
-        "after_instantiate_classes",
-    ]
+    made = ["before_instantiate_classes", "instantiate_trainer", "instantiate_classes", "after_instantiate_classes"]
     assert told == [*made, "before_fit", "after_fit 4"]
     told.clear()
     cli("validate", kind=Own, run=True)
@@ -302,11 +290,7 @@ def test_a_parser_class_and_options_of_ones_own() -> None:
     assert (made.config["tag"], made.config["fast"], made.config["sizes"]) == ("x", True, [1, 2])
     assert made.model.width == 3
     run = cli("fit", "--fast", "--sizes", "1", "2", "--tag=y", kind=own, run=True)
-    assert (run.config["fit"]["fast"], run.config["fit"]["sizes"], run.config["fit"]["tag"]) == (
-        True,
-        [1, 2],
-        "y",
-    )
+    assert (run.config["fit"]["fast"], run.config["fit"]["sizes"], run.config["fit"]["tag"]) == (True, [1, 2], "y")
 
 
 def test_a_program_without_a_datamodule() -> None:

@@ -95,11 +95,7 @@ BECOMES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("words", "options", "expected"), BECOMES)
 def test_a_command_line_becomes_objects(
-    words: Any,
-    options: dict[str, Any],
-    expected: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: Any, options: dict[str, Any], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("one.yaml").write_text("model: {width: 5, name: one}\ntrainer: {max_epochs: 4}\n")
@@ -137,12 +133,7 @@ def test_an_option_of_a_callback_belongs_to_the_one_added_last() -> None:
     assert (stopping.monitor, stopping.patience, checkpoint.filename) == ("a", 5, "x")
     assert checkpoint.monitor is None
     first = json.dumps([{"class_path": "EarlyStopping", "init_args": {"monitor": "a"}}])
-    words = [
-        f"--trainer.callbacks={first}",
-        "--trainer.callbacks+",
-        "EarlyStopping",
-        "--trainer.callbacks.monitor=b",
-    ]
+    words = [f"--trainer.callbacks={first}", "--trainer.callbacks+", "EarlyStopping", "--trainer.callbacks.monitor=b"]
     assert [one.monitor for one in callbacks_of(cli(*words), EarlyStopping)] == ["a", "b"]
 
 
@@ -160,9 +151,7 @@ def test_a_trainer_without_callbacks_is_named() -> None:
     def bare(epochs: int = 2) -> L.Trainer:
         return trainer(epochs)
 
-    with pytest.warns(
-        UserWarning, match="does not expose the `callbacks` argument so they will not be included"
-    ):
+    with pytest.warns(UserWarning, match="does not expose the `callbacks` argument so they will not be included"):
         assert cli(trainer_class=bare, trainer_defaults=None).trainer.max_epochs == 2
 
 
@@ -250,9 +239,7 @@ def test_a_parser_alone() -> None:
     assert parser.callback_keys == ["callback"]
     parsed = parser.parse_args(["--data.batch_size=3", "--callback=EarlyStopping", "--callback.monitor=a"])
     assert parsed.data.batch_size == 3
-    with pytest.raises(
-        ValueError, match=r"add_lightning_class_args\(.*Encoder.*'x'\): give a subclass of Trainer"
-    ):
+    with pytest.raises(ValueError, match=r"add_lightning_class_args\(.*Encoder.*'x'\): give a subclass of Trainer"):
         parser.add_lightning_class_args(Encoder, "x")
     with pytest.raises(TypeError, match=r"add_optimizer_args\(.*Encoder.*\): give a subclass of torch.optim"):
         parser.add_optimizer_args(Encoder)  # type: ignore[arg-type]

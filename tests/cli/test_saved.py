@@ -25,9 +25,7 @@ def saving(tmp_path: Path, *words: str, **options: Any) -> LightningCLI:
 
 
 def test_the_config_is_saved_with_the_run_and_repeats_it(tmp_path: Path) -> None:
-    made = saving(
-        tmp_path / "a", "fit", "--model.width=6", "--model.encoder=DeepEncoder", "--trainer.logger=true"
-    )
+    made = saving(tmp_path / "a", "fit", "--model.width=6", "--model.encoder=DeepEncoder", "--trainer.logger=true")
     path = Path(made.trainer.log_dir) / "config.yaml"
     assert path == tmp_path / "a" / "lightning_logs" / "version_0" / "config.yaml"
     text = path.read_text()
@@ -67,9 +65,7 @@ def test_a_resumed_run_saves_its_config_beside_the_first(tmp_path: Path) -> None
     first = saving(tmp_path, "fit", "--model.width=6")
     first.trainer.save_checkpoint(tmp_path / "x.ckpt")
     for number in (1, 2):
-        more = saving(
-            tmp_path, "fit", f"--ckpt_path={tmp_path / 'x.ckpt'}", f"--trainer.max_epochs={number + 1}"
-        )
+        more = saving(tmp_path, "fit", f"--ckpt_path={tmp_path / 'x.ckpt'}", f"--trainer.max_epochs={number + 1}")
         assert more.trainer.global_step == 2 * (number + 1)
         config = yaml.safe_load((tmp_path / f"config-{number}.yaml").read_text())
         assert (config["model"]["width"], config["trainer"]["max_epochs"]) == (6, number + 1)
@@ -78,9 +74,7 @@ def test_a_resumed_run_saves_its_config_beside_the_first(tmp_path: Path) -> None
 
 def test_parts_of_the_config_stay_files(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text("batch_size: 6\n")
-    saving(
-        tmp_path / "run", "fit", f"--data={tmp_path / 'small.yaml'}", save_config_kwargs={"multifile": True}
-    )
+    saving(tmp_path / "run", "fit", f"--data={tmp_path / 'small.yaml'}", save_config_kwargs={"multifile": True})
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["data"] == "small.yaml"
     assert yaml.safe_load((tmp_path / "run" / "small.yaml").read_text())["batch_size"] == 6
@@ -107,9 +101,7 @@ def test_the_config_is_saved_elsewhere(tmp_path: Path) -> None:
     assert len(Kept.kept) == 2
     assert (tmp_path / "config.yaml").exists()
     parser = LightningArgumentParser()
-    with pytest.raises(
-        ValueError, match=r"SaveConfigCallback\(save_to_log_dir=False\): nothing would be saved"
-    ):
+    with pytest.raises(ValueError, match=r"SaveConfigCallback\(save_to_log_dir=False\): nothing would be saved"):
         SaveConfigCallback(parser, parser.parse_args([]), save_to_log_dir=False)
 
 
@@ -135,9 +127,7 @@ def trained(tmp_path: Path, *words: str, **options: Any) -> tuple[LightningCLI, 
 
 
 def test_a_module_is_made_again_with_its_parts(tmp_path: Path) -> None:
-    made, path = trained(
-        tmp_path, "--model.encoder=DeepEncoder", "--model.encoder.depth=5", "--model.kind=two"
-    )
+    made, path = trained(tmp_path, "--model.encoder=DeepEncoder", "--model.encoder.depth=5", "--model.kind=two")
     again = LineNet.load_from_checkpoint(path)
     assert isinstance(again.encoder, DeepEncoder)
     assert (again.encoder.depth, again.kind) == (5, Kind.two)
@@ -148,9 +138,7 @@ def test_a_module_is_made_again_with_its_parts(tmp_path: Path) -> None:
 
 
 def test_a_module_is_made_again_of_the_class_it_was(tmp_path: Path) -> None:
-    made, path = trained(
-        tmp_path, "--model=WideLineNet", "--model.extra=2.5", "--model.width=6", model_class=None
-    )
+    made, path = trained(tmp_path, "--model=WideLineNet", "--model.extra=2.5", "--model.width=6", model_class=None)
     for kind in (L.LightningModule, LineNet, WideLineNet):
         again: Any = kind.load_from_checkpoint(path)
         assert type(again) is WideLineNet
@@ -170,9 +158,7 @@ def test_linked_values_are_saved_as_they_were(tmp_path: Path) -> None:
 
 
 def test_makers_of_optimizers_are_made_again(tmp_path: Path) -> None:
-    _, path = trained(
-        tmp_path, "--model.optimizer=SGD", "--model.optimizer.lr=0.5", model_class=program.Injected
-    )
+    _, path = trained(tmp_path, "--model.optimizer=SGD", "--model.optimizer.lr=0.5", model_class=program.Injected)
     optimizer = program.Injected.load_from_checkpoint(path).configure_optimizers()["optimizer"]
     assert type(optimizer) is torch.optim.SGD
     assert optimizer.param_groups[0]["initial_lr"] == 0.5
@@ -197,9 +183,7 @@ def test_a_part_that_is_a_module_has_hyper_parameters_of_its_own() -> None:
             self.part = part
             self.own = LineNet(width=inner_width)
 
-    made = cli(
-        "--model.part=LineNet", "--model.part.width=7", "--model.inner_width=2", model_class=Outer
-    ).model
+    made = cli("--model.part=LineNet", "--model.part.width=7", "--model.inner_width=2", model_class=Outer).model
     assert made.part.hparams["width"] == 7
     assert made.own.hparams["width"] == 2
     assert made.hparams["part"]["init_args"]["width"] == 7
@@ -228,9 +212,7 @@ def test_the_checkpoint_goes_before_configs_and_after_the_command_line(tmp_path:
     words = ["validate", f"--config={tmp_path / 'c.yaml'}", "--model.name=said", f"--ckpt_path={path}"]
     made = cli(*words, run=True)
     assert (made.model.width, made.model.lr, made.model.name) == (6, 0.25, "said")
-    as_data = cli(
-        {"subcommand": "validate", "validate": {"ckpt_path": str(path), "model": {"lr": 0.5}}}, run=True
-    )
+    as_data = cli({"subcommand": "validate", "validate": {"ckpt_path": str(path), "model": {"lr": 0.5}}}, run=True)
     assert (as_data.model.width, as_data.model.lr) == (6, 0.25)
 
 
@@ -260,16 +242,12 @@ def test_a_checkpoint_does_not_choose_what_is_run(tmp_path: Path) -> None:
     for key, value in (("name", evil), ("encoder", evil), ("_class_path", "subprocess.Popen")):
         hparams = {**checkpoint["hyper_parameters"], key: value}
         torch.save({**checkpoint, "hyper_parameters": hparams}, path)
-        with pytest.raises(
-            ValueError, match=rf"names subprocess.Popen for the argument '{key}', which may hold"
-        ):
+        with pytest.raises(ValueError, match=rf"names subprocess.Popen for the argument '{key}', which may hold"):
             LineNet.load_from_checkpoint(path)
         if key != "_class_path":
             with pytest.raises(ValueError, match=r"names .* for the argument .*, which may hold"):
                 cli("validate", f"--ckpt_path={path}", run=True)
-    with pytest.raises(
-        ValueError, match=r"names torch.nn.Linear for the argument 'part', .*no class: it is not ann"
-    ):
+    with pytest.raises(ValueError, match=r"names torch.nn.Linear for the argument 'part', .*no class: it is not ann"):
         instantiate_module(
             program.Unannotated, {"part": {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1}}}
         )
@@ -283,9 +261,7 @@ def test_a_checkpoint_does_not_choose_what_is_run(tmp_path: Path) -> None:
 
 
 def test_hyper_parameters_that_do_not_fit_are_told() -> None:
-    with pytest.raises(
-        ValueError, match=r"LineNet: the hyper-parameters in the checkpoint do not fit: .*nothing"
-    ):
+    with pytest.raises(ValueError, match=r"LineNet: the hyper-parameters in the checkpoint do not fit: .*nothing"):
         instantiate_module(LineNet, {"nothing": 3})
     with pytest.raises(ValueError, match=r"do not fit: (?s:.*)width(?s:.*)int"):
         instantiate_module(LineNet, {"width": "x"})

@@ -18,10 +18,7 @@ from hasten.commands import main
         ("--verson", "unknown option --verson. Did you mean '--version'?"),
         ("demo --tsak imdb", "unknown option --tsak. Did you mean '--task'?"),
         ("demo --row-second=3", "unknown option --row-second. Did you mean '--row-seconds'?"),
-        (
-            "demo --task imbd",
-            "--task: 'imbd' is not one of docstrings, digits, imdb, vit. Did you mean 'imdb'?",
-        ),
+        ("demo --task imbd", "--task: 'imbd' is not one of docstrings, digits, imdb, vit. Did you mean 'imdb'?"),
         ("demo --model distilbrt", "Did you mean 'distilbert'?"),
         ("demo imdb", "unexpected argument 'imdb'"),
         ("demo --limit many", "argument --limit: 'many' is not a whole number of at least 10."),
@@ -76,9 +73,7 @@ def test_help_comes_without_loading_torch() -> None:
         ("--task=imdb --side=64", "the vit task"),
     ],
 )
-def test_options_of_another_task_are_refused(
-    option: str, tasks: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_another_task_are_refused(option: str, tasks: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *option.split()]) == 1
     name = option.split()[-1].partition("=")[0]
     assert f"{name} is for {tasks}. Add" in capsys.readouterr().err

@@ -150,17 +150,13 @@ def test_a_class_that_cannot_be_made_yet_is_rewritten_and_listed() -> None:
 
 def test_a_statement_of_which_a_part_can_be_rewritten() -> None:
     source = "# why\nfrom lightning.pytorch import Trainer, Missing  # end\n"
-    assert (
-        migrated(source)
-        == "# why\nfrom hasten import Trainer\nfrom lightning.pytorch import Missing  # end\n"
-    )
+    assert migrated(source) == "# why\nfrom hasten import Trainer\nfrom lightning.pytorch import Missing  # end\n"
     assert [line for line, _ in by_hand(source)] == [2]
 
 
 def test_bytes_that_have_nothing_to_do_with_it_stay() -> None:
     source = (
-        "# -*- coding: latin-1 -*-\r\nimport  lightning  as  L   # caf\xe9\r\n\r\n"
-        "a = {  'a':1 }\r\nx=L . Trainer\r\n"
+        "# -*- coding: latin-1 -*-\r\nimport  lightning  as  L   # caf\xe9\r\n\r\na = {  'a':1 }\r\nx=L . Trainer\r\n"
     )
     data = source.encode("latin-1")
     assert rewrite.python(data).data == data.replace(b"lightning", b"hasten")
@@ -193,9 +189,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sub" / "b.py").write_text("import pytorch_lightning as pl\nimport lightning.pytorch.serve\n")
     (tmp_path / "sub" / "other.py").write_text("import os\n")
     (tmp_path / "c.yaml").write_text("class_path: lightning.pytorch.Trainer\n")
-    (tmp_path / "requirements.txt").write_text(
-        "torch\nlightning>=2.0  # x\nlightning-utilities\n# lightning\n"
-    )
+    (tmp_path / "requirements.txt").write_text("torch\nlightning>=2.0  # x\nlightning-utilities\n# lightning\n")
     (tmp_path / "n.ipynb").write_text('{"cells": ["import lightning"]}')
     for ignored in (".git", "__pycache__", "myenv/lib"):
         (tmp_path / ignored).mkdir(parents=True)
@@ -230,11 +224,7 @@ def test_dry_run_shows_the_change_and_the_list_and_writes_nothing(
 
 @pytest.mark.parametrize(("answer", "written"), [("y\n", True), ("Yes\n", True), ("n\n", False), ("", False)])
 def test_it_asks_first(
-    folder: Path,
-    answer: str,
-    written: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, answer: str, written: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(folder)
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
@@ -246,9 +236,7 @@ def test_it_asks_first(
     assert ("Nothing was written." in shown.err) != written
 
 
-def test_yes_rewrites_and_a_second_time_there_is_nothing_left(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_yes_rewrites_and_a_second_time_there_is_nothing_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.chmod("a.py", 0o750)
     Path("link.py").symlink_to("a.py")
     assert main(["migrate", ".", "--yes"]) == 0

@@ -32,9 +32,7 @@ def test_examples_run_as_printed(number: int, tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_first_example_is_about_ten_lines() -> None:
-    lines = [
-        line for line in BLOCKS[0].splitlines() if line.strip() and not line.startswith(("import", "from"))
-    ]
+    lines = [line for line in BLOCKS[0].splitlines() if line.strip() and not line.startswith(("import", "from"))]
     assert len(lines) <= 14
 
 

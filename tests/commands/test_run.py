@@ -123,10 +123,7 @@ def test_a_module_is_run_again_as_a_module(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(__main__, "__spec__", importlib.util.find_spec("json.tool"))
     monkeypatch.setattr(sys, "argv", ["x", "a", "b"])
     command = launch.command_of_this_program()
-    assert (command[0], command[-7:]) == (
-        sys.executable,
-        ["-m", "hasten", "run", "-m", "json.tool", "a", "b"],
-    )
+    assert (command[0], command[-7:]) == (sys.executable, ["-m", "hasten", "run", "-m", "json.tool", "a", "b"])
 
 
 def test_install_in_the_program_itself_does_the_same_for_its_children(folder: Path) -> None:

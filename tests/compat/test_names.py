@@ -132,9 +132,7 @@ def test_what_is_missing_is_an_import_error_that_names_the_alternative(line: str
 def test_a_missing_attribute_is_an_attribute_error() -> None:
     import lightning.pytorch as pl
 
-    with pytest.raises(
-        AttributeError, match=r"hasten has no lightning\.pytorch\.Trainr\. Did you mean 'Trainer'\?"
-    ):
+    with pytest.raises(AttributeError, match=r"hasten has no lightning\.pytorch\.Trainr\. Did you mean 'Trainer'\?"):
         pl.Trainr
     assert not hasattr(pl, "__wrapped__")
     with pytest.raises(AttributeError, match=r"^module 'lightning\.pytorch' has no attribute '__wrapped__'$"):
@@ -229,9 +227,7 @@ def test_install_after_lightning_was_imported_is_refused(monkeypatch: pytest.Mon
         ("loggers", "LitLogger", "Logger", "There are CSVLogger"),
     ],
 )
-def test_classes_that_are_not_here_can_be_named_but_not_made(
-    home: str, name: str, base: str, says: str
-) -> None:
+def test_classes_that_are_not_here_can_be_named_but_not_made(home: str, name: str, base: str, says: str) -> None:
     module = importlib.import_module(f"hasten.{home}")
     kind = getattr(module, name)
     assert kind.__name__ == name
@@ -253,9 +249,7 @@ def test_checkpoints_may_hold_objects_under_the_alias_and_say_so(
     monkeypatch.setattr(rank_zero, "_warned", set())
     path = tmp_path / "a.ckpt"
     contents = {"extra": [1, Path("x")]}
-    with pytest.warns(
-        UserWarning, match=r"checkpoint\['extra'\]\[1\] is a \w*Path: .* weights_only=False only"
-    ):
+    with pytest.warns(UserWarning, match=r"checkpoint\['extra'\]\[1\] is a \w*Path: .* weights_only=False only"):
         files.save(contents, path)
     assert files.load(path, weights_only=False) == contents
     with pytest.raises(RuntimeError):

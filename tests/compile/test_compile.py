@@ -155,9 +155,7 @@ def test_checkpoints_of_compiled_and_plain_runs_are_interchangeable_at_any_batch
         quiet(max_epochs=2, **second).fit(module, loader(42), loader(18), ckpt_path=tmp_path / "a.ckpt")
         assert same_weights(module, whole)
         assert same_weights(Net.load_from_checkpoint(tmp_path / "a.ckpt"), saved)
-        assert list(torch.load(tmp_path / "a.ckpt", weights_only=False)["state_dict"]) == list(
-            Net().state_dict()
-        )
+        assert list(torch.load(tmp_path / "a.ckpt", weights_only=False)["state_dict"]) == list(Net().state_dict())
 
 
 def test_all_four_calls_are_compiled() -> None:
@@ -251,9 +249,7 @@ def test_an_error_of_the_model_is_shown_as_its_own(place: str) -> None:
     assert str(caught.value).split("\n")[0] == str(plain.value).split("\n")[0]
     assert getattr(caught.value, "__notes__", None) == getattr(plain.value, "__notes__", None)
     lines = [str(entry.path) for entry in caught.traceback]
-    assert lines[-1].endswith(("test_compile.py", "linear.py")) or any(
-        "test_compile" in line for line in lines[5:]
-    )
+    assert lines[-1].endswith(("test_compile.py", "linear.py")) or any("test_compile" in line for line in lines[5:])
     assert module.net._compiled_call_impl is None
 
 
@@ -346,9 +342,7 @@ def test_hooks_added_and_removed_in_the_middle_of_a_run_are_heard(
     for arguments in ({}, {"compile": {**TRACED, **options}}):
         losses = Losses()
         hooked = Hooked(part_of, kind)
-        runs.append(
-            fitted(make, max_epochs=3, limit_train_batches=4, callbacks=[losses, hooked], **arguments)[0]
-        )
+        runs.append(fitted(make, max_epochs=3, limit_train_batches=4, callbacks=[losses, hooked], **arguments)[0])
     assert same_weights(*runs)
 
 

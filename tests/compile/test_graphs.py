@@ -209,9 +209,7 @@ def test_packed_batches_are_not_recorded() -> None:
         quiet(compile=RECORDED, packed=True).fit(Untouched(), loader())
 
 
-@pytest.mark.parametrize(
-    ("options", "dims"), [({}, [0, 1]), (RECORDED, [1]), ({**RECORDED, "dynamic": False}, [])]
-)
+@pytest.mark.parametrize(("options", "dims"), [({}, [0, 1]), (RECORDED, [1]), ({**RECORDED, "dynamic": False}, [])])
 def test_what_may_change_from_batch_to_batch(options: dict[str, Any], dims: list[int]) -> None:
     assert list(CompileSettings(options=options).dynamic_dims(2)) == dims
 

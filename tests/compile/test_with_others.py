@@ -133,9 +133,7 @@ def test_a_model_of_transformers_is_one_graph_a_phase(lever: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(("packed", "graphs_made"), [(False, 2), (True, 6), ("first_token", 6)])
-def test_blocks_of_transformers_are_compiled_once_and_never_again(
-    packed: bool | str, graphs_made: int
-) -> None:
+def test_blocks_of_transformers_are_compiled_once_and_never_again(packed: bool | str, graphs_made: int) -> None:
     lever: dict[str, Any] = {"packed": packed} if packed else {}
     plain, _ = fitted_bert(**lever)
     module, trainer = fitted_bert(compile={**TRACED, "regional": not packed}, **lever)
@@ -168,9 +166,7 @@ def test_packed_blocks_without_a_part_to_compile_are_refused() -> None:
             layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
             self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
-    with pytest.raises(
-        ValueError, match=r"no part outside attention.*use batching='length' instead of packed"
-    ):
+    with pytest.raises(ValueError, match=r"no part outside attention.*use batching='length' instead of packed"):
         quiet(compile=TRACED, packed=True).fit(Encoder(), loader())
 
 
@@ -190,9 +186,7 @@ def test_without_a_cpp_compiler_it_is_refused_before_training() -> None:
             raise AssertionError("too late")
 
     with config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        with pytest.raises(
-            ValueError, match=r"no C\+\+ compiler on PATH.*apt install g\+\+.*leave compile out"
-        ):
+        with pytest.raises(ValueError, match=r"no C\+\+ compiler on PATH.*apt install g\+\+.*leave compile out"):
             quiet(compile=True).fit(Untouched(), loader())
         with pytest.raises(ValueError, match=r"Fabric\(compile=...\): there is no C\+\+ compiler"):
             L.Fabric(accelerator="cpu", compile=True).setup(nn.Linear(2, 2))

@@ -85,9 +85,7 @@ class Stateful(IterableDataset):
         while self.place < len(mine):
             self.place += 1
             self.total += random.random()
-            yield torch.cat(
-                [augmented(mine[self.place - 1]), torch.tensor([self.total], dtype=torch.float64)]
-            )
+            yield torch.cat([augmented(mine[self.place - 1]), torch.tensor([self.total], dtype=torch.float64)])
         self.place, self.total = 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,9 +195,7 @@ def of(data: Callable[[], Any] = Mapped, kind: Any = DataLoader, **given: Any) -
     """Return a function that makes a loader; functions among ``given`` are called to make its samplers."""
 
     def make(**options: Any) -> Any:
-        made = {
-            name: value() if "gen" in name or "sampler" in name else value for name, value in given.items()
-        }
+        made = {name: value() if "gen" in name or "sampler" in name else value for name, value in given.items()}
         size = {} if "batch_sampler" in made else {"batch_size": 2}
         return kind(data(), **{**size, **made, **options})
 
@@ -220,9 +216,7 @@ LOADERS: dict[str, Callable[..., Any]] = {
     "generator shared with the dataset": shared_generator,
     "with replacement": of(
         batch_size=3,
-        sampler=lambda: RandomSampler(
-            range(SAMPLES), replacement=True, num_samples=40, generator=generator()
-        ),
+        sampler=lambda: RandomSampler(range(SAMPLES), replacement=True, num_samples=40, generator=generator()),
     ),
     "weighted": of(sampler=weighted),
     "weighted, own generator": of(sampler=lambda: weighted(generator=generator())),

@@ -108,10 +108,7 @@ def test_structure_is_kept() -> None:
 
 def test_lists_of_batches_and_limits() -> None:
     assert CombinedLoader([[1, 2, 3], range(2)], "max_size").flattened == [[[1, 2, 3], range(2)]]
-    assert [batch for batch, _, _ in CombinedLoader({"a": [1, 2], "b": [3, 4]})] == [
-        {"a": 1, "b": 3},
-        {"a": 2, "b": 4},
-    ]
+    assert [batch for batch, _, _ in CombinedLoader({"a": [1, 2], "b": [3, 4]})] == [{"a": 1, "b": 3}, {"a": 2, "b": 4}]
     combined = CombinedLoader([range(5), range(5)], "sequential")
     combined.limits = [1, 2]
     assert [batch for batch, _, _ in combined] == [0, 0, 1]
@@ -127,11 +124,7 @@ def stream_of(combined: CombinedLoader) -> CombinedStream:
 def shuffled(mode: str, workers: int) -> CombinedStream:
     options: dict[str, Any] = {"shuffle": True, "num_workers": workers}
     own = torch.Generator().manual_seed(3)
-    parts = [
-        numbers(0, 9, **options),
-        numbers(20, 5, **options, generator=own),
-        DataLoader(Unsized(40, 6), 2),
-    ]
+    parts = [numbers(0, 9, **options), numbers(20, 5, **options, generator=own), DataLoader(Unsized(40, 6), 2)]
     return stream_of(CombinedLoader(parts, mode))
 
 
@@ -276,10 +269,6 @@ def test_validation_modes() -> None:
     trainer.validate(model := Evaluated(), CombinedLoader(parts, "sequential"), verbose=False)
     assert [place[1:] for place in model.seen] == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1)]
     trainer.validate(model := Evaluated(), CombinedLoader(parts, "max_size"), verbose=False)
-    assert model.seen == [
-        ({"a": 0, "b": 10}, 0, 0),
-        ({"a": 1, "b": 11}, 1, 0),
-        ({"a": None, "b": 12}, 2, 0),
-    ]
+    assert model.seen == [({"a": 0, "b": 10}, 0, 0), ({"a": 1, "b": 11}, 1, 0), ({"a": None, "b": 12}, 2, 0)]
     with pytest.raises(ValueError, match=r"prediction reads one loader after the other.*sequential"):
         trainer.predict(model, CombinedLoader(parts, "min_size"))

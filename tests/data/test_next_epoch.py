@@ -61,10 +61,7 @@ class Watching(Classifier):
         if self.trainer.sanity_checking:
             return
         early = self.trainer.max_epochs > self.current_epoch + 1
-        self.came = [
-            *getattr(self, "came", []),
-            early and comes_to_more_than(SAMPLES * (self.current_epoch + 1)),
-        ]
+        self.came = [*getattr(self, "came", []), early and comes_to_more_than(SAMPLES * (self.current_epoch + 1))]
 
 
 def test_samples_of_the_next_epoch_come_during_validation() -> None:

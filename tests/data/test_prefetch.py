@@ -14,9 +14,7 @@ from tests.models import Classifier, loader, quiet, same_weights
 
 
 def on_gpu(test: Any) -> Any:
-    return pytest.mark.gpu(
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test)
-    )
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 
 class Pair(NamedTuple):
@@ -52,11 +50,7 @@ def test_batch_arrives_as_it_is() -> None:
     device = torch.device("cuda", 0)
     to_device = SideStream(device)
     there = torch.ones(2, device=device)
-    batch = {
-        "pair": Pair(torch.arange(3.0).pin_memory(), "a"),
-        "own": SelfMoving(torch.ones(1)),
-        "there": there,
-    }
+    batch = {"pair": Pair(torch.arange(3.0).pin_memory(), "a"), "own": SelfMoving(torch.ones(1)), "there": there}
     moved = to_device(batch)
     assert type(moved["pair"]) is Pair
     assert moved["pair"].name == "a"

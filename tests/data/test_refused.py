@@ -30,17 +30,9 @@ LOOP, EMPTY = "^the train dataloader ", "^the train dataloader has no batches: "
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: prepare(3), TypeError, LOOP + "is 3, a int, and cannot be iterated over"),
     (lambda: prepare("data"), TypeError, LOOP + "is 'data', a str, and cannot be iterated over"),
-    (
-        lambda: prepare(DataLoader),
-        TypeError,
-        LOOP + r"is the class DataLoader itself.*Make one: DataLoader\(",
-    ),
+    (lambda: prepare(DataLoader), TypeError, LOOP + r"is the class DataLoader itself.*Make one: DataLoader\("),
     (lambda: prepare(lambda: None), TypeError, LOOP + "is the function <lambda> itself.*Call it"),
-    (
-        lambda: prepare(DATA),
-        TypeError,
-        r"TensorDataset, which is a dataset.*DataLoader\(dataset, batch_size=",
-    ),
+    (lambda: prepare(DATA), TypeError, r"TensorDataset, which is a dataset.*DataLoader\(dataset, batch_size="),
     (lambda: prepare([]), ValueError, EMPTY + "it is an empty list"),
     (lambda: prepare(DataLoader([])), ValueError, EMPTY + r"its dataset \(list\) is empty"),  # type: ignore[arg-type]
     (lambda: prepare(DROPPED), ValueError, EMPTY + "drop_last=True drops its 2 samples.*batch_size=4"),

@@ -89,9 +89,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
         dataset(), 6, sampler=RandomSampler(range(40), generator=torch.Generator().manual_seed(1))
     ),
     "weighted": lambda: DataLoader(dataset(), 6, sampler=WeightedRandomSampler([1.0] * 20 + [3.0] * 20, 30)),
-    "batch sampler": lambda: DataLoader(
-        dataset(), batch_sampler=BatchSampler(RandomSampler(range(40)), 7, False)
-    ),
+    "batch sampler": lambda: DataLoader(dataset(), batch_sampler=BatchSampler(RandomSampler(range(40)), 7, False)),
     "part": lambda: DataLoader(Subset(dataset(), [5, 3, 8, 30, 2]), 2, shuffle=True),
     "list of tuples": lambda: DataLoader([(torch.full((2,), i), i) for i in range(9)], 4),
     "list of tensors": lambda: DataLoader([torch.full((2,), float(i)) for i in range(9)], 4),
@@ -282,11 +280,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: mapped(now_and_then), ValueError, "a sample is made with random"),
     (lambda: DataLoader(OwnGenerator(), 2), ValueError, "made with random numbers"),
     (lambda: DataLoader(WithEpochs(nested), 2), ValueError, r"WithEpochs, which has set_epoch\(\)"),
-    (
-        lambda: mapped(lambda i: torch.zeros(1000), 10**11),
-        ValueError,
-        r"100000000000 .* need about 4e\+05 GB",
-    ),
+    (lambda: mapped(lambda i: torch.zeros(1000), 10**11), ValueError, r"100000000000 .* need about 4e\+05 GB"),
 ]
 
 
@@ -304,9 +298,7 @@ def test_samples_that_torch_cannot_join_are_named_with_shapes_and_remedy() -> No
     def nested_and_ragged(index: int) -> Any:
         return {"y": index, "pair": (torch.tensor(index), np.zeros((index % 3 + 1, 2)))}
 
-    with pytest.raises(
-        ValueError, match=r"in batch\['pair'\]\[1\]: .*\(1, 2\) and \(2, 2\) meet.*pad_collate"
-    ):
+    with pytest.raises(ValueError, match=r"in batch\['pair'\]\[1\]: .*\(1, 2\) and \(2, 2\) meet.*pad_collate"):
         quiet(resident=True).fit(Classifier(), DataLoader(Mapped(nested_and_ragged), 4))
     listed: Any = [{"a": [1, 2]}, {"a": [1]}]
     with pytest.raises(ValueError, match=r"in batch\['a'\]: samples of the shapes \(2,\) and \(1,\)"):

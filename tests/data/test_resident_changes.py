@@ -288,9 +288,7 @@ class Changing(L.Callback):
         data = trainer.train_dataloader.dataset if self.data is None else self.data
         self.change(data, float(trainer.current_epoch))
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen += batch[0][:, 0].unique().tolist()
 
 

@@ -60,12 +60,7 @@ def test_workers_that_wait_for_a_disk_pay_and_leave_no_trace(caplog: pytest.LogC
     generator = torch.Generator().manual_seed(1)
     data = Slow(4.0)
     given = DataLoader(data, 8, shuffle=True, generator=generator)
-    states = (
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        torch.get_rng_state(),
-        generator.get_state(),
-    )
+    states = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), generator.get_state())
     found = auto_workers(given, seconds=0.3)
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), generator.get_state()
     assert found.num_workers >= 2
@@ -139,9 +134,7 @@ def test_a_number_changes_neither_weights_nor_the_loader() -> None:
     assert len(list(fabric.setup_dataloaders(auto_workers(loader())))) == 10
 
 
-def test_an_epoch_goes_on_with_the_number_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_epoch_goes_on_with_the_number_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(seconds: dict[int, float]) -> None:
         monkeypatch.setattr("hasten.data.worker_count.measure", lambda *_: (seconds, ""))
         monkeypatch.setattr("hasten.data.worker_count._found", {})  # As in a new process,

@@ -36,9 +36,7 @@ def skipping(*rows: str) -> list[str]:
     return [word for row in rows for word in ("--skip", row)]
 
 
-def test_digits_ladder_ends_with_table_chart_csv_and_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_digits_ladder_ends_with_table_chart_csv_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--task", "digits", "--epochs", "2", "--row-seconds", "0.6", "--rounds", "1"]
     options += skipping("compiled", "bf16", "data in memory", "fused AdamW", "pages kept", "packed attention")
     options += skipping("cheap dropout masks", "no attention dropout")
@@ -68,9 +66,7 @@ def test_the_default_ladder_ends_with_the_line_to_write(
     monkeypatch.setattr(text, "TRAIN", 4)
     monkeypatch.setattr(text, "has_bf16_units", lambda device: False)
     seconds = {None: 8.0, True: 3.0, "first_token": 1.0}
-    monkeypatch.setattr(
-        cumulative, "Engine", lambda: FakeEngine(lambda variant: seconds[variant.argument("packed")])
-    )
+    monkeypatch.setattr(cumulative, "Engine", lambda: FakeEngine(lambda variant: seconds[variant.argument("packed")]))
     options = ["--max-length", "32", "--limit", "16", "--seeds", "2", "--random-weights"]
     options += skipping("pages kept", "fused AdamW")
     assert main(["demo", *options, "--output", str(tmp_path / "out")]) == 0
@@ -92,35 +88,12 @@ def test_imdb_ladder_reads_reviews_and_tells_what_is_refused(
 ) -> None:
     refused = TrialError("batching: all samples have one length.", refused=True)
     monkeypatch.setattr(
-        cumulative,
-        "Engine",
-        lambda: FakeEngine(lambda variant: refused if variant.argument("batching") else 0.1),
+        cumulative, "Engine", lambda: FakeEngine(lambda variant: refused if variant.argument("batching") else 0.1)
     )
-    options = [
-        "--task",
-        "imdb",
-        "--random-weights",
-        "--limit",
-        "20",
-        "--max-length",
-        "8",
-        "--batch-size",
-        "4",
-    ]
-    options += skipping(
-        "fused AdamW", "pages kept", "packed", "last block for one token", "cheap dropout masks"
-    )
-    options += skipping(
-        "bf16", "compiled", "no attention dropout", "lower half frozen", "hasten's own choice"
-    )
-    places = [
-        "--data",
-        str(archive),
-        "--output",
-        str(tmp_path / "out"),
-        "--cache-dir",
-        str(tmp_path / "cache"),
-    ]
+    options = ["--task", "imdb", "--random-weights", "--limit", "20", "--max-length", "8", "--batch-size", "4"]
+    options += skipping("fused AdamW", "pages kept", "packed", "last block for one token", "cheap dropout masks")
+    options += skipping("bf16", "compiled", "no attention dropout", "lower half frozen", "hasten's own choice")
+    places = ["--data", str(archive), "--output", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")]
     assert main(["demo", *options, *places]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "14 train / 2 validation / 64 test" in shown

@@ -25,9 +25,7 @@ def engine_of(*rows: float | Seconds | TrialError) -> FakeEngine:
     return FakeEngine(lambda variant: rows[variant.max_length or 0])
 
 
-def row(
-    number: int, *, safety: Safety = Safety.SAME_BITS, alone: bool = False, **arguments: Any
-) -> LadderRow:
+def row(number: int, *, safety: Safety = Safety.SAME_BITS, alone: bool = False, **arguments: Any) -> LadderRow:
     return LadderRow(f"row {number}", f"--{number}", arguments, {"max_length": number}, safety, alone)
 
 
@@ -144,9 +142,7 @@ def test_a_row_that_stands_alone_is_compared_with_the_first() -> None:
     assert choice.variant.trainer == {"speed": "auto"}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("row_seconds", 0), ("row_seconds", -1), ("rounds", 0), ("seeds", 0)]
-)
+@pytest.mark.parametrize(("name", "value"), [("row_seconds", 0), ("row_seconds", -1), ("rounds", 0), ("seeds", 0)])
 def test_senseless_limits_are_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"{name}={value}"):
         cumulative.measure(Digits(), **{"row_seconds": 1.0, name: value})
@@ -176,14 +172,7 @@ def test_a_task_is_shortened_to_what_the_plain_loop_trains_in_its_time() -> None
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
     """Digits, imdb and vit, on a CPU and on a GPU."""
     folder = make_folder(tmp_path_factory.mktemp("tasks") / "aclImdb")
-    small: dict[str, Any] = {
-        "random_images": True,
-        "limit": 60,
-        "side": 32,
-        "width": 64,
-        "depth": 1,
-        "say": silent,
-    }
+    small: dict[str, Any] = {"random_images": True, "limit": 60, "side": 32, "width": 64, "depth": 1, "say": silent}
     found: list[Task] = []
     for device in map(torch.device, ("cpu", "cuda")):
         found += [Digits(device=device), imdb(folder, device=device), Vit(**small, device=device)]

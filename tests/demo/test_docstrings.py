@@ -21,8 +21,7 @@ LONG = "A sentence that is long enough to be kept, of which each has a number of
 def library(folder: Path, modules: int) -> Path:
     for module in range(modules):
         body = "\n".join(
-            f'def function_{number}():\n    """{LONG}{folder.name}, {module}, {number}."""'
-            for number in range(6)
+            f'def function_{number}():\n    """{LONG}{folder.name}, {module}, {number}."""' for number in range(6)
         )
         folder.mkdir(exist_ok=True)
         (folder / f"module_{module}.py").write_text(f'"""{LONG}the same in every module."""\n{body}\n')

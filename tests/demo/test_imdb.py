@@ -64,9 +64,7 @@ def test_whole_set_is_split_as_published_without_overlap() -> None:
         (80, 40, [28, 4, 48]),
     ],
 )
-def test_a_limit_keeps_the_proportions_and_tests_at_least_1000(
-    count: int, limit: int, sizes: list[int]
-) -> None:
+def test_a_limit_keeps_the_proportions_and_tests_at_least_1000(count: int, limit: int, sizes: list[int]) -> None:
     split = split_reviews(count, limit=limit)
     assert [len(part) for part in split] == sizes
     assert len({each for part in split for each in part}) == sum(sizes)
@@ -88,9 +86,7 @@ def test_tokens_are_made_once_and_kept_until_something_changes(folder: Path) -> 
         read(folder, tokenize=never)
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda content: content[: len(content) // 2], lambda content: b"not tokens"]
-)
+@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda content: b"not tokens"])
 def test_damaged_tokens_are_made_again(archive: Path, tmp_path: Path, damage) -> None:
     made = read(archive, tmp_path / "cache")
     (kept,) = (tmp_path / "cache").iterdir()

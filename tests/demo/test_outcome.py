@@ -60,9 +60,7 @@ def results() -> list[Result]:
     first = result(plain, None, [11.0, 12.0, 13.0], ready_seconds=3.0)
     first.turns[0].slots, first.turns[0].tokens = 7, 1
     second = result(same, first, [11.0, 12.0, 13.0])
-    third = result(
-        faster, second, [2.75, 3.0, 3.25], full_seconds=362.0, accuracies=[0.852], validation_accuracy=0.84
-    )
+    third = result(faster, second, [2.75, 3.0, 3.25], full_seconds=362.0, accuracies=[0.852], validation_accuracy=0.84)
     fourth = result(slower, third, [55.0], kept=False)
     return [first, second, third, fourth]
 
@@ -118,9 +116,7 @@ def test_a_busy_machine_is_said(results: list[Result]) -> None:
 
 def test_the_lines_to_write_keep_the_maths(results: list[Result]) -> None:
     found = results[:2]
-    for row, seconds in zip(
-        lever_rows("packed", "pages kept", "bf16", draws=False), (3.0, 2.0, 1.0), strict=True
-    ):
+    for row, seconds in zip(lever_rows("packed", "pages kept", "bf16", draws=False), (3.0, 2.0, 1.0), strict=True):
         found.append(result(row, found[-1], [seconds]))
         found[-1].comparison = None
     kept = 'trainer = L.Trainer(packed=True, allocator="keep")  # 6.00x; same maths up to rounding'
@@ -193,11 +189,7 @@ def test_operations_are_those_of_real_tokens(archive: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "share"),
-    [
-        ({}, 0.8),
-        ({"matmul_precision": "high"}, 0.2),
-        ({"matmul_precision": "high", "precision": "bf16-mixed"}, 0.1),
-    ],
+    [({}, 0.8), ({"matmul_precision": "high"}, 0.2), ({"matmul_precision": "high", "precision": "bf16-mixed"}, 0.1)],
 )
 def test_a_row_is_compared_with_the_peak_of_its_own_type(
     results: list[Result], arguments: dict[str, str], share: float
@@ -209,9 +201,7 @@ def test_a_row_is_compared_with_the_peak_of_its_own_type(
 
 
 def test_attention_of_a_transformer_counts() -> None:
-    tasks = [
-        Vit(side=side, width=64, depth=1, random_images=True, limit=60, say=silent) for side in (64, 128)
-    ]
+    tasks = [Vit(side=side, width=64, depth=1, random_images=True, limit=60, say=silent) for side in (64, 128)]
     few, more = (task.tokens_per_image for task in tasks)
     one, other = (outcome.sample_flops(task, 0) for task in tasks)
     # Two products of (tokens, tokens, width), and twice as many backward; the rest grows with the tokens alone.

@@ -32,9 +32,7 @@ def test_minilm_comes_from_its_package_with_pretrained_weights_ready_to_train() 
     model = unread.build()
     assert all(module.training for module in model.modules())
     random = model.state_dict()
-    assert {name: value.shape for name, value in random.items()} == {
-        name: value.shape for name, value in one.items()
-    }
+    assert {name: value.shape for name, value in random.items()} == {name: value.shape for name, value in one.items()}
     name = "bert.encoder.layer.0.output.dense.weight"
     assert not torch.equal(random[name], one[name])
 
@@ -49,9 +47,7 @@ def test_attention_dropout_and_the_lower_half_can_be_left_out_of_each_model(name
     assert getattr(model.config, field) == 0.1
     source.freeze_lower_half(model)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    assert not any(
-        "embeddings" in name or f"layer.{number}." in name for name in trained for number in range(3)
-    )
+    assert not any("embeddings" in name or f"layer.{number}." in name for name in trained for number in range(3))
     assert all(any(f"layer.{number}." in name for name in trained) for number in range(3, 6))
     assert any("classifier" in name for name in trained)
 

@@ -100,9 +100,7 @@ def test_boring_data_has_a_quarter_for_each_stage() -> None:
     trainer.test(model, datamodule=data, verbose=False)
     assert len(trainer.predict(model, datamodule=data) or []) == 64
     quarters = [data.random_train, data.random_val, data.random_test, data.random_predict]
-    assert [list(quarter.indices) for quarter in quarters] == [
-        list(range(64 * i, 64 * i + 64)) for i in range(4)
-    ]
+    assert [list(quarter.indices) for quarter in quarters] == [list(range(64 * i, 64 * i + 64)) for i in range(4)]
     fresh = boring.BoringDataModule()
     fresh.setup("validate")
     there = {name for name in ("train", "val", "test", "predict") if hasattr(fresh, f"random_{name}")}

@@ -12,14 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.demos import (
-    LightningLSTM,
-    LightningTransformer,
-    SequenceSampler,
-    SimpleLSTM,
-    Transformer,
-    WikiText2,
-)
+from hasten.demos import LightningLSTM, LightningTransformer, SequenceSampler, SimpleLSTM, Transformer, WikiText2
 from hasten.demos.transformer import URL, Dictionary, tokenize
 from tests.models import quiet
 
@@ -42,11 +35,7 @@ def no_network(*_: Any, **__: Any) -> Any:
 def test_words_are_numbered_as_they_come(tmp_path: Path) -> None:
     dictionary = Dictionary()
     assert [dictionary.add_word(word) for word in ["a", "b", "a", "c"]] == [0, 1, 0, 2]
-    assert (dictionary.idx2word, dictionary.word2idx, len(dictionary)) == (
-        ["a", "b", "c"],
-        {"a": 0, "b": 1, "c": 2},
-        3,
-    )
+    assert (dictionary.idx2word, dictionary.word2idx, len(dictionary)) == (["a", "b", "c"], {"a": 0, "b": 1, "c": 2}, 3)
     (tmp_path / "t.txt").write_text("a b\n\nb c")
     numbers, dictionary = tokenize(tmp_path / "t.txt")
     assert numbers.dtype == torch.int64
@@ -65,9 +54,7 @@ def test_blocks_and_what_follows_them(text: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"download=False\): there is no .*wikitext-2.txt. Put the text there"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"download=False\): there is no .*wikitext-2.txt. Put the text there"):
         WikiText2(tmp_path, download=False)
 
 
@@ -85,13 +72,9 @@ def test_the_text_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert asked == [URL]
 
 
-def test_without_a_network_a_text_is_made_up_and_said_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_network_a_text_is_made_up_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(urllib.request, "urlopen", no_network)
-    with pytest.warns(
-        UserWarning, match=r"could not be reached .*no route to host.*made-up text takes its place"
-    ):
+    with pytest.warns(UserWarning, match=r"could not be reached .*no route to host.*made-up text takes its place"):
         data = WikiText2(tmp_path)
     assert len(data.data) == 42_000
     assert 1000 < data.vocab_size <= 2001
@@ -145,9 +128,7 @@ def test_the_transformer_trains(text: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [LightningTransformer, LightningLSTM])
-def test_the_text_is_fetched_in_prepare_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
-) -> None:
+def test_the_text_is_fetched_in_prepare_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(urllib.request, "urlopen", no_network)
     with pytest.warns(UserWarning, match="made-up"):

@@ -41,12 +41,7 @@ def run(
             runpy.run_path(str(EXAMPLES / program), run_name="__main__")
         # Warnings of a slow machine aside, a program to learn from has none.
         said = " ".join(str(one.message) for one in seen)
-        for warned in (
-            "no validation data",
-            "in eval mode while",
-            "go to the loggers",
-            "looks like the hook",
-        ):
+        for warned in ("no validation data", "in eval mode while", "go to the loggers", "looks like the hook"):
             assert warned not in said
         return "".join([*capsys.readouterr(), caplog.text])
 
@@ -128,9 +123,7 @@ def test_the_gan_equals_a_plain_loop() -> None:
     idle: list[bool] = []
 
     class Watch(L.Callback):
-        def on_train_batch_end(
-            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             values = trainer.callback_metrics
             losses.append((values["d_loss"].item(), values["g_loss"].item()))
             # The generator's step leaves the discriminator without gradients of its own.
@@ -148,9 +141,7 @@ def test_the_gan_equals_a_plain_loop() -> None:
 
 def test_kfold(run: Callable[..., str]) -> None:
     printed = run("kfold.py")
-    folds = re.findall(
-        r"^fold (\d): trained on (\d+), accuracy on the other (\d+): ([\d.]+)$", printed, re.MULTILINE
-    )
+    folds = re.findall(r"^fold (\d): trained on (\d+), accuracy on the other (\d+): ([\d.]+)$", printed, re.MULTILINE)
     assert [int(fold) for fold, *_ in folds] == [0, 1, 2, 3, 4]
     assert {int(trained) + int(held_out) for _, trained, held_out, _ in folds} == {1797}
     assert sum(int(held_out) for _, _, held_out, _ in folds) == 1797  # each image is held out once

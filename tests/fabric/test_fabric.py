@@ -90,9 +90,7 @@ def test_weights_equal_the_plain_loops(fabric: L.Fabric, accumulate: int, clip: 
     assert optimizer.param_groups[0]["lr"] == plain_optimizer.param_groups[0]["lr"]
 
 
-def test_methods_of_torch_that_somebody_replaced_are_called(
-    fabric: L.Fabric, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_methods_of_torch_that_somebody_replaced_are_called(fabric: L.Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     made = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(made, 1)
@@ -401,9 +399,7 @@ def test_what_is_saved_is_loaded(fabric: L.Fabric, tmp_path: Path) -> None:
 
 def test_entries_can_be_filtered(fabric: L.Fabric, tmp_path: Path) -> None:
     model = fabric.setup(Model())
-    fabric.save(
-        tmp_path / "a.ckpt", {"model": model, "n": 1}, filter={"model": lambda key, value: "head" in key}
-    )
+    fabric.save(tmp_path / "a.ckpt", {"model": model, "n": 1}, filter={"model": lambda key, value: "head" in key})
     contents = fabric.load(tmp_path / "a.ckpt")
     assert contents["n"] == 1
     assert set(contents["model"]) == {"head.weight", "head.bias"}
@@ -516,9 +512,7 @@ def test_modules_and_tensors_go_to_the_device(fabric: L.Fabric, capsys: pytest.C
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
 
-def test_modules_made_empty_keep_their_memory_as_it_is(
-    fabric: L.Fabric, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_made_empty_keep_their_memory_as_it_is(fabric: L.Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     monkeypatch.setattr(Tensor, "uniform_", lambda tensor, *args, **kwargs: called.append(1) or tensor)
     with fabric.init_module(empty_init=True):
@@ -605,9 +599,7 @@ def set_up_twice(fabric: L.Fabric) -> dict[str, Any]:
         (lambda f, s: L.Fabric(accelerator="cpu", precision="fp17"), ValueError, r"Fabric\(precision='fp17'\)"),
     ],
 )  # fmt: skip
-def test_mistakes_are_named_with_what_to_do(
-    fabric: L.Fabric, mistake: Any, kind: type[Exception], said: str
-) -> None:
+def test_mistakes_are_named_with_what_to_do(fabric: L.Fabric, mistake: Any, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         mistake(fabric, set_up_twice(fabric))
 
@@ -659,9 +651,7 @@ def test_an_optimizer_of_another_module_is_refused(fabric: L.Fabric) -> None:
 
 def test_optimizers_over_parts_several_modules_and_tensors_are_fine(fabric: L.Fabric) -> None:
     generator, critic = Model(), Model()
-    fabric.setup(
-        generator, sgd(generator.head), torch.optim.SGD([*generator.parameters(), *critic.parameters()])
-    )
+    fabric.setup(generator, sgd(generator.head), torch.optim.SGD([*generator.parameters(), *critic.parameters()]))
     fabric.setup_module(critic)
     fabric.setup_optimizers(sgd(critic), sgd(nn.ModuleList([generator, critic])))
     image, alone = torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(3))

@@ -23,11 +23,7 @@ comet_ml = pytest.importorskip("comet_ml")
 KEY = "hasten" + "0" * 30
 # What would look at this machine, for seconds.
 LOOKS = ("log_code", "log_env_details", "log_git_metadata", "log_git_patch", "parse_args", "auto_log_co2")
-FEW: dict[str, Any] = {
-    **dict.fromkeys(LOOKS, False),
-    "display_summary_level": 0,
-    "auto_output_logging": False,
-}
+FEW: dict[str, Any] = {**dict.fromkeys(LOOKS, False), "display_summary_level": 0, "auto_output_logging": False}
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +37,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def offline(folder: Path, **options: Any) -> CometLogger:
-    return CometLogger(
-        **{"project": "digits", "online": False, "offline_directory": str(folder), **FEW, **options}
-    )
+    return CometLogger(**{"project": "digits", "online": False, "offline_directory": str(folder), **FEW, **options})
 
 
 def archive(logger: CometLogger) -> zipfile.ZipFile:
@@ -147,9 +141,7 @@ def test_older_names_of_arguments_still_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comet_ml, "start", Started)
-    with pytest.warns(
-        DeprecationWarning, match=rf"{list(older)[-1]}=...\) is an older name. Write {next(iter(now))}="
-    ):
+    with pytest.warns(DeprecationWarning, match=rf"{list(older)[-1]}=...\) is an older name. Write {next(iter(now))}="):
         logger = CometLogger(**older)
     assert {name: logger.experiment.options[name] for name in now} == now
 
@@ -192,7 +184,5 @@ def test_no_key_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch
         raise ValueError("Comet.ml requires an API key.")
 
     monkeypatch.setattr(comet_ml, "start", refuse)
-    with pytest.raises(
-        RuntimeError, match=r"did not start an experiment: Comet.ml requires an API key.*online=False"
-    ):
+    with pytest.raises(RuntimeError, match=r"did not start an experiment: Comet.ml requires an API key.*online=False"):
         CometLogger()

@@ -94,10 +94,7 @@ def test_a_run_in_the_same_version_goes_on_in_the_same_file(tmp_path: Path) -> N
     with pytest.warns(UserWarning, match="exists and is not empty. New rows are appended"):
         again.log_metrics({"loss": 2.0, "acc": 0.5}, step=1)
     again.finalize("success")
-    assert [(row["loss"], row["acc"], row["step"]) for row in table(again)] == [
-        ("1.0", "", "0"),
-        ("2.0", "0.5", "1"),
-    ]
+    assert [(row["loss"], row["acc"], row["step"]) for row in table(again)] == [("1.0", "", "0"), ("2.0", "0.5", "1")]
 
 
 @pytest.mark.filterwarnings("ignore:Experiment logs directory")
@@ -178,9 +175,7 @@ def test_a_killed_writer_leaves_whole_rows_in_order(tmp_path: Path, seconds: flo
             assert int(row[f"name_{step % 2500}"]) == step
 
 
-def test_a_full_disk_is_named_and_leaves_the_rows_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named_and_leaves_the_rows_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     logger.log_metrics({"loss": 1.0}, step=0)
     real = os.write
@@ -205,13 +200,7 @@ def test_hyperparameters_are_plain_yaml(tmp_path: Path) -> None:
     logger.log_hyperparams({"lr": 0.1, "layers": (1, 2), "path": Path("data"), "nested": {"act": torch.relu}})
     logger.log_hyperparams({"seed": 3})
     text = (Path(logger.log_dir) / "hparams.yaml").read_text()
-    assert yaml.safe_load(text) == {
-        "lr": 0.1,
-        "layers": [1, 2],
-        "path": "data",
-        "nested": {"act": "relu"},
-        "seed": 3,
-    }
+    assert yaml.safe_load(text) == {"lr": 0.1, "layers": [1, 2], "path": "data", "nested": {"act": "relu"}, "seed": 3}
 
 
 def test_copies_do_not_write_rows_twice(tmp_path: Path) -> None:

@@ -75,9 +75,7 @@ def test_experiments_and_where_their_artifacts_are(store: Path, tmp_path: Path) 
     assert location == f"file://{tmp_path}/elsewhere"
 
 
-@pytest.mark.parametrize(
-    ("status", "stored"), [("success", "FINISHED"), ("failed", "FAILED"), ("aborted", "KILLED")]
-)
+@pytest.mark.parametrize(("status", "stored"), [("success", "FINISHED"), ("failed", "FAILED"), ("aborted", "KILLED")])
 def test_how_a_run_ended_is_stored(store: Path, status: str, stored: str) -> None:
     logger = MLFlowLogger(f"ends {status}", save_dir=store)
     logger.finalize(status)  # nothing was logged: there is no run yet, and none is made
@@ -96,9 +94,7 @@ def test_a_run_goes_on_by_its_id(store: Path) -> None:
     again = MLFlowLogger(save_dir=store, run_id=first.run_id)
     assert again.experiment_id == first.experiment_id
     assert client(store).get_run(first.run_id).info.status == "RUNNING"
-    with pytest.warns(
-        UserWarning, match=r"has other hyper-parameters.*: lr=0.2 \(was 0.1\)\. Leave out run_id="
-    ):
+    with pytest.warns(UserWarning, match=r"has other hyper-parameters.*: lr=0.2 \(was 0.1\)\. Leave out run_id="):
         again.log_hyperparams({"lr": 0.2, "width": 8, "seed": 3})
     again.log_metrics({"loss": 0.5}, step=1)
     again.finalize("success")
@@ -165,9 +161,7 @@ def test_rows_that_were_lost_are_named(store: Path, monkeypatch: pytest.MonkeyPa
         raise OSError("connection lost")
 
     monkeypatch.setattr(logger.experiment, "log_batch", broken)
-    with pytest.warns(
-        UserWarning, match=r"1 row\(s\) of values could not be written to sqlite.*connection lost"
-    ):
+    with pytest.warns(UserWarning, match=r"1 row\(s\) of values could not be written to sqlite.*connection lost"):
         (logger.log_metrics({"loss": 1.0}, step=0), logger.finalize())
 
 
@@ -249,9 +243,7 @@ def test_a_server_that_is_down_is_an_error_before_training(monkeypatch: pytest.M
             seen.append(1)
 
     trainer = quiet(logger=MLFlowLogger(tracking_uri=f"http://127.0.0.1:{port}"))
-    with pytest.raises(
-        RuntimeError, match=rf"tracking_uri='http://127.0.0.1:{port}'\): MLflow cannot use this store"
-    ):
+    with pytest.raises(RuntimeError, match=rf"tracking_uri='http://127.0.0.1:{port}'\): MLflow cannot use this store"):
         trainer.fit(Watched(), loader())
     assert seen == []
 

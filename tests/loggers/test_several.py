@@ -64,9 +64,7 @@ def test_a_row_belongs_to_one_logger_alone() -> None:
     assert ["train_loss" in row for _, row in recorder.rows] == [True]
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(RuntimeError("stop"), "failed"), (KeyboardInterrupt(), "aborted")]
-)
+@pytest.mark.parametrize(("error", "status"), [(RuntimeError("stop"), "failed"), (KeyboardInterrupt(), "aborted")])
 def test_loggers_learn_how_a_run_ended(error: BaseException, status: str) -> None:
     class Fails(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -101,9 +99,7 @@ def test_loggers_are_opened_before_the_module_is_set_up(tmp_path: Path) -> None:
 def test_a_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A superuser, as in many containers, may write anywhere: what the system would say is put in its place.
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(
-        PermissionError, match=r"CSVLogger\(save_dir='.*'\) cannot write to .*: Permission denied"
-    ):
+    with pytest.raises(PermissionError, match=r"CSVLogger\(save_dir='.*'\) cannot write to .*: Permission denied"):
         CSVLogger(tmp_path).experiment
 
 
@@ -123,9 +119,7 @@ class Dies(L.Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
             raise KilledError
 
@@ -136,16 +130,12 @@ def test_rows_after_the_checkpoint_are_not_there_twice(tmp_path: Path, every: in
     """With every=5 the checkpoint is written in the middle of a step that validates afterwards."""
     torch.manual_seed(0)
     start = Classifier()
-    runs(tmp_path / "whole", max_epochs=2, val_check_interval=5).fit(
-        copy.deepcopy(start), loader(), loader(8)
-    )
+    runs(tmp_path / "whole", max_epochs=2, val_check_interval=5).fit(copy.deepcopy(start), loader(), loader(8))
     expected = table(tmp_path / "whole" / "lightning_logs" / "version_0" / "metrics.csv")
     assert len(expected) == 24
 
     saves = ModelCheckpoint(tmp_path / "ckpt", every_n_train_steps=every, save_top_k=-1, filename="{step}")
-    trainer = runs(
-        tmp_path, callbacks=[saves, Dies(8)], enable_checkpointing=True, max_epochs=2, val_check_interval=5
-    )
+    trainer = runs(tmp_path, callbacks=[saves, Dies(8)], enable_checkpointing=True, max_epochs=2, val_check_interval=5)
     with pytest.raises(KilledError):
         trainer.fit(copy.deepcopy(start), loader(), loader(8))
     path = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
@@ -407,9 +397,7 @@ class Falling(Classifier):
 def fit_with_checkpoints(logger: Logger, folder: Path | None = None, save_top_k: int = 1) -> ModelCheckpoint:
     """Train two epochs that are each the best so far; return the callback that saved them."""
     keep = ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=save_top_k)
-    trainer = quiet(
-        logger=logger, callbacks=[keep], enable_checkpointing=True, max_epochs=2, limit_train_batches=1
-    )
+    trainer = quiet(logger=logger, callbacks=[keep], enable_checkpointing=True, max_epochs=2, limit_train_batches=1)
     trainer.fit(Falling(), loader(8), loader(8))
     return keep
 

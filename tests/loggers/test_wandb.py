@@ -94,11 +94,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def config(folder: Path) -> dict[str, Any]:
-    return {
-        item.key: json.loads(item.value_json)
-        for update in of_kind(folder, "config")
-        for item in update.update
-    }
+    return {item.key: json.loads(item.value_json) for update in of_kind(folder, "config") for item in update.update}
 
 
 def test_values_are_read_back_with_their_steps(tmp_path: Path) -> None:
@@ -182,9 +178,7 @@ def test_sounds_and_videos_reach_wandb(tmp_path: Path, monkeypatch: pytest.Monke
     # W&B needs further packages to encode these, so that only what is handed to it can be seen here.
     made = []
     for kind in ("Audio", "Video"):
-        monkeypatch.setattr(
-            wandb, kind, lambda item, kind=kind, **options: made.append((kind, item, options)) or 1
-        )
+        monkeypatch.setattr(wandb, kind, lambda item, kind=kind, **options: made.append((kind, item, options)) or 1)
     logger = WandbLogger(save_dir=tmp_path)
     logger.log_audio("sounds", ["a.wav", "b.wav"], step=1, sample_rate=[8000, 16000])
     logger.log_video("videos", ["c.mp4"], step=2, fps=[4])
@@ -254,9 +248,7 @@ def test_no_key_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(wandb, "init", refuse)
     trainer = quiet(logger=WandbLogger(save_dir=tmp_path))
-    with pytest.raises(
-        RuntimeError, match=r"did not start a run: api_key not configured.*`wandb login`.*offline=True"
-    ):
+    with pytest.raises(RuntimeError, match=r"did not start a run: api_key not configured.*`wandb login`.*offline=True"):
         trainer.fit(Classifier(), loader())
 
 
@@ -279,9 +271,7 @@ def test_artifacts_of_others_are_used_and_downloaded(tmp_path: Path, monkeypatch
     assert asked == [("api", "net:best", "model"), str(tmp_path)]
     logger = WandbLogger(save_dir=tmp_path)
     run = logger.experiment
-    monkeypatch.setattr(
-        run, "use_artifact", lambda name, type: asked.append(("run", name, type)) or Artifact()
-    )
+    monkeypatch.setattr(run, "use_artifact", lambda name, type: asked.append(("run", name, type)) or Artifact())
     logger.use_artifact("net:v1", "model")
     WandbLogger.download_artifact("net:v2", tmp_path)
     WandbLogger.download_artifact("net:v3", use_artifact=False)

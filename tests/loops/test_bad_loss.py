@@ -64,9 +64,7 @@ class Closure(Net):
         super().optimizer_step(*arguments, **options)
 
 
-def by_hand(
-    net: Net, batches: Any, *, accumulate: int = 1, clip: float | None = None, epochs: int = 1
-) -> None:
+def by_hand(net: Net, batches: Any, *, accumulate: int = 1, clip: float | None = None, epochs: int = 1) -> None:
     """Train as a loop does that leaves out the step of a window whose loss is not finite."""
     configured: Any = net.configure_optimizers()
     optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
@@ -100,9 +98,7 @@ def test_a_bad_loss_is_told_of_once_with_step_and_cure() -> None:
         trainer.fit(Classifier(), data(BAD))
     messages = [str(one.message) for one in said if "is nan" in str(one.message)]
     assert len(messages) == 1
-    assert messages[0].startswith(
-        "The loss of training_step is nan at step 3 (epoch 0); at step 1 it was finite."
-    )
+    assert messages[0].startswith("The loss of training_step is nan at step 3 (epoch 0); at step 1 it was finite.")
     assert "on_bad_loss='stop'" in messages[0]
 
 
@@ -159,9 +155,7 @@ def test_a_step_left_out_changes_nothing(accumulate: int, clip: float | None, cl
     mine, plain = (Closure if closure else Net)(), Net()
     batches = data(0, BAD, 7)
     by_hand(plain, batches, accumulate=accumulate, clip=clip, epochs=2)
-    trainer = quiet(
-        max_epochs=2, accumulate_grad_batches=accumulate, gradient_clip_val=clip, on_bad_loss="skip"
-    )
+    trainer = quiet(max_epochs=2, accumulate_grad_batches=accumulate, gradient_clip_val=clip, on_bad_loss="skip")
     with pytest.warns(UserWarning, match=r"on_bad_loss='skip'\) left out"):
         trainer.fit(mine, batches)
     assert same_weights(mine, plain)
@@ -182,32 +176,21 @@ def test_a_bad_gradient_of_a_finite_loss_is_left_out() -> None:
     by_hand(plain, [*listed[:BAD], (listed[BAD][0] * math.nan, listed[BAD][1]), *listed[BAD + 1 :]])
     assert same_weights(mine, plain)
     says_where = pytest.warns(UserWarning, match="Error detected in MulBackward0")
-    with (
-        says_where,
-        pytest.raises(FloatingPointError, match=r"its gradient is not, at step 3.*'MulBackward0'"),
-    ):
+    with says_where, pytest.raises(FloatingPointError, match=r"its gradient is not, at step 3.*'MulBackward0'"):
         quiet(on_bad_loss="stop").fit(Zero(), listed)
 
 
 def test_what_is_left_out_is_counted_and_said_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        caplog.at_level(logging.INFO),
-        pytest.warns(UserWarning, match="left out 2 steps .2 of 5 in this run"),
-    ):
+    with caplog.at_level(logging.INFO), pytest.warns(UserWarning, match="left out 2 steps .2 of 5 in this run"):
         quiet(on_bad_loss="skip", log_every_n_steps=5).fit(Classifier(), data(1, 4, 6, value=math.inf))
-    assert (
-        "left out 1 step (3 of 10 in this run). The last: The loss of training_step is nan at step 6"
-        in caplog.text
-    )
+    assert "left out 1 step (3 of 10 in this run). The last: The loss of training_step is nan at step 6" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["skip", "rewind"])
 def test_the_run_ends_when_too_many_steps_are_left_out(mode: str) -> None:
     model = Classifier()
     before = copy.deepcopy(model)
-    with pytest.raises(
-        FloatingPointError, match=r"(10 steps in a row|went back 5 times).*, so the run ends here"
-    ):
+    with pytest.raises(FloatingPointError, match=r"(10 steps in a row|went back 5 times).*, so the run ends here"):
         quiet(max_epochs=5, on_bad_loss=mode).fit(model, data(*range(10)))
     assert same_weights(model, before)
     with pytest.raises(FloatingPointError, match="each of the 4 steps so far was left out"):
@@ -273,9 +256,7 @@ def test_the_run_stops_before_the_step_and_names_the_layer(tmp_path: Path) -> No
         quiet(on_bad_loss="stop").fit(Roots(), data())
     with pytest.raises(FloatingPointError, match=r"inf at step 3 .*every layer is finite: the loss itself"):
         quiet(on_bad_loss="stop").fit(Last(), data())
-    with pytest.raises(
-        FloatingPointError, match=r"nan at step 3 \(epoch 0, batch 3\). batch\[0\] itself is not"
-    ):
+    with pytest.raises(FloatingPointError, match=r"nan at step 3 \(epoch 0, batch 3\). batch\[0\] itself is not"):
         quiet(on_bad_loss="stop").fit(Net(), data(BAD))
 
 
@@ -364,9 +345,7 @@ def test_a_resumed_run_leaves_out_the_same(tmp_path: Path, mode: str, accumulate
     quiet(callbacks=[save], enable_checkpointing=True, **options).fit(whole, data(2, 5, 6))
     first = min(tmp_path.glob("*.ckpt"), key=lambda path: torch.load(path)["global_step"])
     again = L.callbacks.ModelCheckpoint(tmp_path / "again", every_n_train_steps=3, save_top_k=-1)
-    quiet(callbacks=[again], enable_checkpointing=True, **options).fit(
-        resumed, data(2, 5, 6), ckpt_path=first
-    )
+    quiet(callbacks=[again], enable_checkpointing=True, **options).fit(resumed, data(2, 5, 6), ckpt_path=first)
     assert same_weights(resumed, whole)
 
 
@@ -386,11 +365,7 @@ class Without(Classifier):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (
-            Net,
-            {"on_bad_loss": "skp"},
-            r"Trainer\(on_bad_loss='skp'\): use one of 'warn'.*Did you mean 'skip'",
-        ),
+        (Net, {"on_bad_loss": "skp"}, r"Trainer\(on_bad_loss='skp'\): use one of 'warn'.*Did you mean 'skip'"),
         (Net, {"on_bad_loss": None}, "on_bad_loss=None"),
         (Net, {"on_bad_loss": True}, "on_bad_loss=True"),
         (Manual, {"on_bad_loss": "skip"}, "Test the loss there before"),
@@ -473,9 +448,7 @@ class Scaled(Precision):
 
 
 @pytest.mark.parametrize("mode", ["skip", "rewind"])
-def test_steps_that_a_scaler_leaves_out_are_its_own_business(
-    mode: str, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_steps_that_a_scaler_leaves_out_are_its_own_business(mode: str, recwarn: pytest.WarningsRecorder) -> None:
     class Large(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return 100 * self.loss(batch)
@@ -492,6 +465,4 @@ def test_a_bad_loss_leaves_the_scaler_alone() -> None:
     quiet(on_bad_loss="skip", plugins=precision).fit(mine, data(BAD))
     by_hand(plain, data(BAD))
     assert precision.scaler.get_scale() == 1024.0
-    assert all(
-        torch.allclose(a, b, atol=1e-6) for a, b in zip(mine.parameters(), plain.parameters(), strict=True)
-    )
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mine.parameters(), plain.parameters(), strict=True))

@@ -64,9 +64,7 @@ def fit(change: Callable[[Any, Any], Any], **arguments: Any) -> tuple[Any, At, L
         lambda trainer, module: setattr(
             module, "configure_gradient_clipping", lambda optimizer, **_: optimizer.zero_grad()
         ),
-        lambda trainer, module: setattr(
-            module, "clip_gradients", lambda optimizer, *_, **__: optimizer.zero_grad()
-        ),
+        lambda trainer, module: setattr(module, "clip_gradients", lambda optimizer, *_, **__: optimizer.zero_grad()),
         lambda trainer, module: setattr(module, "on_before_optimizer_step", lambda o: o.zero_grad()),
         lambda trainer, module: setattr(trainer.optimizers[0], "param_groups", []),
         lambda trainer, module: setattr(trainer.optimizers[0], "step", lambda closure=None: None),
@@ -236,11 +234,7 @@ def test_a_removed_callback_hears_no_more() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "after"),
-    [
-        ("val_check_interval", 3, [6, 9]),
-        ("val_check_interval", 0.25, [6, 8, 10]),
-        ("check_val_every_n_epoch", 2, []),
-    ],
+    [("val_check_interval", 3, [6, 9]), ("val_check_interval", 0.25, [6, 8, 10]), ("check_val_every_n_epoch", 2, [])],
 )
 def test_validation_follows_another_interval(name: str, value: Any, after: list[int]) -> None:
     notes = Notes()

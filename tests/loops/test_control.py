@@ -83,17 +83,12 @@ class StopAfter(L.Callback):
     def __init__(self, batches: int) -> None:
         self.batches = batches
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step >= self.batches:
             trainer.should_stop = True
 
 
-@pytest.mark.parametrize(
-    ("arguments", "steps"),
-    [({}, 4), ({"min_steps": 8}, 8), ({"min_epochs": 2}, 20)],
-)
+@pytest.mark.parametrize(("arguments", "steps"), [({}, 4), ({"min_steps": 8}, 8), ({"min_epochs": 2}, 20)])
 def test_should_stop_waits_for_the_least(arguments: dict[str, Any], steps: int) -> None:
     trainer = quiet(callbacks=[StopAfter(4)], max_epochs=5, **arguments)
     trainer.fit(Classifier(), loader())

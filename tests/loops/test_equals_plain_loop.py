@@ -205,8 +205,7 @@ class Masked(Classifier):
 def masked(*counts: int) -> list[Any]:
     """Return batches of four samples, of which so many count."""
     return [
-        (x, y, (torch.arange(4) < count).float())
-        for (x, y), count in zip(loader(4 * len(counts)), counts, strict=True)
+        (x, y, (torch.arange(4) < count).float()) for (x, y), count in zip(loader(4 * len(counts)), counts, strict=True)
     ]
 
 

@@ -93,9 +93,7 @@ class Saves(L.Callback):
 @pytest.mark.filterwarnings("ignore:.*returned None")
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_before_optimizer_step", "on_validation_end"])
 @pytest.mark.parametrize("kind", [OptimizerKeepsZeros, PatchedZeroGrad, ModuleKeepsZeros, EverySecondBatch])
-def test_they_train_as_in_the_plain_loop_and_after_resuming(
-    kind: type[TwoHeads], hook: str, tmp_path: Path
-) -> None:
+def test_they_train_as_in_the_plain_loop_and_after_resuming(kind: type[TwoHeads], hook: str, tmp_path: Path) -> None:
     expected = by_hand(kind)
 
     def fit(callbacks: list[Any], path: Path | None = None) -> TwoHeads:

@@ -58,9 +58,7 @@ class Partly(Classifier):
 
 @pytest.mark.parametrize("kind", [OfACopy, MadeTooEarly])
 def test_a_module_that_would_not_be_trained_is_refused(kind: type[Classifier]) -> None:
-    message = (
-        rf"{kind.__name__}.configure_optimizers\(\): 4 of the 4 parameters of SGD .*SGD\(self.parameters\(\)"
-    )
+    message = rf"{kind.__name__}.configure_optimizers\(\): 4 of the 4 parameters of SGD .*SGD\(self.parameters\(\)"
     with pytest.raises(ValueError, match=message):
         quiet().fit(kind(), loader())
 

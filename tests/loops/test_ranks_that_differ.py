@@ -56,9 +56,7 @@ class Stops(L.Callback):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._stop(trainer, f"epoch {trainer.current_epoch}")
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._stop(trainer, f"batch {batch_idx}")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -123,9 +121,7 @@ def test_minus_one_on_one_process_names_the_ranks() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_minus_one_on_all_processes_leaves_the_epoch_and_one_that_comes_late_is_waited_for_and_named() -> (
-    None
-):
+def test_minus_one_on_all_processes_leaves_the_epoch_and_one_that_comes_late_is_waited_for_and_named() -> None:
     agreement.NOTICE_SECONDS = 0.2
     lines: list[str] = []
     handler = logging.Handler()

@@ -86,9 +86,7 @@ def test_a_checkpoint_saved_before_training_goes_on_keeps_the_divisor(tmp_path: 
             trainer.save_checkpoint(tmp_path / "b.ckpt")
 
     quiet(accumulate_grad_batches=3, callbacks=[SaveAt(tmp_path / "a.ckpt", 7)]).fit(Linear(), loader(40))
-    quiet(callbacks=[SaveFirst()], accumulate_grad_batches=3).fit(
-        Linear(), loader(40), ckpt_path=tmp_path / "a.ckpt"
-    )
+    quiet(callbacks=[SaveFirst()], accumulate_grad_batches=3).fit(Linear(), loader(40), ckpt_path=tmp_path / "a.ckpt")
     module = Linear()
     quiet(accumulate_grad_batches=4).fit(module, loader(40), ckpt_path=tmp_path / "b.ckpt")
     expected = by_hand([range(3), range(3, 6), range(6, 10)])

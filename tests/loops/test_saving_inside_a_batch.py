@@ -23,10 +23,7 @@ class Moving(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
-        self.mean, self.extremes = (
-            torchmetrics.MeanMetric(),
-            torchmetrics.MinMaxMetric(torchmetrics.MeanMetric()),
-        )
+        self.mean, self.extremes = (torchmetrics.MeanMetric(), torchmetrics.MinMaxMetric(torchmetrics.MeanMetric()))
         self.seen: dict[str, float] = {}
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -149,9 +146,7 @@ class Manual(Moving):
 
 def test_after_the_step_it_is_refused_but_weights_alone_are_saved(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    with pytest.raises(
-        RuntimeError, match=r"in training_step, batch 3.*weights have changed.*on_train_batch_end"
-    ):
+    with pytest.raises(RuntimeError, match=r"in training_step, batch 3.*weights have changed.*on_train_batch_end"):
         fitted(lambda: Manual(path, "after"), list)
     assert not path.exists()
     fitted(lambda: Manual(path, "after", weights_only=True), list)

@@ -94,9 +94,7 @@ FOUND: dict[str, Callable[[], Any]] = {
     "accelerator": lambda: quiet(accelerator="cdua"),
     "checkpoint": lambda: quiet().fit(Classifier(), loader(), ckpt_path="nowhere.ckpt"),
     "two optimizers": lambda: fit(
-        with_method(
-            "configure_optimizers", lambda s: [torch.optim.SGD(s.parameters(), 0.1) for _ in range(2)]
-        )
+        with_method("configure_optimizers", lambda s: [torch.optim.SGD(s.parameters(), 0.1) for _ in range(2)])
     ),
 }
 

@@ -40,9 +40,7 @@ def told(train: Any, validation: Any = None, **arguments: Any) -> list[str]:
     """Train, and return what is said about workers and waiting."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        quiet(**{"max_epochs": 3, "num_sanity_val_steps": 0, **arguments}).fit(
-            Classifier(), train, validation
-        )
+        quiet(**{"max_epochs": 3, "num_sanity_val_steps": 0, **arguments}).fit(Classifier(), train, validation)
     texts = [str(each.message) for each in caught]
     return [text for text in texts if "worker processes" in text or "waits for its data" in text]
 

@@ -16,9 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 import hasten as L
 from tests.models import Classifier, Numbered, dataset, quiet, same_weights
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*more batches than its length", "ignore:Length of IterableDataset"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*more batches than its length", "ignore:Length of IterableDataset")
 
 
 class Batches:
@@ -81,9 +79,7 @@ class Watched(Classifier):
 
 
 class OwnStep(Watched):
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         self.stepped = getattr(self, "stepped", 0) + 1
         optimizer.step(closure=optimizer_closure)
 
@@ -190,9 +186,7 @@ def test_the_last_window_of_a_loader_that_ends_early_is_clipped_and_its_hooks_ar
             called.append("step")
 
     model = Watched()
-    quiet(accumulate_grad_batches=4, gradient_clip_val=1e-9, callbacks=[Hooks()]).fit(
-        model, Batches(6, 7, draws=True)
-    )
+    quiet(accumulate_grad_batches=4, gradient_clip_val=1e-9, callbacks=[Hooks()]).fit(model, Batches(6, 7, draws=True))
     assert called == ["step", "step"]
     moved = max((a - b).abs().max() for a, b in zip(model.parameters(), Watched().parameters(), strict=True))
     assert moved < 1e-8
@@ -242,9 +236,7 @@ def test_joined_loaders_end_where_theirs_do() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_resumed_run_has_the_weights_of_the_uninterrupted_one(
-    kind: str, steps: int, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_weights_of_the_uninterrupted_one(kind: str, steps: int, tmp_path: Path) -> None:
     def run(model: Watched, **arguments: Any) -> L.Trainer:
         torch.manual_seed(1)
         trainer = quiet(accumulate_grad_batches=4, **arguments)

@@ -71,9 +71,7 @@ def test_a_run_keeps_pages_while_it_lasts(fails: bool, monkeypatch: pytest.Monke
     assert seen == ["keep", "step", "back"]
 
 
-def test_an_allocator_that_is_not_loaded_is_told_with_the_line_that_loads_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_allocator_that_is_not_loaded_is_told_with_the_line_that_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "file_of", lambda name: f"/usr/lib/lib{name}.so.4")
     with pytest.raises(ValueError, match=r"LD_PRELOAD=/usr/lib/libtcmalloc.so.4.*allocator='keep'"):
         quiet(allocator="tcmalloc").fit(Classifier(), loader())

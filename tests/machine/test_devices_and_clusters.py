@@ -58,8 +58,7 @@ def test_gpus_that_are_not_there(devices: Any, kind: type[Exception], said: str)
 
 
 @pytest.mark.parametrize(
-    ("devices", "kind"),
-    [(0, ValueError), (-1, ValueError), ("x", ValueError), ([0, 1], TypeError), (None, TypeError)],
+    ("devices", "kind"), [(0, ValueError), (-1, ValueError), ("x", ValueError), ([0, 1], TypeError), (None, TypeError)]
 )
 def test_the_cpu_takes_a_number_of_processes(devices: Any, kind: type[Exception]) -> None:
     assert CPUAccelerator.get_parallel_devices("3") == [torch.device("cpu")] * 3

@@ -147,9 +147,7 @@ def copies(mode: str, folder: Path) -> list[float]:
         ("rank1 raises", KeyError, "a mistake of the user's"),
     ],
 )
-def test_a_lost_copy_raises_here_and_is_named(
-    mode: str, kind: type[Exception], said: str, tmp_path: Path
-) -> None:
+def test_a_lost_copy_raises_here_and_is_named(mode: str, kind: type[Exception], said: str, tmp_path: Path) -> None:
     with pytest.raises(kind, match=said) as caught:
         copies(mode, tmp_path)
     if kind is KeyError:

@@ -157,11 +157,7 @@ class Forgets(L.LightningDataModule):
 @pytest.mark.parametrize(
     ("call", "arguments", "words"),
     [
-        (
-            "fit",
-            {"datamodule": Forgets()},
-            r"Forgets\.train_dataloader\(\) returned None\. Return a DataLoader",
-        ),
+        ("fit", {"datamodule": Forgets()}, r"Forgets\.train_dataloader\(\) returned None\. Return a DataLoader"),
         ("fit", {"datamodule": loader()}, r"fit\(datamodule=\.\.\.\): use a LightningDataModule, not"),
         ("fit", {}, r"fit\(\): there is no data. Pass train_dataloaders=.*\.train_dataloader"),
         ("validate", {}, r"validate\(\): there is no data. Pass dataloaders=.*\.val_dataloader"),
@@ -335,11 +331,7 @@ class Reloads(L.LightningDataModule):
 
 @pytest.mark.parametrize(
     ("every", "train", "val", "steps"),
-    [
-        (0, [0], [0], 10),
-        (1, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], 20),
-        (2, [0, 2, 4], [0, 2, 4], 2 * 2 + 4 * 2 + 6),
-    ],
+    [(0, [0], [0], 10), (1, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], 20), (2, [0, 2, 4], [0, 2, 4], 2 * 2 + 4 * 2 + 6)],
 )
 def test_reloading(every: int, train: list[int], val: list[int], steps: int) -> None:
     data = Reloads()

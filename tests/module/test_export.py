@@ -70,9 +70,7 @@ def test_torchscript_without_a_trainer(method: str) -> None:
 def test_torchscript_of_given_inputs(net: Net) -> None:
     traced = net.to_torchscript(method="trace", example_inputs=torch.randn(1, 8))
     assert traced(torch.randn(5, 8)).shape == (5, 3)
-    with pytest.raises(
-        ValueError, match=r"method='tracing'.*use one of 'script', 'trace'.*Did you mean 'trace'"
-    ):
+    with pytest.raises(ValueError, match=r"method='tracing'.*use one of 'script', 'trace'.*Did you mean 'trace'"):
         net.to_torchscript(method="tracing")
 
 

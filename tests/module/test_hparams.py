@@ -131,9 +131,7 @@ class Whole(Base):
         self.config, self.other = config, other
 
 
-@pytest.mark.parametrize(
-    "config", [{"width": 7}, Namespace(width=7), DictConfig({"width": 7}), AttributeDict(width=7)]
-)
+@pytest.mark.parametrize("config", [{"width": 7}, Namespace(width=7), DictConfig({"width": 7}), AttributeDict(width=7)])
 def test_one_object_that_holds_them_all(config: Any, tmp_path: Path) -> None:
     model = Whole(config)
     assert dict(model.hparams) == {"width": 7}
@@ -370,9 +368,7 @@ def test_a_module_among_them_is_told() -> None:
             super().__init__()
             self.save_hyperparameters()
 
-    with pytest.warns(
-        UserWarning, match=r"'backbone' is a Linear.*save_hyperparameters\(ignore=\['backbone'\]\)"
-    ):
+    with pytest.warns(UserWarning, match=r"'backbone' is a Linear.*save_hyperparameters\(ignore=\['backbone'\]\)"):
         model = Holds(nn.Linear(1, 1))
     assert model.hparams.width == 1
     assert isinstance(model.hparams.backbone, nn.Linear)

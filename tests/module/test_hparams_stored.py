@@ -181,9 +181,7 @@ class Clashes(L.LightningDataModule):
 
 def test_names_that_module_and_datamodule_share_must_agree() -> None:
     assert logged(One(a=2), Clashes()) == [{"a": 2, "b": 2}]
-    with pytest.raises(
-        ValueError, match=r"'a' is 1 in the module and 2 in the datamodule\. Give them different"
-    ):
+    with pytest.raises(ValueError, match=r"'a' is 1 in the module and 2 in the datamodule\. Give them different"):
         logged(One(), Clashes())
     for other in (torch.ones(3), torch.arange(2)):
         with pytest.raises(ValueError, match="in the datamodule"):
@@ -196,7 +194,5 @@ def test_a_file_of_a_logger_is_read_as_hparams_file(tmp_path: Path) -> None:
     trainer = quiet(logger=logger, limit_train_batches=1)
     trainer.fit(One(a=7), loader())
     trainer.save_checkpoint(tmp_path / "m.ckpt")
-    again = One.load_from_checkpoint(
-        tmp_path / "m.ckpt", hparams_file=Path(logger.log_dir) / "hparams.yaml", b=3
-    )
+    again = One.load_from_checkpoint(tmp_path / "m.ckpt", hparams_file=Path(logger.log_dir) / "hparams.yaml", b=3)
     assert dict(again.hparams) == {"a": 7, "b": 3}

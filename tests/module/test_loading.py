@@ -41,9 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, Path]:
     return model, path
 
 
-@pytest.mark.parametrize(
-    "form", [Path, str, lambda path: BytesIO(path.read_bytes()), lambda path: f"file://{path}"]
-)
+@pytest.mark.parametrize("form", [Path, str, lambda path: BytesIO(path.read_bytes()), lambda path: f"file://{path}"])
 def test_every_form_of_a_path(saved: tuple[Net, Path], form: Any) -> None:
     model, path = saved
     again = Net.load_from_checkpoint(form(path))

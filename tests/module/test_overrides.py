@@ -53,17 +53,13 @@ class Recorded(Classifier):
         self.calls.append(("backward", float(loss.detach())))
         loss.backward(*args, **kwargs)
 
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, **kwargs: Any
-    ) -> None:
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, **kwargs: Any) -> None:
         self.calls.append(("clip", type(optimizer).__name__, gradient_clip_val, kwargs))
         self.clip_gradients(optimizer, gradient_clip_val, kwargs["gradient_clip_algorithm"])
 
 
 class Stepped(Recorded):
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         assert isinstance(optimizer, HastenOptimizer)
         result = optimizer.step(closure=optimizer_closure)
         self.calls.append(("step", epoch, batch_idx, type(optimizer.optimizer).__name__, tuple(result.shape)))
@@ -150,9 +146,7 @@ def test_an_optimizer_step_that_does_not_step_counts_nevertheless(steps_on: str)
     class Sometimes(Classifier):
         steps = 0
 
-        def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-        ) -> None:
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             if steps_on == "even" and batch_idx % 2 == 0:
                 optimizer.step(closure=optimizer_closure)
                 self.steps += 1
@@ -170,9 +164,7 @@ def test_an_optimizer_step_that_does_not_step_counts_nevertheless(steps_on: str)
 
 def test_stepping_twice_counts_once() -> None:
     class Twice(Classifier):
-        def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-        ) -> None:
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             optimizer.step(closure=optimizer_closure)
             optimizer.step()
 
@@ -224,11 +216,7 @@ def test_lr_scheduler_step_override_is_given_the_scheduler_and_the_metric() -> N
     model = Own()
     trainer = quiet(limit_train_batches=2)
     trainer.fit(model, loader())
-    expected = [
-        (model.halves, None),
-        (model.halves, None),
-        (model.plateau, trainer.callback_metrics["train_loss"]),
-    ]
+    expected = [(model.halves, None), (model.halves, None), (model.plateau, trainer.callback_metrics["train_loss"])]
     assert list(model.given) == expected
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
 
@@ -248,9 +236,7 @@ def test_optimizers_and_schedulers_from_the_module() -> None:
 
         def configure_optimizers(self) -> Any:
             made = [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(self.many)]
-            return made, [
-                torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in made if self.scheduled
-            ]
+            return made, [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in made if self.scheduled]
 
     for Asks.many, Asks.scheduled in ((1, False), (1, True), (2, True)):  # type: ignore[attr-defined]
         quiet(limit_train_batches=1).fit(Asks(), loader())

@@ -77,9 +77,7 @@ def test_callbacks_and_datamodules() -> None:
 
 def test_several_loaders_need_their_index() -> None:
     model = Classifier()
-    message = (
-        r"Classifier.validation_step\(\) does not take `dataloader_idx`, and there are 2 validation loaders"
-    )
+    message = r"Classifier.validation_step\(\) does not take `dataloader_idx`, and there are 2 validation loaders"
     with pytest.raises(ValueError, match=message):
         quiet(num_sanity_val_steps=0).fit(model, loader(), [loader(8), loader(8)])
     with pytest.raises(ValueError, match=message):
@@ -92,9 +90,7 @@ def test_several_loaders_need_their_index() -> None:
 
         def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
 
-    with pytest.raises(
-        ValueError, match=r"on_test_batch_end\(self, outputs, batch, batch_idx, dataloader_idx=0\)"
-    ):
+    with pytest.raises(ValueError, match=r"on_test_batch_end\(self, outputs, batch, batch_idx, dataloader_idx=0\)"):
         quiet().test(Takes(), [loader(8), loader(8)])
 
 
@@ -140,10 +136,7 @@ class DataSlip(L.LightningDataModule):
 @pytest.mark.parametrize(
     ("fit", "message"),
     [
-        (
-            lambda: quiet().fit(StepSlip(), loader()),
-            r"^StepSlip.validation_stepp\(\) would never be called: .*Rename",
-        ),
+        (lambda: quiet().fit(StepSlip(), loader()), r"^StepSlip.validation_stepp\(\) would never be called: .*Rename"),
         (lambda: quiet().fit(HookSlip(), loader()), r"the hook is on_train_epoch_end\(\)"),
         (lambda: quiet(callbacks=[CallbackSlip()]).fit(Classifier(), loader()), "to on_train_epoch_end"),
         (lambda: quiet().fit(Classifier(), datamodule=DataSlip()), "to val_dataloader"),
@@ -221,18 +214,14 @@ def test_a_method_used_elsewhere_or_defined_in_a_package_is_not_refused(
         monkeypatch.delitem(sys.modules, name, raising=False)
     theirs = importlib.import_module("one_of_theirs")
     if where == "another file":
-        with pytest.raises(
-            ValueError, match="if it is a method for your own code, give it a name less alike"
-        ):
+        with pytest.raises(ValueError, match="if it is a method for your own code, give it a name less alike"):
             quiet().fit(theirs.Theirs(), loader())
         importlib.import_module("the_user_of_it")
     with pytest.warns(UserWarning, match=r"predict_steps\(\) looks like the hook predict_step\(\)"):
         quiet().fit(theirs.Theirs(), loader())
 
 
-def test_a_hook_of_older_versions_is_said_and_a_method_of_that_name_is_not(
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_a_hook_of_older_versions_is_said_and_a_method_of_that_name_is_not(recwarn: pytest.WarningsRecorder) -> None:
     class Old(Classifier):
         def on_epoch_start(self) -> None: ...
 

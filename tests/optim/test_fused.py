@@ -86,9 +86,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_either_kind(
 
 
 def test_a_scaler_leaves_out_infinite_steps_of_a_fused_optimizer() -> None:
-    plugin = L.plugins.MixedPrecision(
-        "16-mixed", device="cuda", scaler=torch.amp.GradScaler("cpu", init_scale=8.0)
-    )
+    plugin = L.plugins.MixedPrecision("16-mixed", device="cuda", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
     plugin.device = "cpu"
     fabric = L.Fabric(accelerator="cpu", plugins=plugin)
     layer = nn.Linear(4, 1)
@@ -124,14 +122,9 @@ class Own(Classifier):
 
 @pytest.mark.parametrize(
     ("module", "message"),
-    [
-        (Rms, "torch has no fused RMSprop; it has Adagrad, Adam, AdamW, SGD"),
-        (Own, "torch has no fused MyAdam"),
-    ],
+    [(Rms, "torch has no fused RMSprop; it has Adagrad, Adam, AdamW, SGD"), (Own, "torch has no fused MyAdam")],
 )
-def test_optimizers_without_a_fused_kernel_are_refused_before_training(
-    module: type[Classifier], message: str
-) -> None:
+def test_optimizers_without_a_fused_kernel_are_refused_before_training(module: type[Classifier], message: str) -> None:
     made = module()
     before = copy.deepcopy(made)
     with pytest.raises(ValueError, match=rf"^Trainer\(fused_optimizer=True\): {message}"):
@@ -165,9 +158,7 @@ def test_adamw_decays_matrices_alone_and_is_fused() -> None:
     model[1].bias.requires_grad_(False)
     optimizer = adamw(model, lr=0.1, weight_decay=0.5, no_decay=["0."])
     name_of = {id(p): name for name, p in model.named_parameters()}
-    names = {
-        group["weight_decay"]: [name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups
-    }
+    names = {group["weight_decay"]: [name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups}
     assert names == {0.5: ["1.weight"], 0.0: ["0.weight", "2.weight", "2.bias"]}
     assert all(group["fused"] for group in optimizer.param_groups)
     assert adamw(model, fused=False).param_groups[0]["fused"] is False

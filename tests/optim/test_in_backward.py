@@ -53,9 +53,7 @@ def train(module: Trained, ckpt_path: Any = None, **arguments: Any) -> L.Trainer
 
 
 class OwnStep(Trained):
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer.step(closure=optimizer_closure)
 
 
@@ -75,9 +73,7 @@ def made(kind: str = "adamw", within: bool = True, seed: int = 0, cls: type[Trai
         (OwnStep, "adamw", {"precision": "bf16-true"}),
     ],
 )
-def test_weights_are_those_of_the_usual_step(
-    cls: type[Trained], kind: str, arguments: dict[str, Any]
-) -> None:
+def test_weights_are_those_of_the_usual_step(cls: type[Trained], kind: str, arguments: dict[str, Any]) -> None:
     plain, within = made(kind, within=False, cls=cls), made(kind, cls=cls)
     train(plain, **arguments)
     trainer = train(within, **arguments)
@@ -146,9 +142,7 @@ def test_in_manual_optimisation_there_is_nothing_left_to_clip() -> None:
             self.manual_backward(self.loss(batch))
             self.clip_gradients(self.optimizers(), 0.5, "norm")
 
-    with pytest.raises(
-        ValueError, match=r"clip_gradients\(\): in_backward\(SGD\) steps in backward.*clip_value"
-    ):
+    with pytest.raises(ValueError, match=r"clip_gradients\(\): in_backward\(SGD\) steps in backward.*clip_value"):
         quiet().fit(ClipsByHand(), loader())
 
 
@@ -159,9 +153,7 @@ def test_a_hook_that_would_find_no_gradients_is_warned_of() -> None:
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.5)
 
-    with pytest.warns(
-        UserWarning, match=r"before ScalesGradients.on_before_optimizer_step\(\) runs.*torch.optim.SGD"
-    ):
+    with pytest.warns(UserWarning, match=r"before ScalesGradients.on_before_optimizer_step\(\) runs.*torch.optim.SGD"):
         quiet().fit(ScalesGradients(), loader())
 
 
@@ -220,9 +212,7 @@ def test_accumulation_by_hand_is_refused_at_its_second_backward() -> None:
     model, _ = fabric.setup(net, in_backward(torch.optim.SGD, net.parameters(), lr=0.1))
     with fabric.no_backward_sync(model, enabled=True):
         fabric.backward(a_step(model) / 4)
-    with pytest.raises(
-        RuntimeError, match=r"in_backward\(SGD\).*second gradient before.*torch.optim.SGD as it"
-    ):
+    with pytest.raises(RuntimeError, match=r"in_backward\(SGD\).*second gradient before.*torch.optim.SGD as it"):
         fabric.backward(a_step(model) / 4)
 
 
@@ -264,19 +254,13 @@ class Gan(L.LightningModule):
     def configure_optimizers(self) -> Any:
         def one(net: nn.Module) -> Any:
             kind = torch.optim.SGD
-            return (
-                in_backward(kind, net.parameters(), lr=0.1) if self.within else kind(net.parameters(), lr=0.1)
-            )
+            return in_backward(kind, net.parameters(), lr=0.1) if self.within else kind(net.parameters(), lr=0.1)
 
         return [one(self.generator), one(self.discriminator)]
 
 
-@pytest.mark.parametrize(
-    ("zeroes", "says"), [(True, r"zero_grad\(\) after a backward"), (False, "second gradient")]
-)
-def test_a_gan_whose_generator_would_also_step_the_discriminator_is_told_of_toggle(
-    zeroes: bool, says: str
-) -> None:
+@pytest.mark.parametrize(("zeroes", "says"), [(True, r"zero_grad\(\) after a backward"), (False, "second gradient")])
+def test_a_gan_whose_generator_would_also_step_the_discriminator_is_told_of_toggle(zeroes: bool, says: str) -> None:
     with pytest.raises(RuntimeError, match=rf"{says}.*toggle_optimizer.*torch.optim.SGD as it is"):
         quiet().fit(Gan(zeroes=zeroes), loader())
 

@@ -52,9 +52,7 @@ def test_the_split_of_a_transformer() -> None:
         "block.linear1.weight",
         "block.linear2.weight",
     }
-    decays = {
-        name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]
-    }
+    decays = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
     assert decays["tokens.weight"] == decays["head.weight"] == decays["patches.weight"] == 0.1
     assert decays["head.weight"] != decays["block.norm1.weight"] == decays["block.linear1.bias"] == 0.0
     assert len(decays) == len(list(model.parameters()))
@@ -89,10 +87,7 @@ def test_steps_are_those_of_the_two_optimizers(monkeypatch: pytest.MonkeyPatch) 
     two = (
         torch.optim.Muon(hidden, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(
-            [
-                {"params": [other.layers[3].weight], "weight_decay": 0.1},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
+            [{"params": [other.layers[3].weight], "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
             lr=0.01,
             betas=(0.9, 0.95),
             fused=True,

@@ -14,9 +14,7 @@ from hasten._lib.optional import installed
 from hasten.optim import schedule_free
 from tests.models import Classifier, loader, quiet, same_weights
 
-REAL = pytest.param(
-    "real", marks=pytest.mark.skipif(not installed("schedulefree"), reason="needs schedulefree")
-)
+REAL = pytest.param("real", marks=pytest.mark.skipif(not installed("schedulefree"), reason="needs schedulefree"))
 
 
 class Averaging(torch.optim.Optimizer):
@@ -79,9 +77,7 @@ class Trained(Classifier):
         return super().validation_step(batch, batch_idx)
 
 
-def train(
-    kind: str, *, ckpt_path: Any = None, seed: int = 0, validate: bool = True, **arguments: Any
-) -> L.Trainer:
+def train(kind: str, *, ckpt_path: Any = None, seed: int = 0, validate: bool = True, **arguments: Any) -> L.Trainer:
     torch.manual_seed(seed)
     trainer = quiet(**{"max_epochs": 3, **arguments})
     trainer.fit(Trained(kind), loader(), loader(8) if validate else None, ckpt_path=ckpt_path)
@@ -153,9 +149,7 @@ def test_saved_weights_are_averages_and_a_resumed_run_goes_on_exactly(
 
 def test_a_checkpoint_within_validation_and_one_after_the_run(tmp_path: Path) -> None:
     whole = train("stand-in", max_epochs=4)
-    saved = L.callbacks.ModelCheckpoint(
-        dirpath=tmp_path, filename="{epoch}", monitor="val_loss", save_top_k=-1
-    )
+    saved = L.callbacks.ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", monitor="val_loss", save_top_k=-1)
     trainer = train("stand-in", callbacks=[saved], enable_checkpointing=True)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     for name in ("epoch=1.ckpt", "epoch=2.ckpt", "after.ckpt"):
@@ -194,8 +188,7 @@ def test_the_missing_package_is_named() -> None:
 
 @pytest.mark.skipif(not installed("schedulefree"), reason="needs schedulefree")
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [("adamw", "AdamWScheduleFree"), ("sgd", "SGDScheduleFree"), ("radam", "RAdamScheduleFree")],
+    ("kind", "name"), [("adamw", "AdamWScheduleFree"), ("sgd", "SGDScheduleFree"), ("radam", "RAdamScheduleFree")]
 )
 def test_the_classes_of_the_package(kind: str, name: str) -> None:
     module = Classifier()

@@ -17,9 +17,7 @@ PYTHON = os.environ.get("HASTEN_PACKAGES_PYTHON", "")
 PROGRAMS = Path(__file__).parent / "programs"
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON, reason="HASTEN_PACKAGES_PYTHON names no environment: make packages"
-)
+pytestmark = pytest.mark.skipif(not PYTHON, reason="HASTEN_PACKAGES_PYTHON names no environment: make packages")
 
 
 def results_of(program: Path, folder: Path, *, with_hasten: bool) -> dict[str, Any]:

@@ -32,9 +32,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, p: float = 0.0, causal: bo
 def by_torch(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
     parts = [
         torch.nn.functional.scaled_dot_product_attention(*rows, scale=SCALE, is_causal=causal)
-        for rows in zip(
-            *(each.transpose(0, 1).split(LENGTHS, 1) for each in (query, key, value)), strict=True
-        )
+        for rows in zip(*(each.transpose(0, 1).split(LENGTHS, 1) for each in (query, key, value)), strict=True)
     ]
     return torch.cat(parts, 1).transpose(0, 1)
 
@@ -84,12 +82,6 @@ def test_it_works_in_bfloat16_and_within_a_compiled_program() -> None:
     torch.testing.assert_close(mine.double(), by_torch(*inputs(), False), rtol=0.05, atol=0.05)
     torch.library.opcheck(
         torch.ops.hasten.packed_attention,
-        (
-            *(each.transpose(0, 1).detach().contiguous() for each in inputs()),
-            bounds_of(LENGTHS),
-            0.0,
-            SCALE,
-            False,
-        ),
+        (*(each.transpose(0, 1).detach().contiguous() for each in inputs()), bounds_of(LENGTHS), 0.0, SCALE, False),
         test_utils=("test_schema", "test_faketensor"),
     )

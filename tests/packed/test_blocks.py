@@ -130,9 +130,7 @@ def test_without_gradients_a_model_computes_as_if_it_were_not_packed(name: str) 
                 found = model(**batch, output_hidden_states=True)
             # At padded places as well.
             assert torch.equal(found.logits, exact.logits)
-            assert all(
-                torch.equal(*pair) for pair in zip(found.hidden_states, exact.hidden_states, strict=True)
-            )
+            assert all(torch.equal(*pair) for pair in zip(found.hidden_states, exact.hidden_states, strict=True))
 
 
 def test_afterwards_the_model_is_as_before() -> None:
@@ -205,10 +203,7 @@ def test_first_tokens_with_recomputed_activations() -> None:
     for one, other in zip(packed_gradients, gradients, strict=True):
         torch.testing.assert_close(one, other)
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    with (
-        packed_blocks(model, first_token=True),
-        pytest.raises(MisconfigurationException, match="use_reentrant=False"),
-    ):
+    with packed_blocks(model, first_token=True), pytest.raises(MisconfigurationException, match="use_reentrant=False"):
         model(**batch)
 
 
@@ -276,8 +271,7 @@ def test_a_training_on_all_tokens_refuses_to_leave_them_out() -> None:
     module = Reader()
     before = copy.deepcopy(module)
     with pytest.raises(
-        MisconfigurationException,
-        match=r"Trainer\(packed='first_token'\): TransformerEncoder: the loss depends",
+        MisconfigurationException, match=r"Trainer\(packed='first_token'\): TransformerEncoder: the loss depends"
     ):
         quiet(max_epochs=1, packed="first_token").fit(module, loader())
     assert same_weights(module, before)
@@ -428,10 +422,7 @@ class Images(Reader):
 
 @pytest.mark.parametrize(
     ("module", "said"),
-    [
-        (Images, "Images has no transformer"),
-        (lambda: Reader(batch_first=False), "batch_first=False"),
-    ],
+    [(Images, "Images has no transformer"), (lambda: Reader(batch_first=False), "batch_first=False")],
 )
 def test_a_module_that_cannot_be_packed_is_told_before_training(module: Any, said: str) -> None:
     with pytest.raises(ValueError, match=rf"Trainer\(packed=True\).*{said}.*batching='length'"):
@@ -457,9 +448,7 @@ def test_what_needs_padded_blocks_is_refused_in_the_first_step() -> None:
     model, batch = model_of("bert"), batch_of([7, 3])
     with (
         packed_blocks(model, asked="Trainer(packed=True)"),
-        pytest.raises(
-            ValueError, match=r"Trainer\(packed=True\): BertModel: it was asked for output_hidden_states"
-        ),
+        pytest.raises(ValueError, match=r"Trainer\(packed=True\): BertModel: it was asked for output_hidden_states"),
     ):
         model(**batch, output_hidden_states=True)
     every_pair = batch["attention_mask"][:, None, None].expand(-1, 1, WIDTH, WIDTH)

@@ -81,9 +81,7 @@ def test_a_bert_called_twice_in_a_step_is_computed_again_as_it_was(how: str, fir
             for one, other in zip(gradients_of_two_calls(model), exact, strict=True):
                 torch.testing.assert_close(one, other)
     model.gradient_checkpointing_disable()
-    assert not any(
-        type(each).__module__.startswith("hasten") for one in model.modules() for each in vars(one).values()
-    )
+    assert not any(type(each).__module__.startswith("hasten") for one in model.modules() for each in vars(one).values())
 
 
 @pytest.mark.parametrize("name", ["bert", "torch"])

@@ -22,9 +22,7 @@ def projections(tokens: int, key_heads: int = 4) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("key_heads", [4, 2])
-def test_packed_attention_and_its_gradients_are_those_of_masked_attention(
-    causal: bool, key_heads: int
-) -> None:
+def test_packed_attention_and_its_gradients_are_those_of_masked_attention(causal: bool, key_heads: int) -> None:
     q, k, v = projections(sum(LENGTHS), key_heads)
     ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     packed = packed_attention(q, k, v, cu_seqlens(LENGTHS), 7, causal=causal, scale=0.3)
@@ -50,17 +48,14 @@ def test_dropout_drops_attention_weights() -> None:
     dropped = packed_attention(q, k, torch.ones_like(v), cu_seqlens([20]), 20, dropout_p=0.5)
     assert not torch.allclose(dropped, torch.ones_like(dropped))
     assert abs(dropped.mean().item() - 1) < 0.3
-    assert torch.allclose(
-        packed_attention(q, k, torch.ones_like(v), cu_seqlens([20]), 20), torch.ones_like(v)
-    )
+    assert torch.allclose(packed_attention(q, k, torch.ones_like(v), cu_seqlens([20]), 20), torch.ones_like(v))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "dropout_p"),
-    [(torch.bfloat16, 0.0), (torch.float32, 0.0), (torch.bfloat16, 0.1), (torch.float32, 0.1)],
+    ("dtype", "dropout_p"), [(torch.bfloat16, 0.0), (torch.float32, 0.0), (torch.bfloat16, 0.1), (torch.float32, 0.1)]
 )
 def test_packed_attention_on_a_gpu(causal: bool, dtype: torch.dtype, dropout_p: float) -> None:
     q, k, v = (each.detach().cuda().to(dtype).requires_grad_() for each in projections(21))
@@ -72,9 +67,7 @@ def test_packed_attention_on_a_gpu(causal: bool, dtype: torch.dtype, dropout_p: 
         packed.float().sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    expected = packed_attention(
-        *(each.detach().cpu().float() for each in (q, k, v)), places, 7, causal=causal
-    )
+    expected = packed_attention(*(each.detach().cpu().float() for each in (q, k, v)), places, 7, causal=causal)
     assert packed.shape == expected.shape
     assert packed.isfinite().all()
     if not dropout_p:
@@ -105,13 +98,9 @@ def test_the_kernels_of_a_gpu_are_given_what_they_take(
     from hasten.packed import document_attention
 
     assert document_attention._kernels_are_known()
-    q, k, v = (
-        torch.empty(9, heads, head_dim, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)
-    )
+    q, k, v = (torch.empty(9, heads, head_dim, dtype=dtype, device="meta", requires_grad=True) for _ in range(3))
     places = cu_seqlens([4, 5]).to("meta")
-    attended = document_attention._by_kernel(
-        q, k, v, places, 5, {"dropout_p": 0.1, "is_causal": True, "scale": None}
-    )
+    attended = document_attention._by_kernel(q, k, v, places, 5, {"dropout_p": 0.1, "is_causal": True, "scale": None})
     assert (attended.shape, attended.dtype) == (q.shape, dtype)
     if flash:
         # The other one's gradient has no shapes to be told by without a device.

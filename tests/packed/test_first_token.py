@@ -115,16 +115,13 @@ def test_where_first_tokens_are_is_not_read_from_the_device() -> None:
     for given in (mask, None):
         layout = Layout((4, WIDTH), given, mask.device)
         layout.bounds = layout.bounds.as_subclass(Unread)
-        assert layout.firsts.as_subclass(Tensor).tolist() == (
-            [0, 7, 7, 9] if given is not None else [0, 12, 24, 36]
-        )
+        assert layout.firsts.as_subclass(Tensor).tolist() == ([0, 7, 7, 9] if given is not None else [0, 12, 24, 36])
 
 
 def test_a_mask_is_looked_at_once_as_long_as_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Tensor] = []
     monkeypatch.setattr(
-        "hasten.packed.adapters_torch._is_causal",
-        lambda mask: bool(looked.append(mask) or mask[0, 1] == -torch.inf),
+        "hasten.packed.adapters_torch._is_causal", lambda mask: bool(looked.append(mask) or mask[0, 1] == -torch.inf)
     )
     encoder = FirstReader().reader.encoder.train()
     mask = nn.Transformer.generate_square_subsequent_mask(WIDTH)

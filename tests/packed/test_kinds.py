@@ -83,10 +83,7 @@ def test_a_mask_that_the_model_computes_itself_is_refused_not_ignored() -> None:
 
 def test_blocks_in_two_lists_are_refused_before_training() -> None:
     model = model_of("HrmText")
-    with (
-        pytest.raises(MisconfigurationException, match="its blocks are in more than one list"),
-        packed_blocks(model),
-    ):
+    with pytest.raises(MisconfigurationException, match="its blocks are in more than one list"), packed_blocks(model):
         pass
 
 
@@ -98,12 +95,8 @@ def test_attention_outside_the_blocks_is_refused_by_name() -> None:
         other.config._attn_implementation = model.config._attn_implementation
         with pytest.raises(MisconfigurationException, match="LlamaAttention attends outside the blocks"):
             other(**BATCH)
-        with pytest.raises(
-            MisconfigurationException, match=r"LlamaModel: LlamaAttention.*without the model around"
-        ):
-            model.layers[0].self_attn(
-                torch.zeros(1, 3, 32), (torch.ones(1, 3, 16), torch.zeros(1, 3, 16)), None
-            )
+        with pytest.raises(MisconfigurationException, match=r"LlamaModel: LlamaAttention.*without the model around"):
+            model.layers[0].self_attn(torch.zeros(1, 3, 32), (torch.ones(1, 3, 16), torch.zeros(1, 3, 16)), None)
 
 
 @pytest.mark.parametrize("place", ["configuration", "call"])

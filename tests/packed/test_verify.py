@@ -68,9 +68,7 @@ OWN_GENERATOR = torch.Generator()
 Mean = layer_with("Mean", forward=lambda forward, x: forward(x) + x.mean(1, keepdim=True))
 FirstOnly = layer_with("FirstOnly", forward=_double_first)
 # Adds where a token is in its sample, which a row does not know.
-Places = layer_with(
-    "Places", forward=lambda forward, x: forward(x + torch.linspace(0, 1, x.shape[1])[:, None])
-)
+Places = layer_with("Places", forward=lambda forward, x: forward(x + torch.linspace(0, 1, x.shape[1])[:, None]))
 # Feed-forward code of its own, token by token.
 Gated = layer_with("Gated", feed_forward=lambda forward, x: forward(x) * torch.sigmoid(x))
 # Stochastic depth, sample by sample.
@@ -107,9 +105,7 @@ class Window(nn.TransformerEncoderLayer):
 
 class OwnAttention(nn.MultiheadAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
-        return super().forward(
-            query * torch.linspace(0.5, 1.5, query.shape[1])[:, None], key, value, **kwargs
-        )
+        return super().forward(query * torch.linspace(0.5, 1.5, query.shape[1])[:, None], key, value, **kwargs)
 
 
 class WithOwnAttention(nn.TransformerEncoderLayer):
@@ -170,10 +166,7 @@ class Net(Reader):
     """``Reader`` with other layers; ``change`` gets the encoder."""
 
     def __init__(
-        self,
-        layer: Any = nn.TransformerEncoderLayer,
-        change: Callable[[Any], None] | None = None,
-        **options: Any,
+        self, layer: Any = nn.TransformerEncoderLayer, change: Callable[[Any], None] | None = None, **options: Any
     ) -> None:
         super().__init__(**options)
         torch.manual_seed(1)
@@ -242,8 +235,7 @@ def test_a_layer_used_again_is_computed_each_time_or_refused() -> None:
 
     trained_both_ways(lambda: Net(change=same_twice))
     refused(
-        Net(change=lambda encoder: encoder.layers.append(encoder.layers[0])),
-        "it contains some layers several times",
+        Net(change=lambda encoder: encoder.layers.append(encoder.layers[0])), "it contains some layers several times"
     )
 
 
@@ -314,22 +306,10 @@ def keep(module: nn.Module, args: Any, output: Tensor) -> None:
 @pytest.mark.parametrize(
     ("register", "said"),
     [
-        (
-            lambda layers: layers[0].register_forward_hook(keep),
-            "keep on TransformerEncoderLayer, inside the blocks",
-        ),
-        (
-            lambda layers: layers[1].self_attn.register_forward_hook(keep),
-            "keep on MultiheadAttention, inside",
-        ),
-        (
-            lambda layers: layers[0].register_forward_pre_hook(lambda *_: None),
-            "<lambda> on TransformerEncoderLayer",
-        ),
-        (
-            lambda layers: layers[1].norm2.register_full_backward_hook(lambda *_: None),
-            "<lambda> on LayerNorm",
-        ),
+        (lambda layers: layers[0].register_forward_hook(keep), "keep on TransformerEncoderLayer, inside the blocks"),
+        (lambda layers: layers[1].self_attn.register_forward_hook(keep), "keep on MultiheadAttention, inside"),
+        (lambda layers: layers[0].register_forward_pre_hook(lambda *_: None), "<lambda> on TransformerEncoderLayer"),
+        (lambda layers: layers[1].norm2.register_full_backward_hook(lambda *_: None), "<lambda> on LayerNorm"),
     ],
 )
 def test_hooks_inside_blocks_are_refused_also_later(register: Any, said: str) -> None:
@@ -372,10 +352,7 @@ class Roll(nn.Module):
     ("change", "said"),
     [
         (_mixing, r"block 1 \(TransformerEncoderLayer\) mixes tokens"),
-        (
-            _other_attention,
-            r"block 0 \(TransformerEncoderLayer\) has its own attention code, OwnAttention",
-        ),
+        (_other_attention, r"block 0 \(TransformerEncoderLayer\) has its own attention code, OwnAttention"),
         (_other_block, r"block 1 was replaced by a Conv after packing started"),
         (_other_forward, r"block 1 \(TransformerEncoderLayer\) mixes tokens"),
         (_other_method, r"block 1 \(TransformerEncoderLayer\) mixes tokens"),
@@ -463,16 +440,12 @@ class Tuned(L.LightningModule):
         return self.model(input_ids=ids, attention_mask=mask, labels=labels).loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        found = self.model.generate(
-            batch[0][:, :3], attention_mask=batch[1][:, :3], max_new_tokens=2, do_sample=False
-        )
+        found = self.model.generate(batch[0][:, :3], attention_mask=batch[1][:, :3], max_new_tokens=2, do_sample=False)
         self.generated.append(found)
         self.log("seen", found.float().mean())
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.model(
-            input_ids=batch[0], attention_mask=batch[1], output_hidden_states=True
-        ).hidden_states[-1]
+        return self.model(input_ids=batch[0], attention_mask=batch[1], output_hidden_states=True).hidden_states[-1]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -491,11 +464,7 @@ def test_a_self_attention_of_ones_own_in_bert_is_refused_by_name() -> None:
     module = Tuned(model_of("bert"))
     for block in module.model.bert.encoder.layer:
         block.attention.self = Own(block.attention.self)
-    refused(
-        module,
-        r"BertModel: block 0 \(BertLayer\) has its own attention code, Own,",
-        texts(labels="class"),
-    )
+    refused(module, r"BertModel: block 0 \(BertLayer\) has its own attention code, Own,", texts(labels="class"))
 
 
 class ConvOutput(nn.Module):
@@ -574,11 +543,7 @@ def test_layerdrop_is_refused_before_training() -> None:
         vocab_size=60, hidden_size=16, ffn_dim=32, num_hidden_layers=3, num_attention_heads=2,
         max_position_embeddings=64, word_embed_proj_dim=16, layerdrop=0.3, pad_token_id=0,
     )  # fmt: skip
-    refused(
-        Tuned(transformers.OPTForCausalLM(config)),
-        r"OPTDecoder: layerdrop=0.3 skips whole layers",
-        texts(),
-    )
+    refused(Tuned(transformers.OPTForCausalLM(config)), r"OPTDecoder: layerdrop=0.3 skips whole layers", texts())
 
 
 def test_generation_and_prediction_of_a_packed_run_are_those_of_a_padded_one() -> None:

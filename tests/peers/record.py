@@ -198,11 +198,7 @@ def _digest(tensor: torch.Tensor) -> list[Any]:
     """A tensor as (hash of its bytes, sum, norm): equal bit for bit, or how far apart."""
     tensor = tensor.detach().cpu().contiguous()
     wide = tensor.double()
-    return [
-        hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:12],
-        float(wide.sum()),
-        float(wide.norm()),
-    ]
+    return [hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:12], float(wide.sum()), float(wide.norm())]
 
 
 def _write() -> None:

@@ -24,9 +24,7 @@ from typing import Any
 import pytest
 
 PEER = os.environ.get("HASTEN_PEER_PYTHON", "")
-pytestmark = pytest.mark.skipif(
-    not PEER, reason="HASTEN_PEER_PYTHON names no Python with Lightning: make peers"
-)
+pytestmark = pytest.mark.skipif(not PEER, reason="HASTEN_PEER_PYTHON names no Python with Lightning: make peers")
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
@@ -149,8 +147,7 @@ DIFFERENCES = (
         events=example_left_alone,
     ),
     Difference(
-        "LearningRateMonitor logs once an optimizer step, not once for each batch of an accumulation",
-        rows=rates_once,
+        "LearningRateMonitor logs once an optimizer step, not once for each batch of an accumulation", rows=rates_once
     ),
     Difference(
         "a run resumed from a checkpoint of the last validation goes on with what the epoch had logged by then",
@@ -162,9 +159,7 @@ DIFFERENCES = (
 # -- running the programs
 
 
-def run(
-    side: str, commands: list[tuple[str, ...]], *, hooks: bool = True
-) -> tuple[Path, list[dict[str, Any]]]:
+def run(side: str, commands: list[tuple[str, ...]], *, hooks: bool = True) -> tuple[Path, list[dict[str, Any]]]:
     """Run programs under "lightning" or "hasten"; return their folder and what each of them recorded."""
     folder = Path(tempfile.mkdtemp(prefix=f"peer-{side}-"))
     _folders.append(folder)

@@ -66,12 +66,7 @@ def test_true_precisions_convert_weights_inputs_and_new_tensors(precision: str) 
 def test_mixed_precision_computes_in_bfloat16_on_full_weights() -> None:
     module, output = call("bf16-mixed")
     assert module.layer.weight.dtype == torch.float32
-    assert module.seen == {
-        "x": torch.float32,
-        "ids": torch.int64,
-        "out": torch.bfloat16,
-        "new": torch.float32,
-    }
+    assert module.seen == {"x": torch.float32, "ids": torch.int64, "out": torch.bfloat16, "new": torch.float32}
     assert output["out"].dtype == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
     assert call("bf16-mixed", convert_outputs=True)[1]["out"].dtype == torch.float32
@@ -89,9 +84,7 @@ class Scaled:
     """A run on the CPU that believes it needs a scaler, which torch's works for as well."""
 
     def __init__(self) -> None:
-        precision = MixedPrecision(
-            "16-mixed", device="cuda", scaler=torch.amp.GradScaler("cpu", init_scale=8.0)
-        )
+        precision = MixedPrecision("16-mixed", device="cuda", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
         precision.device = "cpu"
         self.run = runtime(accelerator="cpu", plugins=precision)
         torch.manual_seed(0)
@@ -105,10 +98,7 @@ def test_the_scaler_scales_unscales_and_steps_as_in_a_plain_loop() -> None:
     scaled = Scaled()
     torch.manual_seed(0)
     plain = nn.Linear(4, 1)
-    scaler, optimizer = (
-        torch.amp.GradScaler("cpu", init_scale=8.0),
-        torch.optim.SGD(plain.parameters(), lr=0.1),
-    )
+    scaler, optimizer = (torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(plain.parameters(), lr=0.1))
     for _ in range(3):
         optimizer.zero_grad()
         scaler.scale(plain(x).pow(2).mean()).backward()

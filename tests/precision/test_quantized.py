@@ -53,9 +53,7 @@ def made(seed: int = 0) -> Wide:
         (TransformerEnginePrecision, {"weights_dtype": "bf16"}, TypeError, "'bf16'.*such as torch.bfloat16"),
     ],
 )  # fmt: skip
-def test_wrong_arguments_are_refused(
-    kind: Any, arguments: dict[str, Any], error: type[Exception], says: str
-) -> None:
+def test_wrong_arguments_are_refused(kind: Any, arguments: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         kind(**arguments)
 
@@ -104,8 +102,7 @@ def test_newer_gpus_have_8_bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("precision", ["fp8", "transformer-engine", "transformer-engine-float16"])
 def test_a_device_without_them_is_refused_with_what_it_has(front: Any, precision: str) -> None:
     with pytest.raises(
-        ValueError,
-        match=rf"^{front.__name__}\(precision='{precision}'\): CPU cannot.*8\.9.*Use precision='bf16-mixed'",
+        ValueError, match=rf"^{front.__name__}\(precision='{precision}'\): CPU cannot.*8\.9.*Use precision='bf16-mixed'"
     ):
         front(accelerator="cpu", precision=precision)
 
@@ -150,14 +147,10 @@ def test_training_in_8_bit_floats_learns_and_leaves_the_module_as_it_was(recipe:
     assert seen == {"Float8Linear", "Linear", "LayerNorm", "ReLU"}
     assert trainer.callback_metrics["val_loss"] < 0.55
     assert [type(layer) for layer in module.modules()] == kinds
-    assert all(
-        a is b and a.dtype == torch.float32 for a, b in zip(parameters, module.parameters(), strict=True)
-    )
+    assert all(a is b and a.dtype == torch.float32 for a, b in zip(parameters, module.parameters(), strict=True))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     plain = made(1)
-    quiet(max_epochs=5, precision="bf16-mixed").fit(
-        plain, loader(batch_size=5), ckpt_path=tmp_path / "a.ckpt"
-    )
+    quiet(max_epochs=5, precision="bf16-mixed").fit(plain, loader(batch_size=5), ckpt_path=tmp_path / "a.ckpt")
 
 
 @TORCHAO
@@ -219,9 +212,7 @@ def test_quantized_weights_stay_and_the_rest_trains_and_resumes(mode: Any, tmp_p
     fit(max_steps=13).save_checkpoint(tmp_path / "a.ckpt")
     resumed = fit(seed=1, ckpt_path=tmp_path / "a.ckpt")
     for (name, a), b in zip(
-        whole.lightning_module.state_dict().items(),
-        resumed.lightning_module.state_dict().values(),
-        strict=True,
+        whole.lightning_module.state_dict().items(), resumed.lightning_module.state_dict().values(), strict=True
     ):
         assert torch.equal(a, b), name
 
@@ -304,9 +295,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     return used
 
 
-def test_layers_of_transformer_engine_compute_and_go_again(
-    engine: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_transformer_engine_compute_and_go_again(engine: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
     plugin = TransformerEnginePrecision(
         weights_dtype=torch.bfloat16, recipe={"fp8_format": "HYBRID", "amax_history_len": 4}

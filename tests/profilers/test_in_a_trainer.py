@@ -171,10 +171,7 @@ class Data(L.LightningDataModule):
                 "[Strategy]SingleDeviceStrategy.lr_scheduler_step": 10,
             },
         ),
-        (
-            Manual(),
-            {"[Strategy]SingleDeviceStrategy.backward": 10, "[LightningModule]Manual.optimizer_step": 10},
-        ),
+        (Manual(), {"[Strategy]SingleDeviceStrategy.backward": 10, "[LightningModule]Manual.optimizer_step": 10}),
     ],
     ids=["automatic", "manual"],
 )

@@ -44,9 +44,7 @@ def spend(profiler: Profiler, clock: Clock, action: str, seconds: float, *inside
 
 def rows(report: str) -> dict[str, list[str]]:
     """Return the cells of each row of all tables of a report, by the first."""
-    found = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if "|" in line
-    ]
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.splitlines() if "|" in line]
     return {cells[0]: cells[1:] for cells in found}
 
 
@@ -233,9 +231,7 @@ def test_the_report_is_written_to_a_file(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_names_of_files_hold_nothing_strange() -> None:
     profiler = SimpleProfiler(filename="f")
-    assert (
-        profiler._prepare_filename("[Strategy]A/b: {'x': 1}*?", ".prof") == "f-[Strategy]A_b_ {'x'_ 1}_.prof"
-    )
+    assert profiler._prepare_filename("[Strategy]A/b: {'x': 1}*?", ".prof") == "f-[Strategy]A_b_ {'x'_ 1}_.prof"
     assert PassThroughProfiler()._prepare_filename() == "profile.txt"
 
 

@@ -33,9 +33,7 @@ def traces(folder: Path) -> dict[str, dict[str, int]]:
     return found
 
 
-def profiled(
-    tmp_path: Path, *, fit: bool = True, samples: int = 40, arguments: Any = None, **options: Any
-) -> str:
+def profiled(tmp_path: Path, *, fit: bool = True, samples: int = 40, arguments: Any = None, **options: Any) -> str:
     """Run a fit (or a test); return the report."""
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="ops", **options)
     trainer = quiet(profiler=profiler, **{"num_sanity_val_steps": 2, **(arguments or {})})
@@ -57,9 +55,7 @@ def test_by_default_three_batches_of_each_stage(tmp_path: Path) -> None:
     for name in ("[Strategy]SingleDeviceStrategy.backward", "[LightningModule]Classifier.optimizer_step"):
         assert training["[pl][profile]" + name] == 3
     assert training["[pl][profile][_TrainingEpochLoop].train_dataloader_next"] == 3
-    assert [name for name in training if name.startswith("ProfilerStep#")] == [
-        f"ProfilerStep#{n}" for n in (2, 3, 4)
-    ]
+    assert [name for name in training if name.startswith("ProfilerStep#")] == [f"ProfilerStep#{n}" for n in (2, 3, 4)]
     assert training["[pl][module]torch.nn.modules.linear.Linear: layers.0"] == 3
     assert STEP.format("validation") not in training
     assert found["validation"][STEP.format("validation")] == 3

@@ -23,9 +23,7 @@ def run(tmp_path: Path) -> Path:
     for epoch in range(3):
         for step in range(4):
             logger.log_metrics({"train_loss_step": 10 * epoch + step, "epoch": epoch}, step=4 * epoch + step)
-        logger.log_metrics(
-            {"val_loss": 0.5 + epoch, "val_acc": 0.1 * epoch, "epoch": epoch}, step=4 * epoch + 3
-        )
+        logger.log_metrics({"val_loss": 0.5 + epoch, "val_acc": 0.1 * epoch, "epoch": epoch}, step=4 * epoch + 3)
         logger.log_metrics({"train_loss_epoch": 7.0 + epoch, "epoch": epoch}, step=4 * epoch + 3)
     logger.log_metrics({"test_loss": 9.0, "test_acc": 0.9, "epoch": 3}, step=12)
     logger.finalize("success")

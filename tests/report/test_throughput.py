@@ -79,9 +79,7 @@ def test_lengths_are_given_each_time_or_never(lengths: tuple[int | None, int | N
         throughput.update(time=2.0, batches=2, samples=4, lengths=lengths[1])
 
 
-@pytest.mark.parametrize(
-    "options", [{"window_size": 1}, {"window_size": 2.5}, {"world_size": 0}, {"world_size": True}]
-)
+@pytest.mark.parametrize("options", [{"window_size": 1}, {"window_size": 2.5}, {"world_size": 0}, {"world_size": True}])
 def test_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"Throughput\\({next(iter(options))}="):
         Throughput(**options)

@@ -73,8 +73,7 @@ def imports_of(module: str, source: str, known: frozenset[str]) -> Iterator[tupl
 def all_imports() -> dict[str, list[tuple[int, str]]]:
     known = frozenset(MODULES)
     return {
-        module: list(imports_of(module, path.read_text(encoding="utf-8"), known))
-        for module, path in MODULES.items()
+        module: list(imports_of(module, path.read_text(encoding="utf-8"), known)) for module, path in MODULES.items()
     }
 
 
@@ -103,9 +102,7 @@ def rooms_seen_by(room: str) -> set[str]:
     """Return the rooms that the modules of a room import; an empty name for the package's own face."""
     members = [module for module in MODULES if module.split(".")[1:2] == [room]]
     assert members
-    return {
-        imported.partition(".")[2].partition(".")[0] for module in members for _, imported in IMPORTS[module]
-    }
+    return {imported.partition(".")[2].partition(".")[0] for module in members for _, imported in IMPORTS[module]}
 
 
 def test_the_front_doors_do_not_know_each_other() -> None:

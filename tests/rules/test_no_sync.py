@@ -31,11 +31,7 @@ STEPS = 45
 class HostReads(TorchDispatchMode):
     """Notes each operation that makes the host wait for a value of the device."""
 
-    READS = (
-        torch.ops.aten._local_scalar_dense.default,
-        torch.ops.aten.equal.default,
-        torch.ops.aten.nonzero.default,
-    )
+    READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default)
     COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
     def __init__(self) -> None:
@@ -158,11 +154,7 @@ def reads_of(module_class: type[Logs], folder: Any, *, bar: bool) -> tuple[HostR
 
 def between_intervals(reads: HostReads) -> list[tuple[int, str]]:
     """Return the reads at steps after which nothing is due: not every tenth, not the last of the epoch."""
-    return [
-        (step, what)
-        for step, what in reads.steps_with_reads
-        if 0 <= step < STEPS - 1 and (step + 1) % EVERY != 0
-    ]
+    return [(step, what) for step, what in reads.steps_with_reads if 0 <= step < STEPS - 1 and (step + 1) % EVERY != 0]
 
 
 def test_nothing_is_read_between_two_logging_intervals(tmp_path: Any) -> None:
@@ -200,9 +192,7 @@ def test_the_counters_see_a_read(tmp_path: Any) -> None:
         {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2},
     ],
 )
-def test_cuda_never_synchronises_between_two_logging_intervals(
-    tmp_path: Any, arguments: dict[str, Any]
-) -> None:
+def test_cuda_never_synchronises_between_two_logging_intervals(tmp_path: Any, arguments: dict[str, Any]) -> None:
     class Watched(Logs):
         watched = 0
 

@@ -117,9 +117,7 @@ def _of_function(path: str, function: Any) -> Iterator[Entry]:
         yield Entry(path, None, "")
         return
     empty = inspect.Parameter.empty
-    yield Entry(
-        path, None, "" if signature.return_annotation is empty else _text(signature.return_annotation)
-    )
+    yield Entry(path, None, "" if signature.return_annotation is empty else _text(signature.return_annotation))
     for one in signature.parameters.values():
         if one.name in ("self", "cls"):
             continue
@@ -198,15 +196,11 @@ def now() -> dict[str, list[Entry]]:
     return by_path(entries_now())
 
 
-def test_every_public_name_is_still_there(
-    before: dict[str, list[Entry]], now: dict[str, list[Entry]]
-) -> None:
+def test_every_public_name_is_still_there(before: dict[str, list[Entry]], now: dict[str, list[Entry]]) -> None:
     assert sorted(set(before) - set(now)) == [], WRITE_IT
 
 
-def test_every_public_name_is_in_the_snapshot(
-    before: dict[str, list[Entry]], now: dict[str, list[Entry]]
-) -> None:
+def test_every_public_name_is_in_the_snapshot(before: dict[str, list[Entry]], now: dict[str, list[Entry]]) -> None:
     assert sorted(set(now) - set(before)) == [], f"New public names. {WRITE_IT}"
 
 

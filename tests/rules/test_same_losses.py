@@ -25,9 +25,7 @@ EPOCHS = 2
 
 def make_network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(FEATURES, 16), nn.ReLU(), nn.Dropout(0.2), nn.LayerNorm(16), nn.Linear(16, CLASSES)
-    )
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Dropout(0.2), nn.LayerNorm(16), nn.Linear(16, CLASSES))
 
 
 def make_loader(part: tuple[int, int] | None = None) -> DataLoader[Any]:
@@ -82,10 +80,7 @@ class Outcome:
         self.weights = [p.detach().clone() for p in network.parameters()]
         states = optimizer.state_dict()["state"]
         self.optimizer_state = [
-            v.clone()
-            for s in states.values()
-            for k, v in s.items()
-            if isinstance(v, Tensor) and k != "low_bits"
+            v.clone() for s in states.values() for k, v in s.items() if isinstance(v, Tensor) and k != "low_bits"
         ]
 
 
@@ -113,9 +108,7 @@ def train_by_hand(recipe: Recipe, part: tuple[int, int] | None = None) -> Outcom
         for i, (x, y) in enumerate(loader):
             x = x if dtype is None else x.to(dtype)
             with (
-                torch.autocast("cpu", torch.bfloat16)
-                if recipe.precision == "bf16-mixed"
-                else contextlib.nullcontext()
+                torch.autocast("cpu", torch.bfloat16) if recipe.precision == "bf16-mixed" else contextlib.nullcontext()
             ):
                 loss = F.cross_entropy(model(x), y)
             outcome.losses.append(loss.detach().clone())
@@ -165,10 +158,7 @@ class Classifier(L.LightningModule):
         if self.recipe.scheduler is None:
             return optimizer
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": self.recipe.scheduler},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.recipe.scheduler}}
 
 
 def train_with_trainer(recipe: Recipe, **arguments: Any) -> Outcome:

@@ -121,10 +121,7 @@ def test_the_count_is_the_same_each_time(bare: int) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "plain_arguments"),
-    [
-        ({"accumulate_grad_batches": 4}, {"accumulate": 4}),
-        ({"gradient_clip_val": 0.5}, {"max_norm": 0.5}),
-    ],
+    [({"accumulate_grad_batches": 4}, {"accumulate": 4}), ({"gradient_clip_val": 0.5}, {"max_norm": 0.5})],
     ids=["accumulation", "clipping"],
 )
 def test_accumulation_and_clipping_stay_within_the_same_allowance(
@@ -157,15 +154,11 @@ def _log_sized(module: L.LightningModule, loss: Tensor) -> None:
 
 
 @pytest.mark.parametrize("log", [_log_number, _log_loss, _log_bar, _log_epoch, _log_sized])
-def test_one_logged_value_costs_few_calls(
-    bare: int, log: Callable[[L.LightningModule, Tensor], None]
-) -> None:
+def test_one_logged_value_costs_few_calls(bare: int, log: Callable[[L.LightningModule, Tensor], None]) -> None:
     def log_nothing(module: L.LightningModule, loss: Tensor) -> None:
         pass
 
-    assert steady(fit_calls(Regression(log))) - steady(fit_calls(Regression(log_nothing))) <= (
-        ALLOWED_PER_LOGGED_VALUE
-    )
+    assert steady(fit_calls(Regression(log))) - steady(fit_calls(Regression(log_nothing))) <= (ALLOWED_PER_LOGGED_VALUE)
 
 
 def test_five_logged_values_cost_five_times_that_at_most() -> None:
@@ -208,7 +201,5 @@ def test_a_validation_step_costs_few_calls_more_than_the_plain_loop() -> None:
                 F.mse_loss(layer(x), y)
 
     plain_calls = steady(CountingBatches().calls_per_step(plain))
-    mine = CountingBatches().calls_per_step(
-        lambda batches: quiet().validate(Regression(), batches, verbose=False)
-    )
+    mine = CountingBatches().calls_per_step(lambda batches: quiet().validate(Regression(), batches, verbose=False))
     assert steady(mine) <= plain_calls + ALLOWED_PER_STEP

@@ -26,13 +26,7 @@ MOST_UNTYPED_PARAMETERS = 3.6
 MOST_UNTYPED_RESULTS = 5.7
 
 # Files in which functions run: (limit now, aim).
-WALKS = {
-    "batch": (6, 6),
-    "logged value": (3, 3),
-    "save": (11, 8),
-    "restore": (13, 8),
-    "Fabric.setup": (5, 5),
-}
+WALKS = {"batch": (6, 6), "logged value": (3, 3), "save": (11, 8), "restore": (13, 8), "Fabric.setup": (5, 5)}
 
 
 def load_script() -> Any:
@@ -72,9 +66,7 @@ def test_no_file_is_too_long() -> None:
 def test_no_package_has_too_many_files(sources: list[Any]) -> None:
     counts = structure.files_per_package(sources)
     too_many = {
-        name: count
-        for name, count in counts.items()
-        if name not in ONE_FILE_EACH and count > MOST_FILES_PER_PACKAGE
+        name: count for name, count in counts.items() if name not in ONE_FILE_EACH and count > MOST_FILES_PER_PACKAGE
     }
     assert too_many == {}, f"a package has at most {MOST_FILES_PER_PACKAGE} files"
 

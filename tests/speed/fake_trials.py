@@ -51,11 +51,7 @@ class FakeProgram:
     def advise(self, levers: list[Lever], **plan: Any) -> Advice:
         """Return what a search finds."""
         search = LineSearch(
-            lambda orders: FakeTrial(self, orders),
-            Plan(**plan),
-            "fake",
-            say=self.said.append,
-            clock=lambda: self.now,
+            lambda orders: FakeTrial(self, orders), Plan(**plan), "fake", say=self.said.append, clock=lambda: self.now
         )
         found = search.advise(levers)
         assert self.open == 0
@@ -67,12 +63,10 @@ def names_in(orders: Orders) -> Levers:
     known = {
         each.name
         for each in LEVERS
-        if (each.arguments and each.arguments.items() <= orders.arguments.items())
-        or each.place in orders.changes
+        if (each.arguments and each.arguments.items() <= orders.arguments.items()) or each.place in orders.changes
     }
     return frozenset(
-        known
-        | {name for name, value in orders.arguments.items() if name not in SPEED_NAMES and value is True}
+        known | {name for name, value in orders.arguments.items() if name not in SPEED_NAMES and value is True}
     )
 
 
@@ -121,9 +115,7 @@ class FakeTrial:
         self.is_open = False
 
 
-def refusing(
-    name: str, *, refused: bool = True, text: str = "not with this model"
-) -> Callable[[Levers], None]:
+def refusing(name: str, *, refused: bool = True, text: str = "not with this model") -> Callable[[Levers], None]:
     """Return what fails where a lever is on."""
 
     def fails(levers: Levers) -> None:

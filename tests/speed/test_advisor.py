@@ -109,11 +109,7 @@ def unpicklable() -> planted.Sleeper:
         ({"given": [planted.SLOW, planted.SLOW]}, ValueError, "twice"),
         ({"rounds": 0}, ValueError, "rounds=0"),
         ({"budget_seconds": -1.0}, ValueError, "budget_seconds=-1"),
-        (
-            {"given": [Lever("l", "l", Safety.ROUNDING, change=lambda *_: None)]},
-            ValueError,
-            "top of a module",
-        ),
+        ({"given": [Lever("l", "l", Safety.ROUNDING, change=lambda *_: None)]}, ValueError, "top of a module"),
     ],
 )
 def test_wrong_use_is_an_error_before_any_lever_is_measured(options: Any, error: Any, text: str) -> None:
@@ -122,9 +118,7 @@ def test_wrong_use_is_an_error_before_any_lever_is_measured(options: Any, error:
 
 
 def test_a_training_without_data_or_model_is_an_error() -> None:
-    with pytest.raises(
-        MisconfigurationException, match=r"advise\(\): there is no data. Pass train_dataloaders"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"advise\(\): there is no data. Pass train_dataloaders"):
         quiet().advise(planted.Sleeper())
     with pytest.raises(TypeError, match="must be a `LightningModule`"):
         quiet().advise(torch.nn.Linear(2, 2), loader())  # type: ignore[arg-type]

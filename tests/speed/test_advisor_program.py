@@ -133,9 +133,7 @@ def test_a_program_written_for_lightning_is_measured_and_nothing_else_happens(
     ],
 )
 @pytest.mark.usefixtures("one_fork_server")
-def test_a_program_that_never_trains_says_so(
-    program: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_that_never_trains_says_so(program: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path("train.py").absolute()
     path.write_text(program)
     assert main(["advise", str(path)]) == 1

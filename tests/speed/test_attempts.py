@@ -71,14 +71,10 @@ def batches(make: Callable[[Tensor, Tensor], Any]) -> DataLoader[Any]:
     return DataLoader(dataset(40), 8, collate_fn=lambda samples: make(*pairs(samples)))
 
 
-def both(
-    take: Callable[..., Any], data: Any, fails: tuple[int, ...], kind: Any = None, **arguments: Any
-) -> list[Any]:
+def both(take: Callable[..., Any], data: Any, fails: tuple[int, ...], kind: Any = None, **arguments: Any) -> list[Any]:
     """Train twice: without a lever, and with one and attempts that fail; ``data`` is called each time."""
     models = []
-    common = {
-        name: arguments.pop(name) for name in ("devices", "strategy", "max_epochs") if name in arguments
-    }
+    common = {name: arguments.pop(name) for name in ("devices", "strategy", "max_epochs") if name in arguments}
     for lever, failing in (({}, ()), (arguments or {"micro_batch": "auto"}, fails)):
         L.seed_everything(0, verbose=False)
         models.append((kind or Step)(take, failing))
@@ -242,9 +238,7 @@ def test_attributes_and_generators_of_the_module() -> None:
             self.teacher.weight.data.mul_(0.9).add_(self.layers[0].weight.data[:2])
             self.shift = self.mean * 2 if self.shift is None else self.shift + self.mean
             noise = torch.rand(1, generator=self.generator) + self.python.random()
-            weight = (
-                self.steps + len(self.bank) + sum(self.recent) + self.by_name["steps"] + self.tracker.total
-            )
+            weight = self.steps + len(self.bank) + sum(self.recent) + self.by_name["steps"] + self.tracker.total
             loss = self.loss((self.block(x) + self.mean + self.shift + self.teacher(x).sum() * 0.01, y))
             self.attempts.append(None)
             if len(self.attempts) - 1 in self.fails:

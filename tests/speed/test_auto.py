@@ -111,10 +111,7 @@ def test_a_training_of_few_steps_starts_at_once(
     ("error", "text"),
     [
         (TooShortError("it takes about 3 s"), "this training goes on unchanged: it takes about 3 s"),
-        (
-            TypeError("Trainer.advise: the model cannot be sent"),
-            "goes on unchanged: the model cannot be sent",
-        ),
+        (TypeError("Trainer.advise: the model cannot be sent"), "goes on unchanged: the model cannot be sent"),
     ],
 )
 def test_what_is_not_measured_trains_unchanged(
@@ -144,9 +141,7 @@ def never(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture
 def _planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    length = Lever(
-        "by length", 'L.Trainer(..., batching="length")', Safety.OTHER_BATCHES, change=planted.sleep_never
-    )
+    length = Lever("by length", 'L.Trainer(..., batching="length")', Safety.OTHER_BATCHES, change=planted.sleep_never)
     for lever in (planted.LIAR, Lever("halved", "halved()", Safety.ROUNDING, change=planted.halve), length):
         levers.register(lever)
     added = [levers.choose([name])[0] for name in ("liar", "halved", "by length")]
@@ -185,8 +180,5 @@ def test_auto_switches_on_what_wins_remembers_it_and_names_the_rest(
         (kept,) = (tmp_path / "cache" / "advice").iterdir()
         kept.write_text("{half")
         # What is damaged is measured again.
-        with (
-            pytest.warns(UserWarning, match="cannot be read"),
-            pytest.raises(AssertionError, match="measured"),
-        ):
+        with pytest.warns(UserWarning, match="cannot be read"), pytest.raises(AssertionError, match="measured"):
             quiet(speed="auto").fit(planted.Sleeper(), loader())

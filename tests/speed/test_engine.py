@@ -119,9 +119,7 @@ def gone(pid: int) -> bool:
     return "State:\tZ" in Path(f"/proc/{pid}/status").read_text() if os.path.isdir("/proc") else False
 
 
-def test_trials_are_stepped_asked_and_gone_afterwards(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_trials_are_stepped_asked_and_gone_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     place = f"{__name__}:train"
@@ -132,13 +130,7 @@ def test_trials_are_stepped_asked_and_gone_afterwards(
         for trial in (trials["trains"], trials["fresh"]):
             assert trial.ready() == {"what": "trains"}
             turn = trial.turn(3)
-            assert (turn.steps, turn.losses, turn.samples, turn.tokens, turn.slots) == (
-                3,
-                [1.5] * 3,
-                6,
-                9,
-                12,
-            )
+            assert (turn.steps, turn.losses, turn.samples, turn.tokens, turn.slots) == (3, [1.5] * 3, 6, 9, 12)
             assert turn.memory_bytes > 0
             assert trial.history == [turn]
         pids = [trials[name].ask("pid", more=1) - 1 for name in ("trains", "fresh", "hangs")]

@@ -69,9 +69,7 @@ def test_blocks_are_found_where_they_are_repeated() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
     assert repeated_blocks(nn.ModuleDict({"body": encoder, "head": nn.Linear(8, 2)})) == list(encoder.layers)
     # Stages of blocks, as in a residual network; a block within a block belongs to it.
-    stages = nn.Sequential(
-        nn.Sequential(Block(), Block()), nn.Linear(16, 16), nn.ModuleList([Block(), Block()])
-    )
+    stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(16, 16), nn.ModuleList([Block(), Block()]))
     assert repeated_blocks(stages) == [*stages[0], *stages[2]]
     assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
     assert repeated_blocks(nn.ModuleList([Block(), nn.Sequential(nn.Linear(2, 2))])) == []
@@ -123,9 +121,7 @@ class Twice(Deep):
 
 @pytest.mark.parametrize("kind", [Deep, Twice])
 @pytest.mark.parametrize("block", [Block, normed, spectral, Counts, Attention])
-def test_weights_and_buffers_are_bit_equal_with_dropout_on(
-    block: Callable[[], nn.Module], kind: type[Deep]
-) -> None:
+def test_weights_and_buffers_are_bit_equal_with_dropout_on(block: Callable[[], nn.Module], kind: type[Deep]) -> None:
     plain = trained(block, kind)
     for how in ["full"] if kind is Twice else ["selective", "full"]:
         assert same_weights(plain, trained(block, kind, memory=how))
@@ -279,11 +275,7 @@ def limited(rule: Callable[[int, str | None], bool]) -> type[Limited]:
             {"memory": "auto", "micro_batch": "auto"},
             [(10, None), *((n, "selective") for n in (10, 5, 2, 1)), (1, "full")],
         ),
-        (
-            lambda n, how: n <= 2,
-            {"memory": "full", "micro_batch": "auto"},
-            [(10, "full"), (5, "full"), (2, "full")],
-        ),
+        (lambda n, how: n <= 2, {"memory": "full", "micro_batch": "auto"}, [(10, "full"), (5, "full"), (2, "full")]),
     ],
     ids=["selective", "full", "then-samples", "last-resort", "asked-for"],
 )

@@ -182,9 +182,7 @@ def test_hooks_see_one_step_and_its_mean_loss() -> None:
         def on_after_backward(self, trainer: Any, module: Any) -> None:
             self.seen.append(("backward", round(module.layers[0].weight.grad.abs().sum().item(), 5)))
 
-        def on_train_batch_end(
-            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.seen.append(("end", len(batch[0]), batch_idx, round(outputs["loss"].item(), 5)))
             self.seen.append((outputs["found"].shape, outputs["right"].item()))
 
@@ -305,10 +303,7 @@ def test_skipped_parts_and_skipped_batches() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None
 
-    with (
-        pytest.warns(UserWarning, match="returned None"),
-        pytest.raises(ValueError, match="each of the 2 batches"),
-    ):
+    with pytest.warns(UserWarning, match="returned None"), pytest.raises(ValueError, match="each of the 2 batches"):
         trained(Never(), loader(8, 4), micro_batch=2)
 
 
@@ -325,9 +320,7 @@ def test_batch_norm_warns_once() -> None:
 
 
 def test_manual_optimisation_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"micro_batch=2.*manual optimi.ation.*Split the batch in training_step"
-    ):
+    with pytest.raises(ValueError, match=r"micro_batch=2.*manual optimi.ation.*Split the batch in training_step"):
         trained(Manual(), loader(), micro_batch=2)
 
 

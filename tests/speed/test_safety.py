@@ -142,10 +142,7 @@ def test_what_draws_is_in_another_class_in_a_program_that_draws() -> None:
 
 @pytest.mark.parametrize(
     ("safety", "redraws", "text"),
-    [
-        ("rounding", "", "use one of 'same bits', 'same maths"),
-        (Safety.ROUNDING, "all", "use one of 'step', 'samples'"),
-    ],
+    [("rounding", "", "use one of 'same bits', 'same maths"), (Safety.ROUNDING, "all", "use one of 'step', 'samples'")],
 )
 def test_unknown_classes_are_refused(safety: Any, redraws: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
@@ -156,10 +153,7 @@ def test_unknown_classes_are_refused(safety: Any, redraws: str, text: str) -> No
 
 
 def test_what_needs_consent_is_written_after_what_does_not(tmp_path: Path) -> None:
-    lines = [
-        Line(Safety.SAME_BITS, "a()", ["a"], 1.2),
-        Line(Safety.OTHER_BATCHES, "a(); b()", ["a", "b"], 2.0),
-    ]
+    lines = [Line(Safety.SAME_BITS, "a()", ["a"], 1.2), Line(Safety.OTHER_BATCHES, "a(); b()", ["a", "b"], 2.0)]
     unchanged = Row("unchanged", "", Safety.SAME_BITS, "reference", speed=1.0)
     # After one turn the interval has no end.
     slow = Row("c", "c()", Safety.SAME_BITS, "slower", speed=0.1, low=0.0, high=float("inf"))
@@ -192,19 +186,8 @@ def test_the_documentation_has_the_classes_of_the_code() -> None:
         )
         if argument in rows:
             worse = lever.safety_in({})
-            expected = (
-                str(lever.safety)
-                if worse in (lever.safety, Safety.OTHER_MATHS)
-                else f"{lever.safety}; {worse}"
-            )
+            expected = str(lever.safety) if worse in (lever.safety, Safety.OTHER_MATHS) else f"{lever.safety}; {worse}"
             assert rows[argument].startswith(expected), (lever.name, rows[argument])
             checked.add(lever.name)
-    assert {
-        "fused optimizer",
-        "batches by length",
-        "compile",
-        "bf16 autocast",
-        "fp8",
-        "resident data",
-    } <= checked
+    assert {"fused optimizer", "batches by length", "compile", "bf16 autocast", "fp8", "resident data"} <= checked
     assert len(checked) >= 13

@@ -36,9 +36,7 @@ class Eight(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         scores = self(batch["x"] @ batch["table"].T)
         # A mean over samples, so that parts are the whole.
-        return (
-            nn.functional.cross_entropy(scores, batch["y"], reduction="none") * batch["w"][batch["y"]]
-        ).mean()
+        return (nn.functional.cross_entropy(scores, batch["y"], reduction="none") * batch["w"][batch["y"]]).mean()
 
 
 def with_weights(samples: list[Any]) -> dict[str, Any]:
@@ -59,9 +57,7 @@ def assert_alike(kind: type[Any], data: Callable[[], Any], micro_batch: Any) -> 
 
 # Of 36 samples the last batch is smaller: fields that have as many rows in it, or in all others, are the same.
 @pytest.mark.parametrize(("samples", "workers", "micro_batch"), [(40, 0, 2), (40, 1, 2), (36, 0, 3)])
-def test_a_field_that_merely_has_as_many_rows_goes_to_every_part(
-    samples: int, workers: int, micro_batch: int
-) -> None:
+def test_a_field_that_merely_has_as_many_rows_goes_to_every_part(samples: int, workers: int, micro_batch: int) -> None:
     options: dict[str, Any] = {"collate_fn": with_weights, "num_workers": workers}
     assert_alike(Eight, lambda: DataLoader(dataset(samples), SIZE, **options), micro_batch)
 
@@ -154,9 +150,7 @@ class Stream(IterableDataset[Any]):
 
 def test_a_stream_with_a_function_of_its_own_has_to_be_said() -> None:
     data = DataLoader(Stream(), SIZE, collate_fn=with_weights)
-    with pytest.raises(
-        ValueError, match=r"batch\['x'\] and batch\['y'\] and batch\['w'\] and others have one row"
-    ):
+    with pytest.raises(ValueError, match=r"batch\['x'\] and batch\['y'\] and batch\['w'\] and others have one row"):
         trained(Eight, data, micro_batch=2)
     assert_alike(Eight, lambda: data, MicroBatch(2, shared=("w", "table")))
     # Without such fields: everything runs over samples.
@@ -237,10 +231,7 @@ def test_joined_loaders() -> None:
         return {"x": x, "y": y, "shift": torch.linspace(0, 1, SIZE)}
 
     def data() -> Any:
-        return {
-            "plain": DataLoader(dataset(40), SIZE),
-            "own": DataLoader(dataset(40, seed=1), SIZE, collate_fn=own),
-        }
+        return {"plain": DataLoader(dataset(40), SIZE), "own": DataLoader(dataset(40, seed=1), SIZE, collate_fn=own)}
 
     assert_alike(Two, data, 3)
 

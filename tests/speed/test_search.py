@@ -106,8 +106,7 @@ def test_alone_every_lever_is_compared_with_the_unchanged_program() -> None:
 
 def test_other_losses_are_wrong_however_fast() -> None:
     program = FakeProgram(
-        by_gains,
-        losses=lambda levers, step: float("nan") if "triple" in levers else 1.0 + ("double" in levers) / 2,
+        by_gains, losses=lambda levers, step: float("nan") if "triple" in levers else 1.0 + ("double" in levers) / 2
     )
     found = program.advise([lever("double"), lever("triple"), lever("tenth")])
     assert verdicts(found) == {"double": "wrong", "triple": "wrong", "tenth": "wins"}
@@ -149,9 +148,7 @@ def test_a_program_that_cannot_be_measured_is_an_error() -> None:
 
 
 def test_a_long_start_must_be_won_back() -> None:
-    program = FakeProgram(
-        by_gains, prepare_seconds=lambda levers: 60.0 * ("double" in levers), steps_planned=50
-    )
+    program = FakeProgram(by_gains, prepare_seconds=lambda levers: 60.0 * ("double" in levers), steps_planned=50)
     found = program.advise([lever("double")])
     assert verdicts(found) == {"double": "pays back too late"}
     assert found.row("double").break_even_steps == pytest.approx(120)
@@ -165,9 +162,7 @@ def test_a_long_start_must_be_won_back() -> None:
 @pytest.mark.parametrize("budget", [40.0, 60.0, 90.0, 300.0])
 def test_a_budget_is_kept_however_slowly_programs_start(budget: float) -> None:
     program = FakeProgram(by_gains, start_seconds=4.0)
-    found = program.advise(
-        [lever(name) for name in ("triple", "double", "tenth", "none")], budget_seconds=budget
-    )
+    found = program.advise([lever(name) for name in ("triple", "double", "tenth", "none")], budget_seconds=budget)
     # Programs start one after another here, and a comparison that has begun has two turns.
     assert program.now <= budget + 16.0
     assert verdicts(found)["triple"] == "wins"

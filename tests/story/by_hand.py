@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.story.combinations import (
-    Combination,
-    Model,
-    loader_of,
-    model_of,
-    optimizer_of,
-    scheduler_of,
-    validation_of,
-)
+from tests.story.combinations import Combination, Model, loader_of, model_of, optimizer_of, scheduler_of, validation_of
 
 
 class ByHand:

@@ -24,14 +24,7 @@ from hasten.callbacks import GradientAccumulationScheduler, LambdaCallback
 from hasten.optim import in_backward
 from tests.models import quiet
 from tests.story.by_hand import ByHand
-from tests.story.combinations import (
-    Combination,
-    Model,
-    loader_of,
-    model_of,
-    optimizer_of,
-    validation_of,
-)
+from tests.story.combinations import Combination, Model, loader_of, model_of, optimizer_of, validation_of
 
 
 class Change(L.Callback):
@@ -270,6 +263,4 @@ def _same_values(c: Combination, hand: ByHand, trainer: L.Trainer) -> None:
         return
     logged = trainer.callback_metrics["loss_epoch"].double()
     mean = hand.mean_loss().double()
-    assert torch.allclose(logged, mean, rtol=1e-5), (
-        f"loss_epoch: {logged} was logged, by hand it is {mean}\n{c}"
-    )
+    assert torch.allclose(logged, mean, rtol=1e-5), f"loss_epoch: {logged} was logged, by hand it is {mean}\n{c}"

@@ -123,9 +123,7 @@ def draw(seed: int) -> Combination:
         samples = max(samples, batch_size)
     if network == "norm":
         if loader.startswith("iterable"):
-            workers = (
-                0  # Shared among workers, a batch may have one sample left, of which there is no variance.
-            )
+            workers = 0  # Shared among workers, a batch may have one sample left, of which there is no variance.
         batch_size = max(2, batch_size)
         samples = max(2, samples - samples % batch_size) if loader != "list" else batch_size * batches
     epochs = choose.randint(1, 3)
@@ -373,9 +371,7 @@ def optimizer_of(c: Combination, module: nn.Module) -> torch.optim.Optimizer:
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     else:
         assert c.optimizer == "hooked"
-        optimizer.register_step_post_hook(
-            lambda o, *_: [p.data.mul_(0.99) for p in o.param_groups[0]["params"]]
-        )
+        optimizer.register_step_post_hook(lambda o, *_: [p.data.mul_(0.99) for p in o.param_groups[0]["params"]])
     return optimizer
 
 
@@ -455,19 +451,14 @@ class Model(L.LightningModule):
         scheduler = scheduler_of(c, optimizer)
         if scheduler is None:
             return optimizer
-        config: dict[str, Any] = {
-            "scheduler": scheduler,
-            "interval": "step" if c.scheduler == "step" else "epoch",
-        }
+        config: dict[str, Any] = {"scheduler": scheduler, "interval": "step" if c.scheduler == "step" else "epoch"}
         if c.scheduler == "plateau":
             config["monitor"] = "loss_epoch"
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 class OwnStep(Model):
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         for group in optimizer.param_groups:
             group["lr"] *= 0.97
         optimizer.step(closure=optimizer_closure)

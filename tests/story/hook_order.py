@@ -213,9 +213,7 @@ def _shortened(hooks: list[str]) -> list[str]:
             if times > 1:
                 indent = "    " if size > 1 else ""
                 lines += [f"{times} times:"] if size > 1 else []
-                lines += [
-                    f"{indent}{hook}{'' if size > 1 else f' x {times}'}" for hook in hooks[at : at + size]
-                ]
+                lines += [f"{indent}{hook}{'' if size > 1 else f' x {times}'}" for hook in hooks[at : at + size]]
                 at += times * size
                 break
         else:

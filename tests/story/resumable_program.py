@@ -109,11 +109,7 @@ def main(options: dict[str, Any]) -> None:
     L.seed_everything(11, workers=options.get("seed_workers", False))
     data = Augmented(options.get("samples", 44))
     train = DataLoader(
-        data,
-        4,
-        shuffle=True,
-        num_workers=options["workers"],
-        persistent_workers=options.get("persistent", False),
+        data, 4, shuffle=True, num_workers=options["workers"], persistent_workers=options.get("persistent", False)
     )
     callbacks: list[Any] = [
         ModelCheckpoint(

@@ -56,9 +56,7 @@ if __name__ == "__main__":
         ("SIGTERM to rank 1", 143),
     ],
 )
-def test_a_program_ends_with_the_code_of_the_process_that_did_not_end_well(
-    how: str, code: int, tmp_path: Path
-) -> None:
+def test_a_program_ends_with_the_code_of_the_process_that_did_not_end_well(how: str, code: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = run_python(program, how)

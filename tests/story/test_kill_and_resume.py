@@ -58,9 +58,7 @@ def trace(folder: Path) -> tuple[dict[int, Any], dict[int, Any]]:
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text().splitlines():
             first, second, third = json.loads(line)
-            place, key, value = (
-                (epochs, second, third) if first == "epoch" else (batches, first, [second, third])
-            )
+            place, key, value = (epochs, second, third) if first == "epoch" else (batches, first, [second, third])
             assert place.setdefault(key, value) == value, f"{file.name}: {key} differs"
     return batches, epochs
 
@@ -99,12 +97,7 @@ def test_checkpoints_on_another_file_system_than_tmpdir(tmp_path: Path) -> None:
         options: dict[str, Any] = {"accumulate": 2, "every": 1}
         there = {**options, "folder": str(Path(folder) / "checkpoints")}
         whole, broken = tmp_path / "whole", tmp_path / "broken"
-        run(
-            tmp_path,
-            one(whole, "0", **options),
-            one(broken, "0", kill_at=9, **there),
-            one(broken, "1", **there),
-        )
+        run(tmp_path, one(whole, "0", **options), one(broken, "0", kill_at=9, **there), one(broken, "1", **there))
         assert result(broken) == result(whole)
 
 
@@ -122,9 +115,7 @@ def test_a_damaged_last_checkpoint_falls_back_to_the_newest_whole_one(tmp_path: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_runs_save_exit_with_the_signals_code_and_resume_exactly(
-    number: int, tmp_path: Path
-) -> None:
+def test_interrupted_runs_save_exit_with_the_signals_code_and_resume_exactly(number: int, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run(
         tmp_path,

@@ -38,9 +38,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [("ddp", PYTHON), ("ddp", TORCHRUN), ("ddp_spawn", PYTHON)],
     ids=["started-by-hasten", "torchrun", "spawn"],
 )
-def test_weights_equal_the_single_process_run(
-    strategy: str, launcher: Any, alone: Any, tmp_path: Path
-) -> None:
+def test_weights_equal_the_single_process_run(strategy: str, launcher: Any, alone: Any, tmp_path: Path) -> None:
     output = run(tmp_path, strategy, launcher=launcher)
     first = read(output, 0)
     for key, value in alone["weights"].items():

@@ -194,9 +194,7 @@ class Changes(L.Callback):
         if trainer.current_epoch == 1 and self.moment == "epoch":
             self._change(pl_module)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.current_epoch == 0 and batch_idx == 2 and self.moment == "batch":
             self._change(pl_module)
 
@@ -229,7 +227,5 @@ def test_a_change_on_one_process_alone_is_an_error_that_names_the_ranks() -> Non
                 model.body.bias.requires_grad = True
 
     trainer = quiet(devices=2, strategy="ddp", max_epochs=2, callbacks=[OnOne("unfreeze", "batch")])
-    with pytest.raises(
-        RuntimeError, match=r"Rank 0 and rank 1 train different parameters of Grows: body\.bias"
-    ):
+    with pytest.raises(RuntimeError, match=r"Rank 0 and rank 1 train different parameters of Grows: body\.bias"):
         trainer.fit(Grows(), loader(40))

@@ -121,9 +121,7 @@ class Prepared(L.LightningDataModule):
         return loader(8)
 
 
-@pytest.mark.parametrize(
-    ("per_node", "rank", "times"), [(True, 0, 1), (True, 2, 1), (False, 0, 1), (False, 2, 0)]
-)
+@pytest.mark.parametrize(("per_node", "rank", "times"), [(True, 0, 1), (True, 2, 1), (False, 0, 1), (False, 2, 0)])
 def test_data_is_prepared_once_a_machine_or_once(
     per_node: bool, rank: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

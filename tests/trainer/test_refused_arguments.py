@@ -77,9 +77,7 @@ MISSING: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("call", "words"), MISSING, ids=lambda value: value[:30] if isinstance(value, str) else "call"
-)
+@pytest.mark.parametrize(("call", "words"), MISSING, ids=lambda value: value[:30] if isinstance(value, str) else "call")
 def test_missing_parts_are_named_before_anything_starts(call: Any, words: str) -> None:
     with pytest.raises((ValueError, TypeError, FileNotFoundError), match=words):
         call(quiet())

@@ -171,11 +171,7 @@ def test_whatever_a_message_recommends_is_accepted(owner: Any, given: dict[str, 
         owner(**{**given, first: eval(made)})
         tried += 1
     for line in lines:
-        space = {
-            "Trainer": owner,
-            "Fabric": owner,
-            "GradientAccumulationScheduler": GradientAccumulationScheduler,
-        }
+        space = {"Trainer": owner, "Fabric": owner, "GradientAccumulationScheduler": GradientAccumulationScheduler}
         eval(line, space)
         tried += 1
     assert tried or re.search("use a number|use the number of processes", text), text
@@ -188,10 +184,7 @@ def test_an_accelerator_that_is_not_here_says_what_is() -> None:
 
 
 def test_a_callback_given_by_name_belongs_in_the_list() -> None:
-    for name, callback in (
-        ("checkpoint_callback", ModelCheckpoint()),
-        ("early_stop_callback", EarlyStopping("x")),
-    ):
+    for name, callback in (("checkpoint_callback", ModelCheckpoint()), ("early_stop_callback", EarlyStopping("x"))):
         text = refusal_of(L.Trainer, **{name: callback})
         assert f"Give the {type(callback).__name__} in the list: Trainer(callbacks=[...])" in text
         quiet(callbacks=[callback], enable_checkpointing=True)

@@ -144,13 +144,7 @@ def test_states_of_a_run() -> None:
         assert state.status.value == "running"
         seen.append((state.fn.value, hook == "setup" or [name for name in stages if getattr(trainer, name)]))
 
-    hooks = (
-        "on_train_batch_start",
-        "on_validation_start",
-        "on_test_start",
-        "on_predict_start",
-        "on_train_epoch_end",
-    )
+    hooks = ("on_train_batch_start", "on_validation_start", "on_test_start", "on_predict_start", "on_train_epoch_end")
     model, trainer = Classifier(), quiet(callbacks=[watching(note, "setup", *hooks)])
     assert trainer.state.status.value == "initializing"
     trainer.fit(model, loader(4), loader(4))
@@ -200,10 +194,7 @@ def test_fit_then_test_and_what_each_leaves() -> None:
     assert set(trainer.callback_metrics) == {"train_loss", "val_loss"}
     results = trainer.test(model, [loader(8), loader(12)], verbose=False)
     assert set(trainer.callback_metrics) == {"test_loss/dataloader_idx_0", "test_loss/dataloader_idx_1"}
-    assert [list(result) for result in results] == [
-        ["test_loss/dataloader_idx_0"],
-        ["test_loss/dataloader_idx_1"],
-    ]
+    assert [list(result) for result in results] == [["test_loss/dataloader_idx_0"], ["test_loss/dataloader_idx_1"]]
     assert results[0]["test_loss/dataloader_idx_0"] == trainer.callback_metrics["test_loss/dataloader_idx_0"]
     assert trainer.num_test_batches == [2, 3]
     assert trainer.num_val_batches == [2]
@@ -246,11 +237,7 @@ def test_should_stop_from_every_hook(hook: str, steps: int) -> None:
     stops = watching(lambda _, trainer: setattr(trainer, "should_stop", True), hook)
     for min_epochs, expected in ((None, steps), (2, 8)):
         trainer = quiet(
-            max_epochs=3,
-            min_epochs=min_epochs,
-            limit_train_batches=4,
-            num_sanity_val_steps=0,
-            callbacks=[stops],
+            max_epochs=3, min_epochs=min_epochs, limit_train_batches=4, num_sanity_val_steps=0, callbacks=[stops]
         )
         trainer.fit(Classifier(), loader(), loader(8))
         assert trainer.global_step == expected
@@ -268,8 +255,7 @@ def test_no_limit_of_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"limit_train_batches": 0}, {"max_epochs": 0}, {"max_steps": 0}, {"limit_train_batches": 0.0}],
+    "arguments", [{"limit_train_batches": 0}, {"max_epochs": 0}, {"max_steps": 0}, {"limit_train_batches": 0.0}]
 )
 def test_nothing_to_train(arguments: dict[str, Any]) -> None:
     seen, callback = epochs()

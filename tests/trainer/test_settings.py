@@ -35,9 +35,7 @@ def test_arguments_can_be_assigned_and_are_those_of_a_new_trainer(name: str) -> 
     assert getattr(trainer, name) == getattr(trainer.with_arguments(), name) == SETTINGS[name]
 
 
-@pytest.mark.parametrize(
-    "name", ["max_epochs", "max_steps", "barebones", "default_root_dir", "enable_autolog_hparams"]
-)
+@pytest.mark.parametrize("name", ["max_epochs", "max_steps", "barebones", "default_root_dir", "enable_autolog_hparams"])
 def test_other_arguments_cannot_be_assigned(name: str) -> None:
     with pytest.raises(AttributeError, match=f"{name} cannot be assigned"):
         setattr(quiet(), name, 1)
@@ -85,8 +83,7 @@ def test_unknown_argument_through_a_subclass() -> None:
 
     assert Mine(3, max_epochs=2, logger=False).mine == 3
     with pytest.raises(
-        TypeError,
-        match=r"__init__\(\) got an unexpected keyword argument 'max_epoch'. Did you mean 'max_epochs'",
+        TypeError, match=r"__init__\(\) got an unexpected keyword argument 'max_epoch'. Did you mean 'max_epochs'"
     ):
         Mine(3, max_epoch=1)
 
@@ -134,9 +131,7 @@ class Stateful(L.Callback):
 
 def test_callbacks_of_the_checkpoint_that_are_missing_are_named(tmp_path: Any) -> None:
     path = tmp_path / "a.ckpt"
-    trainer = quiet(
-        callbacks=[Stateful(), ModelCheckpoint(tmp_path, monitor="train_loss")], enable_checkpointing=True
-    )
+    trainer = quiet(callbacks=[Stateful(), ModelCheckpoint(tmp_path, monitor="train_loss")], enable_checkpointing=True)
     trainer.fit(Classifier(), loader())
     trainer.save_checkpoint(path)
     with pytest.warns(UserWarning, match=r"holds the state of Stateful, which.*Trainer\(callbacks") as caught:

@@ -74,9 +74,7 @@ def test_barebones_trains_the_same(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     bare, plain = Classifier(), Classifier()
     plain.load_state_dict(bare.state_dict())
-    trainer = L.Trainer(
-        accelerator="cpu", barebones=True, max_epochs=2, enable_progress_bar=False, logger=False
-    )
+    trainer = L.Trainer(accelerator="cpu", barebones=True, max_epochs=2, enable_progress_bar=False, logger=False)
     trainer.fit(bare, loader(8), loader(8))
     quiet(max_epochs=2).fit(plain, loader(8), loader(8))
     assert same_weights(bare, plain)
@@ -204,9 +202,7 @@ def test_overfitting_trains_and_validates_on_the_same_few(overfit: Any, batches:
     assert trainer.overfit_batches == trainer.limit_train_batches == trainer.limit_val_batches == overfit
 
 
-@pytest.mark.parametrize(
-    ("limit", "batches"), [(2, 2), (0.5, 3), (1.0, 6), (99, 6), (None, 6), (0, 0), (1, 1)]
-)
+@pytest.mark.parametrize(("limit", "batches"), [(2, 2), (0.5, 3), (1.0, 6), (99, 6), (None, 6), (0, 0), (1, 1)])
 def test_limits_of_evaluations(limit: Any, batches: int) -> None:
     model = Modes()
     trainer = quiet(limit_val_batches=limit, limit_test_batches=limit, limit_predict_batches=limit)
@@ -288,10 +284,7 @@ class Writes(TorchCheckpointIO):
 def test_a_checkpoint_io_of_ones_own_writes_all_checkpoints(tmp_path: Path) -> None:
     writes = Writes()
     trainer = quiet(
-        plugins=[writes],
-        enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(tmp_path, "{step}")],
-        max_epochs=2,
+        plugins=[writes], enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path, "{step}")], max_epochs=2
     )
     trainer.fit(Classifier(), loader(8))
     trainer.save_checkpoint(tmp_path / "end.ckpt")
@@ -320,9 +313,7 @@ def test_sync_batchnorm_on_two_processes() -> None:
     model = Normed()
     trainer = quiet(sync_batchnorm=True, devices=2, strategy="ddp")
     # torch has it for accelerators alone, where training is concerned.
-    with pytest.raises(
-        ValueError, match=r"sync_batchnorm=True\): torch's SyncBatchNorm trains on accelerators only"
-    ):
+    with pytest.raises(ValueError, match=r"sync_batchnorm=True\): torch's SyncBatchNorm trains on accelerators only"):
         trainer.fit(model, loader(8))
     trainer.test(model, loader(8), verbose=False)
     assert type(model.norm) is nn.SyncBatchNorm

@@ -126,22 +126,11 @@ def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
             scaled(Sized(*arguments), **options)
         return [record.message.removeprefix("scale_batch_size: ") for record in caplog.records]
 
-    assert messages(4, of(40)) == [
-        "2 fits.",
-        "4 fits.",
-        "8 does not fit.",
-        "batch_size is 4; it was 2.",
-    ]
+    assert messages(4, of(40)) == ["2 fits.", "4 fits.", "8 does not fit.", "batch_size is 4; it was 2."]
     found = messages(UNLIMITED, of(40), init_val=16)
-    assert found[-3:] == [
-        "no size above 40 is tried: there are 40 samples.",
-        "40 fits.",
-        "batch_size is 40; it was 2.",
-    ]
+    assert found[-3:] == ["no size above 40 is tried: there are 40 samples.", "40 fits.", "batch_size is 40; it was 2."]
     assert "no size above 12 is tried: that is max_val." in messages(UNLIMITED, of(40), max_val=12)
-    assert "60 fits; with a margin of 10.0% that is 54." in messages(
-        60, of(100), mode="binsearch", margin=0.1
-    )
+    assert "60 fits; with a margin of 10.0% that is 54." in messages(60, of(100), mode="binsearch", margin=0.1)
 
 
 def test_a_size_of_the_margin_that_does_not_fit_is_not_returned() -> None:
@@ -239,11 +228,7 @@ class Fixed(Classifier):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (
-            Sized(make=lambda size: Batches(6)),
-            {},
-            "with batch_size=2 and batch_size=4 batches have 6 samples",
-        ),
+        (Sized(make=lambda size: Batches(6)), {}, "with batch_size=2 and batch_size=4 batches have 6 samples"),
         (Sized(make=lambda size: loader(60, 4)), {}, "batch_size is 2, and the loader's batch_size is 4"),
         (Skips(), {}, "The tuner ran no batch: there is no data, or the module skips every batch"),
         (Fixed(), {"batch_arg_name": "size"}, r"Fixed\.size cannot be set"),
@@ -376,9 +361,7 @@ def test_the_run_is_the_one_with_the_number_that_was_found(said: Any, tmp_path: 
 
     found, told, resumed, data = fresh(18), fresh(), fresh(50), shuffled()
     trainer = trained(found, data, max_epochs=2, callbacks=[Save()])
-    assert said() == [
-        "Trainer(batch_size='auto'): 18 samples a batch; the loader has 4. 19 do not fit into memory."
-    ]
+    assert said() == ["Trainer(batch_size='auto'): 18 samples a batch; the loader has 4. 19 do not fit into memory."]
     trained(told, shuffled(), batch_size=18, max_epochs=2)
     assert same_weights(found, told)
     assert trainer.global_step == 12

@@ -107,12 +107,7 @@ def test_everything_in_a_module_is_put_back_in_place() -> None:
     assert model.training
     assert model.layer.training
     assert model.numbers is numbers
-    assert (model.numbers, model.names, model.kinds, model.pair) == (
-        [1, 2],
-        {"a": [1]},
-        {1, 2},
-        ([1], {"x": 1}),
-    )
+    assert (model.numbers, model.names, model.kinds, model.pair) == ([1, 2], {"a": [1]}, {1, 2}, ([1], {"x": 1}))
     assert list(model.recent) == [1, 2, 3]
     assert model.recent.maxlen == 3
     assert (model.tracker.count, model.tracker.inner.count) == (0, 0)
@@ -141,10 +136,7 @@ def test_inference_tensors_and_data_without_copies() -> None:
 
 
 def test_a_gradient_scaler_in_the_middle_of_a_step() -> None:
-    scaler, parameter = (
-        torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1),
-        nn.Parameter(torch.ones(2)),
-    )
+    scaler, parameter = (torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1), nn.Parameter(torch.ones(2)))
     optimizer = torch.optim.SGD([parameter], 0.1)
 
     def step(*, completes: bool) -> None:
@@ -256,10 +248,7 @@ class SearchesAtOne(L.Callback):
 def _fitted(folder: Path, *, before: bool = False, inside: bool = False) -> tuple[Everything, L.Trainer]:
     L.seed_everything(3, verbose=False)
     model = Everything()
-    callbacks: list[Any] = [
-        ModelCheckpoint(monitor="val_loss", save_last=True),
-        EarlyStopping("val_loss", patience=9),
-    ]
+    callbacks: list[Any] = [ModelCheckpoint(monitor="val_loss", save_last=True), EarlyStopping("val_loss", patience=9)]
     trainer = quiet(
         max_epochs=3,
         callbacks=callbacks + ([SearchesAtOne()] if inside else []),
@@ -287,17 +276,13 @@ def test_fit_is_bit_for_bit_the_one_without_a_tuner(when: str, tmp_path: Path) -
     assert plain.tracker.count == tuned.tracker.count == 18
     assert vars(plain.sampler) == vars(tuned.sampler)
     assert one.optimizers[0].state_dict()["state"].keys() == other.optimizers[0].state_dict()["state"].keys()
-    for mine, theirs in zip(
-        one.optimizers[0].state.values(), other.optimizers[0].state.values(), strict=True
-    ):
+    for mine, theirs in zip(one.optimizers[0].state.values(), other.optimizers[0].state.values(), strict=True):
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
     assert one.optimizers[0].param_groups[0]["lr"] == other.optimizers[0].param_groups[0]["lr"]
     assert one.callback_metrics == other.callback_metrics
     assert one.global_step == other.global_step == 18
     # Neither a row nor a file more.
-    files = [
-        sorted(str(path.relative_to(tmp_path / run)) for path in (tmp_path / run).rglob("*")) for run in "ab"
-    ]
+    files = [sorted(str(path.relative_to(tmp_path / run)) for path in (tmp_path / run).rglob("*")) for run in "ab"]
     assert files[0] == files[1]
     rows = [next((tmp_path / run).rglob("metrics.csv")).read_text() for run in "ab"]
     assert rows[0] == rows[1]
@@ -370,9 +355,7 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loaders_passed_in_are_where_they_were(workers: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    shuffled = loader(
-        40, shuffle=True, generator=generator, num_workers=workers, persistent_workers=workers > 0
-    )
+    shuffled = loader(40, shuffle=True, generator=generator, num_workers=workers, persistent_workers=workers > 0)
     stream = Stream()
     held, before = DataLoader(stream, 4), generator.get_state()
     Tuner(quiet()).lr_find(Classifier(), shuffled, num_training=13)
@@ -410,9 +393,7 @@ def test_what_a_trial_sees_of_the_trainer() -> None:
     class Looks(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             t = self.trainer
-            seen.append(
-                (t.max_epochs, t.max_steps, t.current_epoch, t.global_step, t.training, t.log_every_n_steps)
-            )
+            seen.append((t.max_epochs, t.max_steps, t.current_epoch, t.global_step, t.training, t.log_every_n_steps))
             return super().training_step(batch, batch_idx)
 
     model, trainer = Looks(), quiet(max_epochs=2, log_every_n_steps=7)

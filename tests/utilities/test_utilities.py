@@ -29,9 +29,7 @@ def test_all_names_are_there_and_a_wrong_one_is_named() -> None:
     for name in utilities.__all__:
         assert getattr(utilities, name) is not None
     assert dir(utilities) == sorted(utilities.__all__)
-    with pytest.raises(
-        AttributeError, match=r"'hasten.utilities' has no attribute 'rank_zero_onli'\. Did you mean"
-    ):
+    with pytest.raises(AttributeError, match=r"'hasten.utilities' has no attribute 'rank_zero_onli'\. Did you mean"):
         utilities.rank_zero_onli
     for bits in (16, 32, 64):
         assert torch.finfo(getattr(torch, f"float{bits}")).eps == getattr(utilities, f"FLOAT{bits}_EPSILON")
@@ -59,9 +57,7 @@ def test_rank_zero_functions_take_what_the_field_s_take(
         rank_zero.rank_zero_warn("not said here")
 
 
-def test_warning_cache_says_each_thing_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warning_cache_says_each_thing_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     cache = rank_zero.WarningCache()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -70,10 +66,7 @@ def test_warning_cache_says_each_thing_once(
             cache.warn("slow")
             cache.deprecation("old")
             cache.warn("maybe", category=utilities.PossibleUserWarning)
-    assert [(one.category, str(one.message)) for one in seen] == [
-        (UserWarning, "slow"),
-        (DeprecationWarning, "old"),
-    ]
+    assert [(one.category, str(one.message)) for one in seen] == [(UserWarning, "slow"), (DeprecationWarning, "old")]
     monkeypatch.setattr(logging.getLogger("hasten"), "propagate", True)
     with caplog.at_level(logging.INFO, "hasten"):
         cache.info("said")
@@ -307,9 +300,7 @@ def test_devices_types_samplers_and_names() -> None:
     assert "ddp_spawn" in enums.StrategyRegistry.available_strategies()
     assert list(enums.AcceleratorRegistry) == ["cpu", "cuda", "mps"]
     assert len(enums.AcceleratorRegistry) == 3
-    with pytest.raises(
-        ValueError, match=r"'own' cannot be registered as a name: pass the object, strategy=\.\.\."
-    ):
+    with pytest.raises(ValueError, match=r"'own' cannot be registered as a name: pass the object, strategy=\.\.\."):
         enums.StrategyRegistry.register("own", object)
     types = importlib.import_module("hasten.utilities.types")
     assert [name for name in types.__all__ if not hasattr(types, name)] == []

@@ -94,9 +94,7 @@ def _auto_scale_batch_size(it: _Unknown) -> str:
 def _track_grad_norm(it: _Unknown) -> str:
     if it.value in (-1, "-1"):
         return _LEAVE
-    return (
-        "Write self.log_dict(grad_norm(self, norm_type={value!r})) in on_before_optimizer_step of the module."
-    )
+    return "Write self.log_dict(grad_norm(self, norm_type={value!r})) in on_before_optimizer_step of the module."
 
 
 # Arguments that Lightning has removed, of Trainer and Fabric ...
@@ -112,9 +110,7 @@ _REMOVED: dict[str, _Instead] = {
     "amp_level": _sixteen_bits,
     "use_amp": _sixteen_bits,
     "auto_select_gpus": _auto_select_gpus,
-    "distributed_backend": lambda it: it.write(
-        strategy="auto" if it.refused(strategy=it.value) else it.value
-    ),
+    "distributed_backend": lambda it: it.write(strategy="auto" if it.refused(strategy=it.value) else it.value),
     "nb_gpu_nodes": "=num_nodes",
 }
 # ... and of the Trainer alone.
@@ -148,9 +144,7 @@ _REMOVED_OF_TRAINER: dict[str, _Instead] = {
         if it.value == 0
         else "Write Trainer(callbacks=[TQDMProgressBar(refresh_rate={value!r})])."
     ),
-    "reload_dataloaders_every_epoch": lambda it: it.write(
-        reload_dataloaders_every_n_epochs=int(bool(it.value))
-    ),
+    "reload_dataloaders_every_epoch": lambda it: it.write(reload_dataloaders_every_n_epochs=int(bool(it.value))),
     "replace_sampler_ddp": "=use_distributed_sampler",
     "resume_from_checkpoint": "Write trainer.fit(model, ckpt_path={value!r}).",
     "row_log_interval": "=log_every_n_steps",
@@ -208,9 +202,7 @@ _OTHERWISE: dict[str, dict[str, _Instead]] = {
         "gradient_clip_val": (
             "Write fabric.clip_gradients(model, optimizer, max_norm={value!r}) before optimizer.step()."
         ),
-        "accumulate_grad_batches": (
-            "Write `with fabric.no_backward_sync(model, enabled=accumulating):` in the loop."
-        ),
+        "accumulate_grad_batches": ("Write `with fabric.no_backward_sync(model, enabled=accumulating):` in the loop."),
         "logger": "=loggers",
         "replace_sampler_ddp": "Write fabric.setup_dataloaders(loader, use_distributed_sampler={value!r}).",
     },
@@ -256,10 +248,6 @@ def _advice(name: str, instead: _Instead, it: _Unknown) -> str:
         for called in names.split():
             if f"{called}(" in text:
                 text = f"{text[:-1]}, with `from {home} import {called}`."
-    for mark, own in (
-        ("{value!r}", repr(it.value)),
-        ("{owner}", it.owner),
-        ("{kind}", type(it.value).__name__),
-    ):
+    for mark, own in (("{value!r}", repr(it.value)), ("{owner}", it.owner), ("{kind}", type(it.value).__name__)):
         text = text.replace(mark, own)
     return text

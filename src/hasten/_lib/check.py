@@ -128,13 +128,7 @@ def boolean(owner: str, name: str, value: _T, *, allow_none: bool = False, error
 
 
 def one_of(
-    owner: str,
-    name: str,
-    value: _T,
-    allowed: Iterable[object],
-    *,
-    allow_none: bool = False,
-    error: _Error = None,
+    owner: str, name: str, value: _T, allowed: Iterable[object], *, allow_none: bool = False, error: _Error = None
 ) -> _T:
     """Return ``value`` if it is one of ``allowed``; the message names the nearest. See ``whole`` for the arguments.
 
@@ -180,21 +174,13 @@ def path(owner: str, name: str, value: _T, *, allow_none: bool = False, error: _
 
 
 def callable_(
-    owner: str,
-    name: str,
-    value: _T,
-    *,
-    allowed: str = "a function",
-    allow_none: bool = False,
-    error: _Error = None,
+    owner: str, name: str, value: _T, *, allowed: str = "a function", allow_none: bool = False, error: _Error = None
 ) -> _T:
     """Return ``value`` if it can be called. See ``whole`` for the arguments."""
     return instance(owner, name, value, Callable, allowed, allow_none=allow_none, error=error)  # type: ignore[arg-type]
 
 
-def wrong(
-    owner: str, name: str, value: object, allowed: str, *, hint: str = "", error: _Error = None
-) -> Exception:
+def wrong(owner: str, name: str, value: object, allowed: str, *, hint: str = "", error: _Error = None) -> Exception:
     """Return the exception for a wrong value: what was given, and what is allowed.
 
     Example::
@@ -220,11 +206,6 @@ def _described(what: str, unit: str, allow_none: bool, **bounds: float | None) -
         what += f" from {given['at_least']} to {given['at_most']}"
     else:
         of = "," if unit else " of"
-        texts = {
-            "at_least": f"{of} at least",
-            "at_most": f"{of} at most",
-            "above": " above",
-            "below": " below",
-        }
+        texts = {"at_least": f"{of} at least", "at_most": f"{of} at most", "above": " above", "below": " below"}
         what += " and".join(f"{texts[name]} {bound}" for name, bound in given.items())
     return what + (", or None" if allow_none else "")

@@ -13,14 +13,7 @@ _UNITS = {
     for unit in ("seconds", "minutes", "hours", "days", "weeks")
     for name in (unit, unit[:-1], unit[:1], *({"sec", "min"} & {unit[:3]}))
 }
-_COUNTS = {
-    "ep": "epochs",
-    "epoch": "epochs",
-    "epochs": "epochs",
-    "st": "steps",
-    "step": "steps",
-    "steps": "steps",
-}
+_COUNTS = {"ep": "epochs", "epoch": "epochs", "epochs": "epochs", "st": "steps", "step": "steps", "steps": "steps"}
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,7 @@ TEMPORARY = ".hasten-tmp"
 
 
 def write_atomically(
-    path: str | os.PathLike[str],
-    data: bytes | str | Callable[[IO[bytes]], object],
-    *,
-    durable: bool = True,
+    path: str | os.PathLike[str], data: bytes | str | Callable[[IO[bytes]], object], *, durable: bool = True
 ) -> None:
     """Write a file; at any moment ``path`` is the old file or the new one, whole.
 

@@ -42,6 +42,5 @@ def need(name: str, *, purpose: str) -> ModuleType:
         top = name.split(".")[0]
         package = _PACKAGES.get(top, top)
         raise ModuleNotFoundError(
-            f"{purpose} needs the package {package}, which is not installed. Run: pip install {package}",
-            name=top,
+            f"{purpose} needs the package {package}, which is not installed. Run: pip install {package}", name=top
         ) from error

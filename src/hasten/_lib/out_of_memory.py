@@ -49,9 +49,7 @@ def collect_earlier_models(module: nn.Module) -> None:
     A module and its Trainer refer to each other, so those of an earlier training stay in memory until a full pass.
     """
     earlier = [model for model in (ref() for ref in _trained) if model not in (None, module)]
-    size_bytes = sum(
-        p.numel() * p.element_size() for model in earlier for p in model.parameters() if not is_lazy(p)
-    )
+    size_bytes = sum(p.numel() * p.element_size() for model in earlier for p in model.parameters() if not is_lazy(p))
     _trained[:] = [weakref.ref(module)]
     if size_bytes >= _LARGE_BYTES:
         del earlier

@@ -56,10 +56,7 @@ def rank_zero_debug(message: Any, *args: Any, stacklevel: int = 4, **kwargs: Any
 
 @rank_zero_only
 def rank_zero_warn(
-    message: Any,
-    category: type[Warning] = UserWarning,
-    stacklevel: int | None = None,
-    **kwargs: Any,
+    message: Any, category: type[Warning] = UserWarning, stacklevel: int | None = None, **kwargs: Any
 ) -> None:
     """Warn, on the first process.
 
@@ -70,9 +67,7 @@ def rank_zero_warn(
         kwargs: for ``warnings.warn``.
 
     """
-    warnings.warn(
-        message, category, stacklevel=_users_level() if stacklevel is None else stacklevel, **kwargs
-    )
+    warnings.warn(message, category, stacklevel=_users_level() if stacklevel is None else stacklevel, **kwargs)
 
 
 def _users_level() -> int:

@@ -44,9 +44,7 @@ class Fields:
 STACKED = Fields()
 
 
-def compare(
-    many: Any, fewer: Any, count: int, fewer_count: int, where: str = ""
-) -> dict[str, tuple[int, ...] | str]:
+def compare(many: Any, fewer: Any, count: int, fewer_count: int, where: str = "") -> dict[str, tuple[int, ...] | str]:
     """Return the ``places`` of ``Fields``, from two batches of ``count`` and ``fewer_count`` samples.
 
     Example::
@@ -76,9 +74,7 @@ def compare(
     return found
 
 
-def _compare_shapes(
-    one: Sequence[int], other: Sequence[int], counts: tuple[int, int]
-) -> tuple[int, ...] | str:
+def _compare_shapes(one: Sequence[int], other: Sequence[int], counts: tuple[int, int]) -> tuple[int, ...] | str:
     if len(one) != len(other):
         return "has another number of dimensions for other samples"
     dims = tuple(dim for dim, sizes in enumerate(zip(one, other, strict=True)) if sizes == counts)
@@ -141,10 +137,7 @@ def split(batch: Any, size: int, fields: Fields | None = STACKED) -> list[tuple[
             return data
         return rebuilt(data, [part(value, rows, where + step) for step, value in children(data)])
 
-    return [
-        (part(batch, slice(start, start + size)), min(size, samples - start))
-        for start in range(0, samples, size)
-    ]
+    return [(part(batch, slice(start, start + size)), min(size, samples - start)) for start in range(0, samples, size)]
 
 
 def _over_samples(batch: Any, fields: Fields | None) -> tuple[int, Collection[str]]:
@@ -181,14 +174,10 @@ def _rows(batch: Any, fields: Fields) -> dict[str, Any]:
         rows = _length(element, where)
         if rows is None:
             if dims:
-                raise ValueError(
-                    f"batch{where} has no rows, and the samples of other batches had. {_ADVICE}."
-                )
+                raise ValueError(f"batch{where} has no rows, and the samples of other batches had. {_ADVICE}.")
             continue
         if any(element.shape[dim] == rows > 1 for dim in (dims or ())[1:]):
-            raise ValueError(
-                f"batch{where} has a value for each pair of samples, which parts do not have. {_ADVICE}."
-            )
+            raise ValueError(f"batch{where} has a value for each pair of samples, which parts do not have. {_ADVICE}.")
         if known and not dims:
             doubtful.append(where)
         else:
@@ -200,8 +189,7 @@ def _rows(batch: Any, fields: Fields) -> dict[str, Any]:
     for where, rows in lengths.items():
         if rows != lengths[first]:
             raise ValueError(
-                f"batch{where}: its first dimension is {rows}, and that of batch{first} is {lengths[first]}. "
-                f"{_ADVICE}."
+                f"batch{where}: its first dimension is {rows}, and that of batch{first} is {lengths[first]}. {_ADVICE}."
             )
     if doubtful and lengths.get(first) != 1:
         raise _doubt(doubtful)
@@ -336,9 +324,7 @@ def _length(leaf: Any, where: str) -> int | None:
     if isinstance(leaf, (list, tuple)) and not isinstance(leaf, PackedSequence):
         return len(leaf)
     if refused or (hasattr(leaf, "to") and not isinstance(leaf, type)) or _holds_tensors_inside(leaf):
-        raise ValueError(
-            f"batch{where} is a {refused or type(leaf).__name__}, which cannot be split. {_ADVICE}."
-        )
+        raise ValueError(f"batch{where} is a {refused or type(leaf).__name__}, which cannot be split. {_ADVICE}.")
     return None
 
 

@@ -111,8 +111,7 @@ def ragged_fields(samples: Sequence[Any]) -> frozenset[Any]:
     return frozenset(
         key
         for key in (rows[0] if rows else ())
-        if all(key in row and is_sequence(row[key]) for row in rows)
-        and len({len(row[key]) for row in rows}) > 1
+        if all(key in row and is_sequence(row[key]) for row in rows) and len({len(row[key]) for row in rows}) > 1
     )
 
 

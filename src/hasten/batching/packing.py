@@ -81,10 +81,7 @@ def pack(
     fields = [dict(sample) if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
     main = sequence_key(fields[0])
     columns = {
-        key: [
-            tensor_of(each[key], f"pack(): the field {key!r} of sample {place}")
-            for place, each in enumerate(fields)
-        ]
+        key: [tensor_of(each[key], f"pack(): the field {key!r} of sample {place}") for place, each in enumerate(fields)]
         for key in fields[0]
     }
     lengths = list(map(len, columns[main]))
@@ -161,15 +158,11 @@ class PackCollator:
         mask: Literal["auto", "causal", "full"] | None = "auto",
     ) -> None:
         owner = "PackCollator"
-        self.max_length = check.whole(
-            owner, "max_length", max_length, at_least=1, unit="tokens", allow_none=True
-        )
+        self.max_length = check.whole(owner, "max_length", max_length, at_least=1, unit="tokens", allow_none=True)
         self.rows = check.whole(owner, "rows", rows, at_least=1, unit="rows", allow_none=True)
         self.next_token = next_token
         self.padding = padding
-        self.multiple_of = check.whole(
-            owner, "multiple_of", multiple_of, at_least=1, unit="tokens", allow_none=True
-        )
+        self.multiple_of = check.whole(owner, "multiple_of", multiple_of, at_least=1, unit="tokens", allow_none=True)
         self.mask = check.one_of(owner, "mask", mask, ("auto", "causal", "full"), allow_none=True)
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:

@@ -88,9 +88,7 @@ class PadCollator:
                 f"PadCollator(tokenizer={tokenizer!r}): it has no pad(). Give a Hugging Face tokenizer, or leave it "
                 "out and name the padding value: padding={'input_ids': 0}."
             )
-        check.callable_(
-            "PadCollator", "collate_fn", collate_fn, allowed="a function of samples", allow_none=True
-        )
+        check.callable_("PadCollator", "collate_fn", collate_fn, allowed="a function of samples", allow_none=True)
         if isinstance(keys, str):
             raise TypeError(f"PadCollator(keys={keys!r}): give a list of fields: keys=[{keys!r}].")
         check.one_of("PadCollator", "side", side, ("right", "left"))
@@ -196,13 +194,10 @@ class PadCollator:
             warned[name] = before
         return {key: list(batch[key]) for key in given if key in batch}
 
-    def _pad_field(
-        self, key: Any, values: Sequence[Any], multiple_of: int | Sequence[int] | None
-    ) -> list[Tensor]:
+    def _pad_field(self, key: Any, values: Sequence[Any], multiple_of: int | Sequence[int] | None) -> list[Tensor]:
         name = "" if key is None else f"[{key!r}]"
         tensors = [
-            tensor_of(value, f"PadCollator: sample {place} of the batch{name}")
-            for place, value in enumerate(values)
+            tensor_of(value, f"PadCollator: sample {place} of the batch{name}") for place, value in enumerate(values)
         ]
         width = rounded_up(max(map(len, tensors)), multiple_of)
         padding = self.padding.get(key, default_padding(key))
@@ -282,9 +277,7 @@ def sequence_key(sample: object, keys: Sequence[Hashable] | None = None) -> Any:
     fields = fields_of(sample)
     if fields is None:
         return None
-    given = (
-        [key for key in (*SEQUENCE_KEYS, *fields) if is_sequence(fields.get(key))] if keys is None else keys
-    )
+    given = [key for key in (*SEQUENCE_KEYS, *fields) if is_sequence(fields.get(key))] if keys is None else keys
     for key in given:
         if key in fields:
             return key

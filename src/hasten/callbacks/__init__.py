@@ -51,11 +51,7 @@ __getattr__, __dir__, __all__ = attach(
         "hasten.callbacks.rich_progress": ("RichProgressBar",),
         "hasten.callbacks.spike": ("SpikeDetection",),
         "hasten.callbacks.timer": ("Timer",),
-        "hasten.callbacks.weight_averaging": (
-            "EMAWeightAveraging",
-            "StochasticWeightAveraging",
-            "WeightAveraging",
-        ),
+        "hasten.callbacks.weight_averaging": ("EMAWeightAveraging", "StochasticWeightAveraging", "WeightAveraging"),
         "hasten.module.callback": ("Callback",),
     },
 )

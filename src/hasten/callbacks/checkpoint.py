@@ -239,8 +239,7 @@ class ModelCheckpoint(Checkpoint):
         self.dirpath = folder
         if self.save_last == "link" and is_url(folder):
             raise ValueError(
-                f"ModelCheckpoint(save_last='link', dirpath={folder!r}): links need a local folder. "
-                "Use save_last=True."
+                f"ModelCheckpoint(save_last='link', dirpath={folder!r}): links need a local folder. Use save_last=True."
             )
         if trainer.is_global_zero and stage == TrainerFn.FITTING:
             checkpoint_files.clean(folder)
@@ -418,9 +417,7 @@ class ModelCheckpoint(Checkpoint):
         better = torch.lt if self.mode == "min" else torch.gt
         return bool(better(current, self.best_k_models[self.kth_best_model_path]))
 
-    def _update_best_and_save(
-        self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]
-    ) -> None:
+    def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         k = len(self.best_k_models) + 1 if self.save_top_k == -1 else self.save_top_k
         replaced = self.kth_best_model_path if len(self.best_k_models) == k else ""
         if torch.isnan(current):
@@ -513,8 +510,7 @@ class ModelCheckpoint(Checkpoint):
         if trainer.world_size > 1:
             trainer.sync_step_values()
         values = {
-            name: torch.as_tensor(value).detach().cpu().clone()
-            for name, value in trainer.callback_metrics.items()
+            name: torch.as_tensor(value).detach().cpu().clone() for name, value in trainer.callback_metrics.items()
         }
         for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
             values[name] = values[name].int() if name in values else torch.tensor(count)
@@ -534,17 +530,11 @@ class ModelCheckpoint(Checkpoint):
     ) -> str:
         template = filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
         equals = self.CHECKPOINT_EQUALS_CHAR
-        name = checkpoint_files.format_name(
-            template, metrics, equals=equals, insert_names=auto_insert_metric_name
-        )
+        name = checkpoint_files.format_name(template, metrics, equals=equals, insert_names=auto_insert_metric_name)
         return name if prefix is None else self.CHECKPOINT_JOIN_CHAR.join([prefix, name])
 
     def format_checkpoint_name(
-        self,
-        metrics: dict[str, Any],
-        filename: str | None = None,
-        ver: int | None = None,
-        prefix: str | None = None,
+        self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
     ) -> str:
         """Return the path of a checkpoint.
 
@@ -581,9 +571,7 @@ class ModelCheckpoint(Checkpoint):
         version = self.STARTING_VERSION
         while self._enable_version_counter and path != previous and self.file_exists(path, trainer):
             reader = trainer.runtime.checkpoint_io
-            if trainer.strategy.broadcast(
-                trainer.is_global_zero and checkpoint_files.is_damaged(path, reader)
-            ):
+            if trainer.strategy.broadcast(trainer.is_global_zero and checkpoint_files.is_damaged(path, reader)):
                 break
             path = self.format_checkpoint_name(candidates, template, ver=version)
             version += 1

@@ -39,9 +39,7 @@ class _SearchCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._found = state_dict[self._key]
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Set the value a resumed run was trained with, before its loaders and optimizers are made."""
         state = (checkpoint.get("callbacks") or {}).get(self.state_key)
         if trainer.state.fn == "fit" and state:

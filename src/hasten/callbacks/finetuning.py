@@ -92,9 +92,7 @@ class BaseFinetuning(Callback):
         return list(found.values())
 
     @staticmethod
-    def filter_params(
-        modules: Modules, train_bn: bool = True, requires_grad: bool = True
-    ) -> Iterator[nn.Parameter]:
+    def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
         """Yield the parameters that train (or do not), with ``train_bn`` also those of batch normalisation."""
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
@@ -281,9 +279,7 @@ class BackboneFinetuning(BaseFinetuning):
             owner, "backbone_initial_lr", backbone_initial_lr, above=0, allow_none=True, error=error
         )
         self.should_align = should_align
-        self.initial_denom_lr = check.number(
-            owner, "initial_denom_lr", initial_denom_lr, above=0, error=error
-        )
+        self.initial_denom_lr = check.number(owner, "initial_denom_lr", initial_denom_lr, above=0, error=error)
         self.train_bn = train_bn
         self.verbose = verbose
         self.rounding = check.whole(owner, "rounding", rounding, at_least=0, error=error)
@@ -385,9 +381,7 @@ def _named_groups(module: nn.Module, optimizer: Optimizer) -> list[dict[str, Any
     return groups
 
 
-def _restore_groups(
-    module: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]], owner: str
-) -> None:
+def _restore_groups(module: nn.Module, optimizer: Optimizer, groups: list[dict[str, Any]], owner: str) -> None:
     """Give ``optimizer`` the groups that ``_named_groups`` returned."""
     parameters = dict(module.named_parameters())
     for name in (name for group in groups for name in group["params"]):
@@ -398,8 +392,7 @@ def _restore_groups(
                 "Resume with the model the run was started with."
             )
     optimizer.param_groups[:] = [
-        {**optimizer.defaults, **group, "params": [parameters[name] for name in group["params"]]}
-        for group in groups
+        {**optimizer.defaults, **group, "params": [parameters[name] for name in group["params"]]} for group in groups
     ]
 
 

@@ -128,16 +128,13 @@ class LearningRateMonitor(Callback):
                 stats[f"{name}-momentum"] = self.last_momentum_values[f"{name}-momentum"] = _number(value)
             if self.log_weight_decay:
                 value = group.get("weight_decay", 0)
-                stats[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = (
-                    _number(value)
-                )
+                stats[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = _number(value)
         return stats
 
     def _named_optimizers(self, trainer: Trainer) -> list[tuple[Optimizer, list[str], str | None]]:
         """Return each optimizer with a name for every parameter group and its scheduler's interval."""
         found: list[tuple[Optimizer, str | None, str | None]] = [
-            (config.scheduler.optimizer, config.name, config.interval)
-            for config in trainer.lr_scheduler_configs
+            (config.scheduler.optimizer, config.name, config.interval) for config in trainer.lr_scheduler_configs
         ]
         scheduled = {id(optimizer) for optimizer, _, _ in found}
         plain = [getattr(each, "optimizer", each) for each in trainer.optimizers]
@@ -223,9 +220,7 @@ class DeviceStatsMonitor(Callback):
             # The first call of cpu_percent has nothing to compare with, and returns 0.
             need("psutil", purpose=_PURPOSE).cpu_percent()
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         self._log_step(trainer, "on_train_batch_start", ahead=1)
 
     def on_train_batch_end(
@@ -234,12 +229,7 @@ class DeviceStatsMonitor(Callback):
         self._log_step(trainer, "on_train_batch_end", ahead=0)
 
     def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Log before each ``log_every_n_steps``-th batch."""
         self._log_evaluation(trainer, "start", batch_idx)
@@ -342,10 +332,7 @@ class ThroughputMonitor(Callback):
     """
 
     def __init__(
-        self,
-        batch_size_fn: Callable[[Any], int],
-        length_fn: Callable[[Any], int] | None = None,
-        **kwargs: Any,
+        self, batch_size_fn: Callable[[Any], int], length_fn: Callable[[Any], int] | None = None, **kwargs: Any
     ) -> None:
         super().__init__()
         allowed = "a function of a batch, for instance lambda batch: batch[0].size(0)"
@@ -394,12 +381,7 @@ class ThroughputMonitor(Callback):
     on_validation_start = on_test_start = on_predict_start = on_train_start
 
     def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Count the operations of the first batch of a stage."""
         measured = self._stage(trainer)
@@ -457,9 +439,7 @@ class ThroughputMonitor(Callback):
         counter.__exit__(None, None, None)
         return int(counter.get_total_flops())
 
-    def _batch_ended(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Batch
-    ) -> StageThroughput | None:
+    def _batch_ended(self, trainer: Trainer, pl_module: LightningModule, batch: Batch) -> StageThroughput | None:
         measured = self._stage(trainer)
         if measured is None:
             return None

@@ -115,11 +115,7 @@ class BasePredictionWriter(Callback):
         raise NotImplementedError(f"{type(self).__name__} does not define write_on_batch_end.")
 
     def write_on_epoch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        predictions: Sequence[Any],
-        batch_indices: Sequence[Any],
+        self, trainer: Trainer, pl_module: LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
         """Store all predictions of this process.
 

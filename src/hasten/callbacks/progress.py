@@ -321,12 +321,7 @@ class DrawnProgressBar(ProgressBar):
     on_test_end = on_predict_end = on_validation_end
 
     def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self.has_dataloader_changed(dataloader_idx):
             bar, name = _EVALUATION[trainer.state.stage]  # type: ignore[index]
@@ -365,9 +360,7 @@ class DrawnProgressBar(ProgressBar):
 
     def _bar(self, name: str) -> Any:
         if name not in self._bars:
-            raise TypeError(
-                f"The `{type(self).__name__}._{name}_progress_bar` reference has not been set yet."
-            )
+            raise TypeError(f"The `{type(self).__name__}._{name}_progress_bar` reference has not been set yet.")
         return self._bars[name]
 
     def _begin(self, name: str, kind: str) -> None:
@@ -496,9 +489,7 @@ class TQDMProgressBar(DrawnProgressBar):
     def init_validation_tqdm(self) -> Any:
         """Return the bar of validation: below that of training, or alone."""
         inside = self.trainer.state.fn != TrainerFn.VALIDATING
-        return self._make(
-            self.validation_description, leave=not inside, position=int(inside), quiet_lines=inside
-        )
+        return self._make(self.validation_description, leave=not inside, position=int(inside), quiet_lines=inside)
 
     def init_test_tqdm(self) -> Any:
         """Return the bar of the test."""

@@ -135,9 +135,7 @@ class ModelPruning(Callback):
                 self._options["n"] = norm
         elif not (inspect.isclass(pruning_fn) and issubclass(pruning_fn, prune.BasePruningMethod)):
             allowed = f"one of {list(_METHODS)}, or a subclass of torch's BasePruningMethod: the class, not an instance"
-            raise check.wrong(
-                "ModelPruning", "pruning_fn", pruning_fn, allowed, error=MisconfigurationException
-            )
+            raise check.wrong("ModelPruning", "pruning_fn", pruning_fn, allowed, error=MisconfigurationException)
         assert isinstance(method, type)
         if name is None and not is_global:
             problem = "a class needs use_global_unstructured=True."
@@ -211,9 +209,7 @@ class ModelPruning(Callback):
                 and _original(module, name) is not None
             ]
         owner, kind = "ModelPruning(parameters_to_prune=...)", type(pl_module).__name__
-        pairs = (
-            parameters_to_prune if isinstance(parameters_to_prune, (list, tuple)) else [parameters_to_prune]
-        )
+        pairs = parameters_to_prune if isinstance(parameters_to_prune, (list, tuple)) else [parameters_to_prune]
         for pair in pairs:
             module, name = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else (None, None)
             if not isinstance(module, nn.Module) or not isinstance(name, str):
@@ -324,16 +320,12 @@ class ModelPruning(Callback):
         """Keep the masks until the parameters exist."""
         self._loaded = state_dict
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Store plain weights with the zeros in them."""
         if self._make_pruning_permanent:
             checkpoint["state_dict"] = _plain(checkpoint["state_dict"])
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Load plain weights into a plain model; masks are applied afterwards."""
         self.make_pruning_permanent(pl_module)
         checkpoint["state_dict"] = _plain(checkpoint["state_dict"])

@@ -287,9 +287,7 @@ class RichBar:
         """Start again at 0, with another total."""
         self.n, self.total, self._initial = 0, convert_inf(total), 0
         if self._progress is not None:
-            self._progress.reset(
-                self.id, total=self.total, description=self._description, visible=True, initial=0
-            )
+            self._progress.reset(self.id, total=self.total, description=self._description, visible=True, initial=0)
 
     def refresh(self) -> None:
         """Draw."""

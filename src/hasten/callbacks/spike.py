@@ -137,9 +137,7 @@ class SpikeDetection(Callback):
         self._seen = state_dict.get("seen", 0)
         self._last = list(state_dict.get("last", []))
         self._recent = [deque(losses, self.window) for losses in state_dict.get("recent", [])]
-        self._pending = deque(
-            (batch_idx, send_to_host(values)) for batch_idx, values in state_dict.get("waiting", [])
-        )
+        self._pending = deque((batch_idx, send_to_host(values)) for batch_idx, values in state_dict.get("waiting", []))
         self.bad_batches = list(state_dict.get("bad_batches", []))
 
     # -- inside
@@ -148,9 +146,7 @@ class SpikeDetection(Callback):
         while len(self._pending) > keep:
             batch_idx, arrival = self._pending.popleft()
             values = arrival.values()
-            losses = [
-                loss if has_loss else None for loss, has_loss in zip(values[::2], values[1::2], strict=True)
-            ]
+            losses = [loss if has_loss else None for loss, has_loss in zip(values[::2], values[1::2], strict=True)]
             if len(self._last) != len(losses):
                 # The first batch, or a run resumed on another number of processes.
                 self._last = [math.nan] * len(losses)
@@ -176,9 +172,7 @@ class SpikeDetection(Callback):
             return False
         mean = sum(recent) / len(recent)
         distance = abs(loss - mean)
-        return (self.atol is None or distance >= self.atol) and (
-            self.rtol is None or distance >= abs(self.rtol * mean)
-        )
+        return (self.atol is None or distance >= self.atol) and (self.rtol is None or distance >= abs(self.rtol * mean))
 
     def _handle_spike(self, trainer: Trainer, batch_idx: int) -> None:
         new = [index for index in (batch_idx - 1, batch_idx) if index >= 0 and index not in self.bad_batches]

@@ -75,9 +75,7 @@ class WeightAveraging(Callback):
     # When a validation or an epoch ends, the module's own hooks still see the average, and all changes are done.
     runs_last: ClassVar[bool] = True
 
-    def __init__(
-        self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any
-    ) -> None:
+    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         owner, error, known = type(self).__name__, MisconfigurationException, ["avg_fn", "multi_avg_fn"]
         for name in kwargs.keys() - known:
             raise TypeError(
@@ -200,9 +198,7 @@ class WeightAveraging(Callback):
         self._latest_update_step = state_dict["latest_update_step"]
         self._latest_update_epoch = state_dict.get("latest_update_epoch", -1)
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Make the average the checkpoint's ``state_dict``, with the training weights beside it."""
         average = self._average_model
         if average is None or not self._has_average:
@@ -218,9 +214,7 @@ class WeightAveraging(Callback):
             checkpoint["current_model_state"] = current
             checkpoint["averaging_state"] = {"n_averaged": average.n_averaged}
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue training with the training weights; the average is loaded once it has been made."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -258,10 +252,7 @@ class WeightAveraging(Callback):
                     f"and had {list(average._parameters)} when the average was made. Make all parameters before "
                     "training; pruning and averaging cannot be combined."
                 )
-            for current, averaged in (
-                (module._parameters, average._parameters),
-                (module._buffers, average._buffers),
-            ):
+            for current, averaged in ((module._parameters, average._parameters), (module._buffers, average._buffers)):
                 for name, tensor in current.items():
                     if id(tensor) not in seen:
                         if tensor is not None:
@@ -364,9 +355,7 @@ class EMAWeightAveraging(WeightAveraging):
     ) -> None:
         name = type(self).__name__
         for fixed in {"avg_fn", "multi_avg_fn"}.intersection(kwargs):
-            raise TypeError(
-                f"{name}({fixed}=...): it averages exponentially. Use WeightAveraging({fixed}=...)."
-            )
+            raise TypeError(f"{name}({fixed}=...): it averages exponentially. Use WeightAveraging({fixed}=...).")
         error = MisconfigurationException
         check.share(name, "decay", decay, error=error)
         check.whole(name, "update_every_n_steps", update_every_n_steps, at_least=0, error=error)
@@ -457,13 +446,7 @@ class StochasticWeightAveraging(WeightAveraging):
         least, most = (0, 1) if isinstance(swa_epoch_start, float) else (1, math.inf)
         allowed = "an epoch counted from 1 (int), or a share of max_epochs from 0.0 to 1.0 (float)"
         check.number(
-            name,
-            "swa_epoch_start",
-            swa_epoch_start,
-            at_least=least,
-            at_most=most,
-            allowed=allowed,
-            error=error,
+            name, "swa_epoch_start", swa_epoch_start, at_least=least, at_most=most, allowed=allowed, error=error
         )
         check.whole(name, "annealing_epochs", annealing_epochs, at_least=0, error=error)
         check.one_of(name, "annealing_strategy", annealing_strategy, ("cos", "linear"), error=error)
@@ -553,16 +536,12 @@ class StochasticWeightAveraging(WeightAveraging):
         self._initialized = state_dict.get("initialized", state_dict["n_averaged"] > 0)
         self._loaded = state_dict["average_model_state"]
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """After training, store the training weights beside the average that the module holds by then."""
         if self._trained is not None and "optimizer_states" in checkpoint:
             checkpoint["current_model_state"] = self._trained
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue training with the training weights."""
         if trainer.state.fn == TrainerFn.FITTING and "averaging_state" not in checkpoint:
             checkpoint["state_dict"] = checkpoint.get("current_model_state", checkpoint["state_dict"])
@@ -611,27 +590,17 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start, rates, last = self._swa_epoch_start, self._swa_lrs, self._max_epochs
-        optimizers, schedulers, kind = (
-            trainer.optimizers,
-            trainer.lr_scheduler_configs,
-            type(pl_module).__name__,
-        )
+        optimizers, schedulers, kind = (trainer.optimizers, trainer.lr_scheduler_configs, type(pl_module).__name__)
         groups = len(optimizers[0].param_groups) if optimizers else 0
         problem = None
         if len(schedulers) > 1:
-            problem = (
-                f": {kind}.configure_optimizers() gives {len(schedulers)} schedulers; it works with one."
-            )
+            problem = f": {kind}.configure_optimizers() gives {len(schedulers)} schedulers; it works with one."
         elif len(optimizers) != 1:
-            problem = (
-                f": {kind}.configure_optimizers() gives {len(optimizers)} optimizers; it works with one."
-            )
+            problem = f": {kind}.configure_optimizers() gives {len(optimizers)} optimizers; it works with one."
         elif isinstance(start, float) and last == -1:
             problem = f"(swa_epoch_start={start}): a share needs Trainer(max_epochs=...). Use an epoch (int) instead."
         elif self.swa_start > self.swa_end and not trainer.fast_dev_run:
-            problem = (
-                f"(swa_epoch_start={start}): training ends after max_epochs={last}. Use an earlier epoch."
-            )
+            problem = f"(swa_epoch_start={start}): training ends after max_epochs={last}. Use an earlier epoch."
         elif isinstance(rates, list) and len(rates) != groups:
             problem = (
                 f"(swa_lrs={rates}): {len(rates)} learning rates, and the optimizer has {groups} parameter groups. "
@@ -648,9 +617,7 @@ class StochasticWeightAveraging(WeightAveraging):
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._initialized = True
         self._average_model = nn.ParameterList(
-            nn.Parameter(
-                parameter.detach().to(self._device or parameter.device, copy=True), requires_grad=False
-            )
+            nn.Parameter(parameter.detach().to(self._device or parameter.device, copy=True), requires_grad=False)
             for parameter in pl_module.parameters()
         )
         configs = trainer.lr_scheduler_configs

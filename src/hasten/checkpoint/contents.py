@@ -35,9 +35,7 @@ class Phase(Enum):
 
 # -- entries: those of Lightning are converted, and all are checked before any is restored
 
-_DAMAGED = (
-    "The file is damaged, or was changed by another program. Nothing was restored; use an earlier checkpoint."
-)
+_DAMAGED = "The file is damaged, or was changed by another program. Nothing was restored; use an earlier checkpoint."
 
 _ABSENT = object()
 
@@ -169,9 +167,7 @@ def check_entries(checkpoint: object, source: str, *, training: bool) -> None:
         )
     if "state_dict" not in checkpoint:
         keys = sorted(map(str, checkpoint))[:8]
-        raise ValueError(
-            f"{source} holds no 'state_dict' (it has {keys}): a Trainer did not write it. {bare}"
-        )
+        raise ValueError(f"{source} holds no 'state_dict' (it has {keys}): a Trainer did not write it. {bare}")
     if training and "optimizer_states" not in checkpoint:
         raise ValueError(
             f"{source} holds weights only, so training cannot go on from it. "
@@ -410,9 +406,7 @@ def collect_gradients(
     return {"ranks": gather(move_to(gradients, "cpu"))}
 
 
-def restore_gradients(
-    module: nn.Module, optimizers: Iterable[Any], stored: Any, *, rank: int, world_size: int
-) -> None:
+def restore_gradients(module: nn.Module, optimizers: Iterable[Any], stored: Any, *, rank: int, world_size: int) -> None:
     """Give parameters the gradients that ``collect_gradients`` returned.
 
     Args:

@@ -47,12 +47,7 @@ class CheckpointRefused(RuntimeError):
     """Raised for a file that cannot be read without running code from it."""
 
 
-def save(
-    contents: dict[str, Any],
-    path: str | os.PathLike[str],
-    *,
-    storage_options: object = None,
-) -> None:
+def save(contents: dict[str, Any], path: str | os.PathLike[str], *, storage_options: object = None) -> None:
     """Write a checkpoint; at any moment ``path`` is the old file or the new one, whole.
 
     The file is what ``torch.save`` writes, with a checksum at its end; ``torch.load`` reads it.
@@ -88,9 +83,7 @@ def save(
     target = _local(path)
     with _explained(target):
         if target.is_dir() and not target.is_symlink():
-            raise IsADirectoryError(
-                errno.EISDIR, f"{target} is a folder; a checkpoint needs a name", str(target)
-            )
+            raise IsADirectoryError(errno.EISDIR, f"{target} is a folder; a checkpoint needs a name", str(target))
         _make_folder(target.parent)
         with replacing(target) as file:
             _write(contents, file)
@@ -136,9 +129,7 @@ def load(
         except Exception as error:
             if not weights_only or isinstance(error, torch.OutOfMemoryError) or "deserialize" in str(error):
                 raise
-            raise CheckpointDamaged(
-                f"{path} is not a checkpoint, or is damaged: {first_line(error)}"
-            ) from error
+            raise CheckpointDamaged(f"{path} is not a checkpoint, or is damaged: {first_line(error)}") from error
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -289,9 +280,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise type(error)(
-            error.errno, f"{folder} cannot be a folder: a file is in the way", str(folder)
-        ) from None
+        raise type(error)(error.errno, f"{folder} cannot be a folder: a file is in the way", str(folder)) from None
     for each in missing:
         sync_folder(each.parent)
 
@@ -309,9 +298,7 @@ def _explained(target: Path) -> Iterator[None]:
             why = f"{os.strerror(error.errno)} ({free} bytes free in {target.parent})"
         else:
             why = os.strerror(error.errno) if error.errno else str(error)
-        raise type(error)(
-            error.errno, f"could not write the checkpoint: {why}. {kept}", str(target)
-        ) from error
+        raise type(error)(error.errno, f"could not write the checkpoint: {why}. {kept}", str(target)) from error
 
 
 # -- what may be in a file: what can be read back without running code
@@ -588,13 +575,9 @@ def check_whole(file: IO[bytes], path: str | os.PathLike[str]) -> None:
             with zipfile.ZipFile(file) as archive:
                 damaged = archive.testzip()
     except _NOT_AN_ARCHIVE as error:
-        raise CheckpointDamaged(
-            f"{path} is damaged or cut off at {size} bytes: {first_line(error)}"
-        ) from None
+        raise CheckpointDamaged(f"{path} is damaged or cut off at {size} bytes: {first_line(error)}") from None
     if damaged is not None:
-        raise CheckpointDamaged(
-            f"{path} is damaged: {damaged} differs from what was written, by its checksum."
-        )
+        raise CheckpointDamaged(f"{path} is damaged: {damaged} differs from what was written, by its checksum.")
 
 
 def _ends_elsewhere(file: IO[bytes], size: int) -> bool:
@@ -616,9 +599,7 @@ def _check_pickle(begin: bytes, path: str | os.PathLike[str]) -> None:
     if not begin:
         raise CheckpointDamaged(f"{path} is empty.")
     if begin[:1] != b"\x80":
-        raise CheckpointDamaged(
-            f"{path} is not a checkpoint: it begins with {begin!r}, not as files of torch.save do."
-        )
+        raise CheckpointDamaged(f"{path} is not a checkpoint: it begins with {begin!r}, not as files of torch.save do.")
 
 
 def _checksums(file: IO[bytes], size: int) -> tuple[bytes, list[tuple[str, int, int, int]]]:
@@ -665,9 +646,7 @@ class CheckpointIO(ABC):
     """Writes, reads and removes checkpoints. Subclass it and pass it as ``plugins=MyCheckpointIO()``."""
 
     @abstractmethod
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
         """Write ``checkpoint`` to ``path``; called in the first process only.
 
         Args:
@@ -701,9 +680,7 @@ class CheckpointIO(ABC):
 class TorchCheckpointIO(CheckpointIO):
     """Writes files atomically with ``torch.save``; see ``save``."""
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
         """Write ``checkpoint``; the previous file stays whole until the new one is."""
         save(checkpoint, path, storage_options=storage_options)
 
@@ -736,9 +713,7 @@ class AsyncCheckpointIO(CheckpointIO):
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
         """Copy ``checkpoint`` and return; the thread writes it.
 
         Raises:
@@ -749,9 +724,7 @@ class AsyncCheckpointIO(CheckpointIO):
         copied = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), checkpoint)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending.append(
-            self._executor.submit(self.checkpoint_io.save_checkpoint, copied, path, storage_options)
-        )
+        self._pending.append(self._executor.submit(self.checkpoint_io.save_checkpoint, copied, path, storage_options))
 
     def load_checkpoint(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None

@@ -57,10 +57,7 @@ class ModuleMetrics:
         """
         leave_out = self._start_again()
         starting_again = {
-            id(child)
-            for _, metric in _named(self._module)
-            if id(metric) in leave_out
-            for child in metric.modules()
+            id(child) for _, metric in _named(self._module) if id(metric) in leave_out for child in metric.modules()
         }
         take = _copied if copied else lambda value: value
         found = {}

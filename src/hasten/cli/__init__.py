@@ -12,8 +12,7 @@ from hasten._lib.optional import installed
 for _name in ("jsonargparse", "docstring_parser", "yaml"):
     if not installed(_name):
         raise ModuleNotFoundError(
-            f"hasten.cli needs the package {_name}, which is not installed. Run: pip install hasten[cli]",
-            name=_name,
+            f"hasten.cli needs the package {_name}, which is not installed. Run: pip install hasten[cli]", name=_name
         )
 
 from jsonargparse import Namespace

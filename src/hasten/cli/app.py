@@ -219,9 +219,7 @@ class LightningCLI:
             one = (prepare if name in needed else self.init_parser)(**options)
             commands.add_subcommand(name, one, help=text)
 
-    def _prepare_subcommand_parser(
-        self, trainer: type, subcommand: str, **kwargs: Any
-    ) -> LightningArgumentParser:
+    def _prepare_subcommand_parser(self, trainer: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = self._subcommand_parsers[subcommand] = self.init_parser(**kwargs)
         self._add_arguments(parser)
         self._subcommand_method_arguments[subcommand] = parser.add_method_arguments(
@@ -262,9 +260,7 @@ class LightningCLI:
         if words[:1] in (["--help"], ["-h"]):
             return []
         before = list(itertools.takewhile(lambda word: word not in names, words))
-        if before == words or any(
-            "=" not in word or word.startswith(("-c=", "--config=")) for word in before
-        ):
+        if before == words or any("=" not in word or word.startswith(("-c=", "--config=")) for word in before):
             return names
         return [words[len(before)]]
 
@@ -362,9 +358,7 @@ class LightningCLI:
 
     @staticmethod
     def configure_optimizers(
-        lightning_module: LightningModule,
-        optimizer: Optimizer,
-        lr_scheduler: LRSchedulerTypeUnion | None = None,
+        lightning_module: LightningModule, optimizer: Optimizer, lr_scheduler: LRSchedulerTypeUnion | None = None
     ) -> Any:
         """Return what the module's ``configure_optimizers`` returns; override to change it.
 

@@ -37,22 +37,15 @@ def from_config(parser: LightningArgumentParser, config: Namespace, key: str) ->
 
     @functools.cache
     def plain() -> dict[str, Any]:
-        text = parser.dump(
-            config, format="yaml", skip_link_targets=False, skip_unset=False, skip_validation=True
-        )
+        text = parser.dump(config, format="yaml", skip_link_targets=False, skip_unset=False, skip_validation=True)
         return (yaml.safe_load(text) or {}).get(key) or {}
 
-    def make(
-        class_type: type[Any], *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
-    ) -> Any:
+    def make(class_type: type[Any], *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any) -> Any:
         hparams = dict(plain())
         class_path = hparams.get("class_path")
         if class_path is not None:
             module, _, name = class_path.rpartition(".")
-            if (
-                getattr(sys.modules.get(module), name, None) is not class_type
-                and class_type.__qualname__ != name
-            ):
+            if getattr(sys.modules.get(module), name, None) is not class_type and class_type.__qualname__ != name:
                 return class_type(*args, **kwargs)  # A part of the module, of the same base class.
             given = {**hparams.get("init_args", {}), **hparams.get("dict_kwargs", {})}
             hparams = {CLASS_PATH: class_path, **given}
@@ -85,9 +78,7 @@ def instantiate_module(class_type: type[ModuleType], config: Mapping[str, Any]) 
     """
     given = {key: value for key, value in config.items() if key != INSTANTIATOR}
     class_path = given.pop(CLASS_PATH, None)
-    _refuse_unsafe(
-        class_type, {**given, **({CLASS_PATH: class_path} if class_path else {})}, "the checkpoint"
-    )
+    _refuse_unsafe(class_type, {**given, **({CLASS_PATH: class_path} if class_path else {})}, "the checkpoint")
     parser = ArgumentParser(exit_on_error=False)
     if class_path is not None:
         parser.add_subclass_arguments(class_type, "module", fail_untyped=False)
@@ -230,10 +221,7 @@ def classes_in(hint: object) -> list[type]:
     if isinstance(hint, type) and not arguments:
         return [] if hint.__module__.partition(".")[0] in ("builtins", "typing") else [hint]
     return [
-        kind
-        for one in arguments
-        for part in (one if isinstance(one, list) else [one])
-        for kind in classes_in(part)
+        kind for one in arguments for part in (one if isinstance(one, list) else [one]) for kind in classes_in(part)
     ]
 
 

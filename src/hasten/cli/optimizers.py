@@ -92,7 +92,4 @@ def plain_config(config: object) -> Any:
 
 def class_config(kind: type, init_args: object) -> dict[str, Any]:
     """Return the config that makes an object of ``kind`` with ``init_args``."""
-    return {
-        "class_path": f"{kind.__module__}.{kind.__qualname__}",
-        "init_args": plain_config(init_args) or {},
-    }
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": plain_config(init_args) or {}}

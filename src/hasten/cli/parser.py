@@ -43,9 +43,7 @@ AUTOMATIC = "AUTOMATIC"
 # What jsonargparse says.
 _KEY = re.compile(r'Parser key "([^"]*)"')
 _CLASS_PATH = re.compile(r"class_path '([^']*)'")
-_NOT_ACCEPTED = re.compile(
-    r"(?:Group '(?P<group>[^']*)' does not accept o|does not accept o|O)ption '(?P<name>[^']*)'"
-)
+_NOT_ACCEPTED = re.compile(r"(?:Group '(?P<group>[^']*)' does not accept o|does not accept o|O)ption '(?P<name>[^']*)'")
 _NO_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
 _NO_SUBCOMMAND = re.compile(r"invalid choice: '([^']*)'")
 
@@ -99,9 +97,7 @@ class LightningArgumentParser(ArgumentParser):
     ) -> None:
         # With abbreviations, a typo could be taken for another key.
         kwargs.setdefault("allow_abbrev", False)
-        super().__init__(
-            *args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs
-        )
+        super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         self.callback_keys: list[str] = []
         # Key -> (class or classes, the key it is linked to).
         self._optimizers: dict[str, tuple[type | tuple[type, ...], str]] = {}
@@ -148,11 +144,7 @@ class LightningArgumentParser(ArgumentParser):
             return [nested_key]
         # LightningCLI.instantiate_trainer makes the Trainer, with further arguments.
         added: list[str] = self.add_class_arguments(
-            given,
-            nested_key,
-            fail_untyped=False,
-            instantiate=not issubclass(given, Trainer),
-            sub_configs=True,
+            given, nested_key, fail_untyped=False, instantiate=not issubclass(given, Trainer), sub_configs=True
         )
         return added
 
@@ -204,14 +196,10 @@ class LightningArgumentParser(ArgumentParser):
             TypeError: not a scheduler class.
 
         """
-        self._add_choice(
-            "add_lr_scheduler_args", lr_scheduler_class, LRSchedulerTypeTuple, nested_key, {"optimizer"}
-        )
+        self._add_choice("add_lr_scheduler_args", lr_scheduler_class, LRSchedulerTypeTuple, nested_key, {"optimizer"})
         self._lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
 
-    def _add_choice(
-        self, method: str, kind: Any, allowed: tuple[type, ...], nested_key: str, skip: set[str]
-    ) -> None:
+    def _add_choice(self, method: str, kind: Any, allowed: tuple[type, ...], nested_key: str, skip: set[str]) -> None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not kinds or not all(isinstance(one, type) and issubclass(one, allowed) for one in kinds):
             names = " or ".join(f"{one.__module__}.{one.__name__}" for one in allowed)
@@ -274,9 +262,7 @@ def _hints(parser: ArgumentParser, message: str) -> list[str]:
         keys = list(dict.fromkeys(_KEY.findall(before)))
         for class_path in _CLASS_PATH.findall(before)[-1:]:
             options += ["--" + ".".join([*keys, name]) for name in _argument_names(class_path)]
-        near = [
-            _nearest_option("--" + ".".join(filter(None, (*keys, found["group"], found["name"]))), options)
-        ]
+        near = [_nearest_option("--" + ".".join(filter(None, (*keys, found["group"], found["name"]))), options)]
     elif found := _NO_CLASS.search(message):
         option = parser._option_string_actions.get(f"--{_KEY.findall(message)[-1]}")
         near = [nearest(found[1], _subclass_names(classes_in(getattr(option, "_typehint", None))))]
@@ -302,9 +288,7 @@ def _nearest_option(option: str, options: list[str]) -> str | None:
     group, _, leaf = option.rpartition(".")
     same_group = {name.rpartition(".")[2]: name for name in options if name.rpartition(".")[0] == group}
     # The common beginning of a group's options does not make two of them similar.
-    near = (
-        same_group.get(nearest(leaf, same_group) or "") if group and same_group else nearest(option, options)
-    )
+    near = same_group.get(nearest(leaf, same_group) or "") if group and same_group else nearest(option, options)
     # A name in the wrong group, or without one: --max_epochs for --trainer.max_epochs.
     return near or next((name for name in options if name.rpartition(".")[2] == leaf.lstrip("-")), None)
 

@@ -57,20 +57,13 @@ _TASK: list[Option] = [
         "model on film reviews. vit: a Vision Transformer of the usual size on photographs; it needs a GPU to end soon",
     )
 ]
-_SKIP = (
-    "leave out the row of this name, such as 'compiled' where compiling would take too long; may be repeated"
-)
+_SKIP = "leave out the row of this name, such as 'compiled' where compiling would take too long; may be repeated"
 _OPTIONS: dict[str, list[Option]] = {
     "all tasks": [
         ("--output", "FOLDER", Path, "default: hasten-demo"),
         ("--epochs", "N", whole(1), "default: 10 for digits, 3 for vit, 1 for the others"),
         ("--batch-size", "N", whole(1), "default: 8 for docstrings, 32 for digits, 12 for imdb, 64 for vit"),
-        (
-            "--learning-rate",
-            "X",
-            positive,
-            "default: 1e-4 for docstrings and imdb, 1e-3 for digits, 5e-5 for vit",
-        ),
+        ("--learning-rate", "X", positive, "default: 1e-4 for docstrings and imdb, 1e-3 for digits, 5e-5 for vit"),
         ("--seed", "N", whole(0), "of weights and order; default: 0"),
         (
             *("--row-seconds", "S", positive),
@@ -101,7 +94,7 @@ _OPTIONS: dict[str, list[Option]] = {
             *("--limit", "N", whole(10)),
             "train on N docstrings; or use N of the 50,000 reviews, split 70/10/20 into train, validation and test (at "
             "least 1,000 are tested), or N of the 60,000 photographs",
-        ),
+        )
     ],
     "docstrings and imdb": [
         (

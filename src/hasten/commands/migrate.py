@@ -15,12 +15,8 @@ from hasten._lib.optional import need
 from hasten.commands.parser import Parser
 
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
-_REQUIREMENTS = re.compile(
-    r"^(requirements.*\.txt|pyproject\.toml|setup\.(py|cfg)|environment.*\.ya?ml|Pipfile)$"
-)
-_REQUIRED = re.compile(
-    r"(?<![\w./-])(pytorch[-_]lightning|lightning[-_]fabric|lightning)(?=[\s\"'\[=<>~!,;]|$)"
-)
+_REQUIREMENTS = re.compile(r"^(requirements.*\.txt|pyproject\.toml|setup\.(py|cfg)|environment.*\.ya?ml|Pipfile)$")
+_REQUIRED = re.compile(r"(?<![\w./-])(pytorch[-_]lightning|lightning[-_]fabric|lightning)(?=[\s\"'\[=<>~!,;]|$)")
 
 
 @dataclass
@@ -85,9 +81,7 @@ def _planned(paths: Sequence[Path]) -> tuple[list[_File], list[tuple[Path, int, 
     files: list[_File] = []
     by_hand: list[tuple[Path, int, str]] = []
     # A file that links lead to as well is one file.
-    found = {
-        os.path.realpath(path): path for given in paths for path in sorted(_files_under(given), reverse=True)
-    }
+    found = {os.path.realpath(path): path for given in paths for path in sorted(_files_under(given), reverse=True)}
     for path in sorted(found.values()):
         try:
             data = path.read_bytes()

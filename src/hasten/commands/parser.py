@@ -51,9 +51,7 @@ class Parser(argparse.ArgumentParser):
     def wrong_choice(self, what: str, given: str, allowed: Iterable[str]) -> NoReturn:
         """End the program with code 2, the allowed words and the nearest."""
         names = list(allowed)
-        self.error(
-            f"unknown {what} {given!r}.{did_you_mean(given, names)} Choose one of: {', '.join(names)}."
-        )
+        self.error(f"unknown {what} {given!r}.{did_you_mean(given, names)} Choose one of: {', '.join(names)}.")
 
     def _unknown(self, word: str) -> NoReturn:
         if not word.startswith("-"):

@@ -11,12 +11,8 @@ from hasten.commands.parser import Parser
 
 def main(arguments: Sequence[str]) -> int:
     """Draw; return the exit code."""
-    parser = Parser(
-        prog="hasten plot", description="Draw loss.pdf and acc.pdf (and png) by epoch from a metrics.csv."
-    )
-    parser.add_argument(
-        "log_dir", type=Path, metavar="LOGDIR", help="folder with the metrics.csv of a CSVLogger"
-    )
+    parser = Parser(prog="hasten plot", description="Draw loss.pdf and acc.pdf (and png) by epoch from a metrics.csv.")
+    parser.add_argument("log_dir", type=Path, metavar="LOGDIR", help="folder with the metrics.csv of a CSVLogger")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where to write (default: LOGDIR)")
     options = parser.parse(arguments)
 

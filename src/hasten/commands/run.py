@@ -45,9 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     if not sys.flags.safe_path:
         sys.path[0] = os.path.abspath(path if source is None else path.parent)
     if source is None:
-        return _shown(
-            lambda: runpy.run_path(given.program, run_name="__main__"), os.path.abspath(path / "__main__.py")
-        )
+        return _shown(lambda: runpy.run_path(given.program, run_name="__main__"), os.path.abspath(path / "__main__.py"))
     file = os.path.abspath(path)
     return _shown(lambda: _execute(source, file), file)
 
@@ -55,9 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 def parse_program(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Add PROGRAM and ``-m MODULE`` to a parser; return its options, and the arguments of the program."""
     parser.add_argument("-m", dest="module", metavar="MODULE", help="a module, as python -m runs it")
-    parser.add_argument(
-        "program", nargs="?", metavar="PROGRAM", help="a Python file, or a folder with __main__.py"
-    )
+    parser.add_argument("program", nargs="?", metavar="PROGRAM", help="a Python file, or a folder with __main__.py")
     options, program, rest = _split(list(arguments), parser.options_with_value())
     return parser.parse([*options, *(["--", program] if program is not None else [])]), rest
 
@@ -113,9 +109,7 @@ def read_source(path: Path, parser: Parser) -> bytes | None:
         from hasten._lib.names import did_you_mean
 
         hint = did_you_mean(str(path), beside)
-        module = (
-            ", or run a module: hasten run -m MODULE" if "/" not in str(path) and path.suffix != ".py" else ""
-        )
+        module = ", or run a module: hasten run -m MODULE" if "/" not in str(path) and path.suffix != ".py" else ""
         parser.error(f"there is no file {str(path)!r} in {os.getcwd()}.{hint} Check the path{module}.")
     except OSError as error:
         parser.error(f"{path} cannot be read: {error.strerror}.")

@@ -73,9 +73,7 @@ def install() -> None:
     # A process that multiprocessing starts, such as the worker of a loader, unpickles this first, then imports the
     # program's main module, and with it `lightning`.
     original = multiprocessing.spawn.get_preparation_data
-    _replace(
-        multiprocessing.spawn, "get_preparation_data", lambda name: {"hasten": _Install(), **original(name)}
-    )
+    _replace(multiprocessing.spawn, "get_preparation_data", lambda name: {"hasten": _Install(), **original(name)})
     # Packages put objects into their checkpoints, and Lightning writes them. Reading stays as strict as ever.
     allow_objects(True)
     _replaced.callback(allow_objects, False)

@@ -19,13 +19,11 @@ from hasten.compat.modules import ROOTS, TABLE, relative
 from hasten.compat.names import alternative_to
 
 _FAMILIES = {
-    package: homes_of(package)
-    for package in ("hasten.callbacks", "hasten.demos", "hasten.loggers", "hasten.profilers")
+    package: homes_of(package) for package in ("hasten.callbacks", "hasten.demos", "hasten.loggers", "hasten.profilers")
 }
 # Reached as attributes after `import hasten`.
 _PACKAGES = frozenset(_FAMILIES) | {
-    f"hasten.{name}"
-    for name in ("accelerators", "cli", "data", "plugins", "strategies", "tuner", "utilities")
+    f"hasten.{name}" for name in ("accelerators", "cli", "data", "plugins", "strategies", "tuner", "utilities")
 }
 DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(ROOTS)})(?:\.[A-Za-z_]\w*)+")
 
@@ -232,9 +230,7 @@ class _Plan(cst.CSTVisitor):  # type: ignore[misc,unused-ignore]
                 continue
             target = module_for(name)
             if target is None:
-                self._hand(
-                    node, f"{name}: its names are in several modules of hasten: import each one by itself."
-                )
+                self._hand(node, f"{name}: its names are in several modules of hasten: import each one by itself.")
                 return False
             asname = get_full_name_for_node(alias.asname.name)
             self.bound[str(asname)] = (target, str(asname))

@@ -104,9 +104,7 @@ class Artifacts:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomically(self.path, _MAGIC + digest + meta + artifacts)
         except Exception as error:  # For example a full or read-only disk.
-            rank_zero_info(
-                f"The compile cache was not written to {self.path} ({error}). The run is not affected."
-            )
+            rank_zero_info(f"The compile cache was not written to {self.path} ({error}). The run is not affected.")
 
     def _keep_torchs_folder(self) -> None:
         # torch's own default lies in /tmp, which containers and reboots empty.

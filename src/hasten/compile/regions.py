@@ -165,9 +165,7 @@ class Region(Compiled):
     def _compile(self) -> Callable[..., Any]:
         return self._settings.compile(own_code(_call, self.name))
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: InstalledHooks
-    ) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: InstalledHooks) -> Any:
         """Call ``module``, which has these hooks, compiled."""
         counters = self._counters
         if self._stays_python or counters.paused or must_stay_python():

@@ -139,9 +139,7 @@ def as_compile(owner: str, value: object) -> CompileSettings | None:
 
 
 def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
-    own = {
-        name: check.boolean(owner, f"compile[{name!r}]", given.pop(name)) for name in _OWN if name in given
-    }
+    own = {name: check.boolean(owner, f"compile[{name!r}]", given.pop(name)) for name in _OWN if name in given}
     known = [name for name in inspect.signature(torch.compile).parameters if name not in _RESERVED]
     for name in given:
         if name in _RESERVED:
@@ -165,9 +163,7 @@ def _from_options(owner: str, given: dict[str, Any]) -> CompileSettings:
         )
     if mode is not None:
         check.one_of(owner, "compile['mode']", mode, _modes())
-    check.instance(
-        owner, "compile['options']", inner, Mapping, "a dict of the backend's options", allow_none=True
-    )
+    check.instance(owner, "compile['options']", inner, Mapping, "a dict of the backend's options", allow_none=True)
     if backend is not None and not callable(backend):
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
@@ -225,11 +221,7 @@ def check_possible(owner: str, settings: CompileSettings, device: torch.device) 
         ) from None
     # With the user's own torch.compile, torch decides, and records nothing here.
     if settings.cuda_graphs and device.type != "cuda" and settings.context is None:
-        options = {
-            name: settings.options[name]
-            for name in ("mode", "options", "backend")
-            if name in settings.options
-        }
+        options = {name: settings.options[name] for name in ("mode", "options", "backend") if name in settings.options}
         nearest = {"mode": "max-autotune-no-cudagraphs"} if options.get("mode") == "max-autotune" else True
         raise ValueError(
             f"{owner}(compile={options}) records CUDA graphs, which need a CUDA device; this run is on "

@@ -52,9 +52,7 @@ class Step(Compiled):
         super().__init__(f"{type(module).__name__}.{name}", settings, counters, dims)
         self._function = function
         self._code_name = name
-        self._loggers = [
-            (part, _collect(part)) for part in module.modules() if callable(getattr(part, "log", None))
-        ]
+        self._loggers = [(part, _collect(part)) for part in module.modules() if callable(getattr(part, "log", None))]
         self._parts = [part for part in module.modules() if hasattr(part, "config")]
         self._hooks = InstalledHooks(module)
         if (reason := _python_only(getattr(module, name, function))) is not None:
@@ -200,9 +198,7 @@ def _loaded(instruction: dis.Instruction) -> tuple[str, ...]:
 
 
 def _not_only_tensors(batch: Any) -> str | None:
-    kinds = {
-        type(leaf).__name__ for leaf in leaves(batch) if leaf is not None and not isinstance(leaf, Tensor)
-    }
+    kinds = {type(leaf).__name__ for leaf in leaves(batch) if leaf is not None and not isinstance(leaf, Tensor)}
     if kinds:
         return f"its batches hold {', '.join(sorted(kinds))} besides tensors. Its forward is compiled."
     return None

@@ -105,13 +105,7 @@ def is_plain_shuffle(sampler: object) -> bool:
 
 
 def check_dataloader(
-    loader: object,
-    argument: str,
-    name: str,
-    *,
-    batches: bool = True,
-    iteration: bool = True,
-    numbered: bool = False,
+    loader: object, argument: str, name: str, *, batches: bool = True, iteration: bool = True, numbered: bool = False
 ) -> None:
     """Check that hasten can change how ``loader`` makes its batches; the flags say what has to be as usual.
 
@@ -136,12 +130,7 @@ def check_dataloader(
 
 
 def required_in_training(
-    change: Callable[[], _Loader],
-    loader: _Loader,
-    stage: str,
-    name: str,
-    *,
-    always: tuple[type[Exception], ...] = (),
+    change: Callable[[], _Loader], loader: _Loader, stage: str, name: str, *, always: tuple[type[Exception], ...] = ()
 ) -> _Loader:
     """Return ``change()``; outside training, log why it is impossible and return the loader unchanged."""
     try:
@@ -195,9 +184,7 @@ class ShardSampler(Sampler[Any]):
 
     """
 
-    def __init__(
-        self, sampler: Iterable[Any], num_replicas: int, rank: int, *, seed: int = 0, repeat: bool
-    ) -> None:
+    def __init__(self, sampler: Iterable[Any], num_replicas: int, rank: int, *, seed: int = 0, repeat: bool) -> None:
         self.sampler: Any = sampler
         self.num_replicas, self.rank, self.seed, self.repeat = num_replicas, rank, seed, repeat
         self.epoch = 0

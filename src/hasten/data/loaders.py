@@ -8,14 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 
 from hasten._lib import tree
 from hasten._lib.rank_zero import rank_zero_warn
@@ -91,9 +84,7 @@ def prepare(
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
     batches = loader.batch_sampler
     if isinstance(batches, PlannedBatches):
-        return with_attributes(
-            loader, batch_sampler=batches.shared(num_replicas, rank, seed=seed, repeat=train)
-        )
+        return with_attributes(loader, batch_sampler=batches.shared(num_replicas, rank, seed=seed, repeat=train))
     if batches is not None and type(batches) is not BatchSampler:
         shard = ShardSampler(batches, num_replicas, rank, seed=seed, repeat=train)
         return with_attributes(loader, batch_sampler=shard)

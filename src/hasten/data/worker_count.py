@@ -23,13 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from hasten._lib import check
 from hasten._lib.files import cache_folder, read_json, remember_json
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.data.loader_parts import (
-    check_dataloader,
-    length_of,
-    required_in_training,
-    shut_down,
-    with_attributes,
-)
+from hasten.data.loader_parts import check_dataloader, length_of, required_in_training, shut_down, with_attributes
 from hasten.machine.host import usable_cores
 from hasten.seed import isolate_rng
 
@@ -84,9 +78,7 @@ def auto_workers(loader: _T, *, seconds: float = 4.0, stage: str = "train", name
     return required_in_training(lambda: _with_best(loader, seconds, name), loader, stage, name)
 
 
-def with_workers(
-    loader: _T, num_workers: int, *, stage: str = "validate", name: str = "the dataloader"
-) -> _T:
+def with_workers(loader: _T, num_workers: int, *, stage: str = "validate", name: str = "the dataloader") -> _T:
     """Return a ``DataLoader`` with another number of worker processes; all else stays.
 
     Args:
@@ -311,12 +303,7 @@ def _recall(file: Path) -> int | None:
 
 def _key(loader: DataLoader[Any]) -> str:
     """Return a hash of what decides how fast a loader is: its data, their code and the machine."""
-    parts: list[Any] = [
-        platform.node(),
-        os.cpu_count(),
-        torch.__version__,
-        os.environ.get("LOCAL_WORLD_SIZE"),
-    ]
+    parts: list[Any] = [platform.node(), os.cpu_count(), torch.__version__, os.environ.get("LOCAL_WORLD_SIZE")]
     dataset: Any = loader.dataset
     while dataset is not None:
         # The same class reads one folder or another, small images or large ones.

@@ -132,9 +132,7 @@ class _RowTrial:
 
     def __init__(self, engine: Engine, task: Task, result: Result) -> None:
         began = time.perf_counter()
-        self.process = engine.start(
-            ROW_TARGET, task, result.variant, torch.get_num_threads(), name=result.row.name
-        )
+        self.process = engine.start(ROW_TARGET, task, result.variant, torch.get_num_threads(), name=result.row.name)
         self.process.ready()
         result.ready_seconds = time.perf_counter() - began
         steps = 2 if result.variant.argument("compile") else 1
@@ -236,8 +234,7 @@ class Measurement:
         elif self.task.full_seconds is not None:
             chosen.append(first)
         trials = [
-            self._open.get(result) or _RowTrial(self.engine, self.task, result)
-            for result in dict.fromkeys(chosen)
+            self._open.get(result) or _RowTrial(self.engine, self.task, result) for result in dict.fromkeys(chosen)
         ]
         for turn in range(self.rounds):
             for trial in trials:
@@ -318,9 +315,7 @@ def measure(
     check.whole("measure", "seeds", seeds, at_least=1)
     with Engine() as engine:
         engine.preload([*task.imports, ROW_TARGET.partition(":")[0]])
-        found = Measurement(
-            task=task, engine=engine, row_seconds=row_seconds, rounds=rounds, full=full, say=say
-        )
+        found = Measurement(task=task, engine=engine, row_seconds=row_seconds, rounds=rounds, full=full, say=say)
         for row in task.rows:
             found.add(row)
             keep(found.results)

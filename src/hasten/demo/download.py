@@ -77,8 +77,7 @@ def download(remote: Remote, folder: Path, *, timeout_seconds: float = 30.0) -> 
         part.replace(target)
     except urllib.error.HTTPError as error:
         raise DemoError(
-            f"{remote.url} answered {error.code} {error.reason}. Fetch the archive another way and name it "
-            "with --data."
+            f"{remote.url} answered {error.code} {error.reason}. Fetch the archive another way and name it with --data."
         ) from error
     except (urllib.error.URLError, TimeoutError, http.client.HTTPException, ConnectionError) as error:
         raise DemoError(
@@ -99,9 +98,7 @@ def _fetch_rest(remote: Remote, part: Path, timeout_seconds: float) -> None:
     request = urllib.request.Request(remote.url, headers=headers)
     with urllib.request.urlopen(request, timeout=timeout_seconds) as answer:
         # The server may send the whole file, asked for a part or not.
-        goes_on = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(
-            f"bytes {have}-"
-        )
+        goes_on = answer.status == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
         have = have if goes_on else 0
         length = answer.headers.get("Content-Length", "")
         if length.isdecimal():

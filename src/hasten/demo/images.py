@@ -113,9 +113,7 @@ class VisionTransformer(nn.Module):
         block = nn.TransformerEncoderLayer(
             width, heads, hidden, dropout, activation="gelu", batch_first=True, norm_first=True
         )
-        self.blocks = nn.TransformerEncoder(
-            block, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False
-        )
+        self.blocks = nn.TransformerEncoder(block, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -259,9 +257,7 @@ class Vit(ImageTask):
         if side % PATCH or side < PATCH:
             raise ValueError(f"side={side}: use a multiple of {PATCH}, such as 224.")
         if limit is not None and limit < 60:
-            raise ValueError(
-                f"limit={limit}: too few images to split in three. Use 60 or more, or leave it out."
-            )
+            raise ValueError(f"limit={limit}: too few images to split in three. Use 60 or more, or leave it out.")
         self.pretrained, self.side, self.width, self.depth = pretrained, side, width, depth
         self.tokens_per_image = (side // PATCH) ** 2
         if random_images:

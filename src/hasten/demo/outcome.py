@@ -197,9 +197,7 @@ def _notes(results: Sequence[Result], arithmetic: Arithmetic | None) -> list[str
             continue
         if "compile" in row.arguments:
             doing = "compiling and recording" if records else "compiling"
-            notes.append(
-                f"Row {number}: {_seconds(result.start_seconds)} s went by before its steps, {doing}."
-            )
+            notes.append(f"Row {number}: {_seconds(result.start_seconds)} s went by before its steps, {doing}.")
         if graphs_above and "packed" in row.arguments:
             notes.append(f"Row {number} is without CUDA graphs: packed batches are not recorded.")
         graphs_above |= result.kept and records
@@ -225,9 +223,7 @@ def _notes(results: Sequence[Result], arithmetic: Arithmetic | None) -> list[str
             f"({_grouped(sampled)}); no accuracy where not trained in full."
         )
     if not all(result.row.same_maths for result in results):
-        notes.append(
-            "* changes the maths: not the same training, check the accuracy. The rows below keep the change."
-        )
+        notes.append("* changes the maths: not the same training, check the accuracy. The rows below keep the change.")
     if classes:
         notes.append(f"More than rounding: {_grouped(sorted(classes, key=lambda each: each[1]))}.")
     if left_out:

@@ -17,10 +17,7 @@ from hasten.types import StepOutput
 
 
 def train(
-    model: nn.Module,
-    loader: Iterable[Batch],
-    task: Task,
-    after_step: Callable[[nn.Module, Tensor, Batch], None],
+    model: nn.Module, loader: Iterable[Batch], task: Task, after_step: Callable[[nn.Module, Tensor, Batch], None]
 ) -> NoReturn:
     """Train in float32 with nothing but PyTorch, until ``after_step`` ends the process.
 
@@ -90,12 +87,7 @@ class RowTraining(L.Callback):
         self.session.ready()
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: StepOutput,
-        batch: Batch,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, Classifier)
         assert isinstance(outputs, Mapping)

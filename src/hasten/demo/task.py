@@ -139,8 +139,7 @@ def lever_rows(*names: str, draws: bool = True) -> list[LadderRow]:
 def code_of(arguments: Mapping[str, Any]) -> str:
     """Return arguments as code, such as ``packed=True, allocator="keep"``."""
     return ", ".join(
-        f'{name}="{value}"' if isinstance(value, str) else f"{name}={value!r}"
-        for name, value in arguments.items()
+        f'{name}="{value}"' if isinstance(value, str) else f"{name}={value!r}" for name, value in arguments.items()
     )
 
 

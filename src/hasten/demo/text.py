@@ -324,17 +324,13 @@ def find_sources(library: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def split_docstrings(
-    folders: dict[str, Path], *, train: int, test: int
-) -> tuple[list[Labeled], list[Labeled]]:
+def split_docstrings(folders: dict[str, Path], *, train: int, test: int) -> tuple[list[Labeled], list[Labeled]]:
     """Return texts and labels to train and to test on: so many of each folder, from other modules, in a fixed order."""
     chance = random.Random(0)
     seen: set[str] = set()
     parts: tuple[list[Labeled], list[Labeled]] = ([], [])
     for label, folder in enumerate(folders.values()):
-        modules = sorted(
-            path for path in folder.rglob("*.py") if not SKIPPED & set(path.relative_to(folder).parts)
-        )
+        modules = sorted(path for path in folder.rglob("*.py") if not SKIPPED & set(path.relative_to(folder).parts))
         chance.shuffle(modules)
         for part, count in ((parts[1], test), (parts[0], train)):
             texts: list[str] = []
@@ -441,9 +437,7 @@ def split_reviews(count: int, *, limit: int | None = None, seed: int = 0) -> tup
     """
     used = count if limit is None else min(limit, count)
     if used < 10:
-        raise ValueError(
-            f"limit={limit}: {used} of {count} reviews are too few to split in three. Use 10 or more."
-        )
+        raise ValueError(f"limit={limit}: {used} of {count} reviews are too few to split in three. Use 10 or more.")
     train, validation = round(used * TRAIN_SHARE), round(used * VALIDATION_SHARE)
     end = train + validation
     test = min(max(used - end, SMALLEST_TEST), count - end)

@@ -71,9 +71,7 @@ class ModelSource:
         """Return the token numbers of each text, with the special tokens, at most ``max_length`` each."""
         if self.tokenizer is None:
             return [hashed_words(text, max_length=max_length) for text in texts]
-        encoded = from_files("AutoTokenizer", self.tokenizer)(
-            list(texts), truncation=True, max_length=max_length
-        )
+        encoded = from_files("AutoTokenizer", self.tokenizer)(list(texts), truncation=True, max_length=max_length)
         return list(encoded["input_ids"])
 
     def tokenizer_key(self, max_length: int) -> str:
@@ -160,9 +158,7 @@ def _packaged_minilm() -> Path:
     )
 
 
-def from_files(
-    kind: str, where: str, instead: str = "use --model minilm or --random-weights", **changes: Any
-) -> Any:
+def from_files(kind: str, where: str, instead: str = "use --model minilm or --random-weights", **changes: Any) -> Any:
     """Return what a class of transformers reads from a folder or the hub; ``instead`` is advice for an error.
 
     Raises:

@@ -36,12 +36,7 @@ class SimpleLSTM(nn.Module):
     """
 
     def __init__(
-        self,
-        vocab_size: int = VOCAB_SIZE,
-        ninp: int = 512,
-        nhid: int = 512,
-        nlayers: int = 4,
-        dropout: float = 0.2,
+        self, vocab_size: int = VOCAB_SIZE, ninp: int = 512, nhid: int = 512, nlayers: int = 4, dropout: float = 0.2
     ) -> None:
         super().__init__()
         self.vocab_size = vocab_size

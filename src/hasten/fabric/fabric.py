@@ -125,8 +125,7 @@ class Fabric(RuntimeView):
             precision=precision, plugins=plugins, owner="Fabric",
         )  # fmt: skip
         self._speed = check_speed(
-            "Fabric",
-            {"matmul_precision": matmul_precision, "fused_optimizer": fused_optimizer, "compile": compile},
+            "Fabric", {"matmul_precision": matmul_precision, "fused_optimizer": fused_optimizer, "compile": compile}
         )
         self._compiled: list[CompiledModel] = []
         self._callbacks: list[Any] = _listed(callbacks)
@@ -324,9 +323,7 @@ class Fabric(RuntimeView):
                     f"Fabric.setup_dataloaders(): argument {position} is a {type(loader).__name__}. Only a PyTorch "
                     "DataLoader can be set up; iterate over other things directly and use fabric.to_device(batch)."
                 )
-            share: dict[str, Any] = (
-                use_distributed_sampler and self._runtime.distributed_sampler_kwargs
-            ) or {}
+            share: dict[str, Any] = (use_distributed_sampler and self._runtime.distributed_sampler_kwargs) or {}
             ready = prepare(loader, stage="train", name=f"dataloader {position}", **share)
             made.append(FabricDataLoader(ready, self.device if move_to_device else None))
         return made[0] if len(made) == 1 else made
@@ -384,9 +381,7 @@ class Fabric(RuntimeView):
 
     # -- a step
 
-    def backward(
-        self, tensor: Tensor, *args: object, model: nn.Module | None = None, **kwargs: object
-    ) -> None:
+    def backward(self, tensor: Tensor, *args: object, model: nn.Module | None = None, **kwargs: object) -> None:
         """Compute gradients: in place of ``loss.backward()``.
 
         Args:
@@ -598,10 +593,7 @@ class Fabric(RuntimeView):
     # -- files
 
     def save(
-        self,
-        path: PathLike,
-        state: dict[str, Any],
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+        self, path: PathLike, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None = None
     ) -> None:
         """Write a checkpoint; all processes must call it.
 
@@ -646,12 +638,7 @@ class Fabric(RuntimeView):
         return rest
 
     def load_raw(
-        self,
-        path: PathLike,
-        obj: nn.Module | Optimizer,
-        strict: bool = True,
-        *,
-        weights_only: bool | None = None,
+        self, path: PathLike, obj: nn.Module | Optimizer, strict: bool = True, *, weights_only: bool | None = None
     ) -> None:
         """Read a file that holds nothing but the state of one module or optimizer.
 
@@ -758,9 +745,7 @@ def _collect(state: object, filter: Any) -> dict[str, Any]:
 _STATE = "a dict of names and objects, such as {'model': model}"
 
 
-def _restore(
-    state: dict[str, Any], contents: dict[str, Any], *, strict: bool, path: PathLike
-) -> dict[str, Any]:
+def _restore(state: dict[str, Any], contents: dict[str, Any], *, strict: bool, path: PathLike) -> dict[str, Any]:
     """Load ``contents`` into the objects of ``state``; return the rest."""
     check.instance("Fabric.load", "state", state, dict, f"{_STATE}, or fabric.load_raw(path, obj)")
     missing = [name for name in state if name not in contents]

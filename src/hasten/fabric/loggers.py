@@ -77,11 +77,7 @@ class FabricTensorBoardLogger(loggers.TensorBoardLogger):
         sub_dir: PathLike | None = None,
         **kwargs: Any,
     ) -> None:
-        options: dict[str, Any] = {
-            "default_hp_metric": default_hp_metric,
-            "prefix": prefix,
-            "sub_dir": sub_dir,
-        }
+        options: dict[str, Any] = {"default_hp_metric": default_hp_metric, "prefix": prefix, "sub_dir": sub_dir}
         super().__init__(root_dir, name, version, **options, **kwargs)
 
     root_dir = ReadOnly[str]("save_dir", "Folder under which the runs are kept.")

@@ -36,11 +36,7 @@ class FabricModule(nn.Module):
     """
 
     def __init__(
-        self,
-        original: nn.Module,
-        runtime: Runtime,
-        wrapped: nn.Module,
-        call: Callable[..., Any] | None = None,
+        self, original: nn.Module, runtime: Runtime, wrapped: nn.Module, call: Callable[..., Any] | None = None
     ) -> None:
         own = self.__dict__
         own.update(_original=original, _runtime=runtime, _marked=set(_STEPS), _wrapped=wrapped)
@@ -130,9 +126,7 @@ class FabricModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def extra_repr(self) -> str:

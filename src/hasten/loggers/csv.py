@@ -165,9 +165,7 @@ class ExperimentWriter:
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row, to be written by the next ``save``; ``step`` is the number of buffered rows by default."""
-        row = {
-            name: value.item() if isinstance(value, Tensor) else value for name, value in metrics_dict.items()
-        }
+        row = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics_dict.items()}
         self.metrics.append({**row, "step": len(self.metrics) if step is None else step})
 
     def log_hparams(self, params: Mapping[str, Any]) -> None:
@@ -240,9 +238,7 @@ class CSVLogger(FolderLogger[ExperimentWriter]):
 
     @rank_zero_only
     def log_hyperparams(
-        self,
-        params: dict[str, Any] | Namespace | None = None,
-        metrics: Mapping[str, float] | float | None = None,
+        self, params: dict[str, Any] | Namespace | None = None, metrics: Mapping[str, float] | float | None = None
     ) -> None:
         """Write hyper-parameters to ``hparams.yaml``; ``metrics`` is for other loggers and ignored here."""
         self.experiment.log_hparams(as_dict(params))

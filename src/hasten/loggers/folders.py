@@ -85,9 +85,7 @@ class FolderLogger(StartedLogger[T]):
     def __init__(
         self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
     ) -> None:
-        owner = next(
-            kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("hasten.loggers")
-        )
+        owner = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("hasten.loggers"))
         path = os.fspath(check.path(owner, "save_dir", save_dir))
         self._save_dir = path if is_url(path) else os.path.expanduser(local(path))
         self._name = check.instance(owner, "name", name, str, "a string", allow_none=True) or ""

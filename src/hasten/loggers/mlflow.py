@@ -131,9 +131,7 @@ class MLFlowLogger(UploadingLogger):
             location = self._artifact_location
             if location is None and self._is_own_store:
                 location = (Path(self._folder).absolute() / "artifacts").as_uri()
-            self._experiment_id = client.create_experiment(
-                name=self._experiment_name, artifact_location=location
-            )
+            self._experiment_id = client.create_experiment(name=self._experiment_name, artifact_location=location)
         if self._run_name is not None:
             self.tags = {**(self.tags or {}), "mlflow.runName": self._run_name}
         context = need("mlflow.tracking.context.registry", purpose="MLFlowLogger")

@@ -88,9 +88,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     def _start(self) -> SummaryWriter:
         make_writable("TensorBoardLogger", f"save_dir={self._save_dir!r}", self.log_dir)
         summaries = need("torch.utils.tensorboard", purpose="TensorBoardLogger")
-        writer: SummaryWriter = summaries.SummaryWriter(
-            log_dir=self.log_dir, **{**self._purge, **self._kwargs}
-        )
+        writer: SummaryWriter = summaries.SummaryWriter(log_dir=self.log_dir, **{**self._purge, **self._kwargs})
         return writer
 
     @rank_zero_only
@@ -121,10 +119,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
 
     @rank_zero_only
     def log_hyperparams(
-        self,
-        params: dict[str, Any] | Namespace,
-        metrics: dict[str, Any] | float | None = None,
-        step: int | None = None,
+        self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | float | None = None, step: int | None = None
     ) -> None:
         """Write hyper-parameters.
 

@@ -228,10 +228,7 @@ class WandbLogger(UploadingLogger):
             if len(values) != len(items):
                 raise ValueError(f"{owner}: {name} has {len(values)} items for {len(items)} {argument}.")
         make = getattr(need("wandb", purpose="WandbLogger"), kind)
-        media = [
-            make(item, **{name: values[i] for name, values in options.items()})
-            for i, item in enumerate(items)
-        ]
+        media = [make(item, **{name: values[i] for name, values in options.items()}) for i, item in enumerate(items)]
         self.log_metrics({key: media}, step)
 
     @rank_zero_only

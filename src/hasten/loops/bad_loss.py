@@ -227,9 +227,7 @@ class Guard:
         """Report the skipped steps; raise if every step of the run so far was skipped."""
         self._report()
         if self._skipped and self._skipped >= self._windows:
-            raise self._error(
-                f"each of the {self._windows} steps so far was left out, so nothing was trained."
-            )
+            raise self._error(f"each of the {self._windows} steps so far was left out, so nothing was trained.")
 
     def _report(self) -> None:
         """Report the steps skipped since the last report."""
@@ -421,9 +419,7 @@ def _first_bad(run: Run, before: StepState | None, batch: Any, batch_idx: int, *
 
     # Calls that end first are looked at first: a part before the whole.
     handles = [
-        layer.register_forward_hook(
-            lambda layer, inputs, output, name=name: check(name, layer, inputs, output)
-        )
+        layer.register_forward_hook(lambda layer, inputs, output, name=name: check(name, layer, inputs, output))
         for name, layer in run.module.named_modules()
         if name
     ]
@@ -466,6 +462,4 @@ def _bad_in(thing: Any, path: str) -> str | None:
         inside = enumerate(thing)
     else:
         return None
-    return next(
-        (found for key, value in inside if (found := _bad_in(value, f"{path}[{key!r}]")) is not None), None
-    )
+    return next((found for key, value in inside if (found := _bad_in(value, f"{path}[{key!r}]")) is not None), None)

@@ -249,8 +249,7 @@ def _predict_loader(run: Run, loader_idx: int, several: bool, kept: list[Any] | 
         output = step(batch, batch_idx)
         if output is None:
             warn_once(
-                "predict_step",
-                f"predict returned None: {type(run.module).__name__}.predict_step has no return value.",
+                "predict_step", f"predict returned None: {type(run.module).__name__}.predict_step has no return value."
             )
         hooks.on_predict_batch_end(output, batch, batch_idx, *suffix)
         if kept is not None:

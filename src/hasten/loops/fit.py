@@ -18,13 +18,7 @@ from hasten.hooks import STEPS, nothing, overrides
 from hasten.loops import bad_loss, micro_batches, schedule
 from hasten.loops.evaluate import evaluate, sanity_check
 from hasten.loops.prepare import compiled_step, follow_arguments, recorded_steps
-from hasten.loops.processes import (
-    agree_after_batch,
-    agree_on_end,
-    batch_by_batch,
-    exchange_without_loss,
-    skip_epoch,
-)
+from hasten.loops.processes import agree_after_batch, agree_on_end, batch_by_batch, exchange_without_loss, skip_epoch
 from hasten.loops.progress import RunningStage
 from hasten.loops.resume import batch_start
 from hasten.loops.run import Run, Stopped
@@ -188,9 +182,7 @@ def train_batches(run: Run, batches: Iterable[tuple[Any, bool]]) -> None:
 
         window.is_start = progress.accumulation_index == 0
         if window.is_start and batch_idx > plan.tail_start:
-            plan = _make_plan(
-                run
-            )  # More batches than the loader's length: these fill whole accumulations again.
+            plan = _make_plan(run)  # More batches than the loader's length: these fill whole accumulations again.
         window.is_end = is_end = is_last or progress.accumulation_index + 1 >= plan.accumulation_size
         window.size = plan.accumulation_size if batch_idx < plan.tail_start else plan.tail_size
         outputs = plan.train_step(batch, batch_idx)
@@ -387,9 +379,7 @@ def _closure_step(run: Run) -> Step:
 
 def _finish_in_closure(run: Run) -> Callable[[], None]:
     finish_gradients = _finish_gradients(run)
-    return (
-        finish_gradients if run.guard is None else run.guard.in_closure(run.optimizers[0], finish_gradients)
-    )
+    return finish_gradients if run.guard is None else run.guard.in_closure(run.optimizers[0], finish_gradients)
 
 
 def _step_with_closure(run: Run, batch_idx: int, compute: Callable[[], Tensor | None]) -> None:
@@ -638,9 +628,7 @@ def _finish_gradients(run: Run) -> Callable[[], None]:
     runtime, module, hooks, progress = run.runtime, run.module, run.hooks, run.progress
     optimizer, arguments, window = run.optimizers[0], run.arguments, run.window
     unscale, max_value = runtime.unscale, arguments.gradient_clip_val or 0.0
-    custom = any(
-        overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients")
-    )
+    custom = any(overrides(module, LightningModule, name) for name in ("configure_gradient_clipping", "clip_gradients"))
     clips = max_value > 0 and not custom and not isinstance(optimizer, InBackward)
     clip = runtime.clip_value if arguments.gradient_clip_algorithm == "value" else runtime.clip_norm
 

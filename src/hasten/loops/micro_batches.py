@@ -530,9 +530,7 @@ class MemoryPlan:
         """Describe in words what is computed now."""
         parts = []
         if self.shrinks and self.samples is not None:
-            parts.append(
-                f"{self.samples} sample{'s' if self.samples > 1 else ''} at once (micro_batch='auto')"
-            )
+            parts.append(f"{self.samples} sample{'s' if self.samples > 1 else ''} at once (micro_batch='auto')")
         if self.memory is not None:
             kept = "all but products and attention" if self.memory == "selective" else "everything"
             parts.append(f"{self._blocks} blocks compute {kept} again in backward (memory='auto')")

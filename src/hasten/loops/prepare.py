@@ -356,9 +356,7 @@ def resume_batch_size(run: Run, checkpoint: dict[str, Any], datamodule: Lightnin
     ranks = (checkpoint.get("hasten") or {}).get("ranks") or [{}]
     size = ranks[min(run.runtime.global_rank, len(ranks) - 1)].get("batch_size")
     if not isinstance(size, int):
-        rank_zero_info(
-            "Trainer(batch_size='auto'): the checkpoint has no batch size; it stays that of the loader."
-        )
+        rank_zero_info("Trainer(batch_size='auto'): the checkpoint has no batch size; it stays that of the loader.")
         return
     speed = dataclasses.replace(run.arguments.speed, batch_size=size)
     run.arguments = dataclasses.replace(run.arguments, speed=speed)

@@ -68,10 +68,7 @@ def batch_by_batch(run: Run, batches: Batches) -> Batches:
                 dist.all_gather_object(everybody, state, group=group)
                 if len(set(everybody)) > 1:
                     first = everybody.index(max(everybody))
-                    _warn(
-                        first,
-                        f"has no more batches after {run.progress.batch + (state != _NONE)}, and others have",
-                    )
+                    _warn(first, f"has no more batches after {run.progress.batch + (state != _NONE)}, and others have")
             if worst.item() == _NONE:
                 return
             yield batch, worst.item() == _LAST

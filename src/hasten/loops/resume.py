@@ -50,9 +50,7 @@ class RunState:
 
     """
 
-    def __init__(
-        self, run: Run, callbacks: Iterable[Callback], datamodule: LightningDataModule | None
-    ) -> None:
+    def __init__(self, run: Run, callbacks: Iterable[Callback], datamodule: LightningDataModule | None) -> None:
         self._run, self._callbacks, self._datamodule = run, callbacks, datamodule
 
     def collect(self, *, weights_only: bool) -> dict[str, Any]:
@@ -189,9 +187,7 @@ class RunState:
             "guard": None if run.guard is None else run.guard.state_dict(),
             "batch_size": run.arguments.speed.batch_size,
             "fits": None if run.memory_plan is None else run.memory_plan.state_dict(),
-            "loggers": [
-                logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.logged.loggers
-            ],
+            "loggers": [logger.state_dict() if isinstance(logger, Logger) else {} for logger in run.logged.loggers],
             "evaluations": {run.validation.stage: evaluations} if evaluations else {},
         }
 
@@ -217,9 +213,7 @@ class RunState:
         """Return what the checkpoint holds for this process; None if another number of processes wrote it."""
         ranks = (checkpoint.get("hasten") or {}).get("ranks", ())
         runtime = self._run.runtime
-        state: dict[str, Any] | None = (
-            ranks[runtime.global_rank] if len(ranks) == runtime.world_size else None
-        )
+        state: dict[str, Any] | None = ranks[runtime.global_rank] if len(ranks) == runtime.world_size else None
         return state
 
     # -- callbacks and hyper-parameters

@@ -165,9 +165,7 @@ class Run:
     def data_of(self, fn: str) -> list[StageData]:
         """Return the data that fit, validate, test or predict reads, the main one first."""
         train, validation, test, predict = self.all_data()
-        return {"fit": [train, validation], "validate": [validation], "test": [test], "predict": [predict]}[
-            fn
-        ]
+        return {"fit": [train, validation], "validate": [validation], "test": [test], "predict": [predict]}[fn]
 
     @property
     def max_epochs(self) -> float:

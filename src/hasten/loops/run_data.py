@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 # By stage: the hook that gives the loaders, the step, and the argument that limits the batches.
 _SHORT = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}
 HOOK_OF = {stage: f"{short}_dataloader" for stage, short in _SHORT.items()}
-STEP_OF = {stage: f"{stage}_step" for stage in _SHORT} | {
-    "train": "training_step",
-    "validate": "validation_step",
-}
+STEP_OF = {stage: f"{stage}_step" for stage in _SHORT} | {"train": "training_step", "validate": "validation_step"}
 LIMIT_OF = {stage: f"limit_{short}_batches" for stage, short in _SHORT.items()}
 
 
@@ -120,8 +117,7 @@ class StageData:
     def loaders(self) -> list[Any]:
         """The prepared loaders. Joined ones are in the structure they were given in."""
         return [
-            stream.loader.iterables if isinstance(stream, CombinedStream) else stream.loader
-            for stream in self.load()
+            stream.loader.iterables if isinstance(stream, CombinedStream) else stream.loader for stream in self.load()
         ]
 
     @property
@@ -178,9 +174,7 @@ class StageData:
                 owner, hook = self._owner(), HOOK_OF[self.stage]
                 given, name = getattr(owner, hook)(), f"{type(owner).__name__}.{hook}()"
                 if given is None:
-                    raise MisconfigurationException(
-                        f"{name} returned None. Return a DataLoader or an iterable."
-                    )
+                    raise MisconfigurationException(f"{name} returned None. Return a DataLoader or an iterable.")
             found = self._several(given, name)
             self._streams = [
                 self._stream(loader, name if len(found) == 1 else f"{name}[{index}]")
@@ -293,9 +287,7 @@ class StageData:
         """Return the datamodule or module whose hook gives the loaders, or None."""
         owners = (self.datamodule if self._reads_datamodule else None, self._module)
         name = HOOK_OF[self.stage]
-        return next(
-            (owner for owner in owners if owner is not None and overrides(owner, DataHooks, name)), None
-        )
+        return next((owner for owner in owners if owner is not None and overrides(owner, DataHooks, name)), None)
 
     def _stream(self, loader: Any, name: str) -> Stream | CombinedStream:
         if not isinstance(loader, CombinedLoader):
@@ -383,9 +375,7 @@ def make_transfer(run: Run, source: StageData, loader_idx: int = 0) -> Callable[
         owner = next(found, None)
         return None if owner is None else getattr(owner, name)
 
-    before, move, after = map(
-        hook, ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    )
+    before, move, after = map(hook, ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"))
     to_device = run.runtime.to_device if device.type != "cuda" else SideStream(device)
     if before is None and move is None and after is None:
         return None if device.type == "cpu" else run.watch("batch_to_device", to_device)
@@ -441,9 +431,7 @@ class StallMonitor:
         starting = _starting_loaders(run)
         return self._first_of_epoch(run, iterator, starting) if starting else iterator
 
-    def _first_of_epoch(
-        self, run: Run, batches: Iterator[Any], starting: list[DataLoader[Any]]
-    ) -> Iterator[Any]:
+    def _first_of_epoch(self, run: Run, batches: Iterator[Any], starting: list[DataLoader[Any]]) -> Iterator[Any]:
         """Return the same batches; the first of an epoch tells what starting workers costs each epoch."""
         first = list(itertools.islice(batches, 1))
         if self._waited:
@@ -527,9 +515,7 @@ def _advice(run: Run, loader: Any, *, starts: bool) -> str:
     """Return what would help; ``starts``: most of the waiting is for processes that start."""
     speed = run.arguments.speed
     if not isinstance(loader, DataLoader):
-        return (
-            f"Make what {type(loader).__name__} does for a batch cheaper, or do it ahead in another thread."
-        )
+        return f"Make what {type(loader).__name__} does for a batch cheaper, or do it ahead in another thread."
     if is_resident(loader):
         return "The data is in memory already: what is left is the collate function and the sampler."
     if starts:
@@ -544,13 +530,7 @@ def _advice(run: Run, loader: Any, *, starts: bool) -> str:
         )
     ways = []
     if speed.num_workers is None:
-        ways.append(
-            f"Trainer(num_workers='auto') finds how many worker processes pay (now {loader.num_workers})"
-        )
+        ways.append(f"Trainer(num_workers='auto') finds how many worker processes pay (now {loader.num_workers})")
     if not speed.resident:
-        ways.append(
-            "Trainer(resident='auto') holds data in memory that fits there and is the same in each epoch"
-        )
-    return (
-        "; ".join(ways or ["Make the samples cheaper: smaller files, decoded once, or stored decoded"]) + "."
-    )
+        ways.append("Trainer(resident='auto') holds data in memory that fits there and is the same in each epoch")
+    return "; ".join(ways or ["Make the samples cheaper: smaller files, decoded once, or stored decoded"]) + "."

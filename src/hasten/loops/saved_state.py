@@ -105,9 +105,7 @@ class _SavedTensor:
         if self.copy is not None:
             self._restore_values()
         elif self.was_written():
-            raise self._lost(
-                "was changed in place by", "register what belongs to the module with register_buffer, "
-            )
+            raise self._lost("was changed in place by", "register what belongs to the module with register_buffer, ")
         may_have_gradient = tensor.requires_grad or self.required or tensor.grad is not self.gradient
         if self.owns_gradient and tensor.is_leaf and may_have_gradient:
             tensor.grad = self.gradient
@@ -422,9 +420,7 @@ def _differs(one: Any, other: Any) -> bool | Tensor:
         return True
     if type(one) is Tensor and one.layout is torch.strided and one.device.type == other.device.type == "cpu":
         one, other = one.contiguous(), other.contiguous()
-        return ctypes.string_at(one.data_ptr(), one.nbytes) != ctypes.string_at(
-            other.data_ptr(), other.nbytes
-        )
+        return ctypes.string_at(one.data_ptr(), one.nbytes) != ctypes.string_at(other.data_ptr(), other.nbytes)
     try:
         flag: Tensor = (one != other.to(one.device)).any()
         return flag
@@ -475,9 +471,7 @@ def _fill_dict(thing: Any, before: dict[Any, Any]) -> None:
 
 def _attributes(thing: Any) -> dict[str, Any]:
     slots = {
-        name: value
-        for name in _slots_of(_class_of(thing))
-        if (value := getattr(thing, name, _ABSENT)) is not _ABSENT
+        name: value for name in _slots_of(_class_of(thing)) if (value := getattr(thing, name, _ABSENT)) is not _ABSENT
     }
     return {**getattr(thing, "__dict__", {}), **slots}
 

@@ -79,13 +79,9 @@ def check_call(arguments: Arguments, call: str, module: object, datamodule: obje
             hint = f" That is the class: write {module.__name__}()."
         elif isinstance(module, nn.Module):
             hint = " Wrap it in a LightningModule with a training_step, or use hasten.Fabric."
-        raise TypeError(
-            f"Trainer.{call}(model=...): it must be a `LightningModule`, got {_name(module)}.{hint}"
-        )
+        raise TypeError(f"Trainer.{call}(model=...): it must be a `LightningModule`, got {_name(module)}.{hint}")
     if datamodule is not None and not isinstance(datamodule, LightningDataModule):
-        raise TypeError(
-            f"Trainer.{call}(datamodule=...): use a LightningDataModule, not {_name(datamodule)}."
-        )
+        raise TypeError(f"Trainer.{call}(datamodule=...): use a LightningDataModule, not {_name(datamodule)}.")
     if datamodule is not None and any(one is not None for one in given):
         raise MisconfigurationException(
             f"Trainer.{call}(): data was given twice, as loaders and as a datamodule. Pass one of them."
@@ -108,9 +104,7 @@ def _problem_of_methods(call: str, module: LightningModule) -> str | None:
     step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(call)
     if step is not None and not overrides(module, LightningModule, step):
         return f"{owner} has no {step}(). Define it{_near_method(module, step)}."
-    if call == "predict" and not any(
-        overrides(module, LightningModule, name) for name in ("predict_step", "forward")
-    ):
+    if call == "predict" and not any(overrides(module, LightningModule, name) for name in ("predict_step", "forward")):
         return f"{owner} has neither predict_step() nor forward(). Define one."
     if call == "fit" and not overrides(module, LightningModule, "configure_optimizers"):
         return (
@@ -571,8 +565,7 @@ def loss_of(output: object, run: Run) -> Tensor | None:
     if loss is not None:
         raise MisconfigurationException(
             f"{step} returned {_describe(loss)}; return the loss (a tensor), a dict with the key 'loss', or None to "
-            "skip the batch."
-            + (" Do not convert it with .item() or float()." if isinstance(loss, float) else "")
+            "skip the batch." + (" Do not convert it with .item() or float()." if isinstance(loss, float) else "")
         )
     if run.skipped_batches == 0:
         rank_zero_warn(

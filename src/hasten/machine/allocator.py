@@ -64,9 +64,7 @@ def kept(name: str, *, owner: str = "Trainer") -> Iterator[None]:
 
 def file_of(name: str) -> str | None:
     """Return the file of an allocator on this machine, or None."""
-    found = (
-        path for folder in _FOLDERS for path in sorted(glob.glob(f"{folder}/{LIBRARIES[name]}"), key=len)
-    )
+    found = (path for folder in _FOLDERS for path in sorted(glob.glob(f"{folder}/{LIBRARIES[name]}"), key=len))
     return next(found, None)
 
 

@@ -285,6 +285,4 @@ def name_of_job() -> str:
         parts = [os.environ[name] for name in _OF_A_LAUNCHER if name in os.environ]
         started_by_one = any(name in os.environ for name in _OF_ITS_PROCESSES)
         os.environ[JOB_VARIABLE] = "-".join(parts) if parts and started_by_one else uuid.uuid4().hex
-    return "".join(
-        letter if letter.isalnum() or letter in "-." else "_" for letter in os.environ[JOB_VARIABLE]
-    )
+    return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in os.environ[JOB_VARIABLE])

@@ -33,9 +33,7 @@ def world_size() -> int:
     return dist.get_world_size() if joined() else 1
 
 
-def all_reduce(
-    data: Tensors, op: ReduceOperation = "mean", *, device: torch.device, group: Group = None
-) -> Any:
+def all_reduce(data: Tensors, op: ReduceOperation = "mean", *, device: torch.device, group: Group = None) -> Any:
     """Return ``data`` with each tensor reduced over all processes.
 
     Args:
@@ -65,8 +63,7 @@ def operation_name(op: object) -> str:
     text = {"avg": "mean", "average": "mean", "prod": "product"}.get(text, text)
     if text not in _OPERATIONS:
         raise ValueError(
-            f"reduce_op={op!r}: use one of {', '.join(map(repr, _OPERATIONS))}."
-            + did_you_mean(text, _OPERATIONS)
+            f"reduce_op={op!r}: use one of {', '.join(map(repr, _OPERATIONS))}." + did_you_mean(text, _OPERATIONS)
         )
     return text
 
@@ -169,13 +166,7 @@ def first_one_first(rank: int) -> Iterator[None]:
 
 
 def join(
-    *,
-    backend: str,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    timeout: datetime.timedelta,
-    store: object = None,
+    *, backend: str, rank: int, world_size: int, device: torch.device, timeout: datetime.timedelta, store: object = None
 ) -> None:
     """Join the process group, and leave it when the program ends.
 

@@ -209,11 +209,7 @@ class MPSAccelerator(Accelerator):
         return {"mps_current_allocated_bytes": torch.mps.current_allocated_memory()}
 
 
-ACCELERATORS: dict[str, type[Accelerator]] = {
-    "cpu": CPUAccelerator,
-    "cuda": CUDAAccelerator,
-    "mps": MPSAccelerator,
-}
+ACCELERATORS: dict[str, type[Accelerator]] = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "mps": MPSAccelerator}
 
 
 def best_accelerator() -> Accelerator:
@@ -263,13 +259,9 @@ def _parse_indices(devices: Any, present: int, kind: str) -> list[int]:
         raise ValueError(f"devices={devices!r} names no device: {has}. Use devices='auto', or a number.")
     for index in indices:
         if isinstance(index, bool) or not isinstance(index, int):
-            raise TypeError(
-                f"devices={devices!r}: {index!r} is not an index. Use whole numbers, such as [0, 1]."
-            )
+            raise TypeError(f"devices={devices!r}: {index!r} is not an index. Use whole numbers, such as [0, 1].")
         if not 0 <= index < present:
-            raise ValueError(
-                f"devices={devices!r}: there is no {kind} device {index}; {has}, counted from 0."
-            )
+            raise ValueError(f"devices={devices!r}: there is no {kind} device {index}; {has}, counted from 0.")
     if len(set(indices)) != len(indices):
         raise ValueError(f"devices={devices!r} names a device twice. Use each index once.")
     return indices

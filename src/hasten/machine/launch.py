@@ -352,9 +352,7 @@ def rendezvous(
     met = threading.Event()
 
     def start(node: int) -> str:
-        places = (
-            f"MASTER_ADDR={socket.gethostname() if is_here else address} MASTER_PORT={port} NODE_RANK={node}"
-        )
+        places = f"MASTER_ADDR={socket.gethostname() if is_here else address} MASTER_PORT={port} NODE_RANK={node}"
         return "" if command is None else f"\nStart there: {places} {shlex.join(command)}"
 
     def missing() -> str:
@@ -365,9 +363,7 @@ def rendezvous(
             second = _stores.TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=5))
             counts = [int(second.add(f"hasten-machine-{node}", 0)) for node in range(num_nodes)]
         except (OSError, RuntimeError):
-            here = (
-                " That is this machine: set MASTER_ADDR to the address of the first one." if is_here else ""
-            )
+            here = " That is this machine: set MASTER_ADDR to the address of the first one." if is_here else ""
             return (
                 f"NODE_RANK={node_rank} waits for the first of num_nodes={num_nodes} machines at {address}:{port}, "
                 f"where nothing answers.{here}{start(0)}"

@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 HOW = ("selective", "full")
 
@@ -216,9 +212,7 @@ def _buffers(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     ]
 
 
-def _without_cache(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """Remove caches of keys and values, which a decoder fills: the recomputation would find them filled.
 
     Returns the arguments, and whether a cache has content already and cannot be removed.

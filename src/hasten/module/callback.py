@@ -53,9 +53,7 @@ class Callback(LogMethods):
         if name in CALLBACK_HOOKS:
             replaced(self)
 
-    def _log_elsewhere(
-        self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None
-    ) -> None:
+    def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         # Through the module, which may override ``log``.
         module: LightningModule | None = self.__dict__.get("_module")
         if module is None:
@@ -108,9 +106,7 @@ class Callback(LogMethods):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called after the last batch of a training epoch; values logged in the epoch are final."""
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         """Called before a training batch."""
 
     def on_train_batch_end(
@@ -140,12 +136,7 @@ class Callback(LogMethods):
         """Called after the last batch of an evaluation."""
 
     def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Batch,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before a batch of an evaluation."""
 
@@ -171,14 +162,10 @@ class Callback(LogMethods):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Called when an exception, Ctrl-C or SIGTERM ends the run."""
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Called before a checkpoint is written; may add to ``checkpoint`` or change it."""
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Called after a checkpoint was read, before its state is restored."""
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -190,9 +177,7 @@ class Callback(LogMethods):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called after ``loss.backward()``, before the optimizer steps."""
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Called when gradients are complete and unscaled, before they are clipped."""
 
 

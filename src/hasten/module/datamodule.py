@@ -203,6 +203,4 @@ def _size(loader: Any) -> str:
         return "NA"
 
 
-_HOOKS = frozenset(
-    name for base in (DataHooks, LightningDataModule) for name in vars(base) if not name.startswith("_")
-)
+_HOOKS = frozenset(name for base in (DataHooks, LightningDataModule) for name in vars(base) if not name.startswith("_"))

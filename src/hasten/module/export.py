@@ -80,12 +80,7 @@ class ModelExport:
         return scripted
 
     @torch.no_grad()
-    def to_onnx(
-        self,
-        file_path: PathLike | None = None,
-        input_sample: Tensors | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def to_onnx(self, file_path: PathLike | None = None, input_sample: Tensors | None = None, **kwargs: Any) -> Any:
         """Write the module as ONNX, in eval mode; return what ``torch.onnx.export`` returns.
 
         Args:
@@ -167,9 +162,7 @@ class ModelExport:
                 f"{type(self).__name__}.{call}: there is no input to run with. Pass {argument}=..., or set "
                 "self.example_input_array in __init__."
             )
-        moved: tuple[Any, ...] = move_to(
-            given if isinstance(given, tuple) else (given,), _device_of(self._as_module())
-        )
+        moved: tuple[Any, ...] = move_to(given if isinstance(given, tuple) else (given,), _device_of(self._as_module()))
         return moved
 
 

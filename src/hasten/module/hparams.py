@@ -317,9 +317,7 @@ def construct(
     """
     load: Any = torch.load if hasattr(checkpoint_path, "read") else files.load
     path, owner = str(checkpoint_path), cast("Any", cls)
-    checkpoint = load(
-        checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False
-    )
+    checkpoint = load(checkpoint_path, map_location=map_location or "cpu", weights_only=weights_only is not False)
     is_module = issubclass(cls, torch.nn.Module)
     if is_module:
         check_entries(checkpoint, path, training=False)

@@ -96,8 +96,6 @@ class LogMethods:
                 sync_dist_group, add_dataloader_idx, batch_size, None, rank_zero_only,
             )  # fmt: skip
 
-    def _log_elsewhere(
-        self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None
-    ) -> None:
+    def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         """Log without values of a run."""
         raise NotImplementedError

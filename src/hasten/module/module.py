@@ -179,9 +179,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
     def configure_sharded_model(self) -> None:
         """Older name of ``configure_model``."""
 
-    def _log_elsewhere(
-        self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None
-    ) -> None:
+    def _log_elsewhere(self, name: str, value: MetricValue, options: tuple[Any, ...], batch_size: int | None) -> None:
         if self._fabric is not None:
             self._fabric.log(name, value)
         elif type(self) not in _warned:
@@ -356,10 +354,7 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
             loss.backward(*args, **kwargs)
 
     def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradients of ``optimizer``'s parameters.
 
@@ -372,20 +367,13 @@ class LightningModule(LogMethods, DataHooks, ModelHooks, ModelExport, Hyperparam
         self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip gradients before a step. Override it to clip in another way."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Optimizer,
-        optimizer_closure: Callable[[], Any] | None = None,
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         """Step the optimizer.
 
@@ -504,9 +492,7 @@ _HOOKS = frozenset(
     name
     for base in (DataHooks, ModelHooks, LightningModule)
     for name in vars(base)
-    if name.startswith(
-        ("on_", "configure_", "optimizer_", "lr_scheduler_step", "transfer_", "setup", "teardown")
-    )
+    if name.startswith(("on_", "configure_", "optimizer_", "lr_scheduler_step", "transfer_", "setup", "teardown"))
     or name.endswith(("_step", "_dataloader"))
     or name in ("backward", "clip_gradients", "prepare_data")
 ) | {"__class__"}
@@ -529,9 +515,7 @@ class ToggledParameters:
     def state_dict(self) -> dict[str, tuple[bool, bool]]:
         """Return by name whether parameters require gradients now and before ``toggle_optimizer``, while it is on."""
         before = self.module.__dict__.get("_before_toggle", {})
-        return {
-            name: (p.requires_grad, before[p]) for name, p in self.module.named_parameters() if p in before
-        }
+        return {name: (p.requires_grad, before[p]) for name, p in self.module.named_parameters() if p in before}
 
     def load_state_dict(self, states: Mapping[str, tuple[bool, bool]]) -> None:
         """Restore what ``state_dict`` returned."""

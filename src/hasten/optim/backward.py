@@ -77,9 +77,7 @@ def in_backward(optimizer_class: type[Optimizer], params: Iterable[Any], **optio
             f"its parameters(): in_backward(torch.optim.{optimizer_class.__name__}, model.parameters(), ...)."
         )
     made: InBackward = _class_of(cast("Any", optimizer_class))(params, **options)
-    chosen = any(
-        group.get("fused") is not None or group.get("foreach") is not None for group in made.param_groups
-    )
+    chosen = any(group.get("fused") is not None or group.get("foreach") is not None for group in made.param_groups)
     # The step of each parameter takes about ten kernels otherwise.
     launched = all(p.device.type in KERNELS_TO_JOIN for p in parameters_of(made))
     if launched and not chosen and why_not_fused(made) is None:
@@ -171,9 +169,7 @@ class InBackward(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # A copy has no hooks, and its parameters step in step().
-        self._group_index = {
-            p: index for index, group in enumerate(self.param_groups) for p in group["params"]
-        }
+        self._group_index = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
         self._stepped = set()
 
     def _hook(self, parameter: Tensor) -> Any:
@@ -243,6 +239,4 @@ def to_clip(optimizer: Optimizer, method: str) -> list[Tensor]:
 
 @functools.cache
 def _class_of(kind: type[Optimizer]) -> Any:
-    return type(
-        f"{kind.__name__}InBackward", (InBackward, kind), {"__module__": __name__, "optimizer_class": kind}
-    )
+    return type(f"{kind.__name__}InBackward", (InBackward, kind), {"__module__": __name__, "optimizer_class": kind})

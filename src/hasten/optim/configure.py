@@ -148,9 +148,7 @@ def _scheduler(entry: Any, where: str) -> LRSchedulerConfig:
 def _read_interval(config: LRSchedulerConfig, argument: str) -> None:
     interval = parse_interval(config.interval, argument=argument)
     if interval.unit == "time":
-        raise MisconfigurationException(
-            f"{argument}={config.interval!r}: use epochs or steps, '2ep' or '500st'."
-        )
+        raise MisconfigurationException(f"{argument}={config.interval!r}: use epochs or steps, '2ep' or '500st'.")
     if config.frequency != 1:
         raise MisconfigurationException(
             f"{argument}={config.interval!r} and frequency={config.frequency}: both set the frequency. Leave out one."
@@ -292,9 +290,7 @@ def _is_optimizer(thing: Any) -> bool:
 def _check_optimizers(optimizers: list[Any], where: str, verb: str = "returned") -> None:
     for optimizer in optimizers:
         if not _is_optimizer(optimizer):
-            raise MisconfigurationException(
-                f"{where} {verb} {_describe(optimizer)} where an optimizer is expected."
-            )
+            raise MisconfigurationException(f"{where} {verb} {_describe(optimizer)} where an optimizer is expected.")
 
 
 def _describe(thing: Any) -> str:

@@ -54,9 +54,7 @@ def _wrappers_of(maker: Any, file: str | None) -> frozenset[CodeType]:
 # The profiler span and the hooks around the step of every class, the guard of the grad mode inside, and the wrapper by
 # which a scheduler notices that the optimizer stepped.
 _span_codes = _wrappers_of(getattr(Optimizer, "profile_hook_step", None), torch_optimizer.__file__)
-_guard_codes = _wrappers_of(
-    getattr(torch_optimizer, "_use_grad_for_differentiable", None), torch_optimizer.__file__
-)
+_guard_codes = _wrappers_of(getattr(torch_optimizer, "_use_grad_for_differentiable", None), torch_optimizer.__file__)
 _scheduler_codes = _wrappers_of(lr_scheduler.LRScheduler.__init__, lr_scheduler.__file__)
 _undynamo_codes = _wrappers_of(
     getattr(torch, "_disable_dynamo", None), getattr(getattr(torch, "_compile", None), "__file__", None)
@@ -169,12 +167,7 @@ def make_zero_grad(optimizer: Any) -> Callable[[], None]:
     torchs, profiled, own = _zero_grad, _profiler_enabled, vars(optimizer)
 
     def zero_grad() -> None:
-        if (
-            profiled()
-            or optimizer.__class__ is not kind
-            or kind.zero_grad is not torchs
-            or "zero_grad" in own
-        ):
+        if profiled() or optimizer.__class__ is not kind or kind.zero_grad is not torchs or "zero_grad" in own:
             optimizer.zero_grad()
             return
         for group in optimizer.param_groups:

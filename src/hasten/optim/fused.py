@@ -106,9 +106,7 @@ def unwrapped(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def fused_where_possible(optimizer: _Made) -> _Made:
     """Return ``optimizer``, fused if torch has a kernel for it and the user set neither fused nor foreach."""
-    chosen = any(
-        group.get("fused") is not None or group.get("foreach") is not None for group in optimizer.param_groups
-    )
+    chosen = any(group.get("fused") is not None or group.get("foreach") is not None for group in optimizer.param_groups)
     if not chosen and why_not_fused(optimizer) is None:
         _switch(optimizer, True)
     return optimizer

@@ -120,9 +120,7 @@ class _Layouts:
         if mask is not None and not stack.causal:
             shape = tuple(mask.shape)
             raise refusal(
-                stack.asked,
-                f"it was called with a mask of shape {shape}; only a causal one can be packed",
-                HELP,
+                stack.asked, f"it was called with a mask of shape {shape}; only a causal one can be packed", HELP
             )
         return Layout((source.shape[0], width), _real(padding, stack.asked), source.device)
 
@@ -157,9 +155,7 @@ def _real(padding: Tensor | None, asked: str) -> Tensor | None:
     hidden = padding == -torch.inf
     if not bool((hidden | (padding == 0)).all()):
         raise refusal(
-            asked,
-            "its src_key_padding_mask has numbers other than 0 and -inf: weighted tokens cannot be packed",
-            HELP,
+            asked, "its src_key_padding_mask has numbers other than 0 and -inf: weighted tokens cannot be packed", HELP
         )
     return ~hidden
 
@@ -195,9 +191,7 @@ class _Attention(MethodPatch):
         return out.unsqueeze(0), None
 
 
-def _heads_apart(
-    layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ...]:
+def _heads_apart(layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Return queries, keys and values of these inputs, each ``(tokens, heads, features)``."""
     weights = layer.in_proj_weight.chunk(3)
     biases = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)

@@ -175,9 +175,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Non
         )
 
 
-def _by_length(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, options: dict[str, Any]
-) -> Tensor:
+def _by_length(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, options: dict[str, Any]) -> Tensor:
     """Call torch's attention once for each run of equal lengths."""
     places = cu_seqlens.tolist()
     if places[0] != 0 or places[-1] != query.size(0) or places != sorted(places):
@@ -191,24 +189,15 @@ def _by_length(
     sizes = [count * length for _, count, length in runs]
     parts = []
     # split instead of slices: its backward is one concatenation, not a full-size sum per sequence.
-    for (_, count, length), *heads in zip(
-        runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
-    ):
+    for (_, count, length), *heads in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
         q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in heads)
-        part = functional.scaled_dot_product_attention(
-            q, k, v, enable_gqa=query.size(1) != key.size(1), **options
-        )
+        part = functional.scaled_dot_product_attention(q, k, v, enable_gqa=query.size(1) != key.size(1), **options)
         parts.append(part.transpose(1, 2).flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _by_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    options: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, options: dict[str, Any]
 ) -> Tensor:
     """Call the kernel of torch's attention, which takes the bounds of the sequences.
 
@@ -220,9 +209,7 @@ def _by_kernel(
     scale = width**-0.5 if scale is None else scale
     flash = query.dtype != torch.float32 and width == wide <= _LARGEST_HEAD and _is_ampere(query.device)
     if width % _MULTIPLE or wide % _MULTIPLE:
-        query, key, value = (
-            functional.pad(each, (0, -each.size(2) % _MULTIPLE)) for each in (query, key, value)
-        )
+        query, key, value = (functional.pad(each, (0, -each.size(2) % _MULTIPLE)) for each in (query, key, value))
     places = cu_seqlens, cu_seqlens, longest, longest
     if flash:
         found = torch.ops.aten._flash_attention_forward(
@@ -261,12 +248,7 @@ _OF_EFFICIENT = [
 
 
 def _jagged(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    options: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, options: dict[str, Any]
 ) -> Tensor:
     # Without both lengths, torch would read them from the device, and the host would wait.
     q, k, v = (

@@ -144,9 +144,7 @@ def would_wait(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def attend_first(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, p: float, scale: float
-) -> Tensor:
+def attend_first(query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, p: float, scale: float) -> Tensor:
     """Attend from the first token of each sequence to all tokens of that sequence; see ``Stack.attend``."""
     keys, values = (layout.unpack(each.unsqueeze(0)).transpose(1, 2) for each in (key, value))
     attended: Tensor = nn.functional.scaled_dot_product_attention(

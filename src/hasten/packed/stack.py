@@ -220,9 +220,7 @@ class Stack:
             return None
         return self.first.checked(call.row)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, p: float, scale: float, first_only: bool
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, p: float, scale: float, first_only: bool) -> Tensor:
         """Attend within each sequence of the row.
 
         Args:
@@ -290,9 +288,7 @@ class Stack:
         # The hidden states are a row already but for the first block; what comes along never is.
         row, *others = args or (kwargs["hidden_states"],)
         others = [layout.pack_like(each) for each in others]
-        kwargs = {
-            name: each if name == "hidden_states" else layout.pack_like(each) for name, each in kwargs.items()
-        }
+        kwargs = {name: each if name == "hidden_states" else layout.pack_like(each) for name, each in kwargs.items()}
         if is_first:
             row = layout.pack_like(row)
             if self.probe is not None and self.probe.tainted:

@@ -341,9 +341,7 @@ def _chosen(lengths: list[int]) -> list[int]:
         ([0, 2, 3], [0, 0], [])
 
     """
-    order = sorted(
-        (place for place, length in enumerate(lengths) if length), key=lambda place: lengths[place]
-    )
+    order = sorted((place for place, length in enumerate(lengths) if length), key=lambda place: lengths[place])
     if not order:
         return []
     few = sorted({order[0], order[len(order) // 2], order[-1]})
@@ -363,9 +361,7 @@ def _check_attention(stack: Stack, packed: Probe) -> None:
     if packed.idle:
         block = packed.idle[0]
         own = [
-            type(each).__name__
-            for name, each in block.named_modules()
-            if "attention.self" in name or "attn" in name
+            type(each).__name__ for name, each in block.named_modules() if "attention.self" in name or "attn" in name
         ]
         by = f", {own[0]}," if own else ""
         raise refusal(
@@ -441,9 +437,7 @@ def _check_first_tokens(stack: Stack, packed: Probe, first: Probe) -> None:
     (_, row), (block, alone) = packed.outputs[-1], first.outputs[-1]
     expected = row[0, packed.layout.firsts]
     if alone[0].shape != expected.shape or not _close(alone[0].detach(), expected, [0, len(expected)]):
-        problem = (
-            f"{stack.name_of(block)} computes different values for first tokens alone than among all tokens"
-        )
+        problem = f"{stack.name_of(block)} computes different values for first tokens alone than among all tokens"
         raise refusal(stack.asked, problem, "Use packed=True.")
 
 

@@ -119,7 +119,5 @@ class DefaultType(AbstractContextManager[None]):
 
 def to_floating(data: T, dtype: torch.dtype) -> T:
     """Return ``data`` with its floating tensors as ``dtype``; the same object where nothing changes."""
-    converted: T = map_tensors(
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, data
-    )
+    converted: T = map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, data)
     return converted

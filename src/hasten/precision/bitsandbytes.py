@@ -160,9 +160,7 @@ def _layers(bnb: Any) -> dict[str, Any]:
 
         def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
             start = f"{prefix}weight."
-            scales = {
-                key[len(start) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(start)
-            }
+            scales = {key[len(start) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(start)}
             weight, device = state_dict.pop(f"{prefix}weight", None), self.weight.device
             if weight is not None and scales:
                 self.weight = bnb.nn.Params4bit.from_prequantized(weight, scales, device=device, module=self)

@@ -123,9 +123,7 @@ class MixedPrecision(Precision):
                 "Use precision='bf16-mixed', which needs no scaler."
             )
         if precision == "bf16-mixed" and scaler is not None:
-            raise ValueError(
-                "MixedPrecision('bf16-mixed', scaler=...): bfloat16 needs no scaler. Leave it out."
-            )
+            raise ValueError("MixedPrecision('bf16-mixed', scaler=...): bfloat16 needs no scaler. Leave it out.")
         if precision == "16-mixed" and scaler is None:
             scaler = torch.amp.GradScaler(device=device)
         self.precision = precision

@@ -32,9 +32,7 @@ def check_names(owner: str, ignore_modules: object) -> None:
 
     """
     if isinstance(ignore_modules, str):
-        raise TypeError(
-            f"{owner}(ignore_modules={ignore_modules!r}): use a set of names, {{{ignore_modules!r}}}."
-        )
+        raise TypeError(f"{owner}(ignore_modules={ignore_modules!r}): use a set of names, {{{ignore_modules!r}}}.")
 
 
 def check_ignored(module: nn.Module, prefixes: Iterable[str], owner: str) -> None:

@@ -82,9 +82,7 @@ class TransformerEnginePrecision(DtypePrecision):
         """Return ``module`` with layers of Transformer Engine and parameters of ``weights_dtype``."""
         has_some = any(type(layer).__module__.startswith("transformer_engine") for layer in module.modules())
         if has_some and self.replace_layers:
-            rank_zero_info(
-                f"{_PURPOSE}(replace_layers=True): the module has layers of Transformer Engine; they stay."
-            )
+            rank_zero_info(f"{_PURPOSE}(replace_layers=True): the module has layers of Transformer Engine; they stay.")
         elif not has_some and self.replace_layers in (None, True):
             self._replaced += replace(module, _replacement)
         return module.to(dtype=self.weights_dtype)

@@ -74,9 +74,7 @@ class AdvancedProfiler(Profiler):
         """End an action, and continue the one around it."""
         profile = self.profiled_actions.get(action_name)
         if profile is None or action_name not in self._open:
-            raise ValueError(
-                f"Attempting to stop recording an action ({action_name}) which was never started."
-            )
+            raise ValueError(f"Attempting to stop recording an action ({action_name}) which was never started.")
         self.profiled_actions[self._open[-1]].disable()
         # The innermost of this name; usually the last one.
         del self._open[len(self._open) - 1 - self._open[::-1].index(action_name)]

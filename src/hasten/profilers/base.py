@@ -190,12 +190,7 @@ class XLAProfiler(PassThroughProfiler):
 
 
 # The names for Trainer(profiler=...).
-NAMED = {
-    "simple": "SimpleProfiler",
-    "advanced": "AdvancedProfiler",
-    "pytorch": "PyTorchProfiler",
-    "xla": "XLAProfiler",
-}
+NAMED = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler", "xla": "XLAProfiler"}
 _CHOICES = [name for name in NAMED if name != "xla"]
 
 
@@ -221,9 +216,7 @@ def resolve(profiler: object) -> Profiler:
         name = profiler.lower()
         if name not in NAMED:
             allowed, hint = f"one of {_CHOICES}, a Profiler, or None", did_you_mean(name, NAMED)
-            raise check.wrong(
-                "Trainer", "profiler", profiler, allowed, hint=hint, error=MisconfigurationException
-            )
+            raise check.wrong("Trainer", "profiler", profiler, allowed, hint=hint, error=MisconfigurationException)
         made: Profiler = getattr(importlib.import_module("hasten.profilers"), NAMED[name])()
         return made
     example = f"{profiler.__name__}()" if isinstance(profiler, type) else "SimpleProfiler()"

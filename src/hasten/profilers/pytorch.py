@@ -75,13 +75,7 @@ class PyTorchProfiler(Profiler):
     AVAILABLE_SORT_KEYS: ClassVar[set[str]] = {"count"} | {
         key.format(device)
         for device in ("cpu", "cuda", "device")
-        for key in (
-            "{}_time",
-            "{}_time_total",
-            "self_{}_time_total",
-            "{}_memory_usage",
-            "self_{}_memory_usage",
-        )
+        for key in ("{}_time", "{}_time_total", "self_{}_time_total", "{}_memory_usage", "self_{}_memory_usage")
     }
 
     def __init__(
@@ -130,9 +124,7 @@ class PyTorchProfiler(Profiler):
         on_device = ProfilerActivity.CUDA in activities
         self._sort_by_key = sort_by_key or f"{'cuda' if on_device else 'cpu'}_time_total"
         keys = sorted(self.AVAILABLE_SORT_KEYS)
-        check.one_of(
-            "PyTorchProfiler", "sort_by_key", self._sort_by_key, keys, error=MisconfigurationException
-        )
+        check.one_of("PyTorchProfiler", "sort_by_key", self._sort_by_key, keys, error=MisconfigurationException)
         self._record_module_names = record_module_names
         self._table_kwargs = dict(table_kwargs or {})
         self._reset()
@@ -255,17 +247,13 @@ class PyTorchProfiler(Profiler):
             self._go_on(stage)
 
     def _trainer(self) -> Any:
-        return getattr(self.lightning_module, "_trainer", None) or getattr(
-            self.lightning_module, "trainer", None
-        )
+        return getattr(self.lightning_module, "_trainer", None) or getattr(self.lightning_module, "trainer", None)
 
     def _trace_ready(self, profiler: Any) -> None:
         name = self._step_name
         self.function_events = profiler.events()
         data = profiler.key_averages(group_by_input_shape=self._group_by_input_shapes)
-        self._tables[name] = data.table(
-            sort_by=self._sort_by_key, row_limit=self._row_limit, **self._table_kwargs
-        )
+        self._tables[name] = data.table(sort_by=self._sort_by_key, row_limit=self._row_limit, **self._table_kwargs)
         if self._on_trace_ready is not None:
             self._on_trace_ready(profiler)
             return

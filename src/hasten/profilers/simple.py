@@ -83,10 +83,7 @@ class SimpleProfiler(Profiler):
     """
 
     def __init__(
-        self,
-        dirpath: str | os.PathLike[str] | None = None,
-        filename: str | None = None,
-        extended: bool = True,
+        self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None, extended: bool = True
     ) -> None:
         super().__init__(dirpath=dirpath, filename=filename)
         self.current_actions: dict[str, float] = {}
@@ -121,9 +118,7 @@ class SimpleProfiler(Profiler):
         """End an action."""
         now = time.perf_counter()
         if action_name not in self.current_actions:
-            raise ValueError(
-                f"Attempting to stop recording an action ({action_name}) which was never started."
-            )
+            raise ValueError(f"Attempting to stop recording an action ({action_name}) which was never started.")
         self.recorded_durations[action_name].append(now - self.current_actions.pop(action_name))
         if self._open:
             self._end(action_name, now)

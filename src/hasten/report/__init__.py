@@ -14,8 +14,5 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
-    {
-        "hasten.report.plots": ("plot_logs",),
-        "hasten.report.summary": ("LayerSummary", "ModelSummary", "summarize"),
-    },
+    {"hasten.report.plots": ("plot_logs",), "hasten.report.summary": ("LayerSummary", "ModelSummary", "summarize")},
 )

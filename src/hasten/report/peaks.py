@@ -184,9 +184,7 @@ def measured_peaks(device: torch.device) -> dict[str, float | None]:
     return peaks
 
 
-def peak_flops(
-    device: torch.device, dtype: torch.dtype, *, matmul_precision: str = "highest"
-) -> float | None:
+def peak_flops(device: torch.device, dtype: torch.dtype, *, matmul_precision: str = "highest") -> float | None:
     """Return the operations a second that a large matrix product reaches here; None if it cannot be computed.
 
     Args:

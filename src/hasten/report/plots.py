@@ -165,9 +165,7 @@ def _read(path: Path) -> list[dict[str, str]]:
     with open(path, newline="", encoding="utf-8") as file:
         rows = [{k: v for k, v in row.items() if k and v} for row in csv.DictReader(file)]
     if not rows:
-        raise ValueError(
-            f"{path} has no rows yet. Values are written every 100 steps and at the end of a run."
-        )
+        raise ValueError(f"{path} has no rows yet. Values are written every 100 steps and at the end of a run.")
     if not any("epoch" in row for row in rows):
         # Written by hand: one row an epoch, or one a step, is drawn against its number.
         for number, row in enumerate(rows):

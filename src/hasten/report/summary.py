@@ -201,8 +201,7 @@ class LayerTable:
         listed = {id(p): p for layer in layers for p in layer._module.parameters()}
         leftover = self.total_parameters - sum(p.numel() for p in _with_shape(listed.values()))
         params = [
-            UNKNOWN_SIZE if layer.has_lazy_parameters else human_readable(layer.num_parameters)
-            for layer in layers
+            UNKNOWN_SIZE if layer.has_lazy_parameters else human_readable(layer.num_parameters) for layer in layers
         ]
         columns = [
             (" ", list(map(str, range(len(layers))))),
@@ -302,9 +301,7 @@ def format_table(columns: list[tuple[str, list[str]]], below: list[tuple[str, st
         return " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
     rule = "-" * (sum(widths) + 3 * (len(columns) + 1))
-    return "\n".join(
-        [line(headings), rule, *map(line, rows), rule, *(f"{number:<10}{what}" for number, what in below)]
-    )
+    return "\n".join([line(headings), rule, *map(line, rows), rule, *(f"{number:<10}{what}" for number, what in below)])
 
 
 def totals(

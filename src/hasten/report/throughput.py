@@ -47,11 +47,7 @@ class Throughput:
     """
 
     def __init__(
-        self,
-        available_flops: float | None = None,
-        world_size: int = 1,
-        window_size: int = 100,
-        separator: str = "/",
+        self, available_flops: float | None = None, world_size: int = 1, window_size: int = 100, separator: str = "/"
     ) -> None:
         self.available_flops = available_flops
         self.world_size = check.whole("Throughput", "world_size", world_size, at_least=1, error=ValueError)
@@ -65,13 +61,7 @@ class Throughput:
         self._updates: deque[tuple[dict[str, float], float | None]] = deque(maxlen=self.window_size)
 
     def update(
-        self,
-        *,
-        time: float,
-        batches: int,
-        samples: int,
-        lengths: int | None = None,
-        flops: float | None = None,
+        self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: float | None = None
     ) -> None:
         """Record the totals so far; all but ``flops`` grow with each call.
 
@@ -213,9 +203,7 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 
 
 def measure_flops(
-    model: torch.nn.Module,
-    forward_fn: Callable[[], Any],
-    loss_fn: Callable[[Any], Tensor] | None = None,
+    model: torch.nn.Module, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Tensor] | None = None
 ) -> int:
     """Return the floating-point operations of a forward, and of the backward if there is a loss.
 

@@ -234,8 +234,7 @@ class Advice:
         lines += [rule, f"{'':<22}{'verdict':<18}{heads}", rule]
         for row in (self.unchanged, *rows):
             cells = "".join(
-                f"{'' if getattr(row, needed) is None else text(row):>{width}}"
-                for _, needed, width, text in _COLUMNS
+                f"{'' if getattr(row, needed) is None else text(row):>{width}}" for _, needed, width, text in _COLUMNS
             )
             first, *more = textwrap.wrap(row.name, 21) or [""]
             lines += [f"{first:<22}{row.verdict:<18}{cells}".rstrip(), *(f"  {part}" for part in more)]
@@ -328,13 +327,7 @@ class Bar(NamedTuple):
 
 
 def draw_speeds(
-    path: str | os.PathLike[str],
-    bars: Sequence[Bar],
-    *,
-    title: str,
-    axis: str,
-    notes: Sequence[str],
-    purpose: str,
+    path: str | os.PathLike[str], bars: Sequence[Bar], *, title: str, axis: str, notes: Sequence[str], purpose: str
 ) -> Path:
     """Draw speeds as bars, the first on top, with notes below; ``ModuleNotFoundError`` without matplotlib."""
     # Made without pyplot: no window, no global state, whatever backend is set.
@@ -416,9 +409,7 @@ _BUSY = 0.1
 _LESS_PADDING = 0.1
 
 
-def figures(
-    turns: Sequence[Turn], facts: Facts, arguments: Mapping[str, str], usual: Sequence[Turn]
-) -> dict[str, Any]:
+def figures(turns: Sequence[Turn], facts: Facts, arguments: Mapping[str, str], usual: Sequence[Turn]) -> dict[str, Any]:
     """Return the figures of a ``Row``: time, samples, memory, share of the peak.
 
     ``arguments`` are Trainer arguments as text; ``usual`` are turns of the unchanged program, whose samples have the
@@ -462,15 +453,11 @@ def _mfu(facts: Facts, arguments: Mapping[str, str], samples_per_second: float |
     return float(share) if share <= 1.0 else None
 
 
-def notes(
-    facts: Facts, unchanged: Row, rows: Mapping[str, Row], *, noise: float, has_losses: bool
-) -> list[str]:
+def notes(facts: Facts, unchanged: Row, rows: Mapping[str, Row], *, noise: float, has_losses: bool) -> list[str]:
     """Return sentences on what was found; ``noise`` is how much two turns side by side differ by chance."""
     found = []
     if unchanged.mfu is not None:
-        peaks = ", ".join(
-            f"{name} {value / 1e9:,.0f}" for name, value in facts["peak_flops"].items() if value
-        )
+        peaks = ", ".join(f"{name} {value / 1e9:,.0f}" for name, value in facts["peak_flops"].items() if value)
         found.append(
             f"Useful operations (MFU): {unchanged.mfu:.1%} of the peak of this device, measured with a matrix product "
             f"(GFLOP/s: {peaks})."
@@ -495,9 +482,7 @@ def notes(
             f"step is {priced.gain:.2f} times as fast; this changes what is trained."
         )
     if noise > _BUSY:
-        found.append(
-            f"This machine was busy: turns side by side differed by {noise:.0%}, so comparisons took longer."
-        )
+        found.append(f"This machine was busy: turns side by side differed by {noise:.0%}, so comparisons took longer.")
     if not has_losses:
         found.append("training_step returned no loss in some steps: losses were not compared.")
     return [*found, "Measured on one device, without validation, checkpoints and loggers."]

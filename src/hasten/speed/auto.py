@@ -115,10 +115,7 @@ def advise(
 
 
 def program_of(
-    trainer: Trainer,
-    model: LightningModule,
-    train_dataloaders: Dataloaders,
-    datamodule: LightningDataModule | None,
+    trainer: Trainer, model: LightningModule, train_dataloaders: Dataloaders, datamodule: LightningDataModule | None
 ) -> Program:
     """Return the program of the trials of a model in memory.
 
@@ -158,10 +155,7 @@ def program_of(
 
 @contextmanager
 def choose_speed(
-    trainer: Trainer,
-    model: LightningModule,
-    train_dataloaders: Dataloaders,
-    datamodule: LightningDataModule | None,
+    trainer: Trainer, model: LightningModule, train_dataloaders: Dataloaders, datamodule: LightningDataModule | None
 ) -> Iterator[None]:
     """Switch on the levers that pay for this training, and log them; changes that are no arguments end with the block.
 
@@ -209,10 +203,7 @@ def _can_measure(trainer: Trainer) -> bool:
 
 
 def _measured(
-    trainer: Trainer,
-    model: LightningModule,
-    train_dataloaders: Dataloaders,
-    datamodule: LightningDataModule | None,
+    trainer: Trainer, model: LightningModule, train_dataloaders: Dataloaders, datamodule: LightningDataModule | None
 ) -> Advice | None:
     """Return what pays; None if it cannot be measured."""
     levers = [lever for lever in known_levers() if lever.preload in (None, preloaded())]

@@ -145,9 +145,7 @@ def judge_gradients(
         apart = _apart(one, other)
         allowed = min(_FURTHEST, tolerance * _GROWTH**step) + _BEYOND_ITSELF * noise
         if apart > allowed:
-            text = (
-                f"the gradients of step {step + 1} are {100 * apart:.3g}% away from the unchanged program's"
-            )
+            text = f"the gradients of step {step + 1} are {100 * apart:.3g}% away from the unchanged program's"
             return f'{text}, and "{safety}" allows {100 * allowed:.3g}%'
     return ""
 
@@ -195,10 +193,7 @@ _DROPOUTS = {
     *(F.dropout1d, F.dropout2d, F.dropout3d, torch.native_dropout),
 }
 # Functions that drop out inside: name and position of their probability.
-_ATTENTIONS = {
-    F.scaled_dot_product_attention: ("dropout_p", 4),
-    F.multi_head_attention_forward: ("dropout_p", 10),
-}
+_ATTENTIONS = {F.scaled_dot_product_attention: ("dropout_p", 4), F.multi_head_attention_forward: ("dropout_p", 10)}
 
 
 def why_not_apart(module: nn.Module, batches: Sequence[Batch], *, coarse: bool) -> str | None:

@@ -141,9 +141,7 @@ class Engine:
         """Import these modules for all later trials; those that cannot be imported are left out."""
         self._fork_server.preload(modules)
 
-    def start(
-        self, target: str, *arguments: object, allocator: str | None = None, name: str = ""
-    ) -> TrialProcess:
+    def start(self, target: str, *arguments: object, allocator: str | None = None, name: str = "") -> TrialProcess:
         """Start a trial; this returns at once.
 
         Args:
@@ -174,9 +172,7 @@ class Engine:
 class TrialProcess:
     """A ``SteppedTrial`` in its own process, made by ``Engine.start``."""
 
-    def __init__(
-        self, path: Path, start: Callable[[Path], _Process], timeout_seconds: float, name: str
-    ) -> None:
+    def __init__(self, path: Path, start: Callable[[Path], _Process], timeout_seconds: float, name: str) -> None:
         self.name = name
         self.history: list[Turn] = []
         self._log, self._timeout = Path(f"{path}.log"), timeout_seconds
@@ -322,9 +318,7 @@ class _ForkServer:
         with other:
             if self._works:
                 fd = other.fileno()
-                self._process = _python(
-                    "serve", [fd, scratch], environment, output=subprocess.DEVNULL, pass_fds=[fd]
-                )
+                self._process = _python("serve", [fd, scratch], environment, output=subprocess.DEVNULL, pass_fds=[fd])
         self.preload(_PRELOADED)
 
     def preload(self, modules: Sequence[str]) -> None:

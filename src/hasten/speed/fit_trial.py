@@ -186,9 +186,7 @@ class _Measured(Callback):
             else:
                 _keep_last_rate(config.scheduler)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         """Compute the first batch without dropout, or count the operations of this one, if that is ordered."""
         if self._orders.compares and self._batch is None:
             try:
@@ -248,8 +246,7 @@ def _some_gradients(module: nn.Module) -> list[float]:
     count = max(8, NUMBERS // len(parameters))
     # A missing gradient counts as zeros, so that all numbers keep their places.
     some = [
-        some_numbers(p.detach() if p.grad is None else p.grad, count) * float(p.grad is not None)
-        for p in parameters
+        some_numbers(p.detach() if p.grad is None else p.grad, count) * float(p.grad is not None) for p in parameters
     ]
     found: list[float] = torch.cat(some).tolist()
     return found

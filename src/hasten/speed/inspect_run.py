@@ -108,9 +108,7 @@ def mask_of(batch: Batch) -> Tensor | None:
     return None
 
 
-def facts(
-    observed: Observed, trainer: Trainer, module: nn.Module, given: Mapping[str, Any]
-) -> dict[str, Any]:
+def facts(observed: Observed, trainer: Trainer, module: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return everything known of device, model and data of a running ``fit``, as plain values that JSON can hold."""
     # These import the compiler, and every Trainer imports this module.
     from hasten.compile.regions import repeated_blocks

@@ -73,9 +73,7 @@ class Lever:
         object.__setattr__(self, "safety", Safety(safety))
         check.one_of("Lever", "redraws", self.redraws, ("step", "samples", ""))
         if not self.arguments and self.change is None:
-            raise ValueError(
-                f"Lever({self.name!r}): it does nothing. Pass Trainer arguments, or a function as change."
-            )
+            raise ValueError(f"Lever({self.name!r}): it does nothing. Pass Trainer arguments, or a function as change.")
 
     def safety_in(self, facts: Facts) -> Safety:
         """Return its class in a program; an unknown fact counts as the worse of its values.
@@ -210,12 +208,9 @@ _TO_THE_DEVICE = _only_on("cuda", "resident=True is the same if the host compute
 _TF32 = _only_on("cuda", "TF32 is a format of CUDA devices")
 _NO_TF32 = _only_on("cpu", 'on this device matmul_precision="high" is the better one')
 _CAN_PACK: Applies = lambda facts: facts.get("not_packed")  # noqa: E731
-_FIRST_TOKEN = _needs(
-    "reads_first_token", "the model is not known to read only the first token of a sequence"
-)
+_FIRST_TOKEN = _needs("reads_first_token", "the model is not known to read only the first token of a sequence")
 _HAS_DROPOUT = _all(
-    _only_on("cpu", "torch's own masks cost nothing on this device"),
-    _needs("dropout", "the model has no dropout"),
+    _only_on("cpu", "torch's own masks cost nothing on this device"), _needs("dropout", "the model has no dropout")
 )
 _HAS_BLOCKS = _needs("repeated_blocks", "the model has no repeated blocks")
 _GRAPHS = _only_on("cuda", "only CUDA devices have them")
@@ -232,11 +227,7 @@ LEVERS: tuple[Lever, ...] = (
         conflicts=("resident data",),
         applies=_READS_A_LOADER,
     ),
-    _argument(
-        *("resident data", _SAME_BITS, "resident", True),
-        conflicts=("loader workers",),
-        applies=_READS_A_LOADER,
-    ),
+    _argument(*("resident data", _SAME_BITS, "resident", True), conflicts=("loader workers",), applies=_READS_A_LOADER),
     _argument(
         *("data on the device", _SAME_BITS, "resident", "device"),
         conflicts=("loader workers", "batches by length"),
@@ -269,11 +260,7 @@ LEVERS: tuple[Lever, ...] = (
     _argument("fast dropout masks", Safety.OTHER_DRAWS, "dropout", "fast", applies=_HAS_DROPOUT),
     _argument("compile", _ROUNDING, "compile", True, redraws="step"),
     _argument("compile by blocks", _ROUNDING, "compile", "regional", applies=_HAS_BLOCKS, redraws="step"),
-    _argument(
-        *("CUDA graphs", _ROUNDING, "compile", {"mode": "reduce-overhead"}),
-        applies=_GRAPHS,
-        redraws="step",
-    ),
+    _argument(*("CUDA graphs", _ROUNDING, "compile", {"mode": "reduce-overhead"}), applies=_GRAPHS, redraws="step"),
     # Never faster than a batch that fits: the advisor uses it in all trials if nothing runs without.
     _argument(
         *("micro-batches", _ROUNDING, "micro_batch", "auto"),
@@ -409,9 +396,7 @@ def choose(levers: Iterable[Lever | str] | None) -> list[Lever]:
             by_argument = [lever for lever in by_name.values() if given in lever.arguments]
             if not by_argument:
                 hint = did_you_mean(given, by_name)
-                raise ValueError(
-                    f"levers={given!r}: this lever does not exist.{hint} Use {', '.join(by_name)}."
-                )
+                raise ValueError(f"levers={given!r}: this lever does not exist.{hint} Use {', '.join(by_name)}.")
             chosen += [lever for lever in by_argument if lever not in chosen]
     names = [lever.name for lever in chosen]
     twice = [name for name in names if names.count(name) > 1]

@@ -15,17 +15,7 @@ from hasten._lib import check
 from hasten.speed import advice
 from hasten.speed.advice import Row, composed, figures
 from hasten.speed.checks import LossVerdict, judge_gradients, judge_losses, judge_without_draws
-from hasten.speed.engine import (
-    FAILED,
-    FASTER,
-    UNCLEAR,
-    Comparison,
-    LateError,
-    SteppedTrial,
-    TrialError,
-    Turn,
-    race,
-)
+from hasten.speed.engine import FAILED, FASTER, UNCLEAR, Comparison, LateError, SteppedTrial, TrialError, Turn, race
 from hasten.speed.fit_trial import Orders
 from hasten.speed.levers import Lever
 from hasten.speed.safety import Safety
@@ -188,12 +178,7 @@ class Races:
     # -- races
 
     def run(
-        self,
-        base: Levers,
-        lines: Mapping[str, Levers],
-        *,
-        until: float = math.inf,
-        enough_at: float = math.inf,
+        self, base: Levers, lines: Mapping[str, Levers], *, until: float = math.inf, enough_at: float = math.inf
     ) -> list[Row]:
         """Race lines, by the names of their rows, against a base; return a row for each.
 
@@ -320,9 +305,7 @@ class Races:
         run = TrialRecord(entry.line, entry.trial.history, entry.trial.ask("first_steps"))
         again, coarse = self._repeated(before), bool(self.facts.get("coarse"))
         safety, is_alike = entry.safety, entry.is_alike
-        judge = functools.partial(
-            judge_losses, again=again.losses, safety=safety, alike=is_alike, coarse=coarse
-        )
+        judge = functools.partial(judge_losses, again=again.losses, safety=safety, alike=is_alike, coarse=coarse)
         found = judge(before.losses, run.losses)
         if found.reason and not is_alike and found.deviation is not None:
             # Only now is it worth the time to measure how much losses differ by chance.

@@ -37,10 +37,7 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 # Raised for a user's mistake or a missing part of the machine: the trial refuses. Anything else is a failure.
 _REFUSALS = ("ValueError", "TypeError", "ModuleNotFoundError", "NotImplementedError")
 # Start threads or devices when they are imported; or replace hasten in the programs that import them.
-_NEVER_PRELOADED = (
-    *("tensorflow", "jax", "jaxlib", "grpc"),
-    *("lightning", "pytorch_lightning", "lightning_fabric"),
-)
+_NEVER_PRELOADED = (*("tensorflow", "jax", "jaxlib", "grpc"), *("lightning", "pytorch_lightning", "lightning_fabric"))
 
 
 class Session:

@@ -104,9 +104,7 @@ class _CurrentDDP:
             for parameter in self._exchanged:
                 if id(parameter) not in now and parameter.grad is not None:
                     # An open accumulation has added to it on each process alone, and steps with it.
-                    parameter.grad = collectives.all_reduce(
-                        parameter.grad, "mean", device=parameter.grad.device
-                    )
+                    parameter.grad = collectives.all_reduce(parameter.grad, "mean", device=parameter.grad.device)
             self._renew()
         else:
             self._remember()
@@ -208,9 +206,7 @@ class DDPStrategy(ParallelStrategy):
         start_method: str = "popen",
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method
-        )
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         known = [*inspect.signature(DistributedDataParallel.__init__).parameters][2:]
         if unknown := next((name for name in kwargs if name not in known), None):
             raise TypeError(
@@ -306,9 +302,7 @@ class DDPStrategy(ParallelStrategy):
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[Any]:
         if not isinstance(wrapped, DistributedDataParallel):
-            raise TypeError(
-                f"no_backward_sync got a {type(wrapped).__name__}: pass the module that setup() returned."
-            )
+            raise TypeError(f"no_backward_sync got a {type(wrapped).__name__}: pass the module that setup() returned.")
         return _current(wrapped).no_sync()
 
 

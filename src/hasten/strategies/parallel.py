@@ -63,12 +63,7 @@ class ParallelStrategy(Strategy):
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module: ...
 
     def attach(
-        self,
-        *,
-        accelerator: Accelerator,
-        devices: list[torch.device],
-        cluster: ClusterEnvironment,
-        num_nodes: int,
+        self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
     ) -> None:
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)
         cluster.set_world_size(self.world_size)
@@ -159,12 +154,7 @@ class ParallelStrategy(Strategy):
     def _meeting(self, store: Any) -> AbstractContextManager[Any]:
         """Return a context that gives the store where the processes meet; None for the one torch makes."""
         # torchrun has brought its processes together before they start.
-        if (
-            self.num_nodes == 1
-            or store is not None
-            or collectives.joined()
-            or "TORCHELASTIC_RUN_ID" in os.environ
-        ):
+        if self.num_nodes == 1 or store is not None or collectives.joined() or "TORCHELASTIC_RUN_ID" in os.environ:
             return nullcontext(store)
         command = None
         if isinstance(self.cluster_environment, LightningEnvironment):

@@ -35,12 +35,7 @@ class SingleDeviceStrategy(Strategy):
         self.parallel_devices = [self._device or torch.device("cpu")]
 
     def attach(
-        self,
-        *,
-        accelerator: Accelerator,
-        devices: list[torch.device],
-        cluster: ClusterEnvironment,
-        num_nodes: int,
+        self, *, accelerator: Accelerator, devices: list[torch.device], cluster: ClusterEnvironment, num_nodes: int
     ) -> None:
         devices = devices if self._device is None else [self._device]
         super().attach(accelerator=accelerator, devices=devices, cluster=cluster, num_nodes=num_nodes)

@@ -94,9 +94,7 @@ def limited_run(
     trainer = self
     outer, fits = trainer._run, stage == "fit"
     if outer is None:
-        raise RuntimeError(
-            "Trainer.limited_run(): there is no run. Call it within one, or use prepared_run()."
-        )
+        raise RuntimeError("Trainer.limited_run(): there is no run. Call it within one, or use prepared_run().")
     module = outer.module
     with _restored_afterwards(trainer, module, trainer._datamodule) as saved:
         trainer._callbacks.extend(callbacks)
@@ -163,9 +161,7 @@ def _use_optimizers_of(outer: Run, run: Run, saved: SavedObjects, exchange_gradi
 
 
 @contextmanager
-def _restored_afterwards(
-    trainer: Trainer, module: LightningModule, datamodule: Any
-) -> Iterator[SavedObjects]:
+def _restored_afterwards(trainer: Trainer, module: LightningModule, datamodule: Any) -> Iterator[SavedObjects]:
     """Take callbacks and loggers off, and restore Trainer, module, data and random numbers afterwards.
 
     Yields what is restored, to which more can be added.
@@ -181,10 +177,7 @@ def _restored_afterwards(
         saved.save(trainer._runtime.unscaled)
     trainer.__dict__.update(
         _arguments=dataclasses.replace(
-            trainer._arguments,
-            enable_autolog_hparams=False,
-            num_sanity_val_steps=0,
-            max_epochs_assumed=False,
+            trainer._arguments, enable_autolog_hparams=False, num_sanity_val_steps=0, max_epochs_assumed=False
         ),
         _callbacks=WatchedList([], lambda: None),
         # There is a logger where the program expects one.

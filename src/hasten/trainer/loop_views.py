@@ -64,9 +64,7 @@ class TrainingEpochLoop(LoopView):
         "_trainer.total_batch_idx", "Index of the last batch completed in the run; -1 before the first."
     )
     # The x axis of loggers: packages pass it to ``logger.log_metrics``.
-    _batches_that_stepped = ReadOnly[int](
-        "_trainer._progress.logged_step", "Steps at which values are logged."
-    )
+    _batches_that_stepped = ReadOnly[int]("_trainer._progress.logged_step", "Steps at which values are logged.")
 
     @property
     def batch_idx(self) -> int:

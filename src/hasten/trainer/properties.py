@@ -141,9 +141,7 @@ class TrainerView(RuntimeView, TrainerSettings):
     validate_loop = ReadOnly[EvaluationLoop](
         lambda trainer: EvaluationLoop(trainer, "validation"), "The batches of ``validate``."
     )
-    test_loop = ReadOnly[EvaluationLoop](
-        lambda trainer: EvaluationLoop(trainer, "test"), "The batches of ``test``."
-    )
+    test_loop = ReadOnly[EvaluationLoop](lambda trainer: EvaluationLoop(trainer, "test"), "The batches of ``test``.")
     predict_loop = ReadOnly[PredictionLoop](
         lambda trainer: PredictionLoop(trainer, "predict"), "The batches and outputs of ``predict``."
     )
@@ -152,14 +150,11 @@ class TrainerView(RuntimeView, TrainerSettings):
 
     precision = ReadOnly[str]("_runtime.precision.precision", 'The precision in use, for instance "32-true".')
     precision_plugin = ReadOnly["Precision"]("_runtime.precision", "The object behind ``precision``.")
-    scaler = ReadOnly["torch.amp.GradScaler | None"](
-        "_runtime.scaler", "The GradScaler of fp16 training, or None."
-    )
+    scaler = ReadOnly["torch.amp.GradScaler | None"]("_runtime.scaler", "The GradScaler of fp16 training, or None.")
     num_nodes = ReadOnly[int]("_runtime.num_nodes", "Number of machines.")
     num_devices = ReadOnly[int]("_runtime.num_devices", "Number of devices on this machine.")
     distributed_sampler_kwargs = ReadOnly["dict[str, int] | None"](
-        "_runtime.distributed_sampler_kwargs",
-        "``num_replicas`` and ``rank`` for a distributed sampler, or None.",
+        "_runtime.distributed_sampler_kwargs", "``num_replicas`` and ``rank`` for a distributed sampler, or None."
     )
 
     @property

@@ -80,9 +80,7 @@ class TrainerSettings:
     max_epochs = Setting[int]("Epochs to train; -1 for no limit.", settable=False)
     min_epochs = Setting[int | None]("Epochs to train before a callback may stop the run.", settable=False)
     max_steps = Setting[int]("Optimizer steps to train; -1 for no limit.", settable=False)
-    min_steps = Setting[int | None](
-        "Optimizer steps to train before a callback may stop the run.", settable=False
-    )
+    min_steps = Setting[int | None]("Optimizer steps to train before a callback may stop the run.", settable=False)
     fast_dev_run = Setting[int]("Batches of a quick check; 0 when off.")
     log_every_n_steps = Setting[int]("Optimizer steps between two rows of the loggers.")
     val_check_interval = Setting[int | float | Duration](
@@ -101,14 +99,10 @@ class TrainerSettings:
     overfit_batches = Setting[int | float]("Batches or share to overfit on.")
     gradient_clip_val = Setting[float | None]("The largest gradient norm or value; None for no clipping.")
     gradient_clip_algorithm = Setting[str | None]('"norm" or "value"; None means "norm".')
-    reload_dataloaders_every_n_epochs = Setting[int](
-        "Epochs after which loaders are requested again; 0 for never."
-    )
+    reload_dataloaders_every_n_epochs = Setting[int]("Epochs after which loaders are requested again; 0 for never.")
     barebones = Setting[bool]("Whether everything except training is off.", settable=False)
     default_root_dir = Setting[str]("Where logs and checkpoints go.", settable=False)
-    enable_autolog_hparams = Setting[bool](
-        "Whether hyper-parameters are passed to the loggers.", settable=False
-    )
+    enable_autolog_hparams = Setting[bool]("Whether hyper-parameters are passed to the loggers.", settable=False)
 
     @property
     def accumulate_grad_batches(self) -> int:

@@ -298,15 +298,11 @@ class Trainer(TrainerView):
 
         """
         if fixed := {"callbacks", "logger"} & changes.keys():
-            raise TypeError(
-                f"Trainer.change_arguments({min(fixed)}=...): assign Trainer.callbacks or Trainer.loggers."
-            )
+            raise TypeError(f"Trainer.change_arguments({min(fixed)}=...): assign Trainer.callbacks or Trainer.loggers.")
         if unknown := {name: value for name, value in changes.items() if name not in self._given}:
             refuse_unknown(unknown, Trainer.__init__, "Trainer", make=resolve_runtime)
         if self.state.status == TrainerStatus.RUNNING:
-            raise RuntimeError(
-                "Trainer.change_arguments(): a call is running. Change arguments before or after it."
-            )
+            raise RuntimeError("Trainer.change_arguments(): a call is running. Change arguments before or after it.")
         given = {**self._given, **changes}
         arguments = check_arguments(given)
         runtime = _runtime_for(given) if set(_MACHINE) & changes.keys() else None
@@ -389,9 +385,7 @@ class Trainer(TrainerView):
 
         """
         body = functools.partial(evaluate_and_print, testing=False, verbose=verbose)
-        return self._evaluate(
-            TrainerFn.VALIDATING, model, dataloaders, datamodule, ckpt_path, weights_only, body
-        )
+        return self._evaluate(TrainerFn.VALIDATING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
 
     def test(
         self,
@@ -404,9 +398,7 @@ class Trainer(TrainerView):
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; see ``validate``."""
         body = functools.partial(evaluate_and_print, testing=True, verbose=verbose)
-        return self._evaluate(
-            TrainerFn.TESTING, model, dataloaders, datamodule, ckpt_path, weights_only, body
-        )
+        return self._evaluate(TrainerFn.TESTING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
 
     def predict(
         self,
@@ -436,9 +428,7 @@ class Trainer(TrainerView):
 
         """
         body = functools.partial(predict, return_predictions=return_predictions is not False)
-        return self._evaluate(
-            TrainerFn.PREDICTING, model, dataloaders, datamodule, ckpt_path, weights_only, body
-        )
+        return self._evaluate(TrainerFn.PREDICTING, model, dataloaders, datamodule, ckpt_path, weights_only, body)
 
     def save_checkpoint(
         self, filepath: PathLike, weights_only: bool | None = None, storage_options: object = None
@@ -519,9 +509,7 @@ class Trainer(TrainerView):
         # Before launch: copies of this process inherit it, and the program continues with it.
         parts.settle_loggers(self._loggers, self._runtime)
         try:
-            result: Result = self._runtime.launch(
-                self._in_process, given, ckpt_path, weights_only, body, trainer=self
-            )
+            result: Result = self._runtime.launch(self._in_process, given, ckpt_path, weights_only, body, trainer=self)
             return result
         except BaseException as error:
             shorten(error)
@@ -616,9 +604,7 @@ class Trainer(TrainerView):
         elif self._module is not None:
             module = self._module
         else:
-            raise TypeError(
-                f"`Trainer.{fn.value}()` requires a `LightningModule`: pass one, or call fit first."
-            )
+            raise TypeError(f"`Trainer.{fn.value}()` requires a `LightningModule`: pass one, or call fit first.")
         check_call(self._arguments, fn.value, module, datamodule, dataloaders, None)
         path = parts.weights_for(self, fn, model, ckpt_path)
         return self._call(fn, module, datamodule, {fn.value: dataloaders}, path, weights_only, body)
@@ -689,9 +675,7 @@ class Trainer(TrainerView):
         self._hooks.on_save_checkpoint(checkpoint)
         return checkpoint
 
-    def _read_checkpoint(
-        self, ckpt_path: Any, weights_only: bool | None
-    ) -> tuple[dict[str, Any] | None, str | None]:
+    def _read_checkpoint(self, ckpt_path: Any, weights_only: bool | None) -> tuple[dict[str, Any] | None, str | None]:
         path = resolve_path(self, ckpt_path)
         self._ckpt_path = path
         if path is None:

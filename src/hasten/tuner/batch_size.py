@@ -172,9 +172,7 @@ class Search:
         while 0 < reduced < good:
             trained = self._trained_with(reduced)
             if trained:
-                self._report(
-                    f"scale_batch_size: {good} fits; with a margin of {margin:.1%} that is {trained}."
-                )
+                self._report(f"scale_batch_size: {good} fits; with a margin of {margin:.1%} that is {trained}.")
                 return trained
             reduced //= 2
         return good
@@ -281,9 +279,7 @@ def find_batch_size(
 
     """
     if trainer.fast_dev_run:
-        rank_zero_info(
-            "Trainer(batch_size='auto', fast_dev_run=...): the batch size stays that of the loader."
-        )
+        rank_zero_info("Trainer(batch_size='auto', fast_dev_run=...): the batch size stays that of the loader.")
         return None
     if resolve_path(trainer, ckpt_path) is not None:
         return None

@@ -249,9 +249,7 @@ class _Sweep(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         for group in self._optimizer.param_groups:
             _write(group, "lr", self._found.lr_at(len(self._rates)))
 

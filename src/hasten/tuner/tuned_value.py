@@ -25,9 +25,7 @@ class TunedValue:
         """Return everything that has the attribute or hyper-parameter."""
         candidates = [each for owner in self._owners for each in (owner, getattr(owner, "hparams", {}))]
         return [
-            each
-            for each in candidates
-            if (self.name in each if isinstance(each, dict) else hasattr(each, self.name))
+            each for each in candidates if (self.name in each if isinstance(each, dict) else hasattr(each, self.name))
         ]
 
     def get(self) -> Any:

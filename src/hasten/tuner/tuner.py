@@ -145,9 +145,7 @@ class Tuner:
 
         """
         if method != "fit":
-            raise MisconfigurationException(
-                f"Tuner.lr_find(method={method!r}): only 'fit' has a learning rate."
-            )
+            raise MisconfigurationException(f"Tuner.lr_find(method={method!r}): only 'fit' has a learning rate.")
         owner = "Tuner.lr_find"
         options = lr_find.SweepOptions(owner, mode, min_lr, max_lr, num_training, early_stop_threshold)
         if self._skipped("lr_find"):

@@ -56,9 +56,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "hasten._lib.errors": "MisconfigurationException",
-        "hasten._lib.rank_zero": (
-            "rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn"
-        ),
+        "hasten._lib.rank_zero": ("rank_zero_debug rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn"),
         "hasten.data.combined": "CombinedLoader",
         "hasten.module.hparams": "AttributeDict HyperparametersMixin",
         "hasten.loops.progress": "RunningStage TrainerFn TrainerState TrainerStatus",
@@ -70,9 +68,7 @@ __getattr__, __dir__, __all__ = attach(
             "apply_to_collection is_shared_filesystem move_data_to_device suggested_max_num_workers"
         ),
         "hasten.utilities.enums": "GradClipAlgorithmType LightningEnum",
-        "hasten.utilities.model_helpers": (
-            "find_shared_parameters grad_norm is_overridden set_shared_parameters"
-        ),
+        "hasten.utilities.model_helpers": ("find_shared_parameters grad_norm is_overridden set_shared_parameters"),
         "hasten.utilities.parsing": "is_picklable",
         "hasten.utilities.types": (
             "EVAL_DATALOADERS OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS"

@@ -43,11 +43,7 @@ def move_data_to_device(batch: Batch, device: torch.device | str | int) -> Batch
 
 
 def apply_to_collection(
-    data: object,
-    dtype: type | tuple[type, ...] | Any,
-    function: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    data: object, dtype: type | tuple[type, ...] | Any, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Return ``data`` with ``function(leaf, *args, **kwargs)`` in place of each leaf of type ``dtype``.
 
@@ -145,9 +141,7 @@ def suggested_max_num_workers(local_world_size: int) -> int:
     return max(1, usable_cores() // local_world_size - 1)
 
 
-def is_shared_filesystem(
-    strategy: Strategy, path: str | os.PathLike[str] | None = None, timeout: float = 3
-) -> bool:
+def is_shared_filesystem(strategy: Strategy, path: str | os.PathLike[str] | None = None, timeout: float = 3) -> bool:
     """Return whether all processes see the same files in a folder; all of them must call it.
 
     Args:

@@ -38,9 +38,7 @@ class LightningEnum(StrEnum):
             texts = {"key": [member.name], "value": [member.value]}.get(source, [member.name, member.value])
             if wanted in [text.replace("-", "_").lower() for text in texts]:
                 return member
-        raise ValueError(
-            f"{value!r} is not a {cls.__name__}: use one of {', '.join(repr(m.value) for m in cls)}."
-        )
+        raise ValueError(f"{value!r} is not a {cls.__name__}: use one of {', '.join(repr(m.value) for m in cls)}.")
 
 
 class GradClipAlgorithmType(LightningEnum):

@@ -46,9 +46,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         kinds = (LightningModule, LightningDataModule, Callback)
         parent = next((kind for kind in kinds if isinstance(instance, kind)), None)
         if parent is None:
-            raise ValueError(
-                f"is_overridden({method_name!r}, {type(instance).__name__} object): write parent=..."
-            )
+            raise ValueError(f"is_overridden({method_name!r}, {type(instance).__name__} object): write parent=...")
     if not hasattr(parent, method_name):
         raise ValueError(f"is_overridden({method_name!r}): {parent.__name__} has no such method.")
     return hasattr(instance, method_name) and overrides(instance, parent, method_name)
@@ -108,9 +106,7 @@ class DeviceDtypeMixin(nn.Module):
         return next(kinds, torch.get_default_dtype())
 
 
-def grad_norm(
-    module: nn.Module, norm_type: float | int | str, group_separator: str = "/"
-) -> dict[str, Tensor]:
+def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
     """Return the norm of each parameter's gradient, and of all together.
 
     Args:

@@ -34,10 +34,7 @@ def get_init_args(frame: types.FrameType) -> dict[str, Any]:
 
 
 def collect_init_args(
-    frame: types.FrameType,
-    path_args: list[dict[str, Any]],
-    inside: bool = False,
-    classes: tuple[type, ...] = (),
+    frame: types.FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
 ) -> list[dict[str, Any]]:
     """Return ``path_args`` and the arguments of the ``__init__`` of a frame and of the subclasses that called it.
 

@@ -27,9 +27,7 @@ def get_filesystem(path: PathLike, **kwargs: Any) -> Any:
     return file_system(os.fspath(path), kwargs)
 
 
-def read(
-    path_or_url: PathLike | IO[bytes], map_location: MapLocation = None, weights_only: bool | None = None
-) -> Any:
+def read(path_or_url: PathLike | IO[bytes], map_location: MapLocation = None, weights_only: bool | None = None) -> Any:
     """Return what a file written by ``torch.save`` holds.
 
     Args:

@@ -58,12 +58,7 @@ _PRECISION_INPUT_STR = Literal[
     "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true", "64-true",
 ]  # fmt: skip
 _PRECISION_INPUT_STR_ALIAS = Literal["64", "32", "16", "bf16"]
-_PRECISION_INPUT_STR_ALIAS_CONVERSION = {
-    "64": "64-true",
-    "32": "32-true",
-    "16": "16-mixed",
-    "bf16": "bf16-mixed",
-}
+_PRECISION_INPUT_STR_ALIAS_CONVERSION = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 _Key = TypeVar("_Key")
 

@@ -15,9 +15,7 @@ validation.normalize_targets(scaler)
 model = models.MPNN(
     nn.BondMessagePassing(d_h=16),
     nn.MeanAggregation(),
-    nn.RegressionFFN(
-        input_dim=16, hidden_dim=16, output_transform=nn.UnscaleTransform.from_standard_scaler(scaler)
-    ),
+    nn.RegressionFFN(input_dim=16, hidden_dim=16, output_transform=nn.UnscaleTransform.from_standard_scaler(scaler)),
     batch_norm=True,
 )
 losses = record.KeepLosses()

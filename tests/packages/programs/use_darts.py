@@ -10,10 +10,7 @@ train, validation = series[:90], series[70:]
 quiet = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 
 seen = {}
-for kind, options in (
-    (NBEATSModel, {"num_stacks": 2, "layer_widths": 16}),
-    (BlockRNNModel, {"hidden_dim": 8}),
-):
+for kind, options in ((NBEATSModel, {"num_stacks": 2, "layer_widths": 16}), (BlockRNNModel, {"hidden_dim": 8})):
     losses = record.KeepLosses()
     model = kind(
         input_chunk_length=12,

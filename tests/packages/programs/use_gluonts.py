@@ -14,10 +14,7 @@ quiet = {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False, "l
 quiet["enable_model_summary"] = False  # Lightning's draws random numbers when it runs the example input.
 
 seen = {}
-for kind, options in (
-    (SimpleFeedForwardEstimator, {"hidden_dimensions": [8]}),
-    (DeepAREstimator, {"freq": "D"}),
-):
+for kind, options in ((SimpleFeedForwardEstimator, {"hidden_dimensions": [8]}), (DeepAREstimator, {"freq": "D"})):
     torch.manual_seed(0)
     np.random.seed(0)
     losses = record.KeepLosses()

@@ -55,6 +55,4 @@ best = TemporalFusionTransformer.load_from_checkpoint(checkpoints.best_model_pat
 forecast = best.predict(
     validation_loader, trainer_kwargs={"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 )
-record.write(
-    losses=losses.losses, epochs=losses.epochs, forecast=torch.as_tensor(forecast).flatten().tolist()
-)
+record.write(losses=losses.losses, epochs=losses.epochs, forecast=torch.as_tensor(forecast).flatten().tolist())

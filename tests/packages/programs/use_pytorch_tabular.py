@@ -8,9 +8,7 @@ from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
 from pytorch_tabular.models import CategoryEmbeddingModelConfig
 
 generator = np.random.default_rng(0)
-frame = pd.DataFrame(
-    {"x": generator.normal(size=96), "y": generator.normal(size=96), "kind": np.arange(96) % 3}
-)
+frame = pd.DataFrame({"x": generator.normal(size=96), "y": generator.normal(size=96), "kind": np.arange(96) % 3})
 frame["target"] = (frame.x + frame.y > 0).astype(int)
 frame["kind"] = frame["kind"].astype(str)
 losses = record.KeepLosses()
@@ -32,7 +30,5 @@ model = TabularModel(
 model.fit(train=frame[:64], validation=frame[64:], callbacks=[losses])
 forecast = model.predict(frame[64:])
 record.write(
-    losses=losses.losses,
-    epochs=losses.epochs,
-    forecast=forecast.filter(like="probability").to_numpy().ravel().tolist(),
+    losses=losses.losses, epochs=losses.epochs, forecast=forecast.filter(like="probability").to_numpy().ravel().tolist()
 )

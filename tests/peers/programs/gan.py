@@ -48,11 +48,7 @@ class Generator(nn.Module):
     def __init__(self, latent_dim, width):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(latent_dim, width),
-            nn.BatchNorm1d(width, 0.8),
-            nn.LeakyReLU(0.2),
-            nn.Linear(width, 64),
-            nn.Tanh(),
+            nn.Linear(latent_dim, width), nn.BatchNorm1d(width, 0.8), nn.LeakyReLU(0.2), nn.Linear(width, 64), nn.Tanh()
         )
 
     def forward(self, z):
@@ -113,9 +109,7 @@ class GAN(L.LightningModule):
         g_loss = self.adversarial_loss(self.discriminator(self(z)), True)
         self.manual_backward(g_loss / self.hparams.accumulate)
         if last:
-            self.clip_gradients(
-                optimizer_g, gradient_clip_val=self.hparams.clip, gradient_clip_algorithm="norm"
-            )
+            self.clip_gradients(optimizer_g, gradient_clip_val=self.hparams.clip, gradient_clip_algorithm="norm")
             optimizer_g.step()
             optimizer_g.zero_grad()
         self.untoggle_optimizer(optimizer_g)

@@ -46,9 +46,7 @@ class DigitsDataModule(L.LightningDataModule):
         data = TensorDataset(x, torch.tensor(labels))
         held_out = int(len(data) * self.hparams.val_fraction)
         train, val, test = random_split(
-            data,
-            [len(data) - 2 * held_out, held_out, held_out],
-            torch.Generator().manual_seed(self.hparams.seed),
+            data, [len(data) - 2 * held_out, held_out, held_out], torch.Generator().manual_seed(self.hparams.seed)
         )
         if stage == "fit":
             self.train_set = train
@@ -103,9 +101,7 @@ class DigitsClassifier(L.LightningModule):
 
     """
 
-    def __init__(
-        self, width: int = 8, num_classes: int = 10, label_smoothing: float = 0.05, batch_size: int = 64
-    ):
+    def __init__(self, width: int = 8, num_classes: int = 10, label_smoothing: float = 0.05, batch_size: int = 64):
         super().__init__()
         self.save_hyperparameters()
         self.body = nn.Sequential(

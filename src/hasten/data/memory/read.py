@@ -127,9 +127,7 @@ class Columns:
 
     def to(self, device: torch.device) -> Columns:
         """Return the same samples with their tensors on ``device``."""
-        return Columns(
-            self.kind, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        )
+        return Columns(self.kind, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
 
 
 def _builder(
@@ -181,9 +179,7 @@ class DatasetReader:
         self.dataset: Any = dataset
         self.argument, self.name, self.kind = argument, name, type(dataset).__name__
 
-    def read(
-        self, loader: DataLoader[Any] | None = None, allocate: Allocate | None = None
-    ) -> Columns | list[Any]:
+    def read(self, loader: DataLoader[Any] | None = None, allocate: Allocate | None = None) -> Columns | list[Any]:
         """Return all samples, as columns if they are alike, else as a list.
 
         Random states, the dataset's own too, do not change. Random samples are found by the generators that move while

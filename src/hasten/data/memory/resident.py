@@ -247,9 +247,7 @@ class _Changes:
             self._before = now
         places = changed(self._before, now)
         for each in self._by_reading:
-            places = [
-                place for place in places if place != each and not place.startswith((f"{each}.", f"{each}["))
-            ]
+            places = [place for place in places if place != each and not place.startswith((f"{each}.", f"{each}["))]
         return places
 
 
@@ -350,9 +348,7 @@ def _held(loader: DataLoader[Any], device: Any, argument: str, name: str) -> dic
         how = "one by one, as they are not alike"
     else:
         how = f"one by one, for {getattr(collate_fn, '__name__', type(collate_fn).__name__)}"
-    rank_zero_info(
-        f"{name}: {len(held)} samples are held in memory, {how} ({time.perf_counter() - began:.1f} s)."
-    )
+    rank_zero_info(f"{name}: {len(held)} samples are held in memory, {how} ({time.perf_counter() - began:.1f} s).")
     return {
         **WITHOUT_WORKERS,
         "dataset": held,

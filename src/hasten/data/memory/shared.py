@@ -25,16 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from hasten._lib.rank_zero import rank_zero_info
-from hasten.data.memory.read import (
-    Columns,
-    DatasetReader,
-    Kind,
-    bytes_of,
-    gigabytes,
-    kind_of,
-    of_tensors,
-    pickled,
-)
+from hasten.data.memory.read import Columns, DatasetReader, Kind, bytes_of, gigabytes, kind_of, of_tensors, pickled
 from hasten.machine.cluster import name_of_job
 from hasten.seed import isolate_rng
 

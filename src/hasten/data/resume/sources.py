@@ -172,9 +172,7 @@ class _DataLoaderSource(BatchSource):
         self.indices = CountingSampler(sampler, stateful=self._stateful.get("sampler"), keep=keep)
         return with_attributes(self._loader, **{key: self.indices}, **attributes)
 
-    def _opened_at(
-        self, number: int, state: State, loader: Iterable[Any], *, once: bool = False
-    ) -> Iterator[Any]:
+    def _opened_at(self, number: int, state: State, loader: Iterable[Any], *, once: bool = False) -> Iterator[Any]:
         """Begin an epoch of a loader at index batch ``number``, by the sampler's own state if it has one."""
         assert self.indices is not None
         self.restore_between_epochs(state)

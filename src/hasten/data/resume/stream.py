@@ -73,12 +73,7 @@ class Stream:
     """
 
     def __init__(
-        self,
-        loader: Iterable[Any],
-        *,
-        name: str = "train_dataloader",
-        replays: bool = True,
-        marks_last: bool = True,
+        self, loader: Iterable[Any], *, name: str = "train_dataloader", replays: bool = True, marks_last: bool = True
     ) -> None:
         self.loader = loader
         self.name = name
@@ -523,9 +518,7 @@ class CombinedStream:
 
     """
 
-    def __init__(
-        self, loader: CombinedLoader, streams: list[Stream], *, name: str = "train_dataloader"
-    ) -> None:
+    def __init__(self, loader: CombinedLoader, streams: list[Stream], *, name: str = "train_dataloader") -> None:
         self.loader = loader
         self.name = name
         self.handed = 0
