@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hasten as L
 from tests.models import Classifier, loader, quiet, same_weights
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 def on_gpu(**arguments: Any) -> L.Trainer:

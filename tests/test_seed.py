@@ -141,7 +141,6 @@ def test_the_state_of_the_gpu_that_was_used_goes_to_the_one_that_is(monkeypatch:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_state_has_the_gpu() -> None:
     torch.rand(1, device="cuda")
     state = collect_rng_state()

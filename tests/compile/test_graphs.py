@@ -17,7 +17,6 @@ from tests.compile.test_with_others import fitted_bert
 from tests.models import loader, quiet, same_weights
 
 RECORDED = {"mode": "reduce-overhead"}
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture
@@ -237,7 +236,6 @@ def assert_alike(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-2, atol=1e-3, msg=name)
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "lever",
@@ -256,14 +254,12 @@ def test_recorded_steps_train_to_the_weights_of_plain_ones(lever: dict[str, Any]
     assert_alike(recorded, plain)
 
 
-@gpu
 @pytest.mark.gpu
 def test_a_recorded_gan_trains_to_the_weights_of_a_plain_one() -> None:
     plain = on_gpu(Gan)
     assert_alike(on_gpu(Gan, compile=RECORDED), plain)
 
 
-@gpu
 @pytest.mark.gpu
 def test_a_model_that_the_user_had_recorded_accumulates_too() -> None:
     plain = on_gpu(Deep, accumulate_grad_batches=3)
@@ -274,7 +270,6 @@ def test_a_model_that_the_user_had_recorded_accumulates_too() -> None:
     assert_alike(module.cpu(), plain)
 
 
-@gpu
 @pytest.mark.gpu
 def test_few_widths_are_recorded_once_each_and_nobody_is_warned(caplog: pytest.LogCaptureFixture) -> None:
     arguments = {"accelerator": "gpu", "batching": "length", "max_epochs": 4}
@@ -286,7 +281,6 @@ def test_few_widths_are_recorded_once_each_and_nobody_is_warned(caplog: pytest.L
         assert torch.isfinite(weight).all()
 
 
-@gpu
 @pytest.mark.gpu
 def test_a_loop_of_the_users_after_a_recorded_run_is_recorded_once() -> None:
     on_gpu(Deep, compile=RECORDED)

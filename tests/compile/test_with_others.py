@@ -269,7 +269,6 @@ def test_a_second_run_of_the_program_takes_what_the_first_compiled(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_recorded_steps_log_and_train_as_plain_ones_do() -> None:
     options = {"accelerator": "gpu", "devices": 1, "max_epochs": 2}
     _, before, plain_losses = fitted(Deep, **options)

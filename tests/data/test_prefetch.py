@@ -13,10 +13,6 @@ from hasten.data.loaders import SideStream
 from tests.models import Classifier, loader, quiet, same_weights
 
 
-def on_gpu(test: Any) -> Any:
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
-
-
 class Pair(NamedTuple):
     x: Tensor
     name: str
@@ -45,7 +41,7 @@ def test_on_the_cpu_batches_are_the_loaders_own() -> None:
     assert seen == [id(batch[0]) for batch in batches]
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_batch_arrives_as_it_is() -> None:
     device = torch.device("cuda", 0)
     to_device = SideStream(device)
@@ -61,7 +57,7 @@ def test_batch_arrives_as_it_is() -> None:
     assert not batch["pair"].x.is_cuda
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_copy_does_not_wait_for_the_steps_before() -> None:
     device = torch.device("cuda", 0)
     to_device = SideStream(device)
@@ -78,7 +74,7 @@ def test_copy_does_not_wait_for_the_steps_before() -> None:
     assert not computed.query()
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_values_are_right_though_memory_is_used_again() -> None:
     device = torch.device("cuda", 0)
     to_device = SideStream(device)
@@ -92,7 +88,7 @@ def test_values_are_right_though_memory_is_used_again() -> None:
     assert torch.stack(sums).tolist() == [float(number) for number in range(200)]
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("resident", [False, True, "device"])
 def test_training_is_that_of_batches_moved_by_hand(resident: Any) -> None:
     modules = []
@@ -112,7 +108,7 @@ def test_training_is_that_of_batches_moved_by_hand(resident: Any) -> None:
     assert same_weights(*modules)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_fabric_moves_batches_too() -> None:
     fabric = L.Fabric(accelerator="gpu", devices=1)
     ready = fabric.setup_dataloaders(loader())

@@ -315,7 +315,6 @@ def test_samples_that_torch_cannot_join_are_named_with_shapes_and_remedy() -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_data_lives_on_the_device() -> None:
     mine = resident(LOADERS["shuffled"](), device="cuda")
     found = epochs(mine)

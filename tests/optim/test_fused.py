@@ -165,7 +165,6 @@ def test_adamw_decays_matrices_alone_and_is_fused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_fused_on_a_gpu_with_a_scaler_and_clipping() -> None:
     plain, _ = train("adamw", accelerator="cuda", precision="16-mixed", gradient_clip_val=0.1)
     fused, trainer = train(

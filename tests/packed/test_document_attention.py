@@ -52,7 +52,6 @@ def test_dropout_drops_attention_weights() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "dropout_p"), [(torch.bfloat16, 0.0), (torch.float32, 0.0), (torch.bfloat16, 0.1), (torch.float32, 0.1)]
@@ -77,7 +76,6 @@ def test_packed_attention_on_a_gpu(causal: bool, dtype: torch.dtype, dropout_p: 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [20, 64])
 def test_dropout_of_packed_attention_on_a_gpu_keeps_the_mean(dtype: torch.dtype, head_dim: int) -> None:

@@ -20,15 +20,9 @@ def model_of(kind: str, head: str = "Model", **options: Any) -> Any:
     if not hasattr(transformers, f"{kind}Config"):
         pytest.skip(f"this version of transformers has no {kind}")
     small = {
-        "vocab_size": WORDS,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 32,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-    }
+        "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "intermediate_size": 32, "initializer_range": 0.3, "pad_token_id": 0,
+    }  # fmt: skip
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**small, **options})
     config.use_cache = False
@@ -57,20 +51,28 @@ def test_layers_that_all_see_everything_are_packed(kind: str) -> None:
         torch.testing.assert_close(one, gradients[name], rtol=1e-3, atol=1e-3)
 
 
+WINDOW = "its tokens attend to a window of others only"
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "first_token", "said"),
     [
-        ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-        ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
-        ("Gemma2", {"head_dim": 16}),
-        ("ModernBert", {}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, False, WINDOW),
+        ("Mistral", {"sliding_window": 4}, False, WINDOW),
+        ("ModernBert", {}, False, WINDOW),
+        ("T5", {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}, False, "T5"),
+        ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 32, "layerdrop": 0.3}, False, "layerdrop=0.3 skips whole"),
+        ("HrmText", {}, False, "its blocks are in more than one list"),
+        ("Mixtral", {"output_router_logits": True, "sliding_window": None}, False, "output_router_logits"),
+        ("Llama", {}, True, "the first token depends on no other token"),
+        ("Albert", {}, True, "same blocks several times"),
     ],
 )
-def test_a_window_that_is_used_is_refused(kind: str, options: Any) -> None:
-    with (
-        pytest.raises(MisconfigurationException, match="a window of others only"),
-        packed_blocks(model_of(kind, **options)),
-    ):
+def test_models_that_cannot_be_packed_are_refused_before_training(
+    kind: str, options: Any, first_token: bool, said: str
+) -> None:
+    model = model_of(kind, **options)
+    with pytest.raises(MisconfigurationException, match=said), packed_blocks(model, first_token=first_token):
         pass
 
 
@@ -79,12 +81,6 @@ def test_a_mask_that_the_model_computes_itself_is_refused_not_ignored() -> None:
     said = r"DogeModel: DogeAttention calls attention with a mask of its own, of shape .*batching='length'"
     with packed_blocks(model), pytest.raises(MisconfigurationException, match=said):
         model(**BATCH)
-
-
-def test_blocks_in_two_lists_are_refused_before_training() -> None:
-    model = model_of("HrmText")
-    with pytest.raises(MisconfigurationException, match="its blocks are in more than one list"), packed_blocks(model):
-        pass
 
 
 def test_attention_outside_the_blocks_is_refused_by_name() -> None:
@@ -99,29 +95,14 @@ def test_attention_outside_the_blocks_is_refused_by_name() -> None:
             model.layers[0].self_attn(torch.zeros(1, 3, 32), (torch.ones(1, 3, 16), torch.zeros(1, 3, 16)), None)
 
 
-@pytest.mark.parametrize("place", ["configuration", "call"])
-def test_what_routers_say_is_refused_by_name(place: str) -> None:
-    options: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-    if place == "configuration":
-        options["output_router_logits"] = True
-    model = model_of("Mixtral", "ForCausalLM", **options)
-    asked = {"output_router_logits": True} if place == "call" else {}
-
-    def train() -> None:
-        with packed_blocks(model):
-            model(**BATCH, labels=BATCH["input_ids"], **asked)
-
-    with pytest.raises(MisconfigurationException, match="output_router_logits"):
-        train()
+def test_outputs_of_routers_are_refused_in_a_call() -> None:
+    model = model_of("Mixtral", "ForCausalLM", num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    with packed_blocks(model), pytest.raises(MisconfigurationException, match="output_router_logits"):
+        model(**BATCH, labels=BATCH["input_ids"], output_router_logits=True)
 
 
-def test_first_tokens_of_a_model_that_repeats_one_block_are_refused_before_training() -> None:
+def test_a_model_that_repeats_one_block_is_packed() -> None:
     model = model_of("Albert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     exact, _ = output_and_gradients(model)
     with packed_blocks(model):
         torch.testing.assert_close(output_and_gradients(model)[0], exact, rtol=1e-4, atol=1e-5)
-    with (
-        pytest.raises(MisconfigurationException, match="same blocks several times"),
-        packed_blocks(model, first_token=True),
-    ):
-        pass

@@ -111,7 +111,6 @@ def test_where_it_changes_nothing_that_is_said(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_products_are_rounded_to_tf32() -> None:
     a, b = torch.randn(2, 512, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     exact = a @ b

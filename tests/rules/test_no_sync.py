@@ -181,7 +181,6 @@ def test_the_counters_see_a_read(tmp_path: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     "arguments",
     [

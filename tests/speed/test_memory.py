@@ -327,7 +327,6 @@ def test_products_changed_in_place_are_computed_again() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_attention_with_dropout_on_a_gpu(how: str) -> None:
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.3, batch_first=True)

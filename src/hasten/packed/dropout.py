@@ -96,17 +96,6 @@ def _double_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 _dropout_backward.register_autograd(_double_backward, setup_context=_setup_backward_context)
 
 
-@torch.library.custom_op("hasten::dropout_factors", mutates_args=())
-def _factors(x: Tensor, p: float) -> Tensor:
-    random, threshold = draw(x.numel(), p)
-    return kept(random, threshold, x.shape, x.dtype).mul_(scale_of(p))
-
-
-@_factors.register_fake
-def _(x: Tensor, p: float) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
     """Drop elements of a CPU tensor with probability ``p`` and scale the others by ``1 / (1 - p)``.
 
@@ -139,7 +128,7 @@ def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -
         return torch.nn.functional.dropout(x, p, training, inplace)
     if inplace:
         # Backward needs only the factors, so x may change.
-        return x.mul_(0.0 if p == 1.0 else _factors(x.detach(), p))
+        return x.mul_(0.0 if p == 1.0 else _dropout(torch.ones_like(x, requires_grad=False), p)[0])
     if p == 1.0:
         return x * 0.0
     y: Tensor = _dropout(x, p)[0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -61,14 +59,8 @@ class Probe:
     attended: int = 0
     # The sizes of draws of random numbers inside the blocks.
     draws: list[int] = field(default_factory=list)
-    # The states of Python's and NumPy's generators at the first block, and whether a block drew from them.
-    states: tuple[Any, ...] | None = None
-    drew: bool = False
-
-
-def _generators() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), numpy and numpy.random.get_state(legacy=False)["state"]["pos"]
+    # Whether the model drew from the generator of Python or NumPy.
+    drew_on_host: bool = False
 
 
 class _Block(MethodPatch):
@@ -146,8 +138,8 @@ class Stack:
         # Whether any call was packed, and whether any was padded because it needs no gradients.
         self.used = self.without_gradients = False
         self._padding = _PaddingCheck(asked)
-        # Of each module: (attributes, their number, children, hooks, their number, forward of the instance, mode)
-        self._seen: list[tuple[dict[str, Any], int, tuple[Any, ...], tuple[Any, ...], int, Any, bool]] = []
+        # The attributes of each module, and what they were when packing was verified.
+        self._seen: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self._checked_parts()
 
     def begin(self, layout: Layout | None) -> None:
@@ -164,8 +156,9 @@ class Stack:
         if self.probe is None:
             self.used = True
             self._padding.confirm()
-            if self._parts_changed():
-                self._remember_parts()
+            if not self._seen or any(_structure(own) != seen for own, seen in self._seen):
+                modules = (self._container, *self._checked_parts())
+                self._seen = [(vars(module), _structure(vars(module))) for module in modules]
                 self.verified = False
         if self.first is not None:
             self.first.confirm()
@@ -282,8 +275,6 @@ class Stack:
                     f"{self.name_of(block)} was called before the first block (whole layers dropped, or another "
                     "order), where packing begins",
                 )
-            if not self.inside and self.probe is not None:
-                self.probe.states = _generators()
             self.inside = True
         # The hidden states are a row already but for the first block; what comes along never is.
         row, *others = args or (kwargs["hidden_states"],)
@@ -305,7 +296,6 @@ class Stack:
     def _unpack(self, end: nn.Module, args: Any, output: Any) -> Any:
         if self.probe is not None and self.call is not None:
             self.probe.outputs.append((end, _hidden(output)))
-            self.probe.drew |= self.probe.states is not None and self.probe.states != _generators()
         if self.call is None or self.call.layout is None:
             return output
         layout, self.inside = self.call.layout, False
@@ -317,30 +307,6 @@ class Stack:
             if layout.has_padding:
                 batch = self._padding.checked(batch, row, layout, trial=self.probe is not None)
         return (batch, *output[1:]) if isinstance(output, tuple) else batch
-
-    def _parts_changed(self) -> bool:
-        """Return whether a module has other children, attributes, hooks, forward or mode than were remembered.
-
-        The number of attributes shows methods that were assigned to the instance.
-        """
-        for own, size, parts, (first, second, third, fourth), count, forward, training in self._seen:
-            if (
-                len(own) != size
-                or tuple(own["_modules"].values()) != parts
-                or len(first) + len(second) + len(third) + len(fourth) != count
-                or own.get("forward") is not forward
-                or own["training"] is not training
-            ):
-                return True
-        return not self._seen
-
-    def _remember_parts(self) -> None:
-        self._seen = []
-        for module in (self._container, *self._checked_parts()):
-            own = vars(module)
-            hooks, parts = tuple(own[name] for name in _HOOKS), tuple(own["_modules"].values())
-            count = sum(map(len, hooks))
-            self._seen.append((own, len(own), parts, hooks, count, own.get("forward"), own["training"]))
 
     def _checked_parts(self) -> list[nn.Module]:
         """Return the modules of the blocks and of the norm.
@@ -420,6 +386,17 @@ class _PaddingCheck(LossCheck):
 
         batch.register_hook(check)
         return batch
+
+
+def _structure(attributes: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what decides how a module computes; the number of attributes shows methods assigned to the instance."""
+    return (
+        len(attributes),
+        tuple(attributes["_modules"].values()),
+        sum([len(attributes[name]) for name in _HOOKS]),
+        attributes.get("forward"),
+        attributes["training"],
+    )
 
 
 def own_mask(asked: str, module: nn.Module, mask: Tensor) -> Exception:

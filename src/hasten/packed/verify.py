@@ -39,8 +39,6 @@ from hasten.packed.patches import HookPatch, MethodPatch
 from hasten.packed.stack import Probe, Stack, is_of_user
 from hasten.seed import isolate_rng
 
-# The number of samples to compare: the longest, the shortest and one between them.
-SAMPLES = 3
 # Tolerated rounding over many blocks, relative to the norm of a sample's output.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _LOW_PRECISION = 0.1
@@ -152,19 +150,14 @@ def verify(model: nn.Module, forward: Forward, stack: Stack, given: _Arguments, 
             few = again = given
             padded = trial(few, packed=False)
         packed = _or_refused(stack, lambda: trial(few, packed=True))
-        _check_attention(stack, packed)
+        if packed.idle:
+            raise refusal(stack.asked, _own_attention(stack, packed.idle[0]))
         if not all(bool(output.isfinite().all()) for _, output in packed.outputs):
             return False
         scaled = _scales_whole_tensors(model)
         tainted = _or_failed(lambda: trial(again, packed=True, tainted=not scaled))
-        # If it failed, the model checks that its input is finite; its values are compared below.
-        if not isinstance(tainted, Exception):
-            if not scaled:
-                _check_apart(stack, tainted)
-            _check_draws(stack, packed, tainted)
-        tolerance = _LOW_PRECISION if scaled else None
-        _check_values(stack, padded, packed, tolerance)
-        _check_outputs(stack, padded, packed, tolerance)
+        for problem in _differences(stack, padded, packed, tainted, _LOW_PRECISION if scaled else None):
+            raise refusal(stack.asked, problem)
         if stack.first is not None:
             first = _or_refused(stack, lambda: trial(few, packed=True, first_only=True))
             _check_first_tokens(stack, packed, first)
@@ -205,21 +198,23 @@ def _trial(
     # Without gradients, the last block would compute all tokens.
     probe.layout.first_only = first_only
     attention: AbstractContextManager[Any] = nullcontext() if packed else stack.unpatched()
-    random.seed(0)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
-    # Without torch.manual_seed, which would also seed devices that are initialized later.
-    torch.default_generator.manual_seed(0)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(0)
     try:
-        with attention, torch.enable_grad() if first_only else torch.no_grad():
+        # Each trial starts with the same states of the random generators.
+        with isolate_rng(), attention, torch.enable_grad() if first_only else torch.no_grad():
+            before = _host_generators()
             stack.begin(probe.layout if packed else None)
             probe.output = forward(*given.args, **given.kwargs)
             stack.finish(probe.output)
+            probe.drew_on_host = _host_generators() != before
     finally:
         stack.probe, stack.call, stack.inside = None, None, False
     return probe
+
+
+def _host_generators() -> tuple[Any, ...]:
+    """Return the states of the generators of Python and NumPy."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy and numpy.random.get_state(legacy=False)["state"]["pos"]
 
 
 class _ConstantDraws(TorchDispatchMode):
@@ -244,12 +239,11 @@ class _ConstantDraws(TorchDispatchMode):
         if name == "native_dropout":
             self._record(args[0])
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        # The generators that the user passes.
-        own = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
-        states = [one.get_state() for one in own]
-        drawn = func(*args, **kwargs)
-        for one, state in zip(own, states, strict=True):
-            one.set_state(state)
+        with ExitStack() as changed:
+            for generator in (*args, *kwargs.values()):
+                if isinstance(generator, torch.Generator):  # The user's.
+                    changed.callback(generator.set_state, generator.get_state())
+            drawn = func(*args, **kwargs)
         for each in drawn if isinstance(drawn, (tuple, list)) else (drawn,):
             if isinstance(each, Tensor):
                 self._record(each)
@@ -279,7 +273,7 @@ def _without_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Restore random generators, buffers and attributes of modules at the end."""
+    """Restore buffers and attributes of modules at the end."""
     modules = list(model.modules())
     attributes = [(owner, dict(vars(owner))) for owner in modules]
     tensors = [
@@ -305,7 +299,6 @@ def _restored(model: nn.Module) -> Iterator[None]:
     with ExitStack() as changed:
         changed.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        changed.enter_context(isolate_rng())
         # Casts made here have no gradient graph, and the cache would reuse them afterwards.
         torch.set_autocast_cache_enabled(False)
         changed.callback(torch.set_autocast_cache_enabled, cached)
@@ -357,80 +350,71 @@ def _scales_whole_tensors(model: nn.Module) -> bool:
     return any(type(each).__module__.partition(".")[0] in owners for each in model.modules())
 
 
-def _check_attention(stack: Stack, packed: Probe) -> None:
-    if packed.idle:
-        block = packed.idle[0]
-        own = [
-            type(each).__name__ for name, each in block.named_modules() if "attention.self" in name or "attn" in name
-        ]
-        by = f", {own[0]}," if own else ""
-        raise refusal(
-            stack.asked,
-            f"{stack.name_of(block)} has its own attention code{by} which packing cannot replace: in one row, samples "
-            "would attend to one another",
-        )
+def _own_attention(stack: Stack, block: nn.Module) -> str:
+    own = (type(each).__name__ for name, each in block.named_modules() if "attention.self" in name or "attn" in name)
+    kind = next(own, None)
+    return (
+        f"{stack.name_of(block)} has its own attention code{f', {kind},' if kind else ''} which packing cannot "
+        "replace: in one row, samples would attend to one another"
+    )
 
 
-def _check_apart(stack: Stack, tainted: Probe) -> None:
-    begin = int(tainted.layout.bounds[1])
-    for block, output in tainted.outputs:
-        if isinstance(output, Tensor) and bool(output[0, begin:].isnan().any()):
-            raise refusal(
-                stack.asked,
-                f"{stack.name_of(block)} mixes tokens of different samples when they share a row: a convolution or "
-                "mean over tokens, batch statistics, or code that uses positions",
+def _differences(
+    stack: Stack, padded: Probe, packed: Probe, tainted: Probe | Exception, tolerance: float | None
+) -> Iterator[str]:
+    """Yield what packing changes, with the block that changes it, starting with the most precise reason."""
+    # If the trial with nan failed, the model checks that its input is finite; its values are compared below.
+    if isinstance(tainted, Probe):
+        begin = int(tainted.layout.bounds[1])
+        for block, output in tainted.outputs if tainted.tainted else ():
+            if isinstance(output, Tensor) and bool(output[0, begin:].isnan().any()):
+                yield (
+                    f"{stack.name_of(block)} mixes tokens of different samples when they share a row: a convolution or "
+                    "mean over tokens, batch statistics, or code that uses positions"
+                )
+        if packed.drew_on_host:
+            yield (
+                "it draws from the random generator of Python or NumPy, perhaps per sample: dropping samples or "
+                "layers at random needs the padded batch"
             )
-
-
-def _check_draws(stack: Stack, packed: Probe, tainted: Probe) -> None:
-    if packed.drew:
-        raise refusal(
-            stack.asked,
-            "its blocks draw from the random generator of Python or NumPy, perhaps per sample: dropping samples or "
-            "layers at random needs the padded batch",
-        )
-    tokens, tokens_again = (int(each.layout.bounds[-1]) for each in (packed, tainted))
-    for one, other in zip_longest(packed.draws, tainted.draws, fillvalue=0):
-        if one * tokens_again != other * tokens or one % tokens:
-            wrong = one or other
-            raise refusal(
-                stack.asked,
-                f"its blocks draw {wrong} random number{'s' * (wrong != 1)} for {tokens} tokens, not a multiple: "
-                "stochastic depth (drop path) or dropout of whole samples, which share one row here",
-            )
-
-
-def _check_values(stack: Stack, padded: Probe, packed: Probe, tolerance: float | None) -> None:
-    layout, outputs = packed.layout, (padded.outputs, packed.outputs)
-    if [block for block, _ in outputs[0]] != [block for block, _ in outputs[1]]:
-        raise refusal(stack.asked, "it calls different blocks on a row of real tokens")
-    for (block, exact), (_, row) in zip(*outputs, strict=True):
+        tokens, tokens_again = (int(each.layout.bounds[-1]) for each in (packed, tainted))
+        for one, other in zip_longest(packed.draws, tainted.draws, fillvalue=0):
+            if one * tokens_again != other * tokens or one % tokens:
+                yield (
+                    f"the random numbers that its blocks draw ({one or other}) are not a multiple of the {tokens} "
+                    "tokens: stochastic depth (drop path) or dropout of whole samples, which share one row here"
+                )
+    if [block for block, _ in padded.outputs] != [block for block, _ in packed.outputs]:
+        yield "it calls different blocks on a row of real tokens"
+    layout = packed.layout
+    for (block, exact), (_, row) in zip(padded.outputs, packed.outputs, strict=True):
         if not isinstance(exact, Tensor) or not isinstance(row, Tensor):
             continue
         expected = layout.pack(exact)
         if row.shape != expected.shape or not _close(row[0], expected[0], layout.bounds.tolist(), tolerance):
-            raise refusal(
-                stack.asked,
+            yield (
                 f"{stack.name_of(block)} computes different values for real tokens in one row than in the padded "
-                "batch: its code depends on (samples, tokens), or reads padding",
+                "batch: its code depends on (samples, tokens), or reads padding"
             )
+    if not _same_output(padded, packed, tolerance):
+        yield (
+            "its output differs from that of the padded batch at real tokens: its code between or after the blocks "
+            "depends on (samples, tokens) or reads padding"
+        )
 
 
-def _check_outputs(stack: Stack, padded: Probe, packed: Probe, tolerance: float | None) -> None:
+def _same_output(padded: Probe, packed: Probe, tolerance: float | None) -> bool:
     exact, found = list(_tensors(padded.output)), list(_tensors(packed.output))
-    same = [each.shape for each in exact] == [each.shape for each in found]
-    for one, other in zip(exact, found, strict=True) if same else ():
+    if [each.shape for each in exact] != [each.shape for each in found]:
+        return False
+    for one, other in zip(exact, found, strict=True):
         if not one.is_floating_point():
             continue
         if tuple(one.shape[:2]) == packed.layout.shape:
             one, other = packed.layout.pack(one)[0], packed.layout.pack(other)[0]
-        same = same and _close(other, one, [0, len(one)], tolerance)
-    if not same:
-        raise refusal(
-            stack.asked,
-            "its output differs from that of the padded batch at real tokens: its code between or after the blocks "
-            "depends on (samples, tokens) or reads padding",
-        )
+        if not _close(other, one, [0, len(one)], tolerance):
+            return False
+    return True
 
 
 def _check_first_tokens(stack: Stack, packed: Probe, first: Probe) -> None:
